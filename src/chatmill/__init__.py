@@ -1,0 +1,1 @@
+"""Conversations in, exact training batches out."""

@@ -1,0 +1,55 @@
+"""What goes wrong, with where and what would be right.
+
+Every error a user can cause is a `ChatmillError` whose text is one line. The command line prints that
+line and exits with `exit_code`; a traceback is always a defect of chatmill itself.
+"""
+
+from __future__ import annotations
+
+
+class ChatmillError(Exception):
+    """A fault the user can mend; `str()` of it is the one line that says how."""
+
+    exit_code = 1
+
+
+class UsageError(ChatmillError):
+    """The command was asked for something it cannot mean: a wrong flag, name or combination."""
+
+    exit_code = 2
+
+
+class DataError(ChatmillError, ValueError):
+    """Input that is not what it should be. Also a `ValueError`, as the documented functions promise."""
+
+
+class RecordError(DataError):
+    """One faulty record: `file:line (id=…): what; what would be right`.
+
+    `what` alone is the reason under which rejects are written; `kind` is the short name they are counted by.
+    """
+
+    def __init__(self, what: str, right: str, *, kind: str) -> None:
+        super().__init__(f"{what}; {right}")
+        self.what = what
+        self.right = right
+        self.kind = kind
+        self.file = ""
+        self.line = 0
+        self.id: str | None = None
+
+    def at(self, file: str, line: int, id: str | None = None) -> RecordError:
+        """The same fault with its place; the reader knows it, the parser does not."""
+        self.file, self.line, self.id = file, line, id
+        return self
+
+    def __str__(self) -> str:
+        name = f" (id={one_line(self.id)})" if self.id is not None else ""
+        place = f"{one_line(self.file)}:{self.line}{name}: " if self.file else ""
+        return f"{place}{self.what}; {self.right}"
+
+
+def one_line(text: str, limit: int = 80) -> str:
+    """Text from data made safe to print: no control characters, no line breaks, at most `limit` long."""
+    shown = "".join(ch if ch.isprintable() else ch.encode("unicode_escape", "replace").decode() for ch in text[:limit])
+    return shown + "…" if len(text) > limit else shown
