@@ -1,0 +1,124 @@
+"""Check that imports in src/chatmill run one way, and that torch stays where tensors are made.
+
+    python scripts/check_imports.py [PACKAGE_FOLDER]
+
+One line a violation, exit 1 if there is any. A part is a module or a folder directly under the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "chatmill"
+BASE = {"errors", "rows", "ledger"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "rows": {"errors"},
+    "ledger": {"errors"},
+    "records": BASE,
+    "tokenizer": BASE,
+    "fit": BASE,
+    "store": BASE,
+    "format": BASE | {"records", "tokenizer"},
+    "prepare": BASE | {"records", "tokenizer", "format", "fit", "store"},
+    "load": BASE | {"store"},
+    "train": BASE | {"load"},
+    "rollout": BASE | {"format", "fit", "tokenizer"},
+    "show": BASE | {"store", "tokenizer", "load"},
+    "sft": BASE | {"records", "tokenizer", "format", "fit", "load"},
+    "__init__": BASE | {"sft"},
+    "__main__": {"cli"},
+}
+MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"__main__"}
+
+HEAVY = {"torch", "transformers"}
+HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout"}
+HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its absolute name, and where the statement stands."""
+
+    module: str
+    line: int
+    in_function: bool
+    for_types: bool
+
+
+def main() -> int:
+    default = Path(__file__).resolve().parents[1] / "src" / PACKAGE
+    package = Path(sys.argv[1]) if len(sys.argv) > 1 else default
+    if not package.is_dir():
+        print(f"{package}: no such folder; expected the folder of the package")
+        return 1
+    found = [line for path in sorted(package.rglob("*.py")) for line in violations(path, package)]
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
+
+
+def violations(path: Path, package: Path) -> Iterator[str]:
+    """The faults of one file, each as `file:line: what; what would be right`."""
+    part = path.relative_to(package).parts[0].removesuffix(".py")
+    place = path.relative_to(package.parent.parent).as_posix()
+    if part not in MAY_IMPORT:
+        yield f"{place}:1: {part} has no place in the import direction; add it to MAY_IMPORT in {Path(__file__).name}"
+        return
+    allowed = MAY_IMPORT[part]
+    for found in imports(path, package):
+        top, _, rest = found.module.partition(".")
+        if top == PACKAGE:
+            target = rest.partition(".")[0] or "__init__"
+            if target != part and target not in allowed:
+                shown = f"the package {PACKAGE} itself" if target == "__init__" else target
+                yield f"{place}:{found.line}: {part} imports {shown}; it may import only {listed(allowed)}"
+        elif top in HEAVY and not found.for_types and part not in heavy_parts(found):
+            yield (
+                f"{place}:{found.line}: {part} imports {top}; only {listed(HEAVY_AT_MODULE_LEVEL)} may, "
+                f"sft inside a function, and any part under TYPE_CHECKING"
+            )
+
+
+def heavy_parts(found: Import) -> set[str]:
+    return HEAVY_IN_FUNCTIONS if found.in_function else HEAVY_AT_MODULE_LEVEL
+
+
+def imports(path: Path, package: Path) -> Iterator[Import]:
+    """Every import statement of a file, wherever it stands, with relative names made absolute."""
+    above = (PACKAGE, *path.relative_to(package).parts[:-1])
+
+    def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, in_function, for_types)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join((*above[: len(above) - node.level + 1], node.module or "")) if node.level else node.module
+            base = (base or "").rstrip(".")
+            for alias in node.names:
+                # `from chatmill import fit` names a part; `from chatmill import pack` names the package itself.
+                is_part = base == PACKAGE and alias.name in MAY_IMPORT
+                yield Import(f"{base}.{alias.name}" if is_part else base, node.lineno, in_function, for_types)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.body:
+                yield from walk(child, in_function, True)
+            for child in node.orelse:
+                yield from walk(child, in_function, for_types)
+        else:
+            inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child, inside, for_types)
+
+    yield from dict.fromkeys(walk(ast.parse(path.read_text("utf-8"), str(path)), False, False))
+
+
+def listed(names: set[str]) -> str:
+    *head, last = sorted(names) or ["nothing of chatmill"]
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+if __name__ == "__main__":
+    sys.exit(main())
