@@ -1,0 +1,158 @@
+"""Examples in Markdown pages: find the fenced blocks, run them, compare what they show.
+
+console   `$ command` lines, run by sh in one folder a page, in order; the lines below a command are its output.
+          `$ command  # exit 1` says that the command fails with that status.
+python    executed; the blocks of a page share one namespace, and the folder with its commands.
+text      the next block after a python block, with no heading between: what that block printed.
+sh        shown, not run: only for what sets up a machine (see DISPLAY_ONLY).
+
+In shown output a line `…` stands for any lines, and `…` or `...` inside a line for any text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DISPLAY_ONLY = ("make", "pip", "git", "cd", "source")
+TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text, and the line of the page its text starts at."""
+
+    language: str
+    text: str
+    line: int
+    after_heading: bool
+    """A heading stands between this block and the one before."""
+
+
+def blocks(page: str) -> list[Block]:
+    """The fenced blocks of a page in order; a fence may be indented, as in lists."""
+    found: list[Block] = []
+    fence, language, start, heading = "", "", 0, True
+    lines: list[str] = []
+    for number, line in enumerate(page.splitlines(), 1):
+        opened = re.match(r"\s*(`{3,}|~{3,})\s*(\w*)", line)
+        if fence:
+            if line.strip() == fence:
+                found.append(Block(language, textwrap.dedent("\n".join(lines)), start, heading))
+                fence, heading = "", False
+            else:
+                lines.append(line)
+        elif opened:
+            fence, language, start, lines = opened[1], opened[2], number + 1, []
+        elif line.startswith("#"):
+            heading = True
+    if fence:
+        raise AssertionError(f"line {start - 1}: the fenced block is never closed")
+    return found
+
+
+def prose(page: str) -> str:
+    """The page with the lines of its fenced blocks left empty."""
+    lines = page.splitlines()
+    for block in blocks(page):
+        stop = block.line - 1 + len(block.text.splitlines())
+        lines[block.line - 2 : stop + 1] = [""] * (stop + 3 - block.line)
+    return "\n".join(lines)
+
+
+def commands(block: Block) -> list[tuple[int, str, list[str]]]:
+    r"""The commands of a console block: line of the page, command (a trailing `\` continues it), shown output."""
+    found: list[tuple[int, str, list[str]]] = []
+    for number, line in enumerate(block.text.splitlines(), block.line):
+        if line.startswith("$ "):
+            found.append((number, line[2:], []))
+        elif found and found[-1][1].endswith("\\") and not found[-1][2]:
+            found[-1] = (found[-1][0], f"{found[-1][1]}\n{line}", [])
+        elif found:
+            found[-1][2].append(line)
+        elif line.strip():
+            raise AssertionError(f"line {number}: a console block begins with `$ command`, not {line!r}")
+    return found
+
+
+def matches(shown: str, printed: str) -> bool:
+    """Whether the output shown on a page is the one printed; see the module for the wildcards."""
+    pattern = ""
+    for line in shown.strip("\n").splitlines():
+        if line.strip() in ("…", "..."):
+            pattern += r"(?:[^\n]*\n)*"
+        else:
+            parts = re.split(r"…|\.\.\.", line.rstrip())
+            pattern += "[^\n]*".join(re.escape(part) for part in parts) + r"[ \t]*\n"
+    return re.fullmatch(pattern, printed.strip("\n") + "\n") is not None
+
+
+def display_faults(page: str) -> list[str]:
+    """Blocks that would show a command nobody runs."""
+    faults = []
+    for block in blocks(page):
+        if block.language in ("bash", "shell", "zsh", ""):
+            faults.append(f"line {block.line}: a {block.language or 'nameless'} block; use console, sh or text")
+        elif block.language == "sh":
+            for number, line in enumerate(block.text.splitlines(), block.line):
+                word = line.removeprefix("$ ").split(" ")[0]
+                if word and word != "#" and word not in DISPLAY_ONLY:
+                    what = f"line {number}: `{line}` is shown but never run"
+                    faults.append(f"{what}; use console (sh is for {', '.join(DISPLAY_ONLY)})")
+    return faults
+
+
+def run(page: Path, folder: Path) -> None:
+    """Execute every example of a page in `folder`, the current directory, failing at the first that is wrong."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    found = blocks(page.read_text("utf-8"))
+    for index, block in enumerate(found):
+        if block.language == "console":
+            for line, command, shown in commands(block):
+                run_command(f"{page.name}:{line}", command, "\n".join(shown), folder)
+        elif block.language == "python":
+            after = found[index + 1] if index + 1 < len(found) else None
+            shown = after.text if after and after.language == "text" and not after.after_heading else None
+            run_python(page, block, shown, namespace)
+
+
+def run_command(place: str, command: str, shown: str, folder: Path) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    plain = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
+    done = subprocess.run(
+        ["sh", "-c", command],
+        cwd=folder,
+        env=os.environ | plain,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=TIMEOUT_SECONDS,
+        encoding="utf-8",
+        check=False,
+    )
+    said = re.search(r"# exit (\d+)$", command)
+    expected = int(said[1]) if said else 0
+    if done.returncode != expected:
+        raise AssertionError(f"{place}: `{command}` exits {done.returncode}, not {expected}:\n{done.stdout}")
+    if shown.strip() and not matches(shown, done.stdout):
+        raise AssertionError(f"{place}: `{command}` prints\n{done.stdout}\nwhere the page shows\n{shown}")
+
+
+def run_python(page: Path, block: Block, shown: str | None, namespace: dict[str, Any]) -> None:
+    # Empty lines above it make a traceback name the line of the page.
+    code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, namespace)  # noqa: S102 - the examples of our own pages
+    if shown is not None and not matches(shown, printed.getvalue()):
+        raise AssertionError(
+            f"{page.name}:{block.line}: the block prints\n{printed.getvalue()}\nwhere the page shows\n{shown}"
+        )
