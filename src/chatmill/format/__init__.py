@@ -1,0 +1,6 @@
+"""How conversations are written in tokens, and which of those are trained."""
+
+from chatmill.format.chat_format import PRESETS, ChatFormat, Turn, load_format, parse_format
+from chatmill.format.render import prompt_ids, render, renderable
+
+__all__ = ["PRESETS", "ChatFormat", "Turn", "load_format", "parse_format", "prompt_ids", "render", "renderable"]

@@ -1,0 +1,57 @@
+"""Plans: which tokens go where. Every fit function makes one, and `gather` alone copies tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from chatmill.rows import NO_FILE, ORIGIN, Index, Rows, copy_tokens, offsets, ragged_index
+
+
+@dataclass(frozen=True)
+class Plan:
+    """New rows as pieces of old ones, in their order.
+
+    A piece is the token range [start, stop) of the source. Starts from len(source.ids) on count into the
+    literals: tokens that the source does not have, such as padding.
+    """
+
+    start: Index
+    stop: Index
+    first_piece: Index
+    """Where each new segment begins among the pieces, and their end."""
+    origin: Index
+    """For each new segment the source segment it is made from, or -1 for none."""
+    first_segment: Index
+    """Where each new row begins among the new segments, and their end."""
+
+
+def gather(source: Rows, plan: Plan, literals: Rows | None = None) -> Rows:
+    """The rows that the plan describes; spans are cut where pieces are, and empty pieces leave no trace."""
+    full = plan.stop > plan.start
+    start, stop = plan.start[full], plan.stop[full]
+    spans, span_start = source.spans, source.span_start
+    if literals is not None:
+        spans = np.concatenate([spans, literals.spans])
+        span_start = np.append(span_start[:-1], literals.span_start + len(source.ids))
+    first = np.searchsorted(span_start, start, side="right") - 1
+    last = np.searchsorted(span_start, stop, side="left")
+    counts = last - first
+    chosen = ragged_index(first, counts)
+    cut = spans[chosen]
+    cut["length"] = np.minimum(span_start[chosen + 1], np.repeat(stop, counts)) - np.maximum(
+        span_start[chosen], np.repeat(start, counts)
+    )
+    origins = np.empty(len(plan.origin), dtype=ORIGIN)
+    known = plan.origin >= 0
+    origins[known] = source.origins[plan.origin[known]]
+    origins["file"][~known], origins["line"][~known] = NO_FILE, 0
+    return Rows(
+        copy_tokens(source.ids, start, stop - start, literals.ids if literals is not None else None),
+        cut,
+        offsets(counts)[offsets(full)[plan.first_piece]],
+        origins,
+        plan.first_segment,
+        source.files,
+    )

@@ -1,0 +1,133 @@
+"""Bodies with more than plain content: reasoning, tool calls, and a system text with its tools.
+
+What stands between two control tokens is encoded as one text, so the parts of such a body are told apart
+afterwards, by the bytes its tokens stand for. A token across a border belongs to the part it begins in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.format.chat_format import ChatFormat
+from chatmill.records import Message, ToolCall
+from chatmill.rows import Ids, Index, Part, offsets
+
+
+class Sizer(Protocol):
+    def piece_sizes(self) -> NDArray[np.int64]: ...
+
+
+@dataclass
+class Body:
+    """The body of one message: `runs` of text between control tokens, and `pieces` in their order."""
+
+    runs: list[str] = field(default_factory=list)
+    pieces: list[tuple[Part, str | None, int, int]] = field(default_factory=list)
+    """(part, key of a control token or None, number of the run, bytes of it)"""
+    first_text: int = 0
+    """The number of its first run among all texts that are encoded."""
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def add(self, part: Part, key: str | None, text: str) -> None:
+        if key is not None:
+            self.pieces.append((part, key, 0, 0))
+        elif text:
+            size = len(text.encode())
+            last = self.pieces[-1] if self.pieces else None
+            if last is None or last[1] is not None:
+                self.runs.append("")
+            elif last[0] == part:
+                size += self.pieces.pop()[3]
+            self.runs[-1] += text
+            self.pieces.append((part, None, len(self.runs) - 1, size))
+
+
+def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> Body:
+    """Reasoning, content and tool calls in the order a model writes them."""
+    body = Body()
+
+    def add(part: Part, template: str, text: str) -> None:
+        # Only the template may hold control tokens; `text` is data.
+        before, after = template.split("{}")
+        for key, piece in format.split(before):
+            body.add(part, key, piece)
+        body.add(part, None, text)
+        for key, piece in format.split(after):
+            body.add(part, key, piece)
+
+    body.add(Part.CONTENT, None, prefix)
+    if message.reasoning:
+        add(Part.REASONING, format.body["reasoning"], message.reasoning)
+    body.add(Part.CONTENT, None, message.content)
+    for number, call in enumerate(message.tool_calls):
+        if message.content or number:
+            body.add(Part.TOOL_CALL, None, "\n")
+        add(Part.TOOL_CALL, format.body["tool_call"], call_text(call))
+    body.add(Part.CONTENT, None, suffix)
+    return body
+
+
+def call_text(call: ToolCall) -> str:
+    """A call as compact JSON, its arguments as they were given."""
+    return f'{{"name":{msgspec.json.encode(call.name).decode()},"arguments":{call.arguments}}}'
+
+
+def system_text(given: Message | None, tools: Sequence[str], format: ChatFormat) -> Message:
+    """The system message that stands first: the record's own or the format's default, and the tools offered."""
+    message = given or Message(role="system", content=format.default_system or "")
+    if not tools:
+        return message
+    listed = format.body["tools"].replace("{}", "\n".join(tools), 1)
+    content = f"{message.content}\n\n{listed}" if message.content else listed
+    return msgspec.structs.replace(message, content=content)
+
+
+def cut_bodies(
+    bodies: Mapping[int, Body],
+    flat: Ids,
+    text_start: Index,
+    tokenizer: Sizer,
+    control_start: Mapping[str, int],
+) -> tuple[Index, Index, NDArray[np.uint8]]:
+    """Start, length and part of every piece of these bodies, whose runs are the last of the encoded texts."""
+    pieces = [(*piece, body.first_text) for body in bodies.values() for piece in body.pieces]
+    parts = np.array([piece[0] for piece in pieces], dtype=np.uint8)
+    is_text = np.array([piece[1] is None for piece in pieces], dtype=bool)
+    starts = np.array([len(flat) + control_start[piece[1]] if piece[1] else 0 for piece in pieces], dtype=np.int64)
+    lengths = np.ones(len(pieces), dtype=np.int64)
+
+    run = np.array([piece[4] + piece[2] for piece in pieces], dtype=np.int64)[is_text]
+    if not len(run):
+        return starts, lengths, parts
+    size = np.array([piece[3] for piece in pieces], dtype=np.int64)[is_text]
+    first_token = int(text_start[run[0]])
+    token_byte = offsets(tokenizer.piece_sizes()[flat[first_token:]])
+    run_stop = text_start[run + 1]
+    run_size = np.bincount(run, weights=size)[run].astype(np.int64)
+    until = np.cumsum(size)
+    until -= (until - size)[np.searchsorted(run, run)]
+    # Counted from the end of the run: some tokenizers put a space before the first piece.
+    byte = token_byte[run_stop - first_token] - (run_size - until)
+    stop = np.minimum(np.searchsorted(token_byte, byte) + first_token, run_stop)
+    stop = np.maximum(stop, text_start[run])
+    last = np.append(run[1:] != run[:-1], True)
+    first = np.append(True, last[:-1])
+    stop[last] = run_stop[last]
+
+    # A tokenizer that rewrites text (by normalising it) has no exact borders: such a run is one piece of content.
+    extra = token_byte[run_stop - first_token] - token_byte[text_start[run] - first_token] - run_size
+    vague = ((extra < 0) | (extra > 1)) & ~(first & last)
+    stop[vague] = run_stop[vague]
+    parts[np.flatnonzero(is_text)[vague]] = Part.CONTENT
+    start = np.where(first, text_start[run], np.append(0, stop[:-1]))
+    starts[is_text] = start
+    lengths[is_text] = stop - start
+    return starts, lengths, parts

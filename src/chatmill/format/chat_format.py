@@ -1,0 +1,181 @@
+"""ChatFormat: how a conversation is written in tokens, and which parts of an assistant turn are trained.
+
+A format is a small TOML file; the presets in `presets/` are read by the same code as a user's own.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from chatmill.errors import DataError, UsageError, one_line
+from chatmill.records import ROLES
+
+PRESETS = ("chatml", "ngpt", "primer", "post-training")
+TRAINABLE = ("open", "content", "close")
+
+DEFAULT_BODY = {
+    "reasoning": "<think>\n{}\n</think>\n\n",
+    "tool_call": "<tool_call>\n{}\n</tool_call>",
+    "tools": (
+        "# Tools\n\nThese functions can be called; each line defines one:\n<tools>\n{}\n</tools>\n"
+        'To call one, write {"name": ..., "arguments": ...} between <tool_call> and </tool_call>.'
+    ),
+}
+"""How the less common parts of a message are put into its text, unless the format says otherwise."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What stands before and after a message, control tokens and plain text mixed."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    name: str
+    tokens: Mapping[str, str]
+    """The control tokens by key; `sys`, `usr`, `asst`, `eot` where the format has them."""
+    turns: Mapping[str, Turn]
+    trained: tuple[str, ...] = ("content", "close")
+    default_system: str | None = None
+    begin: str = ""
+    end: str = ""
+    """Control tokens around each conversation."""
+    body: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_BODY))
+    """Templates for reasoning, a tool call and the list of tools, each with one `{}`."""
+
+    def split(self, text: str) -> list[tuple[str | None, str]]:
+        """Format text cut into control tokens, as (key, token), and plain text, as (None, text)."""
+        pieces: list[tuple[str | None, str]] = []
+        keys = {token: key for key, token in self.tokens.items()}
+        while text:
+            at, token = min(
+                ((text.index(token), token) for token in keys if token in text),
+                key=lambda hit: (hit[0], -len(hit[1])),
+                default=(len(text), ""),
+            )
+            if at:
+                pieces.append((None, text[:at]))
+            if token:
+                pieces.append((keys[token], token))
+            text = text[at + len(token) :]
+        return pieces
+
+    @property
+    def eot(self) -> str:
+        """The key of the token that ends an assistant turn: what a server stops at."""
+        return next(key for key, _ in self.split(self.turns["assistant"].close) if key is not None)
+
+
+def load_format(spec: str | Path) -> ChatFormat:
+    """A preset by its name, or a user's TOML file by its path."""
+    if str(spec) in PRESETS:
+        text = resources.files(__package__).joinpath("presets", f"{spec}.toml").read_text("utf-8")
+        return parse_format(text, where=str(spec))
+    path = Path(spec)
+    if path.suffix != ".toml":
+        raise UsageError(f'no format "{one_line(str(spec))}"; there are {", ".join(PRESETS)}, or give a .toml file')
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise DataError(f"{path}: cannot be read ({reason}); a format is a TOML file") from None
+    return parse_format(text, where=str(path))
+
+
+def parse_format(text: str, *, where: str) -> ChatFormat:
+    """A format from its TOML text; all faults are reported together, in one line."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise DataError(f"{where}: not TOML: {error}") from None
+    faults: list[str] = []
+    known = {"name", "tokens", "trained", "default_system", "begin", "end", "body", *ROLES}
+    faults += [f'unknown key "{one_line(key)}" (known: {", ".join(sorted(known))})' for key in data if key not in known]
+
+    tokens = _strings(data.get("tokens", {}), "tokens", faults)
+    if not tokens:
+        faults.append('no [tokens]; name each control token there, such as eot = "<|eot|>"')
+    if len(set(tokens.values())) < len(tokens):
+        faults.append("two keys in [tokens] name the same token")
+    turns = {}
+    for role in ROLES:
+        if role in data:
+            turn = _strings(data[role], role, faults, allowed=("open", "close"))
+            turns[role] = Turn(turn.get("open", ""), turn.get("close", ""))
+    missing = [role for role in ("user", "assistant") if role not in turns]
+    faults += [f"no [{role}]; a format writes at least user and assistant" for role in missing]
+    trained = data.get("trained", ["content", "close"])
+    if not isinstance(trained, list) or not trained or any(part not in TRAINABLE for part in trained):
+        faults.append(f"trained must be a list out of {', '.join(TRAINABLE)}")
+        trained = []
+    body = _strings(data.get("body", {}), "body", faults, allowed=tuple(DEFAULT_BODY))
+    faults += [f'body.{key} must hold "{{}}" once, where the text goes' for key in body if body[key].count("{}") != 1]
+    for key in ("name", "default_system", "begin", "end"):
+        if not isinstance(data.get(key, ""), str):
+            faults.append(f"{key} must be a text")
+    if "default_system" in data and "system" not in turns:
+        faults.append("default_system is given but there is no [system]")
+
+    def text_of(key: str) -> str:
+        value = data.get(key, "")
+        return value if isinstance(value, str) else ""
+
+    made = ChatFormat(
+        name=text_of("name") or Path(where).stem,
+        tokens=tokens,
+        turns=turns,
+        trained=tuple(trained),
+        default_system=data.get("default_system"),
+        begin=text_of("begin"),
+        end=text_of("end"),
+        body=DEFAULT_BODY | body,
+    )
+    faults += _marker_faults(made)
+    if faults:
+        raise DataError(f"{where}: " + "; ".join(faults))
+    return made
+
+
+def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ...] = ()) -> dict[str, str]:
+    """The entries of a TOML table that are texts; everything else becomes a fault."""
+    if not isinstance(table, dict):
+        faults.append(f"[{name}] must be a table")
+        return {}
+    good = {}
+    for key, value in table.items():
+        if allowed and key not in allowed:
+            faults.append(f'[{name}] has unknown key "{one_line(key)}" (known: {", ".join(allowed)})')
+        elif not isinstance(value, str) or not value:
+            faults.append(f"{name}.{one_line(key)} must be a text that is not empty")
+        else:
+            good[key] = value
+    return good
+
+
+def _marker_faults(made: ChatFormat) -> list[str]:
+    """Turns must be told apart by control tokens alone, or text could forge them."""
+    faults, used = [], set()
+    for role, turn in made.turns.items():
+        opening, closing = made.split(turn.open), made.split(turn.close)
+        used |= {key for key, _ in opening + closing}
+        if not opening or opening[0][0] is None:
+            faults.append(f"{role}.open must begin with a control token of [tokens]")
+        if all(key is None for key, _ in closing):
+            faults.append(f"{role}.close must hold a control token of [tokens]")
+    for name in ("begin", "end"):
+        pieces = made.split(getattr(made, name))
+        used |= {key for key, _ in pieces}
+        if any(key is None for key, _ in pieces):
+            faults.append(f"{name} must be made of control tokens of [tokens] alone")
+    for template in made.body.values():
+        used |= {key for key, _ in made.split(template)}
+    faults += [f"tokens.{key} is never used" for key in made.tokens if key not in used]
+    return faults

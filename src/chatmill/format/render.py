@@ -1,0 +1,219 @@
+"""Render: conversations to Rows, in bulk.
+
+Each message is up to six pieces: what begins the conversation, the opener, the body, the close, what
+follows the close, and what ends the conversation.
+
+    <|im_start|> user\\nHello <|im_end|> \\n  <|im_start|>assistant\\n  Hi <|im_end|> \\n
+    open         body         close      rest open                     body close  rest
+
+All but the body are the same ids every time. The bodies of a whole chunk are encoded in one call; the rest
+is arithmetic on columns, and one copy of the tokens. What stands between two control tokens is one text,
+except that an assistant's header is encoded apart from its body: in serving it belongs to the prompt, so
+the ids of a prompt are a prefix of the ids of the training row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import RecordError
+from chatmill.format.body import Body, body_of, cut_bodies, system_text
+from chatmill.format.chat_format import ChatFormat
+from chatmill.format.plates import BEGIN, CLOSE, CODE, END, OPEN, PARTS, REST, Plates, RenderTokenizer
+from chatmill.records import ROLES, Message, Record
+from chatmill.rows import (
+    EMPTY,
+    NO_MESSAGE,
+    ORIGIN,
+    OWN_ID,
+    SPAN,
+    File,
+    Index,
+    Part,
+    Role,
+    Rows,
+    Rule,
+    TrainOn,
+    copy_tokens,
+    offsets,
+    weigh,
+)
+
+
+def renderable(
+    records: Iterable[Record], format: ChatFormat, on_reject: Callable[[RecordError], None] | None = None
+) -> Iterator[Record]:
+    """The records that the format can write; the others go to `on_reject`, or raise if there is none."""
+    for record in records:
+        for number, message in enumerate(record.messages):
+            if message.role not in format.turns:
+                fault = RecordError(
+                    f"message {number} has role {message.role}, which the format {format.name} cannot write",
+                    f"it writes {', '.join(format.turns)}; add [{message.role}] to the format",
+                    kind="role_not_in_format",
+                ).at(record.file, record.line, record.id)
+                if on_reject is None:
+                    raise fault
+                on_reject(fault)
+                break
+        else:
+            yield record
+
+
+def render(
+    records: Sequence[Record],
+    format: ChatFormat,
+    tokenizer: RenderTokenizer,
+    *,
+    train_on: TrainOn = "assistant",
+) -> Rows:
+    """One row for each record: its tokens, and for each of them what it is and whether it is trained."""
+    if not records:
+        return EMPTY
+    plates = Plates(format, tokenizer)
+    messages, counts, lead = _flatten(records, format)
+    roles = np.fromiter((CODE[message.role] for message in messages), dtype=np.uint8, count=len(messages))
+
+    bodies = {
+        at: body_of(message, format, plates.prefix[roles[at]], plates.suffix[roles[at]])
+        for at, message in enumerate(messages)
+        if message.tool_calls or message.reasoning
+    }
+    texts, text_of = _texts(messages, roles, plates, bodies)
+    flat, text_start = tokenizer.encode_batch(texts)
+
+    # Pieces: five fixed ones a message, and its body, which is one piece but for the messages in `bodies`.
+    first_message = offsets(counts)
+    widths = np.full(len(messages), 6, dtype=np.int64)
+    for at, body in bodies.items():
+        widths[at] = 5 + len(body)
+    base = offsets(widths)
+    lengths = np.empty(base[-1], dtype=np.int64)
+    starts = np.empty(base[-1], dtype=np.int64)
+    parts = np.empty(base[-1], dtype=np.uint8)
+    rules = np.empty(base[-1], dtype=np.uint8)
+    after = base[1:]
+    places = {BEGIN: base[:-1], OPEN: base[:-1] + 1, CLOSE: after - 3, REST: after - 2, END: after - 1}
+    for column, where in places.items():
+        lengths[where] = plates.lengths[roles, column]
+        starts[where] = plates.starts[roles, column] + len(flat)
+        parts[where] = PARTS[column]
+        rules[where] = plates.rules[column]
+    inner = np.ones(len(messages), dtype=bool)
+    inner[first_message[:-1]] = False
+    lengths[base[:-1][inner]] = 0
+    inner[first_message[:-1]] = True
+    inner[first_message[1:] - 1] = False
+    lengths[after[inner] - 1] = 0
+
+    where = base[:-1] + 2
+    lengths[where] = text_start[text_of + 1] - text_start[text_of]
+    starts[where] = text_start[text_of]
+    parts[where] = Part.CONTENT
+    rules[where] = plates.body_rule
+    if bodies:
+        cuts = cut_bodies(bodies, flat, text_start, tokenizer, plates.control_start)
+        where = np.concatenate([np.arange(len(body)) + base[at] + 2 for at, body in bodies.items()])
+        starts[where], lengths[where], parts[where] = cuts
+        rules[where] = plates.body_rule
+
+    # Flags: a weight of the message's own, and turns that never closed.
+    weights = np.zeros(base[-1], dtype=np.float32)
+    for at, message in enumerate(messages):
+        if message.weight is not None or not message.complete:
+            of_message = slice(base[at], base[at + 1])
+            decided = rules[of_message] == Rule.ROLE
+            if message.complete:
+                rules[of_message][decided] = Rule.FLAG
+                weights[of_message][decided] = message.weight
+            else:
+                rules[of_message][decided] = Rule.UNFINISHED
+                lengths[after[at] - 3 : after[at] - 1] = 0
+
+    kept = lengths > 0
+    spans = np.zeros(int(kept.sum()), dtype=SPAN)
+    spans["length"] = lengths[kept]
+    numbers = np.repeat(_message_numbers(first_message, lead), widths)
+    numbers[places[BEGIN]] = NO_MESSAGE
+    spans["message"] = numbers[kept]
+    spans["weight"] = weights[kept]
+    spans["target"] = OWN_ID
+    speakers = np.repeat(roles, widths)
+    speakers[places[BEGIN]] = speakers[places[END]] = Role.NONE
+    spans["role"] = speakers[kept]
+    spans["part"] = parts[kept]
+    spans["rule"] = rules[kept]
+    first_span = offsets(kept)[base[first_message]]
+    weigh(spans, first_span, train_on)
+    origins, files = _origins(records)
+    ids = copy_tokens(flat, starts, lengths, plates.literals)
+    return Rows(ids, spans, first_span, origins, np.arange(len(records) + 1, dtype=np.int64), files)
+
+
+def prompt_ids(record: Record, format: ChatFormat, tokenizer: RenderTokenizer) -> list[int]:
+    """What a server would feed the model to get the next answer: a prefix of the row it was trained on."""
+    plates = Plates(format, tokenizer)
+    ids: list[int] = render([record], format, tokenizer).ids.tolist()
+    return ids[: len(ids) - len(plates.fixed("assistant", END))] + plates.fixed("assistant", OPEN)
+
+
+def _flatten(records: Sequence[Record], format: ChatFormat) -> tuple[list[Message], Index, Index]:
+    """All messages in one list, how many each record has, and how many of those the format put in front."""
+    messages: list[Message] = []
+    counts = np.empty(len(records), dtype=np.int64)
+    lead = np.zeros(len(records), dtype=np.int64)
+    for at, record in enumerate(records):
+        own = record.messages
+        has_system = own[0].role == "system"
+        before = len(messages)
+        if record.tools or (format.default_system is not None and not has_system):
+            given = own[0] if has_system else None
+            messages.append(system_text(given, record.tools, format))
+            lead[at] = not has_system
+            messages.extend(own[1:] if has_system else own)
+        else:
+            messages.extend(own)
+        counts[at] = len(messages) - before
+    return messages, counts, lead
+
+
+def _texts(
+    messages: list[Message], roles: NDArray[np.uint8], plates: Plates, bodies: dict[int, Body]
+) -> tuple[list[str], Index]:
+    """The texts to encode, and which of them each message's body is; system texts that recur stand once."""
+    prefix = dict(zip(ROLES, plates.prefix, strict=True))
+    suffix = dict(zip(ROLES, plates.suffix, strict=True))
+    if any(plates.suffix):
+        texts = [prefix[message.role] + message.content + suffix[message.role] for message in messages]
+    else:
+        texts = [prefix[message.role] + message.content for message in messages]
+    text_of = np.arange(len(texts), dtype=np.int64)
+    seen: dict[str, int] = {}
+    for at in np.flatnonzero(roles == Role.SYSTEM).tolist():
+        first = seen.setdefault(texts[at], at)
+        if first != at:
+            text_of[at] = first
+            texts[at] = ""
+    for at, body in bodies.items():
+        texts[at] = ""
+        body.first_text = len(texts)
+        texts += body.runs
+    return texts, text_of
+
+
+def _message_numbers(first_message: Index, lead: Index) -> NDArray[np.uint32]:
+    """The index of each message in its record; one that the format put in front has `NO_MESSAGE`, which is -1."""
+    counts = np.diff(first_message)
+    number = np.arange(first_message[-1], dtype=np.int64) - np.repeat(first_message[:-1] + lead, counts)
+    return number.astype(np.uint32)
+
+
+def _origins(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
+    numbers: dict[File, int] = {}
+    origins = np.empty(len(records), dtype=ORIGIN)
+    origins["file"] = [numbers.setdefault(File(record.source, record.file), len(numbers)) for record in records]
+    origins["line"] = [record.line for record in records]
+    return origins, tuple(numbers)

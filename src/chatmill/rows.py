@@ -1,0 +1,297 @@
+"""Rows: token ids with a span table that says what every token is and why it is trained.
+
+    ids       u32[N]                 all tokens of all rows, flat
+    spans     SPAN[P]                tile the ids: length, role, part, message, weight, target, rule
+    segments  first_span i64[G+1]    one conversation each (padding is one of its own), with its origin
+    rows      first_segment i64[R+1]
+
+The loss mask, positions and segment ids are never stored: they are read off the spans. A rendered
+conversation, a packed row, a block and a rollout target are all `Rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from chatmill.errors import DataError
+
+Ids = NDArray[np.uint32]
+Index = NDArray[np.int64]
+Table = NDArray[np.void]
+"""A numpy structured array, addressed by column name."""
+
+TrainOn = Literal["assistant", "last", "all"]
+
+
+class Role(IntEnum):
+    SYSTEM = 0
+    USER = 1
+    ASSISTANT = 2
+    TOOL = 3
+    NONE = 255
+    """Padding, and tokens that stand outside every turn."""
+
+
+class Part(IntEnum):
+    OPEN = 0
+    CONTENT = 1
+    REASONING = 2
+    TOOL_CALL = 3
+    CLOSE = 4
+    EOS = 5
+    INJECTED = 6
+    PAD = 7
+
+
+class Rule(IntEnum):
+    """Why a span has its weight. `reweigh` changes only what ROLE decided."""
+
+    ROLE = 0
+    """The speaker: assistant turns are trained, others are context, as `train_on` says."""
+    HEADER = 1
+    """A part the format never trains: an opener, what follows the end of a turn, the end of a conversation."""
+    FLAG = 2
+    """The message said so itself, by `train` or `weight`."""
+    GIVEN = 3
+    """The caller brought the mask."""
+    UNFINISHED = 4
+    """The turn never closed, so that nothing in it may be learned."""
+    PAD = 5
+
+
+NO_MESSAGE = np.uint32(2**32 - 1)
+"""The message index of spans that belong to no message of the record: padding, a default system text."""
+NO_FILE = np.uint32(2**32 - 1)
+OWN_ID = np.int32(-1)
+"""The target of a span whose tokens are predicted as they are."""
+
+SPAN = np.dtype(
+    [
+        ("length", "<u4"),
+        ("message", "<u4"),
+        ("weight", "<f4"),
+        ("target", "<i4"),
+        ("role", "u1"),
+        ("part", "u1"),
+        ("rule", "u1"),
+    ]
+)
+ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8")])
+
+
+class File(NamedTuple):
+    """Where conversations came from: the source they are mixed by, and the file's name as it was given."""
+
+    source: str
+    path: str
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    ids: Ids
+    spans: Table
+    first_span: Index
+    origins: Table
+    first_segment: Index
+    files: tuple[File, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.first_segment) - 1
+
+    def __getitem__(self, rows: slice) -> Rows:
+        """Consecutive rows, as views: nothing is copied."""
+        start, stop, step = rows.indices(len(self))
+        if step != 1:
+            raise ValueError("a slice of Rows has step 1; use take for any other choice")
+        segments = slice(self.first_segment[start], self.first_segment[max(start, stop)])
+        spans = slice(self.first_span[segments.start], self.first_span[segments.stop])
+        tokens = slice(self.span_start[spans.start], self.span_start[spans.stop])
+        return Rows(
+            self.ids[tokens],
+            self.spans[spans],
+            self.first_span[segments.start : segments.stop + 1] - spans.start,
+            self.origins[segments],
+            self.first_segment[start : max(start, stop) + 1] - segments.start,
+            self.files,
+        )
+
+    # Where things begin, each with one entry more than there are things.
+
+    @cached_property
+    def span_start(self) -> Index:
+        return offsets(self.spans["length"])
+
+    @cached_property
+    def segment_start(self) -> Index:
+        return self.span_start[self.first_span]
+
+    @cached_property
+    def row_start(self) -> Index:
+        return self.segment_start[self.first_segment]
+
+    @property
+    def lengths(self) -> Index:
+        """Tokens in each row."""
+        return np.diff(self.row_start)
+
+    # What the spans say of every token.
+
+    def per_token(self, values: NDArray[Any]) -> NDArray[Any]:
+        """One value a span, spread over its tokens."""
+        return np.repeat(values, self.spans["length"])
+
+    def weights(self) -> NDArray[np.float32]:
+        """How much predicting each token counts: 0 is context, over 0 is trained."""
+        return self.per_token(self.spans["weight"])
+
+    def mask(self) -> NDArray[np.bool_]:
+        return self.per_token(self.spans["weight"] > 0)
+
+    def targets(self) -> NDArray[np.int64]:
+        """What each token should be predicted as: itself, unless its span names another id."""
+        target = self.per_token(self.spans["target"])
+        return np.where(target == OWN_ID, self.ids.astype(np.int64), target.astype(np.int64))
+
+    def positions(self) -> Index:
+        """0, 1, 2 … from the first token of each segment."""
+        return np.arange(len(self.ids), dtype=np.int64) - np.repeat(
+            self.segment_start[:-1], np.diff(self.segment_start)
+        )
+
+    def segments(self) -> Index:
+        """Which conversation of its row each token belongs to, counted from 0."""
+        ordinal = np.arange(len(self.origins), dtype=np.int64)
+        ordinal -= np.repeat(self.first_segment[:-1], np.diff(self.first_segment))
+        return np.repeat(ordinal, np.diff(self.segment_start))
+
+    # Operations.
+
+    def take(self, rows: ArrayLike) -> Rows:
+        """The rows with these numbers, in this order; a number may come twice."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        segments = ragged_index(self.first_segment[chosen], np.diff(self.first_segment)[chosen])
+        span_counts = np.diff(self.first_span)[segments]
+        spans = ragged_index(self.first_span[segments], span_counts)
+        return Rows(
+            copy_tokens(self.ids, self.row_start[chosen], self.lengths[chosen]),
+            self.spans[spans],
+            offsets(span_counts),
+            self.origins[segments],
+            offsets(np.diff(self.first_segment)[chosen]),
+            self.files,
+        )
+
+    def reweigh(self, train_on: TrainOn) -> Rows:
+        """The same tokens under another choice of speakers; flags, headers and the like stay as they are."""
+        spans = self.spans.copy()
+        weigh(spans, self.first_span, train_on)
+        return Rows(self.ids, spans, self.first_span, self.origins, self.first_segment, self.files)
+
+    def check(self) -> None:
+        """Raise `DataError` unless spans tile ids, segments tile spans and rows tile segments."""
+        for name, first, count in (
+            ("segments", self.first_span, len(self.spans)),
+            ("rows", self.first_segment, len(self.origins)),
+        ):
+            if len(first) == 0 or first[0] != 0 or first[-1] != count or np.any(np.diff(first) < 0):
+                raise DataError(f"{name} do not tile what they hold; offsets must rise from 0 to {count}")
+        if len(self.first_span) != len(self.origins) + 1:
+            raise DataError(f"{len(self.origins)} origins for {len(self.first_span) - 1} segments; one each is right")
+        if self.span_start[-1] != len(self.ids):
+            raise DataError(f"spans cover {self.span_start[-1]} tokens of {len(self.ids)}; they must tile the ids")
+        if np.any(self.spans["length"] == 0):
+            raise DataError("a span is empty; every span holds a token")
+        weight = self.spans["weight"]
+        if not np.all(np.isfinite(weight) & (weight >= 0)):
+            raise DataError("a weight is negative or not finite; 0 is context, over 0 is trained")
+        if np.any(self.spans["target"] < OWN_ID):
+            raise DataError("a target is below -1; -1 means the token itself")
+        file = self.origins["file"]
+        if np.any((file != NO_FILE) & (file >= len(self.files))):
+            raise DataError(f"an origin names a file beyond the {len(self.files)} known")
+
+
+def concat(parts: Sequence[Rows]) -> Rows:
+    """Rows one after the other; files that several parts name are named once."""
+    if not parts:
+        return EMPTY
+    files = {file: number for number, file in enumerate(dict.fromkeys(f for part in parts for f in part.files))}
+    origins = np.concatenate([part.origins for part in parts])
+    stop = 0
+    for part in parts:
+        start, stop = stop, stop + len(part.origins)
+        renumbered = np.array([files[f] for f in part.files] + [0], dtype=np.uint32)
+        file = part.origins["file"]
+        known = file != NO_FILE
+        origins["file"][start:stop] = np.where(known, renumbered[np.where(known, file, 0)], NO_FILE)
+    return Rows(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.spans for part in parts]),
+        offsets(np.concatenate([np.diff(part.first_span) for part in parts])),
+        origins,
+        offsets(np.concatenate([np.diff(part.first_segment) for part in parts])),
+        tuple(files),
+    )
+
+
+def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
+    """Set the weight of every span that the ROLE rule decides. Tool results are never trained."""
+    role, decided = spans["role"], spans["rule"] == Rule.ROLE
+    if train_on == "all":
+        trained = (role != Role.TOOL) & (role != Role.NONE)
+    else:
+        trained = role == Role.ASSISTANT
+    if train_on == "last" and len(spans):
+        # The last of all assistant messages: one that its own flag keeps out is not replaced by an earlier one.
+        message = np.where(trained, spans["message"].astype(np.int64), -1)
+        counts = np.diff(first_span)
+        last = np.full(len(counts), -1, dtype=np.int64)
+        last[counts > 0] = np.maximum.reduceat(message, first_span[:-1][counts > 0])
+        trained &= message == np.repeat(last, counts)
+    spans["weight"] = np.where(decided, trained, spans["weight"])
+
+
+def offsets(lengths: NDArray[Any]) -> Index:
+    """Where each of several things begins if they stand one after the other; the last entry is their end."""
+    start = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=start[1:])
+    return start
+
+
+def ragged_index(start: Index, length: NDArray[Any]) -> Index:
+    """The numbers start, start+1 … of every range, one range after the other.
+
+    [5 0], lengths [2 3]  ->  [5 6 0 1 2]
+    """
+    stop = np.cumsum(length, dtype=np.int64)
+    total = int(stop[-1]) if len(stop) else 0
+    index = np.arange(total, dtype=np.int64)
+    index += np.repeat(start - (stop - length), length)
+    return index
+
+
+def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | None = None) -> Ids:
+    """Token ranges one after the other; a start of len(ids) or more counts on into `literals`."""
+    index = ragged_index(start, length)
+    if literals is None:
+        return ids[index]
+    literal = np.flatnonzero(index >= len(ids))
+    out = ids.take(index, mode="clip") if len(ids) else np.empty(len(index), dtype=np.uint32)
+    out[literal] = literals[index[literal] - len(ids)]
+    return out
+
+
+EMPTY = Rows(
+    np.empty(0, dtype=np.uint32),
+    np.empty(0, dtype=SPAN),
+    np.zeros(1, dtype=np.int64),
+    np.empty(0, dtype=ORIGIN),
+    np.zeros(1, dtype=np.int64),
+)

@@ -1,0 +1,160 @@
+"""The documented functions: ids, mask, fixed length, tensors, each a thin face over the house.
+
+    ids   = serialize_chat_to_ids(example, tokenizer=tok, default_system_text=DEFAULT_SYSTEM_TEXT)
+    mask  = sft_loss_mask_for_ids(ids, **special)
+    pair  = pack_sft_ids_and_mask(ids, mask, S=T + 1, pad_id=eot, **special)
+    x, y, loss_mask = collate_sft_batch([pair, …], T=T, device="cpu")
+
+The tokenizer needs only `encode(text)` and `special_token_ids()` with the keys sys, usr, asst and eot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import DataError, one_line
+from chatmill.fit.parse import assistant_mask, parse
+from chatmill.fit.plan import gather
+from chatmill.fit.truncate import turns
+from chatmill.format import load_format, render
+from chatmill.load.batch import IGNORE_INDEX, shift
+from chatmill.records import Message, Record
+from chatmill.rows import Ids, Index, Role, Rows, offsets
+from chatmill.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_SYSTEM_TEXT = "you are a helpful assistant."
+
+KEYS = ("sys", "usr", "asst", "eot")
+
+
+class ChatMsg(TypedDict):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class ChatExample(TypedDict):
+    messages: list[ChatMsg]
+
+
+def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer, default_system_text: str) -> list[int]:
+    """The whole chat as ids, the system turn first: the given one, or one with the default text."""
+    messages = _messages(ex.get("messages") if isinstance(ex, Mapping) else None)
+    for number, message in enumerate(messages):
+        if number and message.role == "system":
+            raise DataError(f"message {number} has role system; a system message may only be the first")
+    format = replace(load_format("ngpt"), default_system=default_system_text)
+    ids: list[int] = render([Record(messages)], format, _Port(tokenizer)).ids.tolist()
+    return ids
+
+
+def sft_loss_mask_for_ids(ids: list[int], *, sys_id: int, usr_id: int, asst_id: int, eot_id: int) -> list[bool]:
+    """True on assistant content and on the end token that closes it, False everywhere else."""
+    mask: list[bool] = assistant_mask(ids, assistant=asst_id, close=eot_id).tolist()
+    return mask
+
+
+def pack_sft_ids_and_mask(
+    ids: list[int],
+    mask: list[bool],
+    *,
+    S: int,
+    sys_id: int,
+    usr_id: int,
+    asst_id: int,
+    eot_id: int,
+    pad_id: int,
+) -> tuple[list[int], list[bool]]:
+    """Exactly S ids with their mask: oldest exchanges dropped, then cut from the left, or padded on the right.
+
+    The mask is cut as it is given and never computed anew, so a cut answer stays trained up to its end.
+    """
+    if len(ids) != len(mask):
+        raise DataError(f"{len(ids)} ids with a mask of {len(mask)}; they must be equally long")
+    if S < 1:
+        raise DataError(f"S is {S}; a row holds at least one token")
+    openers = {Role.SYSTEM: sys_id, Role.USER: usr_id, Role.ASSISTANT: asst_id}
+    row = parse(ids, mask, openers=openers, close=eot_id)
+    row = gather(row, turns(row, S))
+    padding = S - len(row.ids)
+    return row.ids.tolist() + [pad_id] * padding, row.mask().tolist() + [False] * padding
+
+
+def collate_sft_batch(
+    packed: list[tuple[list[int], list[bool]]],
+    *,
+    T: int,
+    device: str,
+    ignore_index: int = IGNORE_INDEX,
+) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
+    """x, y and loss mask, each (B, T); y is `ignore_index` wherever no loss is computed."""
+    import torch
+
+    for number, (ids, mask) in enumerate(packed):
+        if len(ids) != T + 1 or len(mask) != T + 1:
+            raise DataError(f"item {number} has {len(ids)} ids and a mask of {len(mask)}; T={T} takes {T + 1} of each")
+    ids = np.array([ids for ids, _ in packed], dtype=np.int64).reshape(len(packed), T + 1)
+    trained = np.array([mask for _, mask in packed], dtype=bool).reshape(len(packed), T + 1)
+    shifted = shift(ids, trained, ignore_index=ignore_index)
+    x, y, loss_mask = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in shifted)
+    return x, y, loss_mask
+
+
+def render_chat_sft(
+    tokenizer: TextTokenizer, messages: list[dict[str, Any]], *, add_final_eot: bool = True
+) -> tuple[list[int], list[int]]:
+    """Ids and labels of a chat, rendered in its own order; labels are -100 outside assistant turns."""
+    parsed = _messages(messages)
+    if all(message.role != "assistant" for message in parsed):
+        raise DataError("no message has role assistant; there would be nothing to train")
+    row: Rows = render([Record(parsed)], load_format("primer"), _Port(tokenizer))
+    labels = np.where(row.mask(), row.targets(), IGNORE_INDEX)
+    # Every turn of this format closes with one token, the end of turn.
+    end = None if add_final_eot else -1
+    return row.ids[:end].tolist(), labels[:end].tolist()
+
+
+def _messages(messages: object) -> list[Message]:
+    """Documented messages, exactly role and content, as the house knows them."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise DataError('"messages" must be a list of at least one {"role": …, "content": …}')
+    out = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise DataError(f'message {number} must be an object with exactly the keys "role" and "content"')
+        role, content = message["role"], message["content"]
+        if role not in ("system", "user", "assistant"):
+            raise DataError(f'message {number} has role "{one_line(str(role))}"; expected system, user or assistant')
+        if not isinstance(content, str):
+            raise DataError(f"message {number} has content of type {type(content).__name__}; expected a string")
+        out.append(Message(role=role, content=content))
+    return out
+
+
+class _Port:
+    """Any tokenizer that can encode a text, as rendering wants it."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def special_token_ids(self) -> Mapping[str, int]:
+        ids = self.tokenizer.special_token_ids()
+        missing = [key for key in KEYS if key not in ids]
+        if missing:
+            raise DataError(f"the tokenizer has no special token id for {', '.join(missing)}; it needs them all")
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Index]:
+        encoded = [self.tokenizer.encode(text) for text in texts]
+        flat = np.array([i for ids in encoded for i in ids], dtype=np.uint32)
+        return flat, offsets(np.array([len(ids) for ids in encoded], dtype=np.int64))
+
+    def piece_sizes(self) -> NDArray[np.int64]:
+        raise AssertionError("documented messages hold plain content alone")

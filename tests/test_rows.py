@@ -1,0 +1,210 @@
+"""Rows: every operation against plain Python lists of tokens, over random rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatmill.errors import DataError
+from chatmill.rows import (
+    EMPTY,
+    NO_FILE,
+    ORIGIN,
+    OWN_ID,
+    SPAN,
+    File,
+    Part,
+    Role,
+    Rows,
+    Rule,
+    concat,
+    copy_tokens,
+    offsets,
+    ragged_index,
+)
+
+# A row as plain data: segments of (origin, spans), a span being (ids, role, message, weight, rule, target).
+spans_ = st.tuples(
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4),
+    st.sampled_from([Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL]),
+    st.integers(0, 3),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from([Rule.ROLE, Rule.HEADER, Rule.FLAG]),
+    st.sampled_from([-1, -1, 7]),
+)
+origins_ = st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 2**40))
+rows_ = st.lists(st.lists(st.tuples(origins_, st.lists(spans_, max_size=4)), max_size=3), max_size=4)
+
+
+def build(plain: list) -> Rows:
+    segments = [segment for row in plain for segment in row]
+    spans = [span for _, of_segment in segments for span in of_segment]
+    names = sorted({name for (name, _), _ in segments if name is not None})
+    table = np.zeros(len(spans), dtype=SPAN)
+    for at, (ids, role, message, weight, rule, target) in enumerate(spans):
+        table[at] = (len(ids), message, weight, target, role, Part.CONTENT, rule)
+    origins = np.zeros(len(segments), dtype=ORIGIN)
+    for at, ((name, line), _) in enumerate(segments):
+        origins[at] = (NO_FILE if name is None else names.index(name), line)
+    return Rows(
+        np.array([i for ids, *_ in spans for i in ids], dtype=np.uint32),
+        table,
+        offsets(np.array([len(of_segment) for _, of_segment in segments], dtype=np.int64)),
+        origins,
+        offsets(np.array([len(row) for row in plain], dtype=np.int64)),
+        tuple(File("source", name) for name in names),
+    )
+
+
+def unbuild(rows: Rows) -> list:
+    """The plain data again, read one index at a time."""
+    plain, token = [], 0
+    for row in range(len(rows)):
+        segments = []
+        for segment in range(rows.first_segment[row], rows.first_segment[row + 1]):
+            spans = []
+            for span in range(rows.first_span[segment], rows.first_span[segment + 1]):
+                entry = rows.spans[span]
+                ids = rows.ids[token : token + entry["length"]].tolist()
+                token += int(entry["length"])
+                spans.append(
+                    (ids, entry["role"], entry["message"], float(entry["weight"]), entry["rule"], entry["target"])
+                )
+            file = rows.origins[segment]["file"]
+            name = None if file == NO_FILE else rows.files[file].path
+            segments.append(((name, int(rows.origins[segment]["line"])), spans))
+        plain.append(segments)
+    assert token == len(rows.ids)
+    return plain
+
+
+@given(rows_)
+def test_what_is_built_checks_and_reads_back(plain):
+    rows = build(plain)
+    rows.check()
+    assert unbuild(rows) == plain
+    assert rows.lengths.tolist() == [sum(len(s[0]) for _, seg in row for s in seg) for row in plain]
+
+
+@given(rows_)
+def test_derived_arrays_follow_the_spans(plain):
+    rows = build(plain)
+    weights, targets, positions, segments = [], [], [], []
+    for row in plain:
+        for ordinal, (_, spans) in enumerate(row):
+            position = 0
+            for ids, _, _, weight, _, target in spans:
+                for i in ids:
+                    weights.append(weight)
+                    targets.append(i if target == -1 else target)
+                    positions.append(position)
+                    segments.append(ordinal)
+                    position += 1
+    assert rows.weights().tolist() == weights
+    assert rows.mask().tolist() == [weight > 0 for weight in weights]
+    assert rows.targets().tolist() == targets
+    assert rows.positions().tolist() == positions
+    assert rows.segments().tolist() == segments
+
+
+@given(st.lists(rows_, max_size=4))
+def test_concat_puts_rows_one_after_the_other_and_names_files_once(parts):
+    joined = concat([build(part) for part in parts])
+    joined.check()
+    assert unbuild(joined) == [row for part in parts for row in part]
+    assert len(set(joined.files)) == len(joined.files)
+
+
+@given(rows_, st.data())
+def test_take_gives_the_named_rows_in_order_and_may_repeat_them(plain, data):
+    chosen = data.draw(st.lists(st.integers(0, len(plain) - 1), max_size=6)) if plain else []
+    taken = build(plain).take(chosen)
+    taken.check()
+    assert unbuild(taken) == [plain[number] for number in chosen]
+
+
+@given(rows_, st.integers(-5, 5), st.integers(-5, 5))
+def test_a_slice_is_the_slice_of_the_list_and_copies_nothing(plain, start, stop):
+    rows = build(plain)
+    part = rows[start:stop]
+    part.check()
+    assert unbuild(part) == plain[start:stop]
+    assert len(part.ids) == 0 or np.shares_memory(part.ids, rows.ids)
+
+
+def test_a_slice_with_a_step_is_refused():
+    with pytest.raises(ValueError, match="use take"):
+        EMPTY[::2]
+
+
+@given(rows_, st.sampled_from(["assistant", "last", "all"]))
+def test_reweigh_changes_only_what_the_role_rule_decided(plain, train_on):
+    expected = []
+    for row in plain:
+        for _, spans in row:
+            last = max((message for _, role, message, *_ in spans if role == Role.ASSISTANT), default=None)
+            for _, role, message, weight, rule, _ in spans:
+                if rule != Rule.ROLE:
+                    expected.append(weight)
+                elif train_on == "all":
+                    expected.append(float(role != Role.TOOL))
+                else:
+                    expected.append(float(role == Role.ASSISTANT and (train_on == "assistant" or message == last)))
+    rows = build(plain)
+    again = rows.reweigh(train_on)
+    assert again.spans["weight"].tolist() == expected
+    assert unbuild(replace(again, spans=rows.spans)) == plain
+
+
+@given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 5)), max_size=8))
+def test_copy_tokens_reads_ranges_and_goes_on_into_the_literals(ranges):
+    ids, literals = np.arange(20, dtype=np.uint32), np.arange(100, 110, dtype=np.uint32)
+    pool = ids.tolist() + literals.tolist()
+    start = np.array([s for s, _ in ranges], dtype=np.int64)
+    length = np.array([n for _, n in ranges], dtype=np.int64)
+    expected = [pool[s + i] for s, n in ranges for i in range(n)]
+    assert copy_tokens(ids, start, length, literals).tolist() == expected
+    assert ragged_index(start, length).tolist() == [s + i for s, n in ranges for i in range(n)]
+
+
+GOOD = build([[(("a", 1), [([1, 2], Role.USER, 0, 0.0, Rule.ROLE, -1), ([3], Role.ASSISTANT, 1, 1.0, Rule.ROLE, -1)])]])
+
+
+def with_span(**changes: float) -> Rows:
+    spans = GOOD.spans.copy()
+    for column, value in changes.items():
+        spans[column][0] = value
+    return replace(GOOD, spans=spans)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        (replace(GOOD, ids=GOOD.ids[:-1]), "spans cover 3 tokens of 2"),
+        (with_span(length=1), "spans cover 2 tokens of 3"),
+        (replace(with_span(length=0), ids=GOOD.ids[:1]), "a span is empty"),
+        (with_span(weight=-1.0), "negative or not finite"),
+        (with_span(weight=np.nan), "negative or not finite"),
+        (with_span(weight=np.inf), "negative or not finite"),
+        (with_span(target=-2), "a target is below -1"),
+        (replace(GOOD, first_span=np.array([0, 1])), "segments do not tile"),
+        (replace(GOOD, first_span=np.array([1, 2])), "segments do not tile"),
+        (replace(GOOD, first_span=np.array([0, 2, 1, 2])), "segments do not tile"),
+        (replace(GOOD, first_segment=np.array([0, 2])), "rows do not tile"),
+        (replace(GOOD, first_span=np.array([0, 1, 2])), "1 origins for 2 segments"),
+        (replace(GOOD, files=()), "names a file beyond"),
+    ],
+)
+def test_check_finds_what_does_not_tile(rows, fault):
+    GOOD.check()
+    with pytest.raises(DataError, match=fault):
+        rows.check()
+
+
+def test_the_span_table_is_what_it_says_on_disk():
+    assert SPAN.itemsize == 19
+    assert OWN_ID == -1
