@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chatmill.errors import DataError, one_line
 from chatmill.fit.parse import assistant_mask, parse
@@ -156,5 +155,5 @@ class _Port:
         flat = np.array([i for ids in encoded for i in ids], dtype=np.uint32)
         return flat, offsets(np.array([len(ids) for ids in encoded], dtype=np.int64))
 
-    def piece_sizes(self) -> NDArray[np.int64]:
-        raise AssertionError("documented messages hold plain content alone")
+    def piece(self, id: int) -> bytes:
+        raise DataError("this tokenizer cannot tell the parts of a message apart; open one with open_tokenizer")

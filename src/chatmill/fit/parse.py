@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from chatmill.errors import DataError
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule
 
 
@@ -16,7 +17,10 @@ def parse(ids: ArrayLike, mask: ArrayLike, *, openers: Mapping[Role, int], close
     A role token always begins a turn, closed or not before it; what stands between turns is a unit of
     its own, without a role.
     """
-    tokens = np.asarray(ids, dtype=np.uint32)
+    wide = np.asarray(ids, dtype=np.int64)
+    if np.any((wide < 0) | (wide >= 2**32)):
+        raise DataError("token ids must be whole numbers from 0 to 4294967295")
+    tokens = wide.astype(np.uint32)
     trained = np.asarray(mask, dtype=bool)
     role_at = np.full(len(tokens), Role.NONE, dtype=np.uint8)
     for role, opener in openers.items():

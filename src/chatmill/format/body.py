@@ -19,8 +19,8 @@ from chatmill.records import Message, ToolCall
 from chatmill.rows import Ids, Index, Part, offsets
 
 
-class Sizer(Protocol):
-    def piece_sizes(self) -> NDArray[np.int64]: ...
+class Pieces(Protocol):
+    def piece(self, id: int) -> bytes: ...
 
 
 @dataclass
@@ -94,7 +94,7 @@ def cut_bodies(
     bodies: Mapping[int, Body],
     flat: Ids,
     text_start: Index,
-    tokenizer: Sizer,
+    tokenizer: Pieces,
     control_start: Mapping[str, int],
 ) -> tuple[Index, Index, NDArray[np.uint8]]:
     """Start, length and part of every piece of these bodies, whose runs are the last of the encoded texts."""
@@ -109,7 +109,8 @@ def cut_bodies(
         return starts, lengths, parts
     size = np.array([piece[3] for piece in pieces], dtype=np.int64)[is_text]
     first_token = int(text_start[run[0]])
-    token_byte = offsets(tokenizer.piece_sizes()[flat[first_token:]])
+    distinct, which = np.unique(flat[first_token:], return_inverse=True)
+    token_byte = offsets(np.array([len(tokenizer.piece(id)) for id in distinct.tolist()], dtype=np.int64)[which])
     run_stop = text_start[run + 1]
     run_size = np.bincount(run, weights=size)[run].astype(np.int64)
     until = np.cumsum(size)

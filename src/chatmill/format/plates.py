@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chatmill.errors import DataError
 from chatmill.format.chat_format import TRAINABLE, ChatFormat
@@ -29,7 +28,7 @@ class RenderTokenizer(Protocol):
 
     def special_token_ids(self) -> Mapping[str, int]: ...
 
-    def piece_sizes(self) -> NDArray[np.int64]: ...
+    def piece(self, id: int) -> bytes: ...
 
 
 class Plates:

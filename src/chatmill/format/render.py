@@ -78,7 +78,7 @@ def render(
     roles = np.fromiter((CODE[message.role] for message in messages), dtype=np.uint8, count=len(messages))
 
     bodies = {
-        at: body_of(message, format, plates.prefix[roles[at]], plates.suffix[roles[at]])
+        at: body_of(message, format, plates.prefix[roles[at]], plates.suffix[roles[at]] if message.complete else "")
         for at, message in enumerate(messages)
         if message.tool_calls or message.reasoning
     }
@@ -187,7 +187,10 @@ def _texts(
     prefix = dict(zip(ROLES, plates.prefix, strict=True))
     suffix = dict(zip(ROLES, plates.suffix, strict=True))
     if any(plates.suffix):
-        texts = [prefix[message.role] + message.content + suffix[message.role] for message in messages]
+        texts = [
+            prefix[message.role] + message.content + (suffix[message.role] if message.complete else "")
+            for message in messages
+        ]
     else:
         texts = [prefix[message.role] + message.content for message in messages]
     text_of = np.arange(len(texts), dtype=np.int64)
