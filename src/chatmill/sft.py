@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 
 DEFAULT_SYSTEM_TEXT = "you are a helpful assistant."
 
+__all__ = [
+    "DEFAULT_SYSTEM_TEXT",
+    "IGNORE_INDEX",
+    "ChatExample",
+    "ChatMsg",
+    "collate_sft_batch",
+    "pack_sft_ids_and_mask",
+    "render_chat_sft",
+    "serialize_chat_to_ids",
+    "sft_loss_mask_for_ids",
+]
 KEYS = ("sys", "usr", "asst", "eot")
 
 
@@ -99,9 +110,9 @@ def collate_sft_batch(
     for number, (ids, mask) in enumerate(packed):
         if len(ids) != T + 1 or len(mask) != T + 1:
             raise DataError(f"item {number} has {len(ids)} ids and a mask of {len(mask)}; T={T} takes {T + 1} of each")
-    ids = np.array([ids for ids, _ in packed], dtype=np.int64).reshape(len(packed), T + 1)
+    tokens = np.array([ids for ids, _ in packed], dtype=np.int64).reshape(len(packed), T + 1)
     trained = np.array([mask for _, mask in packed], dtype=bool).reshape(len(packed), T + 1)
-    shifted = shift(ids, trained, ignore_index=ignore_index)
+    shifted = shift(tokens, trained, ignore_index=ignore_index)
     x, y, loss_mask = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in shifted)
     return x, y, loss_mask
 

@@ -1,6 +1,18 @@
 """How conversations are written in tokens, and which of those are trained."""
 
+from chatmill.format.body import record_texts
 from chatmill.format.chat_format import PRESETS, ChatFormat, Turn, load_format, parse_format
-from chatmill.format.render import prompt_ids, render, renderable
+from chatmill.format.render import prompt_ids, render, render_chunks, renderable
 
-__all__ = ["PRESETS", "ChatFormat", "Turn", "load_format", "parse_format", "prompt_ids", "render", "renderable"]
+__all__ = [
+    "PRESETS",
+    "ChatFormat",
+    "Turn",
+    "load_format",
+    "parse_format",
+    "prompt_ids",
+    "record_texts",
+    "render",
+    "render_chunks",
+    "renderable",
+]

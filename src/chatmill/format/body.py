@@ -6,7 +6,7 @@ afterwards, by the bytes its tokens stand for. A token across a border belongs t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.format.chat_format import ChatFormat
-from chatmill.records import Message, ToolCall
+from chatmill.records import Message, Record, ToolCall
 from chatmill.rows import Ids, Index, Part, offsets
 
 
@@ -73,6 +73,13 @@ def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> B
         add(Part.TOOL_CALL, format.body["tool_call"], call_text(call))
     body.add(Part.CONTENT, None, suffix)
     return body
+
+
+def record_texts(record: Record) -> Iterator[str]:
+    """Every text of a conversation that comes to be encoded, for training a tokenizer on."""
+    yield from record.tools
+    for message in record.messages:
+        yield from filter(None, (message.reasoning, message.content, *map(call_text, message.tool_calls)))
 
 
 def call_text(call: ToolCall) -> str:

@@ -105,7 +105,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
         faults.append('no [tokens]; name each control token there, such as eot = "<|eot|>"')
     if len(set(tokens.values())) < len(tokens):
         faults.append("two keys in [tokens] name the same token")
-    turns = {}
+    turns: dict[str, Turn] = {}
     for role in ROLES:
         if role in data:
             turn = _strings(data[role], role, faults, allowed=("open", "close"))

@@ -16,7 +16,7 @@ from chatmill.rows import Ids, Index, Part, Rule, offsets
 BEGIN, OPEN, CLOSE, REST, END = range(5)
 """The pieces of a message that a format fixes; columns of the tables below."""
 PARTS = np.array([Part.OPEN, Part.OPEN, Part.CLOSE, Part.CLOSE, Part.EOS], dtype=np.uint8)
-CODE = {role: code for code, role in enumerate(ROLES)}
+CODE: dict[str, int] = {role: code for code, role in enumerate(ROLES)}
 
 Pieces = list[tuple[str | None, str]]
 
@@ -72,7 +72,7 @@ class Plates:
 
     def fixed(self, role: str, column: int) -> list[int]:
         """The ids of one fixed piece."""
-        start, length = self.starts[CODE[role], column], self.lengths[CODE[role], column]
+        start, length = int(self.starts[CODE[role], column]), int(self.lengths[CODE[role], column])
         ids: list[int] = self.literals[start : start + length].tolist()
         return ids
 

@@ -15,6 +15,7 @@ the ids of a prompt are a prefix of the ids of the training row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,6 +152,20 @@ def render(
     origins, files = _origins(records)
     ids = copy_tokens(flat, starts, lengths, plates.literals)
     return Rows(ids, spans, first_span, origins, np.arange(len(records) + 1, dtype=np.int64), files)
+
+
+def render_chunks(
+    records: Iterable[Record],
+    format: ChatFormat,
+    tokenizer: RenderTokenizer,
+    *,
+    train_on: TrainOn = "assistant",
+    chunk: int = 1024,
+) -> Iterator[Rows]:
+    """All records, `chunk` at a time, so that memory does not grow with their number."""
+    stream = iter(records)
+    while batch := list(islice(stream, chunk)):
+        yield render(batch, format, tokenizer, train_on=train_on)
 
 
 def prompt_ids(record: Record, format: ChatFormat, tokenizer: RenderTokenizer) -> list[int]:

@@ -1,0 +1,61 @@
+"""`chatmill check`: read everything, say what is there and what is wrong, write nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import typer
+
+from chatmill.cli.options import (
+    DEFAULT_REJECTS,
+    AsJson,
+    Inputs,
+    OnError,
+    RejectsFile,
+    Shape,
+    echo_json,
+    progress,
+    reading,
+    tell_rejects,
+)
+from chatmill.ledger import Ledger
+
+
+def check(
+    inputs: Inputs,
+    shape: Shape = None,
+    on_error: OnError = "stop",
+    rejects: RejectsFile = DEFAULT_REJECTS,
+    as_json: AsJson = False,
+) -> None:
+    """Read conversations and say what they hold. The first fault stops with its file and line.
+
+    \b
+    Examples:
+      chatmill check data/conversations.jsonl
+      chatmill check 'data/*.jsonl' --on-error skip --rejects faults.jsonl
+    """
+    ledger, roles, sources = Ledger(), Counter[str](), Counter[str]()
+    trainable = 0
+    with reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected):
+        for record in progress(records, "records"):
+            sources[record.source] += 1
+            roles.update(message.role for message in record.messages)
+            trainable += any(message.role == "assistant" for message in record.messages)
+    good = sum(sources.values())
+    if as_json:
+        reasons = {reason: entry.rows for bucket, reason, entry in ledger if bucket == "rejected"}
+        echo_json(
+            {
+                "records": good,
+                "with_assistant": trainable,
+                "messages": dict(sorted(roles.items())),
+                "sources": dict(sources),
+                "rejected": reasons,
+            }
+        )
+        return
+    typer.echo(f"{good:,} records, {trainable:,} of them with an assistant turn")
+    typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(roles.items())))
+    typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in sources.items()))
+    tell_rejects(ledger, rejected)

@@ -1,0 +1,41 @@
+"""`chatmill formats`: the presets, and each as the TOML a user's own format begins from."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Annotated
+
+import typer
+
+from chatmill.cli.options import AsJson, echo_json
+from chatmill.errors import UsageError, one_line
+from chatmill.format import PRESETS, load_format
+
+
+def formats(
+    name: Annotated[str | None, typer.Argument(help="A preset, to print it as TOML.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the chat formats, or print one as TOML to start your own from.
+
+    \b
+    Examples:
+      chatmill formats
+      chatmill formats chatml > mine.toml
+    """
+    if name is not None:
+        if name not in PRESETS:
+            raise UsageError(f'no preset "{one_line(name)}"; there are {", ".join(PRESETS)}')
+        text = resources.files("chatmill.format").joinpath("presets", f"{name}.toml").read_text("utf-8")
+        if as_json:
+            echo_json({"name": name, "toml": text})
+        else:
+            typer.echo(text, nl=False)
+        return
+    found = [load_format(preset) for preset in PRESETS]
+    if as_json:
+        echo_json([{"name": f.name, "tokens": dict(f.tokens), "trained": list(f.trained)} for f in found])
+        return
+    for format in found:
+        typer.echo(f"{format.name:<14} {' '.join(format.tokens.values())}")
+        typer.echo(f"{'':<14} trained in an assistant turn: {', '.join(format.trained)}")

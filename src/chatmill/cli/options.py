@@ -1,0 +1,104 @@
+"""What several commands share: their options, reading with rejects, and progress on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from chatmill.errors import RecordError
+from chatmill.ledger import Ledger
+from chatmill.records import SHAPES, Record, Rejects, read
+
+T = TypeVar("T")
+
+Inputs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="INPUT...", help="Files or globs: .jsonl .json .txt, each also .gz; .parquet.", show_default=False
+    ),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(help=f"How the records look: {', '.join(SHAPES)}. Left out, it is told from the first records."),
+]
+OnError = Annotated[
+    Literal["stop", "skip"],
+    typer.Option(help="At a faulty record: stop with its line, or skip it and write it to the rejects."),
+]
+RejectsFile = Annotated[
+    Path, typer.Option("--rejects", help="Where skipped records go, with their reasons. Only with --on-error skip.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+FormatName = Annotated[
+    str,
+    typer.Option("--format", help="How conversations are written: a preset (see `chatmill formats`) or a .toml file."),
+]
+TokenizerName = Annotated[
+    str,
+    typer.Option(
+        "--tokenizer",
+        help="`bytes` (embedded), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face folder.",
+    ),
+]
+AddTokens = Annotated[
+    bool, typer.Option("--add-tokens", help="Add the control tokens of the format that the tokenizer lacks.")
+]
+DEFAULT_REJECTS = Path("rejects.jsonl")
+
+
+@contextmanager
+def reading(
+    inputs: list[str], *, shape: str | None, on_error: Literal["stop", "skip"], rejects: Path, ledger: Ledger
+) -> Iterator[tuple[Iterator[Record], Rejects | None]]:
+    """The records of the inputs, counted in the ledger; rejects go to their file if faults are skipped."""
+    if on_error == "stop":
+        yield _counted(read(inputs, shape=shape), ledger), None
+        return
+    with Rejects(rejects) as rejected:
+
+        def reject(fault: RecordError) -> None:
+            rejected(fault)
+            ledger.add("read", rows=1)
+            ledger.add("rejected", fault.kind, rows=1)
+
+        yield _counted(read(inputs, shape=shape, on_error="skip", on_reject=reject), ledger), rejected
+
+
+def _counted(records: Iterable[Record], ledger: Ledger) -> Iterator[Record]:
+    for record in records:
+        ledger.add("read", rows=1)
+        yield record
+
+
+def tell_rejects(ledger: Ledger, rejected: Rejects | None) -> None:
+    """Say on standard error what was left out, why, and where it is."""
+    if rejected is not None and (count := ledger.total("rejected").rows):
+        reasons = ", ".join(f"{entry.rows} {reason}" for bucket, reason, entry in ledger if bucket == "rejected")
+        typer.echo(f"rejected {count:,}: {reasons}; see {rejected.path}", err=True)
+
+
+def progress(things: Iterable[T], what: str) -> Iterator[T]:
+    """The things themselves, counted on standard error where a person looks on."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield from things
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        for thing in things:
+            yield thing
+            bar.advance(task)
+
+
+def echo_json(value: Any) -> None:
+    json.dump(value, sys.stdout, ensure_ascii=False)
+    sys.stdout.write("\n")

@@ -1,0 +1,124 @@
+"""`chatmill render`: conversations to token rows, to look at or to hand on as JSON lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+
+from chatmill.cli.options import (
+    DEFAULT_REJECTS,
+    AddTokens,
+    AsJson,
+    FormatName,
+    Inputs,
+    OnError,
+    RejectsFile,
+    Shape,
+    TokenizerName,
+    progress,
+    reading,
+    tell_rejects,
+)
+from chatmill.errors import RecordError
+from chatmill.format import load_format, render_chunks, renderable
+from chatmill.ledger import Ledger
+from chatmill.load.batch import IGNORE_INDEX
+from chatmill.rows import Part, Role, Rows, Rule, TrainOn
+from chatmill.show.terminal import row_title, span_lines
+from chatmill.tokenizer import open_tokenizer
+
+SHOWN = 3
+
+
+def render_command(
+    inputs: Inputs,
+    tokenizer: TokenizerName = "bytes",
+    format: FormatName = "chatml",
+    train_on: Annotated[
+        TrainOn,
+        typer.Option(help="Whose turns are trained: every assistant's, the last one's, or all but tool results."),
+    ] = "assistant",
+    add_tokens: AddTokens = False,
+    shape: Shape = None,
+    on_error: OnError = "stop",
+    rejects: RejectsFile = DEFAULT_REJECTS,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help=f"Rows at most. To look at: {SHOWN}.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn conversations into token rows and show for every span whether it is trained, and why.
+
+    With --json: one object a row, with ids, labels (-100 where nothing is trained), weights and spans.
+
+    \b
+    Examples:
+      chatmill render data/conversations.jsonl -n 1
+      chatmill render chat.jsonl --tokenizer tokenizer.json --format primer --json > rows.jsonl
+    """
+    chosen = load_format(format)
+    opened = open_tokenizer(tokenizer, control=chosen.tokens, add_tokens=add_tokens)
+    ledger, console = Ledger(), Console(highlight=False, soft_wrap=True)
+    limit = limit or (None if as_json else SHOWN)
+    with reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected):
+
+        def reject(fault: RecordError) -> None:
+            if rejected is None:
+                raise fault
+            rejected(fault)
+            ledger.add("rejected", fault.kind, rows=1)
+
+        counted = islice(renderable(progress(records, "records"), chosen, reject), limit)
+        for rows in render_chunks(counted, chosen, opened, train_on=train_on):
+            trained = int(rows.spans["length"][rows.spans["weight"] > 0].sum())
+            ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained)
+            ledger.add("stored", rows=len(rows), tokens=len(rows.ids), trained=trained)
+            for row in range(len(rows)):
+                if as_json:
+                    sys.stdout.write(msgspec.json.encode(row_json(rows, row)).decode() + "\n")
+                    continue
+                console.print(row_title(rows, row), style="bold")
+                for line in span_lines(
+                    rows, row, opened, width=max(40, console.width - 42) if console.is_terminal else 100
+                ):
+                    console.print(line)
+    ledger.check()
+    total = ledger.total("rendered")
+    share = total.trained / total.tokens if total.tokens else 0
+    typer.echo(f"{total.rows:,} rows, {total.tokens:,} tokens, {total.trained:,} trained ({share:.1%})", err=as_json)
+    tell_rejects(ledger, rejected)
+
+
+def row_json(rows: Rows, row: int) -> dict[str, Any]:
+    """One row as plain data."""
+    one = rows[row : row + 1]
+    origin = one.origins[0]
+    file = one.files[origin["file"]]
+    return {
+        "source": file.source,
+        "file": file.path,
+        "line": int(origin["line"]),
+        "ids": one.ids.tolist(),
+        "labels": np.where(one.mask(), one.targets(), IGNORE_INDEX).tolist(),
+        "weights": one.weights().tolist(),
+        "spans": list(_spans_json(one)),
+    }
+
+
+def _spans_json(one: Rows) -> Iterator[dict[str, Any]]:
+    for span, start, stop in zip(one.spans, one.span_start[:-1], one.span_start[1:], strict=True):
+        yield {
+            "start": int(start),
+            "stop": int(stop),
+            "role": Role(span["role"]).name.lower(),
+            "part": Part(span["part"]).name.lower(),
+            "rule": Rule(span["rule"]).name.lower(),
+            "weight": float(span["weight"]),
+        }

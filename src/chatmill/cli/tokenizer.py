@@ -1,0 +1,106 @@
+"""`chatmill tokenizer`: train one on your conversations, or look at one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chatmill.cli.options import (
+    DEFAULT_REJECTS,
+    AddTokens,
+    AsJson,
+    FormatName,
+    Inputs,
+    OnError,
+    RejectsFile,
+    Shape,
+    echo_json,
+    progress,
+    reading,
+    tell_rejects,
+)
+from chatmill.format import load_format, record_texts
+from chatmill.ledger import Ledger
+from chatmill.store.files import refuse_existing, write_file
+from chatmill.tokenizer import open_tokenizer, train_bpe
+
+app = typer.Typer(
+    help="Train a tokenizer on your conversations, or look at one.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@app.command("train")
+def train(
+    inputs: Inputs,
+    vocab_size: Annotated[int, typer.Option(help="Tokens in all: 256 bytes, the control tokens, and learned ones.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The tokenizer.json to write.")],
+    format: FormatName = "chatml",
+    shape: Shape = None,
+    on_error: OnError = "stop",
+    rejects: RejectsFile = DEFAULT_REJECTS,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a byte-level BPE on the texts of conversations, with the control tokens of a format.
+
+    \b
+    Example:
+      chatmill tokenizer train data/conversations.jsonl --vocab-size 2000 -o tokenizer.json
+    """
+    refuse_existing(output, overwrite=overwrite)
+    control = load_format(format).tokens
+    ledger = Ledger()
+    with reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected):
+
+        def texts() -> Iterator[str]:
+            for record in progress(records, "records"):
+                yield from record_texts(record)
+
+        data = train_bpe(texts(), vocab_size=vocab_size, control=list(control.values()))
+    write_file(output, data, overwrite=overwrite)
+    made = open_tokenizer(output, control=control)
+    if as_json:
+        echo_json(
+            {
+                "path": str(output),
+                "vocab_size": made.vocab_size,
+                "sha256": made.sha256,
+                "records": ledger.total("read").rows,
+            }
+        )
+    else:
+        count = ledger.total("read").rows
+        typer.echo(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {count:,} records")
+        if made.vocab_size < vocab_size:
+            typer.echo(f"the texts gave no more than that; {vocab_size:,} were asked for")
+    tell_rejects(ledger, rejected)
+
+
+@app.command("info")
+def info(
+    tokenizer: Annotated[str, typer.Argument(help="As for --tokenizer of the other commands.")],
+    format: FormatName = "chatml",
+    add_tokens: AddTokens = False,
+    as_json: AsJson = False,
+) -> None:
+    """Open a tokenizer for a format and say what it is.
+
+    \b
+    Examples:
+      chatmill tokenizer info bytes
+      chatmill tokenizer info tokenizer.json --format primer --add-tokens
+    """
+    control = load_format(format).tokens
+    opened = open_tokenizer(tokenizer, control=control, add_tokens=add_tokens)
+    ids = opened.special_token_ids()
+    if as_json:
+        echo_json(
+            {"name": opened.name, "vocab_size": opened.vocab_size, "sha256": opened.sha256, "special_token_ids": ids}
+        )
+        return
+    typer.echo(f"{opened.name}: {opened.vocab_size:,} tokens, sha256 {opened.sha256}")
+    for key, id in ids.items():
+        typer.echo(f"  {key:<6} {id:>7}  {control[key]}")

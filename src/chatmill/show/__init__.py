@@ -1,0 +1,1 @@
+"""See every token, and why it is trained."""
