@@ -270,21 +270,27 @@ def ragged_index(start: Index, length: NDArray[Any]) -> Index:
 
     [5 0], lengths [2 3]  ->  [5 6 0 1 2]
     """
+    full = length > 0
+    start, length = start[full], length[full]
+    if not len(start):
+        return np.empty(0, dtype=np.int64)
+    # One running sum: a step of 1 inside a range, and a jump where the next one begins.
     stop = np.cumsum(length, dtype=np.int64)
-    total = int(stop[-1]) if len(stop) else 0
-    index = np.arange(total, dtype=np.int64)
-    index += np.repeat(start - (stop - length), length)
-    return index
+    index = np.ones(stop[-1], dtype=np.int64)
+    index[0] = start[0]
+    index[stop[:-1]] = start[1:] - start[:-1] - length[:-1] + 1
+    return np.cumsum(index, out=index)
 
 
 def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | None = None) -> Ids:
-    """Token ranges one after the other; a start of len(ids) or more counts on into `literals`."""
+    """Token ranges one after the other, each within `ids`, or within `literals` if it starts at len(ids) or later."""
     index = ragged_index(start, length)
     if literals is None:
         return ids[index]
-    literal = np.flatnonzero(index >= len(ids))
     out = ids.take(index, mode="clip") if len(ids) else np.empty(len(index), dtype=np.uint32)
-    out[literal] = literals[index[literal] - len(ids)]
+    literal = start >= len(ids)
+    where = ragged_index(offsets(length)[:-1][literal], length[literal])
+    out[where] = literals[index[where] - len(ids)]
     return out
 
 

@@ -76,12 +76,17 @@ def render(
         return EMPTY
     plates = Plates(format, tokenizer)
     messages, counts, lead = _flatten(records, format)
-    roles = np.fromiter((CODE[message.role] for message in messages), dtype=np.uint8, count=len(messages))
-
+    roles = np.frombuffer(bytes([CODE[message.role] for message in messages]), dtype=np.uint8)
+    # Messages with more than a role and a content; on the bulk path there are few.
+    odd = [
+        at
+        for at, message in enumerate(messages)
+        if message.weight is not None or message.tool_calls or message.reasoning or not message.complete
+    ]
     bodies = {
         at: body_of(message, format, plates.prefix[roles[at]], plates.suffix[roles[at]] if message.complete else "")
-        for at, message in enumerate(messages)
-        if message.tool_calls or message.reasoning
+        for at in odd
+        if (message := messages[at]).tool_calls or message.reasoning
     }
     texts, text_of = _texts(messages, roles, plates, bodies)
     flat, text_start = tokenizer.encode_batch(texts)
@@ -123,7 +128,8 @@ def render(
 
     # Flags: a weight of the message's own, and turns that never closed.
     weights = np.zeros(base[-1], dtype=np.float32)
-    for at, message in enumerate(messages):
+    for at in odd:
+        message = messages[at]
         if message.weight is not None or not message.complete:
             of_message = slice(base[at], base[at + 1])
             decided = rules[of_message] == Rule.ROLE
@@ -230,8 +236,8 @@ def _message_numbers(first_message: Index, lead: Index) -> NDArray[np.uint32]:
 
 
 def _origins(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
-    numbers: dict[File, int] = {}
+    numbers: dict[tuple[str, str], int] = {}
     origins = np.empty(len(records), dtype=ORIGIN)
-    origins["file"] = [numbers.setdefault(File(record.source, record.file), len(numbers)) for record in records]
+    origins["file"] = [numbers.setdefault((record.source, record.file), len(numbers)) for record in records]
     origins["line"] = [record.line for record in records]
-    return origins, tuple(numbers)
+    return origins, tuple(File(*key) for key in numbers)

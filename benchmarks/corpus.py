@@ -1,0 +1,116 @@
+"""The data of the benchmarks: conversations of real-shaped lengths over text that any machine has.
+
+English prose comes from docstrings and code from sources of the Python installation; other languages are
+drawn word by word from their scripts. Everything is seeded, made once, and kept under `benchmarks/.data`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+DATA = Path(__file__).parent / ".data"
+SYSTEMS = [
+    "You are a helpful assistant.",
+    "You are a careful programmer. Answer with code where code helps.",
+    "Answer in the language of the question.",
+    "You are a patient teacher who explains step by step and checks every result before giving it.",
+]
+# Scripts as (first letter, last letter, letters a word, word separator).
+SCRIPTS = [
+    ("α", "ω", 6, " "),
+    ("а", "я", 7, " "),
+    ("א", "ת", 5, " "),
+    ("ا", "ي", 5, " "),
+    ("अ", "ह", 4, " "),
+    ("一", "龥", 2, ""),
+    ("ぁ", "ん", 3, ""),
+    ("가", "힣", 2, " "),
+]
+
+
+def prose_and_code(rng: random.Random) -> tuple[list[str], list[str]]:
+    """Paragraphs of docstrings, and pieces of source."""
+    prose, code = [], []
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts)
+    rng.shuffle(files)
+    for path in files[:1500]:
+        try:
+            text = path.read_text("utf-8")
+            tree = ast.parse(text)
+        except (OSError, ValueError, SyntaxError):
+            continue
+        lines = text.splitlines()
+        code += ["\n".join(lines[at : at + 12]) for at in range(0, len(lines), 12)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module) and (doc := ast.get_docstring(node)):
+                prose += [" ".join(part.split()) for part in doc.split("\n\n") if len(part) > 40]
+    return prose, code
+
+
+def foreign(rng: random.Random) -> str:
+    first, last, letters, separator = rng.choice(SCRIPTS)
+    # A word's letters come from a Zipf-like choice, so that some words are common as in a real language.
+    words = []
+    for _ in range(rng.randrange(8, 30)):
+        word_rng = random.Random(int(rng.paretovariate(0.7)) % 5000)
+        span = ord(last) - ord(first) + 1
+        words.append("".join(chr(ord(first) + word_rng.randrange(span)) for _ in range(1 + word_rng.randrange(letters))))
+    return separator.join(words) + "."
+
+
+def conversations(count: int, *, seed: int = 0) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Multi-turn chats: about 780 tokens each, of which the assistant speaks two thirds."""
+    rng = random.Random(seed)
+    prose, code = prose_and_code(rng)
+
+    def text(characters: int) -> str:
+        parts: list[str] = []
+        size = 0
+        while size < characters:
+            kind = rng.random()
+            part = rng.choice(prose) if kind < 0.65 else rng.choice(code) if kind < 0.9 else foreign(rng)
+            parts.append(part)
+            size += len(part) + 2
+        return "\n\n".join(parts)[:characters].strip() or "yes"
+
+    for _ in range(count):
+        messages = [{"role": "system", "content": rng.choice(SYSTEMS)}] if rng.random() < 0.5 else []
+        for _ in range(1 + min(int(rng.expovariate(0.45)), 11)):
+            messages.append({"role": "user", "content": text(int(rng.lognormvariate(5.1, 1.0)))})
+            messages.append({"role": "assistant", "content": text(int(rng.lognormvariate(6.2, 0.9)))})
+        yield {"messages": messages}
+
+
+def chat_file(count: int) -> Path:
+    """The file of `count` conversations, made if it is not there."""
+    path = DATA / f"chat-{count}.jsonl"
+    if not path.exists():
+        print(f"making {path.name} …", flush=True)
+        DATA.mkdir(exist_ok=True)
+        aside = path.with_suffix(".part")
+        with aside.open("w", encoding="utf-8") as file:
+            for record in conversations(count):
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        aside.replace(path)
+    return path
+
+
+def tokenizer_file(vocab_size: int = 100_000) -> Path:
+    """A byte-level BPE trained on conversations like these, with the control tokens of ChatML."""
+    from chatmill.format import load_format
+    from chatmill.tokenizer import train_bpe
+
+    path = DATA / f"bpe-{vocab_size}.json"
+    if not path.exists():
+        print(f"training {path.name} …", flush=True)
+        DATA.mkdir(exist_ok=True)
+        texts = (message["content"] for record in conversations(10_000, seed=1) for message in record["messages"])
+        data = train_bpe(texts, vocab_size=vocab_size, control=list(load_format("chatml").tokens.values()))
+        path.write_bytes(data)
+    return path
