@@ -1,0 +1,51 @@
+"""SentencePiece models, as Llama 2, Gemma and the older Mistral carry them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+
+from chatmill.errors import UsageError
+from chatmill.tokenizer.port import Ids, Offsets, aliases, faults_of, flat, is_markup
+
+
+class SentencePiece:
+    """A loaded model; its control pieces, and user-defined pieces that read as markup, never match text."""
+
+    def __init__(self, place: str, raw: bytes, *, control: Collection[str]) -> None:
+        try:
+            import sentencepiece
+            from sentencepiece import sentencepiece_model_pb2
+        except ImportError as error:
+            message = f"{place}: a SentencePiece model needs sentencepiece: pip install 'chatmill[sentencepiece]'"
+            raise UsageError(message) from error
+        with faults_of(place, "no SentencePiece model that can be loaded", "the file is damaged or cut off"):
+            model = sentencepiece_model_pb2.ModelProto.FromString(raw)
+            kind = sentencepiece_model_pb2.ModelProto.SentencePiece.Type
+            self.control = {
+                piece.piece: id
+                for id, piece in enumerate(model.pieces)
+                if piece.type == kind.CONTROL
+                or (piece.type == kind.USER_DEFINED and is_markup(piece.piece))
+                or (piece.type not in (kind.UNKNOWN, kind.BYTE) and piece.piece in control)
+            }
+            for token, name in aliases(self.control).items():
+                # Another type would not do: a model of kind BPE finds a control piece of one character in text.
+                model.pieces[self.control[token]].piece = name
+            # Samples with the expected pieces, some of which now have another name.
+            model.ClearField("self_test_data")
+            self._processor = sentencepiece.SentencePieceProcessor()
+            self._processor.LoadFromSerializedProto(model.SerializeToString())
+        self.vocab_size = len(model.pieces)
+        self.sha256 = hashlib.sha256(raw).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        return flat(self._processor.encode(list(texts), out_type="numpy"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._processor.decode(list(ids))
+        return text
+
+    def piece(self, id: int) -> bytes:
+        piece: str = self._processor.id_to_piece(id)
+        return bytes.fromhex(piece[3:5]) if self._processor.is_byte(id) else piece.replace("▁", " ").encode()

@@ -1,0 +1,107 @@
+"""One tokenizer as the rest of chatmill sees it: a backend for text, the control tokens of one format beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from chatmill.errors import DataError
+from chatmill.tokenizer.port import Backend, Ids, Offsets, faults_of
+
+
+class Tokenizer:
+    """Text to ids and back; no text, whatever it holds, yields the id of a control token.
+
+    `control` maps a format's keys to its control tokens; `beside` holds control tokens the backend does not know,
+    with ids above its vocabulary.
+    """
+
+    def __init__(
+        self, backend: Backend, *, name: str, control: Mapping[str, str], beside: Mapping[str, int] | None = None
+    ) -> None:
+        beside = beside or {}
+        ids = {**backend.control, **beside}
+        self.name = name
+        self.control = dict(control)
+        self.vocab_size = max([backend.vocab_size, *(id + 1 for id in beside.values())])
+        self.sha256 = _with_tokens(backend.sha256, beside)
+        self._backend = backend
+        self._special = {key: ids[token] for key, token in control.items()}
+        self._tokens = {id: token for token, id in ids.items()}
+        self._is_control = np.zeros(self.vocab_size, dtype=np.bool_)
+        self._is_control[list(self._tokens)] = True
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        """All texts at once: flat ids, and len(texts)+1 offsets into them. The arrays may be read-only."""
+        try:
+            with faults_of(self.name, "a text could not be encoded", "leave it out"):
+                ids, offsets = self._backend.encode_batch(texts)
+        except DataError:
+            _check_unicode(texts)
+            raise
+        # The backends keep control tokens out of reach; this holds the promise even where one of them fails.
+        found = np.flatnonzero(self._is_control[ids])
+        if len(found):
+            token = self._tokens[int(ids[found[0]])]
+            index = int(np.searchsorted(offsets, found[0], side="right")) - 1
+            raise DataError(f"{self.name}: text {index} of the batch became control token {token}; leave the text out")
+        return ids, offsets
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids: control tokens as they are written, the runs of text between them as the backend reads them.
+
+        What was encoded as one text comes back as it was, where the tokenizer is lossless.
+        """
+        array = np.asarray(ids, dtype=np.int64)
+        self._check_ids(array)
+        parts = []
+        start = 0
+        for stop in [*np.flatnonzero(self._is_control[array]).tolist(), len(array)]:
+            if start < stop:
+                with faults_of(self.name, "cannot decode these ids", "they are not of this tokenizer"):
+                    parts.append(self._backend.decode(array[start:stop].tolist()))
+            if stop < len(array):
+                parts.append(self._tokens[int(array[stop])])
+            start = stop + 1
+        return "".join(parts)
+
+    def piece(self, id: int) -> bytes:
+        """The bytes one id stands for; of a control token, those of its name."""
+        self._check_ids(np.asarray([id], dtype=np.int64))
+        if id in self._tokens:
+            return self._tokens[id].encode()
+        with faults_of(self.name, f"no token has id {id}", f"ids run from 0 to {self.vocab_size - 1}, with holes"):
+            return self._backend.piece(id)
+
+    def special_token_ids(self) -> dict[str, int]:
+        """The ids of the control tokens of the format this was opened with, by the format's keys."""
+        return dict(self._special)
+
+    def _check_ids(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if len(outside):
+            raise DataError(f"{self.name}: no token has id {outside[0]}; ids run from 0 to {self.vocab_size - 1}")
+
+
+def _with_tokens(sha256: str, beside: Mapping[str, int]) -> str:
+    """The hash of a backend's content, together with the tokens that were added to it."""
+    if not beside:
+        return sha256
+    return hashlib.sha256(f"{sha256}\n{json.dumps(beside, sort_keys=True)}".encode()).hexdigest()
+
+
+def _check_unicode(texts: Sequence[str]) -> None:
+    for index, text in enumerate(texts):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"text {index} of the batch holds a lone surrogate U+{ord(text[error.start]):04X}"
+            raise DataError(f"{what} at character {error.start}; expected valid Unicode") from error

@@ -1,0 +1,107 @@
+"""Hugging Face `tokenizer.json` files: through `fastokens` where it gives the same ids, else through `tokenizers`."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import warnings
+from collections.abc import Callable, Collection, Sequence
+
+import fastokens
+import msgspec
+import numpy as np
+import tokenizers
+
+from chatmill.errors import DataError, one_line
+from chatmill.tokenizer.port import Ids, Offsets, faults_of, flat
+from chatmill.tokenizer.probe import PROBE
+from chatmill.tokenizer.strip import Json, byte_alphabet, kinds, strip, vocabulary
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenizerJson:
+    """A loaded `tokenizer.json`; its special and control tokens are out of the model before any text is seen.
+
+    Loading takes a second or two, so load once and fork: a forked child encodes in its own thread, since
+    `fastokens` and `tokenizers` both notice the fork and leave their thread pools alone.
+    """
+
+    def __init__(self, place: str, raw: bytes, content: Json, *, control: Collection[str]) -> None:
+        right = "expected a tokenizer.json as Hugging Face tokenizers writes it"
+        with faults_of(place, "no tokenizer.json that can be loaded", right):
+            stripped, self.control = strip(place, content, control)
+            self._slow = tokenizers.Tokenizer.from_str(_dump(stripped))
+            # The token for unknown text may be left in the list; written in a text, it is text.
+            self._slow.encode_special_tokens = True
+            self._added = {token["id"]: token["content"] for token in stripped["added_tokens"]}
+            for id, token in self._added.items():
+                if self._slow.token_to_id(token) != id:
+                    what = f'added token "{one_line(token)}" is listed with id {id}, by its place it has'
+                    raise DataError(f"{place}: {what} {self._slow.token_to_id(token)}; {right}")
+            self.sha256 = hashlib.sha256(raw).hexdigest()
+            self.vocab_size = 1 + max([*vocabulary(stripped).values(), *self.control.values(), *self._added])
+            self._decoder = set(kinds(stripped.get("decoder")))
+        self._bytes = byte_alphabet()
+        self._encode = self._choose(place, stripped)
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        return self._encode(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._slow.decode(list(ids), skip_special_tokens=False)
+
+    def piece(self, id: int) -> bytes:
+        token = self._slow.id_to_token(id)
+        if token is None:
+            raise KeyError(id)
+        if id in self._added:
+            return token.encode()
+        if "ByteLevel" in self._decoder:
+            # A token that is not written in the byte alphabet stands for its own characters.
+            return bytes(self._bytes[ch] for ch in token) if self._bytes.keys() >= set(token) else token.encode()
+        if "ByteFallback" in self._decoder and (byte := _BYTE.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        return token.replace("▁", " ").encode() if self._decoder & {"Metaspace", "Replace"} else token.encode()
+
+    def _choose(self, place: str, stripped: Json) -> Callable[[Sequence[str]], tuple[Ids, Offsets]]:
+        """The fast engine if it loads the file and agrees on the probe; else the other, with a warning."""
+        sample = range(0, self.vocab_size, max(1, self.vocab_size // 4096))
+        probe = [*PROBE, self.decode([id for id in sample if self._slow.id_to_token(id) is not None])]
+        instead = "tokenizers encodes instead: the same ids as ever, only slower"
+        try:
+            with faults_of(place, "fastokens refuses the file", instead):
+                fast = self._fast(stripped)
+                fast_ids, fast_offsets = fast(probe)
+        except DataError as error:
+            message = str(error)
+        else:
+            ids, offsets = self._slow_batch(probe)
+            if np.array_equal(ids, fast_ids) and np.array_equal(offsets, fast_offsets):
+                return fast
+            message = f"{place}: fastokens gives other ids on a probe; {instead}"
+        warnings.warn(message, stacklevel=2)
+        return self._slow_batch
+
+    def _fast(self, stripped: Json) -> Callable[[Sequence[str]], tuple[Ids, Offsets]]:
+        normalizer = stripped.get("normalizer") or {}
+        # fastokens lacks these. Without added tokens a text is normalized as a whole, so it can be done before.
+        before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
+        engine = fastokens.Tokenizer.from_json_str(_dump({**stripped, "normalizer": None} if before else stripped))
+        normalize = self._slow.normalizer.normalize_str if before and self._slow.normalizer else None
+
+        def encode(texts: Sequence[str]) -> tuple[Ids, Offsets]:
+            if normalize:
+                texts = [text if text.isascii() else normalize(text) for text in texts]
+            ids, offsets = engine.encode_batch_flat(list(texts), split_special_tokens=True)
+            return np.frombuffer(ids, dtype=np.uint32), np.frombuffer(offsets, dtype=np.int64)
+
+        return encode
+
+    def _slow_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        encodings = self._slow.encode_batch_fast(list(texts), add_special_tokens=False)
+        return flat([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings])
+
+
+def _dump(content: Json) -> str:
+    return msgspec.json.encode(content).decode()

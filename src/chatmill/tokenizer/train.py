@@ -1,0 +1,47 @@
+"""Train a byte-level BPE on texts; the result is a tokenizer.json with the format's control tokens in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from chatmill.errors import DataError, UsageError
+
+
+def train_bpe(
+    texts: Iterable[str], *, vocab_size: int, control: Sequence[str], progress: Callable[[int], None] | None = None
+) -> bytes:
+    """The bytes of a tokenizer.json: control tokens first, then the 256 bytes, then what was merged.
+
+    Every text can be encoded and comes back unchanged. The same texts in the same order give the same bytes. The
+    vocabulary is smaller than asked where the texts hold too few pairs. `progress` is told how many texts were read.
+    """
+    tokens = list(dict.fromkeys(control))
+    least = 256 + len(tokens)
+    if vocab_size < least:
+        what = f"256 bytes and {len(tokens)} control tokens"
+        raise UsageError(f"--vocab-size {vocab_size} is too small for {what}; give at least {least}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_checked(texts, progress), trainer)
+    return (tokenizer.to_str(pretty=True) + "\n").encode()
+
+
+def _checked(texts: Iterable[str], progress: Callable[[int], None] | None) -> Iterator[str]:
+    for number, text in enumerate(texts, start=1):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"text {number} holds a lone surrogate at character {error.start}"
+            raise DataError(f"{what}; expected valid Unicode") from error
+        yield text
+        if progress:
+            progress(number)
