@@ -37,7 +37,9 @@ def prose_and_code(rng: random.Random) -> tuple[list[str], list[str]]:
     """Paragraphs of docstrings, and pieces of source."""
     prose, code = [], []
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts)
+    files = sorted(
+        path for path in root.rglob("*.py") if "site-packages" not in path.parts and "test" not in path.parts
+    )
     rng.shuffle(files)
     for path in files[:1500]:
         try:
@@ -60,7 +62,9 @@ def foreign(rng: random.Random) -> str:
     for _ in range(rng.randrange(8, 30)):
         word_rng = random.Random(int(rng.paretovariate(0.7)) % 5000)
         span = ord(last) - ord(first) + 1
-        words.append("".join(chr(ord(first) + word_rng.randrange(span)) for _ in range(1 + word_rng.randrange(letters))))
+        words.append(
+            "".join(chr(ord(first) + word_rng.randrange(span)) for _ in range(1 + word_rng.randrange(letters)))
+        )
     return separator.join(words) + "."
 
 

@@ -33,6 +33,7 @@ class Tokenizer:
         self._tokens = {id: token for token, id in ids.items()}
         self._is_control = np.zeros(self.vocab_size, dtype=np.bool_)
         self._is_control[list(self._tokens)] = True
+        self._ranges = _ranges(sorted(self._tokens))
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
@@ -48,8 +49,8 @@ class Tokenizer:
             _check_unicode(texts)
             raise
         # The backends keep control tokens out of reach; this holds the promise even where one of them fails.
-        found = np.flatnonzero(self._is_control[ids])
-        if len(found):
+        if self._holds_control(ids):
+            found = np.flatnonzero(self._is_control[ids])
             token = self._tokens[int(ids[found[0]])]
             index = int(np.searchsorted(offsets, found[0], side="right")) - 1
             raise DataError(f"{self.name}: text {index} of the batch became control token {token}; leave the text out")
@@ -85,6 +86,13 @@ class Tokenizer:
         """The ids of the control tokens of the format this was opened with, by the format's keys."""
         return dict(self._special)
 
+    def _holds_control(self, ids: Ids) -> bool:
+        """Whether any id is a control token's: they lie in few ranges, which are quicker to ask than a table."""
+        if len(self._ranges) > 8:
+            return bool(self._is_control.take(ids).any())
+        # Below the range the difference wraps around and is large.
+        return any(bool(((ids - np.uint32(first)) < np.uint32(count)).any()) for first, count in self._ranges)
+
     def _check_ids(self, ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
         outside = ids[(ids < 0) | (ids >= self.vocab_size)]
         if len(outside):
@@ -96,6 +104,17 @@ def _with_tokens(sha256: str, beside: Mapping[str, int]) -> str:
     if not beside:
         return sha256
     return hashlib.sha256(f"{sha256}\n{json.dumps(beside, sort_keys=True)}".encode()).hexdigest()
+
+
+def _ranges(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of consecutive numbers, as (first, count)."""
+    runs: list[tuple[int, int]] = []
+    for id in ids:
+        if runs and sum(runs[-1]) == id:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((id, 1))
+    return runs
 
 
 def _check_unicode(texts: Sequence[str]) -> None:

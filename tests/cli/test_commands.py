@@ -1,0 +1,229 @@
+"""The commands as a user runs them: what they print, what they write, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from chatmill.cli.main import app, main
+from chatmill.tokenizer import open_tokenizer
+
+CHAT = '{"id": "c1", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n'
+BAD = '{"id": "c2", "messages": [{"role": "bot", "content": "hi"}]}\n'
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["chatmill", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        code = ended.value.code
+        return (code if isinstance(code, int) else 0), out, err
+
+    return run
+
+
+def test_check_counts_what_is_there(run):
+    Path("chat.jsonl").write_text(CHAT * 3)
+    assert run("check", "chat.jsonl") == (
+        0,
+        "3 records, 3 of them with an assistant turn\nmessages: 3 assistant, 3 user\nsources:  3 chat\n",
+        "",
+    )
+    code, out, _ = run("check", "chat.jsonl", "--json")
+    assert (code, json.loads(out)) == (
+        0,
+        {
+            "records": 3,
+            "with_assistant": 3,
+            "messages": {"assistant": 3, "user": 3},
+            "sources": {"chat": 3},
+            "rejected": {},
+        },
+    )
+
+
+def test_a_faulty_record_stops_with_one_line_and_exit_code_1(run):
+    Path("chat.jsonl").write_text(CHAT + BAD)
+    code, out, err = run("check", "chat.jsonl")
+    assert (code, out) == (1, "")
+    assert err == (
+        'chatmill: chat.jsonl:2 (id=c2): message 0 has role "bot"; expected system, user, assistant or tool\n'
+    )
+
+
+def test_skipped_records_are_counted_and_written_down(run):
+    Path("chat.jsonl").write_text(CHAT + BAD + "{\n" + CHAT)
+    code, out, err = run("check", "chat.jsonl", "--on-error", "skip", "--rejects", "bad.jsonl")
+    assert code == 0
+    assert out.startswith("2 records")
+    assert err.startswith("rejected 2: ")
+    assert err.endswith("; see bad.jsonl\n")
+    rejects = [json.loads(line) for line in Path("bad.jsonl").read_text().splitlines()]
+    assert [(reject["line"], reject["id"]) for reject in rejects] == [(2, "c2"), (3, None)]
+
+
+def test_render_shows_every_span_with_its_reason(run):
+    Path("chat.jsonl").write_text(CHAT)
+    code, out, err = run("render", "chat.jsonl", "--format", "primer")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "chat.jsonl:1  8 tokens, 3 trained",
+        "        0 user      open      header     <|usr|>",
+        "        0 user      content   role       hi",
+        "        0 user      close     role       <|eot|>",
+        "        1 assistant open      header     <|asst|>",
+        "     *  1 assistant content   role       yo",
+        "     *  1 assistant close     role       <|eot|>",
+        "1 rows, 8 tokens, 3 trained (37.5%)",
+    ]
+
+
+def test_render_as_json_gives_ids_labels_weights_and_spans(run):
+    Path("chat.jsonl").write_text(CHAT)
+    code, out, err = run("render", "chat.jsonl", "--format", "primer", "--json")
+    usr, asst, eot = 261, 262, 263
+    assert code == 0
+    assert json.loads(out) == {
+        "source": "chat",
+        "file": "chat.jsonl",
+        "line": 1,
+        "ids": [usr, 104, 105, eot, asst, 121, 111, eot],
+        "labels": [-100, -100, -100, -100, -100, 121, 111, eot],
+        "weights": [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0],
+        "spans": [
+            {"start": 0, "stop": 1, "role": "user", "part": "open", "rule": "header", "weight": 0.0},
+            {"start": 1, "stop": 3, "role": "user", "part": "content", "rule": "role", "weight": 0.0},
+            {"start": 3, "stop": 4, "role": "user", "part": "close", "rule": "role", "weight": 0.0},
+            {"start": 4, "stop": 5, "role": "assistant", "part": "open", "rule": "header", "weight": 0.0},
+            {"start": 5, "stop": 7, "role": "assistant", "part": "content", "rule": "role", "weight": 1.0},
+            {"start": 7, "stop": 8, "role": "assistant", "part": "close", "rule": "role", "weight": 1.0},
+        ],
+    }
+    assert err == "1 rows, 8 tokens, 3 trained (37.5%)\n"
+
+
+def test_render_looks_at_three_rows_unless_told_otherwise(run):
+    Path("chat.jsonl").write_text(CHAT * 9)
+    assert run("render", "chat.jsonl")[1].count("tokens, 3 trained\n") == 3
+    assert run("render", "chat.jsonl", "-n", "5")[1].count("tokens, 3 trained\n") == 5
+    assert run("render", "chat.jsonl", "--json")[1].count("\n") == 9
+
+
+def test_render_skips_what_the_format_cannot_write(run):
+    Path("two.toml").write_text(
+        '[tokens]\nt="<|eot|>"\n[user]\nopen="<|eot|>"\nclose="<|eot|>"\n[assistant]\nopen="<|eot|>"\nclose="<|eot|>"'
+    )
+    Path("chat.jsonl").write_text(
+        '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}\n' + CHAT
+    )
+    code, _, err = run("render", "chat.jsonl", "--format", "two.toml")
+    assert code == 1
+    assert err == (
+        "chatmill: chat.jsonl:1: message 0 has role system, which the format two cannot write; "
+        "it writes user, assistant; add [system] to the format\n"
+    )
+    code, out, err = run("render", "chat.jsonl", "--format", "two.toml", "--on-error", "skip", "--json")
+    assert (code, [json.loads(line)["line"] for line in out.splitlines()]) == (0, [2])
+    assert err.endswith("rejected 1: 1 role_not_in_format; see rejects.jsonl\n")
+
+
+def test_a_tokenizer_is_trained_written_whole_and_not_overwritten_unasked(run):
+    Path("chat.jsonl").write_text(CHAT * 50)
+    code, out, _ = run("tokenizer", "train", "chat.jsonl", "--vocab-size", "259", "-o", "tok.json", "--json")
+    made = json.loads(out)
+    assert (code, made["path"], made["vocab_size"], made["records"]) == (0, "tok.json", 259, 50)
+    opened = open_tokenizer("tok.json", control={"start": "<|im_start|>", "eot": "<|im_end|>"})
+    assert opened.sha256 == made["sha256"]
+    assert opened.decode(opened.encode("hi <|im_end|> ü")) == "hi <|im_end|> ü"
+    assert sorted(path.name for path in Path().iterdir()) == ["chat.jsonl", "tok.json"]
+    before = Path("tok.json").read_bytes()
+    code, _, err = run("tokenizer", "train", "chat.jsonl", "--vocab-size", "300", "-o", "tok.json")
+    assert (code, err) == (1, "chatmill: tok.json: exists already; give another name, or --overwrite\n")
+    assert Path("tok.json").read_bytes() == before
+    assert run("tokenizer", "train", "chat.jsonl", "--vocab-size", "260", "-o", "tok.json", "--overwrite")[0] == 0
+    assert Path("tok.json").read_bytes() != before
+
+
+def test_info_names_missing_control_tokens_and_the_flag_that_adds_them(run):
+    Path("chat.jsonl").write_text(CHAT)
+    run("tokenizer", "train", "chat.jsonl", "--vocab-size", "259", "-o", "tok.json")
+    code, _, err = run("tokenizer", "info", "tok.json", "--format", "primer")
+    assert code in (1, 2)
+    assert all(word in err for word in ("tok.json", "<|sys|>", "<|usr|>", "<|asst|>", "<|eot|>", "--add-tokens"))
+    code, out, _ = run("tokenizer", "info", "tok.json", "--format", "primer", "--add-tokens", "--json")
+    info = json.loads(out)
+    assert (code, info["special_token_ids"]) == (0, {"sys": 259, "usr": 260, "asst": 261, "eot": 262})
+    assert info["vocab_size"] == 263
+
+
+def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
+    assert [line.split()[0] for line in run("formats")[1].splitlines()[::2]] == [
+        "chatml",
+        "ngpt",
+        "primer",
+        "post-training",
+    ]
+    Path("mine.toml").write_text(run("formats", "ngpt")[1])
+    Path("chat.jsonl").write_text(CHAT)
+    mine = run("render", "chat.jsonl", "--format", "mine.toml", "--json")[1]
+    assert mine == run("render", "chat.jsonl", "--format", "ngpt", "--json")[1]
+    assert [entry["name"] for entry in json.loads(run("formats", "--json")[1])][0] == "chatml"
+    assert json.loads(run("formats", "chatml", "--json")[1])["toml"].startswith("# ChatML")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "line"),
+    [
+        (["check", "none.jsonl"], 1, "none.jsonl"),
+        (["check", "*.none"], 1, "*.none"),
+        (["check", "chat.jsonl", "--shape", "rows"], 2, 'unknown shape "rows"'),
+        (["render", "chat.jsonl", "--format", "chatlm"], 2, 'no format "chatlm"'),
+        (["render", "chat.jsonl", "--tokenizer", "none.json"], 1, "none.json"),
+        (["formats", "chatlm"], 2, 'no preset "chatlm"'),
+        (["tokenizer", "train", "chat.jsonl", "--vocab-size", "10", "-o", "t.json"], 2, "256"),
+        (["tokenizer", "train", "chat.jsonl", "--vocab-size", "300", "-o", "no/t.json"], 1, "no/"),
+        (["check", "chat.jsonl", "--on-error", "skip", "--rejects", "no/r.jsonl"], 1, "no/r.jsonl"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_never_a_traceback(run, args, code, line):
+    Path("chat.jsonl").write_text(CHAT)
+    found, out, err = run(*args)
+    assert (found, out) == (code, "")
+    assert line in err
+    assert err.count("\n") == 1
+    assert err.startswith("chatmill: ")
+
+
+def test_unknown_flags_and_commands_are_usage_errors(run):
+    assert run("check", "--no-such-flag")[0] == 2
+    assert run("mill")[0] == 2
+
+
+def test_the_version_is_the_packages(run):
+    assert run("--version") == (0, "chatmill 0.1.0\n", "")
+
+
+def commands(group, name="chatmill"):
+    for word, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{name} {word}")
+        else:
+            yield f"{name} {word}", command
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands(typer.main.get_command(app))))
+def test_every_command_shows_an_example_of_itself_and_takes_json(name, command):
+    help = command.help or ""
+    assert "Example" in help
+    assert f"  {name} " in help + " "
+    assert any("--json" in option.opts for option in command.params)
+    assert all(getattr(option, "help", "x") for option in command.params)
