@@ -62,8 +62,14 @@ class Rule(IntEnum):
     GIVEN = 3
     """The caller brought the mask."""
     UNFINISHED = 4
-    """The turn never closed, so that nothing in it may be learned."""
+    """The turn, or in a block an answer before it, does not close, so that nothing in it may be learned."""
     PAD = 5
+    INCOMPLETE_USER = 6
+    """No complete user turn stands before the answer in its block."""
+    INJECTED = 7
+    """A copy that begins a cut turn anew."""
+    EARLIER_WINDOW = 8
+    """Trained in the row before; here it is context for what follows."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)

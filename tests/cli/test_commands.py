@@ -176,7 +176,12 @@ def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
     Path("chat.jsonl").write_text(CHAT)
     mine = run("render", "chat.jsonl", "--format", "mine.toml", "--json")[1]
     assert mine == run("render", "chat.jsonl", "--format", "ngpt", "--json")[1]
-    assert [entry["name"] for entry in json.loads(run("formats", "--json")[1])][0] == "chatml"
+    assert [entry["name"] for entry in json.loads(run("formats", "--json")[1])] == [
+        "chatml",
+        "ngpt",
+        "primer",
+        "post-training",
+    ]
     assert json.loads(run("formats", "chatml", "--json")[1])["toml"].startswith("# ChatML")
 
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from chatmill.cli.options import (
     DEFAULT_REJECTS,
@@ -84,7 +85,7 @@ def render_command(
                 if as_json:
                     sys.stdout.write(msgspec.json.encode(row_json(rows, row)).decode() + "\n")
                     continue
-                console.print(row_title(rows, row), style="bold")
+                console.print(Text(row_title(rows, row), style="bold"))
                 for line in span_lines(
                     rows, row, opened, width=max(40, console.width - 42) if console.is_terminal else 100
                 ):

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from chatmill.rows import NO_FILE, ORIGIN, Index, Rows, copy_tokens, offsets, ragged_index
+from chatmill.rows import NO_FILE, ORIGIN, Index, Part, Rows, Rule, copy_tokens, offsets, ragged_index
+
+OWN_RULE = 255
+"""The rule of a piece whose spans keep their own."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Plan:
     """For each new segment the source segment it is made from, or -1 for none."""
     first_segment: Index
     """Where each new row begins among the new segments, and their end."""
+    rule: NDArray[np.uint8] | None = None
+    """For each piece why all of it is context, or OWN_RULE; INJECTED also makes its spans the part of that name."""
 
 
 def gather(source: Rows, plan: Plan, literals: Rows | None = None) -> Rows:
@@ -43,6 +49,11 @@ def gather(source: Rows, plan: Plan, literals: Rows | None = None) -> Rows:
     cut["length"] = np.minimum(span_start[chosen + 1], np.repeat(stop, counts)) - np.maximum(
         span_start[chosen], np.repeat(start, counts)
     )
+    if plan.rule is not None:
+        rule = np.repeat(plan.rule[full], counts)
+        cut["weight"][rule != OWN_RULE] = 0
+        cut["rule"] = np.where(rule != OWN_RULE, rule, cut["rule"])
+        cut["part"][rule == Rule.INJECTED] = Part.INJECTED
     origins = np.empty(len(plan.origin), dtype=ORIGIN)
     known = plan.origin >= 0
     origins[known] = source.origins[plan.origin[known]]

@@ -1,16 +1,96 @@
 """Truncation: rows that are too long are cut by a rule that is chosen by name.
 
-    turns   whole exchanges go, oldest first; the system turn and the last answer stay
+    turns     whole exchanges go, oldest first; the system turn and the last answer stay
+    tail      the last tokens stay
+    windows   the row becomes several, which train each token once
+    drop      the row goes
+    error     the first such row stops everything
 
-A rule is a plan over spans. It never looks at a token.
+A rule is a plan over spans: it never looks at a token. What is cut or dropped is counted with its reason.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from chatmill.fit.plan import Plan
-from chatmill.rows import Index, Part, Role, Rows
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import DataError, RecordError
+from chatmill.fit.plan import OWN_RULE, Plan, gather
+from chatmill.fit.turns import first_of, last_of, turns_of
+from chatmill.fit.windows import windows
+from chatmill.ledger import Ledger
+from chatmill.rows import NO_FILE, Index, Rows, Rule
+
+FitRule = Literal["turns", "tail", "windows", "drop", "error"]
+RULES: tuple[FitRule, ...] = get_args(FitRule)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """New rows, each made of three ranges of one source row, any of them empty: head, context, and what is trained."""
+
+    source: Index
+    start: Index
+    stop: Index
+    """(new rows, 3)"""
+
+
+def truncate(
+    rows: Rows,
+    capacity: int | None,
+    rule: FitRule = "turns",
+    *,
+    ledger: Ledger,
+    drop_untrained: bool = True,
+    require_terminators: bool = False,
+    min_tokens: int = 1,
+) -> Rows:
+    """Rows of at most `capacity` tokens (None: nothing is cut), without those that could teach nothing.
+
+    Counted: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short, no_trained_tokens or
+    no_terminator; rows and tokens `repeated` by windows; and, `noted` as answer_cut, answers that lost a part.
+    """
+    if capacity is not None and capacity < 1:
+        raise DataError(f"rows of {capacity} tokens cannot be; give at least 1")
+    if np.any(np.diff(rows.first_segment) != 1):
+        raise DataError("a row holds several conversations; truncate before packing")
+    too_long = rows.lengths > capacity if capacity is not None else np.zeros(len(rows), dtype=bool)
+    cut = _choose(rows, capacity, rule) if capacity is not None and too_long.any() else _whole(rows)
+
+    size = (cut.stop - cut.start).sum(axis=1)
+    trained = _trained(rows, cut)
+    begins_cut, ends_cut = _answers_cut(rows, cut)
+    reasons = {
+        "too_long": too_long[cut.source] if rule == "drop" else np.zeros(len(size), dtype=bool),
+        "too_short": size < min_tokens,
+        "no_trained_tokens": (trained == 0) & drop_untrained,
+        "no_terminator": ends_cut & require_terminators,
+    }
+    kept = np.ones(len(size), dtype=bool)
+    counted = np.where(rule == "windows", size, rows.lengths[cut.source])
+    for reason, found in reasons.items():
+        found &= kept
+        if found.any():
+            of_rows = {"rows": int(found.sum()), "tokens": int(counted[found].sum())}
+            ledger.add("dropped", reason, **of_rows, trained=int(trained[found].sum()))
+            kept &= ~found
+    lost = int((counted - size)[kept].sum())
+    if lost:
+        untaught = int((_trained(rows, _whole(rows))[cut.source] - trained)[kept].sum())
+        ledger.add("truncated", rule, tokens=lost, trained=untaught)
+    more_rows, more_tokens = len(size) - len(rows), int(size.sum()) - len(rows.ids)
+    if rule == "windows" and more_rows:
+        ledger.add("repeated", "windows", rows=more_rows, tokens=more_tokens)
+    hurt = (begins_cut | ends_cut) & kept
+    if hurt.any():
+        ledger.add("noted", "answer_cut", rows=int(hurt.sum()), tokens=int(size[hurt].sum()))
+    if kept.all() and len(size) == len(rows) and not lost:
+        return rows
+    return gather(rows, _plan(Cut(cut.source[kept], cut.start[kept], cut.stop[kept])))
 
 
 def turns(rows: Rows, capacity: int) -> Plan:
@@ -24,69 +104,124 @@ def turns(rows: Rows, capacity: int) -> Plan:
     An exchange is a user turn and all that follows it up to the next one. The one that holds the last
     assistant turn is never dropped, so the end of that turn is always there to be learned.
     """
-    # One entry a turn: spans of one message that stand together.
-    new_turn = np.ones(len(rows.spans), dtype=bool)
-    new_turn[1:] = rows.spans["message"][1:] != rows.spans["message"][:-1]
-    new_turn[rows.first_span[:-1][np.diff(rows.first_span) > 0]] = True
-    first_span = np.flatnonzero(new_turn)
-    start = rows.span_start[first_span]
-    stop = np.append(start[1:], len(rows.ids))
-    role = rows.spans["role"][first_span]
-    row_of = np.searchsorted(rows.row_start, start, side="right") - 1
-    row_start, row_stop = rows.row_start[:-1], rows.row_start[1:]
+    return _plan(_turns(rows, capacity))
 
-    # The head: what begins the conversation, and a system turn that comes first, with whatever stands before it.
-    turn = np.arange(len(start))
-    leading = _first(np.where(role == Role.NONE, len(start), turn), row_of, len(rows), len(start))
-    is_system = np.append(role, Role.NONE)[leading] == Role.SYSTEM
-    begin = (role == Role.NONE) & (rows.spans["part"][first_span] == Part.OPEN) & (start == row_start[row_of])
-    begin_stop = np.maximum(_last(np.where(begin, stop, -1), row_of, len(rows)), row_start)
-    head_stop = np.where(is_system, np.append(stop, 0)[leading], begin_stop)
-    # The anchor: the last assistant turn, or the last turn of all where none is there.
-    anchor = _last(np.where(role == Role.ASSISTANT, turn, -1), row_of, len(rows))
-    anchor = np.where(anchor >= 0, anchor, _last(turn, row_of, len(rows)))
-    anchor_start, anchor_stop = np.append(start, 0)[anchor], np.append(stop, 0)[anchor]
+
+def _turns(rows: Rows, capacity: int) -> Cut:
+    turn, count = turns_of(rows), len(rows)
+    row_start, row_stop = rows.row_start[:-1], rows.row_start[1:]
+    anchor_start, anchor_stop = np.append(turn.start, 0)[turn.anchor], np.append(turn.stop, 0)[turn.anchor]
+    head = turn.head_stop - row_start
 
     # Oldest exchanges: the tail begins at the first exchange from which on all fits, at the latest the anchor's.
-    exchange = (role == Role.USER) | (start == head_stop[row_of])
-    exchange &= (start >= head_stop[row_of]) & (start <= anchor_start[row_of])
+    exchange = turn.begins_exchange & (turn.start <= anchor_start[turn.row])
     need = row_stop - row_start - capacity
-    fits = exchange & (start - head_stop[row_of] >= need[row_of])
-    latest = _last(np.where(exchange, start, -1), row_of, len(rows))
-    none = np.iinfo(np.int64).max
-    earliest = _first(np.where(fits, start, none), row_of, len(rows), none)
-    tail_start = np.where(latest < 0, head_stop, np.minimum(earliest, latest))
+    fits = exchange & (turn.start - turn.head_stop[turn.row] >= need[turn.row])
+    never = np.iinfo(np.int64).max
+    latest = last_of(np.where(exchange, turn.start, -1), turn.row, count)
+    earliest = first_of(np.where(fits, turn.start, never), turn.row, count, never)
+    tail_start = np.where(latest < 0, turn.head_stop, np.minimum(earliest, latest))
     # Turns after the anchor, the last one first.
-    head = head_stop - row_start
-    ends = (stop >= anchor_stop[row_of]) & (head[row_of] + stop - tail_start[row_of] <= capacity)
-    tail_stop = np.maximum(_last(np.where(ends, stop, -1), row_of, len(rows)), anchor_stop)
+    ends = (turn.stop >= anchor_stop[turn.row]) & (head[turn.row] + turn.stop - tail_start[turn.row] <= capacity)
+    tail_stop = np.maximum(last_of(np.where(ends, turn.stop, -1), turn.row, count), anchor_stop)
     tail_stop = np.where(row_stop > row_start, tail_stop, row_stop)
     # Tokens from the very left.
     excess = np.maximum(head + tail_stop - tail_start - capacity, 0)
     head_start = row_start + np.minimum(excess, head)
     tail_start = tail_start + np.maximum(excess - head, 0)
+    return _ranges(np.arange(count), (head_start, turn.head_stop), (tail_start, tail_stop))
 
-    return _two_piece_plan(rows, head_start, head_stop, tail_start, tail_stop)
+
+def _tail(rows: Rows, capacity: int) -> Cut:
+    start, stop = rows.row_start[:-1], rows.row_start[1:]
+    return _ranges(np.arange(len(rows)), (start, start), (np.maximum(start, stop - capacity), stop))
 
 
-def _two_piece_plan(rows: Rows, head_start: Index, head_stop: Index, tail_start: Index, tail_stop: Index) -> Plan:
-    """Each row, which must be one conversation, becomes [head_start, head_stop) + [tail_start, tail_stop)."""
+def _windows(rows: Rows, capacity: int) -> Cut:
+    return Cut(*windows(rows, capacity))
+
+
+def _error(rows: Rows, capacity: int) -> Cut:
+    row = int(np.flatnonzero(rows.lengths > capacity)[0])
+    origin = rows.origins[rows.first_segment[row]]
+    file = "" if origin["file"] == NO_FILE else rows.files[origin["file"]].path
+    raise RecordError(
+        f"the row has {rows.lengths[row]:,} tokens, more than the {capacity:,} allowed",
+        f"allow more, or choose another rule: {', '.join(RULES[:-1])}",
+        kind="too_long",
+    ).at(file, int(origin["line"]))
+
+
+def _whole(rows: Rows, capacity: int = 0) -> Cut:
+    start, stop = rows.row_start[:-1], rows.row_start[1:]
+    return _ranges(np.arange(len(rows)), (start, start), (start, stop))
+
+
+def _choose(rows: Rows, capacity: int, rule: FitRule) -> Cut:
+    cuts: dict[str, Callable[[Rows, int], Cut]] = {
+        "turns": _turns,
+        "tail": _tail,
+        "windows": _windows,
+        "drop": _whole,
+        "error": _error,
+    }
+    return cuts[rule](rows, capacity)
+
+
+def _ranges(source: Index, head: tuple[Index, Index], tail: tuple[Index, Index]) -> Cut:
+    empty = tail[0]
+    return Cut(source, np.column_stack([head[0], empty, tail[0]]), np.column_stack([head[1], empty, tail[1]]))
+
+
+def _plan(cut: Cut) -> Plan:
+    count = len(cut.source)
+    rule = np.tile(np.array([OWN_RULE, Rule.EARLIER_WINDOW, OWN_RULE], dtype=np.uint8), count)
     return Plan(
-        np.column_stack([head_start, tail_start]).ravel(),
-        np.column_stack([head_stop, tail_stop]).ravel(),
-        np.arange(0, 2 * len(rows) + 1, 2, dtype=np.int64),
-        rows.first_segment[:-1],
-        np.arange(len(rows) + 1, dtype=np.int64),
+        cut.start.ravel(),
+        cut.stop.ravel(),
+        np.arange(0, 3 * count + 1, 3, dtype=np.int64),
+        cut.source,
+        np.arange(count + 1, dtype=np.int64),
+        rule,
     )
 
 
-def _first(values: Index, row_of: Index, rows: int, default: int) -> Index:
-    out = np.full(rows, default, dtype=np.int64)
-    np.minimum.at(out, row_of, values)
-    return out
+def _trained(rows: Rows, cut: Cut) -> Index:
+    """How many trained tokens each new row has."""
+    trained = rows.spans["weight"] > 0
+    before = np.append(0, np.cumsum(np.where(trained, rows.spans["length"], 0)))
+
+    def until(token: Index) -> Index:
+        span = np.minimum(np.searchsorted(rows.span_start, token, side="right") - 1, len(trained) - 1)
+        out: Index = before[span] + np.where(trained[span], token - rows.span_start[span], 0)
+        return out
+
+    if not len(trained):
+        return np.zeros(len(cut.source), dtype=np.int64)
+    own = [0, 2]
+    counts: Index = (until(cut.stop[:, own]) - until(cut.start[:, own])).sum(axis=1)
+    return counts
 
 
-def _last(values: Index, row_of: Index, rows: int) -> Index:
-    out = np.full(rows, -1, dtype=np.int64)
-    np.maximum.at(out, row_of, values)
-    return out
+def _answers_cut(rows: Rows, cut: Cut) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Whether a new row begins inside an answer, or ends inside one and so lacks its terminator."""
+    start, stop = cut.start, cut.stop
+    # The trained range is what counts; the head and the context before it are whole, or are not trained.
+    context = start[:, 1] < stop[:, 1]
+    first = np.where(context, start[:, 1], start[:, 2])
+    head_cut = (start[:, 0] < stop[:, 0]) & _inside_answer(rows, start[:, 0])
+    begins = (first < stop[:, 2]) & _inside_answer(rows, first)
+    ends = (start[:, 2] < stop[:, 2]) & _inside_answer(rows, stop[:, 2])
+    return head_cut | begins, ends
+
+
+def _inside_answer(rows: Rows, token: Index) -> NDArray[np.bool_]:
+    """Whether a cut before this token parts trained tokens of one message."""
+    if not len(rows.spans):
+        return np.zeros(len(token), dtype=bool)
+    inner = (token > 0) & (token < len(rows.ids)) & ~np.isin(token, rows.row_start)
+    right = np.searchsorted(rows.span_start, np.where(inner, token, 0), side="right") - 1
+    left = np.searchsorted(rows.span_start, np.where(inner, token - 1, 0), side="right") - 1
+    weight, message = rows.spans["weight"], rows.spans["message"]
+    found: NDArray[np.bool_] = inner & (weight[left] > 0) & (weight[right] > 0) & (message[left] == message[right])
+    return found

@@ -1,0 +1,257 @@
+"""Truncation: golden rows for every rule, then promises over random conversations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatmill import pack_sft_ids_and_mask
+from chatmill.errors import DataError, RecordError
+from chatmill.fit.truncate import RULES, truncate
+from chatmill.format import load_format, parse_format, render
+from chatmill.ledger import Ledger
+from chatmill.records import Message, Record
+from chatmill.rows import EMPTY, Role, Rows, Rule, concat
+from chatmill.tokenizer import open_tokenizer
+
+PRIMER = load_format("primer")
+TOKENIZER = open_tokenizer("bytes", control=PRIMER.tokens)
+LETTER = {"<|sys|>": "S", "<|usr|>": "U", "<|asst|>": "A", "<|eot|>": "."}
+
+
+def chat(*turns: str, line: int = 1) -> Record:
+    """`Shello` is a system message, `Uhello` a user's, `Ahello` an answer."""
+    role = {"S": "system", "U": "user", "A": "assistant"}
+    return Record([Message(role[turn[0]], turn[1:]) for turn in turns], file="chat.jsonl", line=line)
+
+
+def rendered(*records: Record) -> Rows:
+    return render(records, PRIMER, TOKENIZER)
+
+
+def text_of(rows: Rows) -> list[tuple[str, str]]:
+    """Each row as text, with control tokens as one letter, and below it a star under each trained token."""
+    out = []
+    for row in range(len(rows)):
+        one = rows[row : row + 1]
+        text = "".join(LETTER.get(piece, piece) for piece in (TOKENIZER.decode([id]) for id in one.ids.tolist()))
+        out.append((text, "".join("*" if trained else " " for trained in one.mask())))
+    return out
+
+
+def fitted(rows: Rows, capacity: int | None, rule: str, **options) -> tuple[list[tuple[str, str]], dict]:
+    ledger = Ledger()
+    ledger.add("rendered", rows=len(rows), tokens=len(rows.ids))
+    made = truncate(rows, capacity, rule, ledger=ledger, **options)
+    made.check()
+    ledger.add("stored", rows=len(made), tokens=len(made.ids))
+    ledger.add("read", rows=len(rows))
+    ledger.check()
+    counts = {
+        (bucket, reason): (entry.rows, entry.tokens)
+        for bucket, reason, entry in ledger
+        if bucket not in ("read", "rendered", "stored")
+    }
+    return text_of(made), counts
+
+
+THREE = chat("Ss", "Uab", "Acd", "Uef", "Agh", "Uij", "Akl")  # Ss.Uab.Acd.Uef.Agh.Uij.Akl.  27 tokens
+
+
+def test_a_row_that_fits_is_left_as_it_is_by_every_rule():
+    rows = rendered(THREE)
+    for rule in RULES:
+        assert truncate(rows, 27, rule, ledger=Ledger()) is rows
+        assert truncate(rows, None, rule, ledger=Ledger()) is rows
+
+
+def test_turns_drops_the_oldest_exchanges_and_keeps_system_and_last_answer():
+    rows = rendered(THREE)
+    assert fitted(rows, 26, "turns") == (
+        [("Ss.Uef.Agh.Uij.Akl.", "        ***     ***")],
+        {("truncated", "turns"): (0, 8)},
+    )
+    assert fitted(rows, 12, "turns") == ([("Ss.Uij.Akl.", "        ***")], {("truncated", "turns"): (0, 16)})
+
+
+def test_turns_then_cuts_from_the_very_left_and_notes_a_cut_answer():
+    rows = rendered(THREE)
+    assert fitted(rows, 10, "turns") == ([("s.Uij.Akl.", "       ***")], {("truncated", "turns"): (0, 17)})
+    assert fitted(rows, 2, "turns") == (
+        [("l.", "**")],
+        {("truncated", "turns"): (0, 25), ("noted", "answer_cut"): (1, 2)},
+    )
+
+
+def test_turns_keeps_what_begins_a_conversation():
+    own = parse_format(
+        'begin = "<s>"\n[tokens]\nbos = "<s>"\nt = "<t>"\n[user]\nopen = "<t>"\nclose = "<t>"\n'
+        '[assistant]\nopen = "<t>"\nclose = "<t>"',
+        where="own",
+    )
+    tokenizer = open_tokenizer("bytes", control=own.tokens, add_tokens=True)
+    rows = render([chat("Uab", "Acd", "Uef", "Agh")], own, tokenizer)
+    made = truncate(rows, 12, "turns", ledger=Ledger())
+    assert tokenizer.decode(made.ids) == "<s><t>ef<t><t>gh<t>"
+
+
+def test_tail_keeps_the_last_tokens():
+    rows = rendered(THREE)
+    assert fitted(rows, 6, "tail") == ([("j.Akl.", "   ***")], {("truncated", "tail"): (0, 21)})
+    assert fitted(rows, 2, "tail") == (
+        [("l.", "**")],
+        {("truncated", "tail"): (0, 25), ("noted", "answer_cut"): (1, 2)},
+    )
+
+
+def test_drop_counts_the_rows_that_are_too_long():
+    rows = concat([rendered(THREE), rendered(chat("Uab", "Acd"))])
+    assert fitted(rows, 20, "drop") == ([("Uab.Acd.", "     ***")], {("dropped", "too_long"): (1, 27)})
+
+
+def test_error_names_the_place_of_the_first_row_that_is_too_long():
+    rows = rendered(chat("Uab", "Acd"), chat("Uab", "A" + "x" * 20, line=7))
+    with pytest.raises(RecordError) as caught:
+        truncate(rows, 20, "error", ledger=Ledger())
+    assert str(caught.value) == (
+        "chat.jsonl:7: the row has 26 tokens, more than the 20 allowed; "
+        "allow more, or choose another rule: turns, tail, windows, drop"
+    )
+
+
+def test_windows_train_each_exchange_once_with_the_system_turn_and_the_context_that_fits():
+    rows = rendered(THREE)
+    assert fitted(rows, 14, "windows") == (
+        [("Ss.Uab.Acd.", "        ***"), ("Ss.cd.Uef.Agh.", "           ***"), ("Ss.gh.Uij.Akl.", "           ***")],
+        {("repeated", "windows"): (2, 12)},
+    )
+    made = truncate(rows, 14, "windows", ledger=Ledger())
+    context = made.spans[(made.spans["rule"] == Rule.EARLIER_WINDOW)]
+    assert context["weight"].tolist() == [0.0] * len(context)
+    assert int(context["length"].sum()) == 6
+
+
+def test_windows_cut_an_answer_that_is_longer_than_one_and_note_it():
+    rows = rendered(chat("Uq", "Aabcdefghijkl"))
+    assert fitted(rows, 8, "windows") == (
+        [("Uq.Aabcd", "    ****"), ("abcdefgh", "    ****"), ("efghijkl", "    ****"), ("fghijkl.", "       *")],
+        {("repeated", "windows"): (3, 15), ("noted", "answer_cut"): (4, 32)},
+    )
+
+
+def test_windows_with_required_terminators_drop_the_rows_that_end_inside_an_answer():
+    rows = rendered(chat("Uq", "Aabcdefghijkl"))
+    made, counts = fitted(rows, 8, "windows", require_terminators=True)
+    assert made == [("fghijkl.", "       *")]
+    assert counts[("dropped", "no_terminator")] == (3, 24)
+
+
+def test_windows_do_not_repeat_a_system_turn_that_takes_more_than_half():
+    rows = rendered(chat("Sssssss", "Uq", "Aab", "Ur", "Acd"))
+    assert fitted(rows, 12, "windows") == (
+        [("ssss.Uq.Aab.", "         ***"), (".Aab.Ur.Acd.", "         ***")],
+        {("repeated", "windows"): (2, 14), ("dropped", "no_trained_tokens"): (1, 12)},
+    )
+
+
+def test_rows_without_a_trained_token_are_dropped_unless_they_are_wanted():
+    rows = concat([rendered(chat("Uab")), rendered(chat("Ua", "Ab"))])
+    assert fitted(rows, None, "turns") == ([("Ua.Ab.", "    **")], {("dropped", "no_trained_tokens"): (1, 4)})
+    assert fitted(rows, 3, "tail", drop_untrained=False) == (
+        [("ab.", "   "), ("Ab.", " **")],
+        {("truncated", "tail"): (0, 4)},
+    )
+
+
+def test_rows_under_the_least_length_are_dropped():
+    rows = rendered(chat("Ua", "Ab"))
+    assert fitted(rows, 1, "tail", drop_untrained=False, min_tokens=2) == ([], {("dropped", "too_short"): (1, 6)})
+
+
+def test_bad_requests_are_one_line():
+    rows = rendered(THREE)
+    with pytest.raises(DataError, match="rows of 0 tokens cannot be"):
+        truncate(rows, 0, "turns", ledger=Ledger())
+    packed = Rows(
+        rows.ids,
+        rows.spans,
+        np.array([0, 3, len(rows.spans)]),
+        np.repeat(rows.origins, 2),
+        np.array([0, 2]),
+        rows.files,
+    )
+    packed.check()
+    with pytest.raises(DataError, match="truncate before packing"):
+        truncate(packed, 5, "turns", ledger=Ledger())
+    for rule in RULES:
+        assert len(truncate(EMPTY, 5, rule, ledger=Ledger())) == 0
+
+
+# Random conversations.
+
+word_ = st.text("abc", max_size=6)
+turn_ = st.tuples(st.sampled_from("UUAA"), word_).map("".join)
+turns_ = st.tuples(st.lists(word_.map(lambda w: "S" + w), max_size=1), st.lists(turn_, min_size=1, max_size=8))
+chat_ = turns_.map(lambda parts: chat(*parts[0], *parts[1]))
+options_ = st.fixed_dictionaries(
+    {"drop_untrained": st.booleans(), "require_terminators": st.booleans(), "min_tokens": st.integers(1, 3)}
+)
+
+
+@given(st.lists(chat_, min_size=1, max_size=5), st.integers(1, 40), st.sampled_from(RULES[:-1]), options_)
+def test_no_row_is_too_long_and_every_token_is_accounted_for(chats, capacity, rule, options):
+    made, counts = fitted(rendered(*chats), capacity, rule, **options)
+    assert all(len(text) <= capacity for text, _ in made)
+    assert all(len(text) >= options["min_tokens"] for text, _ in made)
+    assert not options["drop_untrained"] or all("*" in mask for _, mask in made)
+    assert ("repeated", "windows") not in counts or rule == "windows"
+
+
+@given(chat_, st.integers(1, 40))
+def test_turns_on_rows_is_the_rule_of_the_documented_function(record, capacity):
+    rows = rendered(record)
+    made = truncate(rows, capacity, "turns", ledger=Ledger(), drop_untrained=False)
+    special = {f"{key}_id": id for key, id in TOKENIZER.special_token_ids().items()}
+    packed, mask = pack_sft_ids_and_mask(
+        rows.ids.tolist(), rows.mask().tolist(), S=max(capacity, len(rows.ids)), pad_id=0, **special
+    )
+    assert (packed[: len(rows.ids)], mask[: len(rows.ids)]) == (rows.ids.tolist(), rows.mask().tolist())
+    packed, mask = pack_sft_ids_and_mask(rows.ids.tolist(), rows.mask().tolist(), S=capacity, pad_id=0, **special)
+    assert (made.ids.tolist(), made.mask().tolist()) == (packed[: len(made.ids)], mask[: len(made.ids)])
+    assert packed[len(made.ids) :] == [0] * (capacity - len(made.ids))
+
+
+@given(chat_, st.integers(1, 40))
+def test_tail_is_the_end_of_the_list(record, capacity):
+    rows = rendered(record)
+    made = truncate(rows, capacity, "tail", ledger=Ledger(), drop_untrained=False)
+    assert made.ids.tolist() == rows.ids.tolist()[-capacity:]
+    assert made.mask().tolist() == rows.mask().tolist()[-capacity:]
+
+
+@given(chat_, st.integers(2, 40))
+def test_each_trained_token_is_trained_in_exactly_one_window(record, capacity):
+    rows = rendered(record)
+    # Ids that are all different, so that every token of a window can be found in the conversation.
+    numbered = replace(rows, ids=np.arange(len(rows.ids), dtype=np.uint32))
+    made = truncate(numbered, capacity, "windows", ledger=Ledger(), drop_untrained=False)
+    trained = made.ids[made.mask()]
+    assert sorted(trained.tolist()) == np.flatnonzero(rows.mask()).tolist()
+    system = rows.span_start[np.count_nonzero(rows.spans["role"] == Role.SYSTEM)]
+    for row in range(len(made)):
+        ids = made[row : row + 1].ids
+        assert len(ids) <= capacity
+        # Tokens stand in their order, with at most one gap, right after the system turn.
+        gaps = np.flatnonzero(np.diff(ids.astype(np.int64)) != 1)
+        assert len(gaps) <= 1
+        if 2 * system <= capacity:
+            assert ids[:system].tolist() == list(range(system))
+            assert all(gap == system - 1 for gap in gaps)
+        # As much context as fits: a window that is not full begins where the conversation does.
+        if len(ids) < capacity and len(ids):
+            assert len(gaps) == 0
+            assert ids[0] == 0
