@@ -1,0 +1,323 @@
+"""Blocks: conversations end to end, cut into rows of one exact size; a cut user turn is begun anew.
+
+    stream    S s E U u E A a E U v w E A b E EOS …
+    blocks    S s E U u E A a E U v | S s E U w E A b E EOS …
+                                      ~~~~~~~ injected: the system turn and the user marker
+
+What is injected depends on where a block begins, and where the next one begins on what is injected. So
+blocks are cut one after the other, over a table of user turns; all else is arithmetic on columns.
+
+A position is inside a turn if tokens of the turn stand on both sides of it: a block that begins at a marker
+or at EOS begins no turn anew, whether or not the turn before it was closed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import DataError
+from chatmill.fit.plan import OWN_RULE, Plan, gather
+from chatmill.fit.transcript import parse_transcripts
+from chatmill.ledger import Bucket, Ledger
+from chatmill.rows import (
+    EMPTY,
+    NO_FILE,
+    NO_MESSAGE,
+    ORIGIN,
+    OWN_ID,
+    SPAN,
+    Index,
+    Part,
+    Role,
+    Rows,
+    Rule,
+    Table,
+    ragged_index,
+)
+
+Remainder = Literal["pad", "drop"]
+Flags = NDArray[np.bool_]
+
+
+def pack_chat_blocks(
+    documents: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+    system_id: int,
+    user_id: int,
+    assistant_id: int,
+    end_id: int,
+    eos_id: int,
+    remainder: Remainder = "pad",
+) -> tuple[list[list[int]], list[list[bool]]]:
+    """Documents of token ids, each without its last EOS, as blocks of exactly `block_size` ids and their masks."""
+    openers = {Role.SYSTEM: system_id, Role.USER: user_id, Role.ASSISTANT: assistant_id}
+    rows = parse_transcripts(documents, openers=openers, close=end_id, eos=eos_id)
+    packed = blocks(rows, block_size, remainder=remainder)
+    shape = (len(packed), block_size)
+    return packed.ids.reshape(shape).tolist(), packed.mask().reshape(shape).tolist()
+
+
+def blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None) -> Rows:
+    """Rows of exactly `block_size` tokens, whose segments are the conversations, or pieces of them, in each block.
+
+    A row is a document: conversations that end with EOS, in a format that opens each turn with one token of its own.
+
+    - A block that begins inside a user turn (a tool result is one) first repeats the conversation's last complete
+      system turn, if that leaves room, and the user marker.
+    - If that user turn does not end in the block either, the rest of its document is left out.
+    - An answer is trained only if it is whole in its block, the last user turn before it there is complete, and no
+      answer before it there was left open; EOS and a system marker start this count afresh.
+    - The last block is filled with EOS, or dropped.
+    """
+    if block_size < 1:
+        raise DataError(f"block_size is {block_size}; a block holds at least one token")
+    if remainder not in ("pad", "drop"):
+        raise DataError(f'remainder is "{remainder}"; expected pad or drop')
+    if len(rows.ids) == 0:
+        return replace(EMPTY, files=rows.files)
+    turns = _turns(rows)
+    cuts = _cut(turns, block_size)
+    missing = block_size - int(cuts.length[-1])
+    kept = cuts.first(len(cuts.start) - 1) if missing and remainder == "drop" else cuts
+    padding = missing if remainder == "pad" else 0
+    weighed = replace(rows, spans=_weigh(rows, turns, cuts))
+    packed = gather(weighed, _plan(rows, turns, kept, padding), _end(int(rows.ids[-1]), padding))
+    if ledger is not None:
+        _count(ledger, rows, cuts, kept, packed)
+    return packed
+
+
+class _Turns(NamedTuple):
+    """One entry a turn; a run of tokens outside of turns is one without a role."""
+
+    start: Index
+    stop: Index
+    row_stop: Index
+    """Where the turn's document ends."""
+    role: NDArray[np.uint8]
+    """A tool result is a user turn, and what does not begin with its marker has no role."""
+    closed: Flags
+    system: Index
+    """The last complete system turn of the conversation so far, or -1."""
+    user: Index
+    """The last user turn since EOS or a system marker, or -1."""
+    left_open: Index
+    """The last answer without END since EOS or a system marker, or -1."""
+    of_span: Index
+    """The turn of each span of the rows."""
+
+
+def _turns(rows: Rows) -> _Turns:
+    spans, part = rows.spans, rows.spans["part"]
+    begins = np.zeros(len(spans), dtype=bool)
+    filled = np.diff(rows.first_span) > 0
+    begins[rows.first_span[:-1][filled]] = True
+    new = begins | (part == Part.OPEN)
+    new[1:] |= (spans["message"][1:] != spans["message"][:-1]) | (spans["role"][1:] != spans["role"][:-1])
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(spans)) - 1
+    start, stop = rows.span_start[first], rows.span_start[last + 1]
+    row_stop = rows.row_start[np.searchsorted(rows.row_start, start, side="right")]
+    role = np.where(part[first] == Part.OPEN, spans["role"][first], np.uint8(Role.NONE))
+    role[role == Role.TOOL] = Role.USER
+    closed = part[last] == Part.CLOSE
+
+    such = 'blocks take rows of a format such as "post-training"'
+    if np.any(part[rows.first_span[1:][filled] - 1] != Part.EOS):
+        raise DataError(f"a conversation does not end with EOS; {such}, which puts one there")
+    others = rows.ids[start[(role == Role.SYSTEM) | (role == Role.ASSISTANT)]]
+    if len(shared := np.intersect1d(rows.ids[start[role == Role.USER]], others)):
+        raise DataError(f"token {shared[0]} opens user turns and others; {such}, whose markers tell turns apart")
+
+    number = np.arange(len(first))
+
+    def latest(which: Flags, since: Index) -> Index:
+        found = np.maximum.accumulate(np.where(which, number, -1))
+        return np.where(found >= since, found, -1)
+
+    conversation = np.maximum.accumulate(np.where(begins[first], number, 0))
+    system, answer = role == Role.SYSTEM, role == Role.ASSISTANT
+    fresh = np.maximum(conversation, latest(system, conversation))
+    return _Turns(
+        start,
+        stop,
+        row_stop,
+        role,
+        closed,
+        system=latest(system & closed, conversation),
+        user=latest(role == Role.USER, fresh),
+        left_open=latest(answer & ~closed, fresh),
+        of_span=np.cumsum(new) - 1,
+    )
+
+
+class _Cuts(NamedTuple):
+    """One entry a block: the tokens [start, stop) it takes, and the turns begun anew before them (-1 for none)."""
+
+    start: Index
+    stop: Index
+    system: Index
+    user: Index
+    length: Index
+    """Tokens in the block without padding."""
+
+    def first(self, count: int) -> _Cuts:
+        return _Cuts(*(column[:count] for column in self))
+
+
+def _cut(turns: _Turns, block_size: int) -> _Cuts:
+    users = np.flatnonzero(turns.role == Role.USER)
+    system = turns.system[users]
+    system_length = np.where(system >= 0, turns.stop[system] - turns.start[system], 0)
+    # Two more must fit: the user marker, and a token of the stream, or a block would not get on.
+    system[system_length + 2 > block_size] = -1
+    injected = 1 + np.where(system >= 0, system_length, 0)
+
+    # The one loop, once a block. Plain lists, because numpy is slow at single numbers.
+    user_start, user_stop = turns.start[users].tolist(), turns.stop[users].tolist()
+    row_stop, room = turns.row_stop[users].tolist(), (block_size - injected).tolist()
+    taken: list[tuple[int, int, int]] = []
+    at, end = 0, int(turns.stop[-1])
+    while at < end:
+        user = bisect_left(user_start, at) - 1
+        if user < 0 or user_stop[user] <= at:
+            taken.append((at, min(at + block_size, end), -1))
+            at = taken[-1][1]
+        else:
+            stop = min(at + room[user], end)
+            if stop > at:
+                taken.append((at, stop, user))
+            at = stop if user_stop[user] <= stop else row_stop[user]
+
+    start, stop, cut = np.array(taken, dtype=np.int64).T
+    anew = cut >= 0
+    return _Cuts(
+        start,
+        stop,
+        system=np.where(anew, np.append(system, -1)[cut], -1),
+        user=np.where(anew, np.append(users, -1)[cut], -1),
+        length=stop - start + np.append(injected, 0)[cut],
+    )
+
+
+def _weigh(rows: Rows, turns: _Turns, cuts: _Cuts) -> Table:
+    """The spans of the rows, with every answer that its block may not train made context.
+
+    Blocks do not overlap in the rows, so an answer is whole in one block at most, and one weight says it all.
+    """
+    block = np.searchsorted(cuts.start, turns.start, side="right") - 1
+    start, stop = cuts.start[block], cuts.stop[block]
+    whole = turns.closed & (turns.stop <= stop)
+    after_open = (turns.left_open >= 0) & (turns.start[turns.left_open] >= start)
+    # A user turn that reaches into the block from before is begun anew there, so its end is all that counts.
+    asked = (turns.user >= 0) & turns.closed[turns.user] & (turns.stop[turns.user] > start)
+    why = np.where(asked, np.uint8(OWN_RULE), np.uint8(Rule.INCOMPLETE_USER))
+    why[~whole | after_open] = Rule.UNFINISHED
+    spans = rows.spans.copy()
+    of_span = why[turns.of_span]
+    masked = (spans["role"] == Role.ASSISTANT) & (of_span != OWN_RULE)
+    spans["weight"][masked] = 0
+    spans["rule"][masked] = of_span[masked]
+    return spans
+
+
+def _plan(rows: Rows, turns: _Turns, cuts: _Cuts, padding: int) -> Plan:
+    """Each block as its system turn, its user marker (both may be empty) and its piece of every conversation."""
+    block, segment, start, stop = _pieces(rows, cuts.start, cuts.stop)
+    count, first = len(cuts.start), np.searchsorted(block, np.arange(len(cuts.start) + 1))
+    # Two places before the pieces of each block.
+    place = np.arange(len(block)) + 2 * (block + 1)
+    system, user = first[:-1] + 2 * np.arange(count), first[:-1] + 2 * np.arange(count) + 1
+    piece_start, piece_stop = np.zeros((2, len(block) + 2 * count), dtype=np.int64)
+    piece_start[place], piece_stop[place] = start, stop
+    piece_start[system], piece_stop[system] = turns.start[cuts.system], turns.stop[cuts.system]
+    piece_start[user], piece_stop[user] = turns.start[cuts.user], turns.start[cuts.user] + 1
+    piece_stop[system[cuts.system < 0]] = piece_stop[user[cuts.user < 0]] = 0
+    rule = np.full(len(piece_start), OWN_RULE, dtype=np.uint8)
+    rule[system] = rule[user] = Rule.INJECTED
+    first_piece = place.copy()
+    first_piece[first[:-1]] -= 2
+    if padding:
+        end = len(rows.ids)
+        first[-1] += 1
+        first_piece, segment = np.append(first_piece, len(piece_start)), np.append(segment, -1)
+        piece_start, piece_stop = np.append(piece_start, end), np.append(piece_stop, end + padding)
+        rule = np.append(rule, np.uint8(OWN_RULE))
+    return Plan(piece_start, piece_stop, np.append(first_piece, len(piece_start)), segment, first, rule)
+
+
+class _Pieces(NamedTuple):
+    """Token ranges cut at the ends of conversations."""
+
+    of_range: Index
+    segment: Index
+    start: Index
+    stop: Index
+
+
+def _pieces(rows: Rows, start: Index, stop: Index) -> _Pieces:
+    filled = np.flatnonzero(np.diff(rows.segment_start))
+    border = np.append(rows.segment_start[filled], len(rows.ids))
+    first = np.searchsorted(border, start, side="right") - 1
+    count = np.searchsorted(border, stop) - first
+    number, of_range = ragged_index(first, count), np.repeat(np.arange(len(start)), count)
+    start, stop = np.maximum(border[number], start[of_range]), np.minimum(border[number + 1], stop[of_range])
+    return _Pieces(of_range, filled[number], start, stop)
+
+
+def _end(eos: int, length: int) -> Rows | None:
+    """Padding: EOS again and again, as context."""
+    if length == 0:
+        return None
+    span = np.array([(length, NO_MESSAGE, 0, OWN_ID, Role.NONE, Part.PAD, Rule.PAD)], dtype=SPAN)
+    one = np.array([0, 1], dtype=np.int64)
+    return Rows(np.full(length, eos, dtype=np.uint32), span, one, np.array([(NO_FILE, 0)], dtype=ORIGIN), one)
+
+
+def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows) -> None:
+    """What the blocks add, leave out and may not train.
+
+    A conversation in three blocks is three rows there: two are counted as repeated, without a token.
+    """
+    rule, length = packed.spans["rule"], packed.spans["length"]
+    answers = packed.spans["role"] == Role.ASSISTANT
+    counted: tuple[tuple[Bucket, str, Flags], ...] = (
+        ("injected", "", rule == Rule.INJECTED),
+        ("padding", "", rule == Rule.PAD),
+        ("noted", "answer_unfinished", answers & (rule == Rule.UNFINISHED)),
+        ("noted", "answer_incomplete_user", answers & (rule == Rule.INCOMPLETE_USER)),
+    )
+    for bucket, reason, chosen in counted:
+        if np.any(chosen):
+            ledger.add(bucket, reason, tokens=int(length[chosen].sum()))
+    pieces = _pieces(rows, kept.start, kept.stop).segment
+    stored = np.unique(pieces)
+    if len(pieces) > len(stored):
+        ledger.add("repeated", "goes_on_in_next_block", rows=len(pieces) - len(stored))
+
+    next_start = np.append(cuts.start[1:], len(rows.ids))
+    gap = next_start > cuts.stop
+    rest = slice(len(kept.start), None)
+    for reason, start, stop in (
+        ("user_span_over_block", cuts.stop[gap], next_start[gap]),
+        ("remainder", cuts.start[rest], cuts.stop[rest]),
+    ):
+        lost = _pieces(rows, start, stop)
+        each = np.arange(len(lost.start) + 1)
+        left_out = gather(rows, Plan(lost.start, lost.stop, each, lost.segment, each))
+        # A conversation that has nothing left is a dropped row; the others are cut, or end with the last block.
+        whole = ~np.isin(lost.segment, stored)
+        dropped = whole | (reason == "remainder")
+        sides: tuple[tuple[Bucket, Flags], ...] = (("dropped", dropped), ("truncated", ~dropped))
+        for bucket, chosen in sides:
+            gone = left_out.take(np.flatnonzero(chosen))
+            if len(gone):
+                trained = int(gone.mask().sum())
+                ledger.add(bucket, reason, rows=int(whole[chosen].sum()), tokens=len(gone.ids), trained=trained)
