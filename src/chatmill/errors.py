@@ -37,16 +37,28 @@ class RecordError(DataError):
         self.file = ""
         self.line = 0
         self.id: str | None = None
+        self.raw = b""
+        """The beginning of the record as it stands in the file."""
 
     def at(self, file: str, line: int, id: str | None = None) -> RecordError:
         """The same fault with its place; the reader knows it, the parser does not."""
         self.file, self.line, self.id = file, line, id
         return self
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Worker processes send their faults home."""
+        return _record_error, (self.what, self.right, self.kind, vars(self))
+
     def __str__(self) -> str:
         name = f" (id={one_line(self.id)})" if self.id is not None else ""
-        place = f"{one_line(self.file)}:{self.line}{name}: " if self.file else ""
+        place = f"{one_line(self.file, 1000)}:{self.line}{name}: " if self.file else ""
         return f"{place}{self.what}; {self.right}"
+
+
+def _record_error(what: str, right: str, kind: str, state: dict[str, object]) -> RecordError:
+    fault = RecordError(what, right, kind=kind)
+    vars(fault).update(state)
+    return fault
 
 
 def one_line(text: str, limit: int = 80) -> str:

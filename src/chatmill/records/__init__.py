@@ -1,0 +1,24 @@
+"""Read conversations from files: every shape becomes the one `Record`, every fault one line."""
+
+from chatmill.records.files import SUFFIXES, expand
+from chatmill.records.read import MAX_LINE_BYTES, Part, plan, read, read_part
+from chatmill.records.record import ROLES, Message, Record, Role, ToolCall
+from chatmill.records.rejects import Rejects
+from chatmill.records.shapes import SHAPES
+
+__all__ = [
+    "MAX_LINE_BYTES",
+    "ROLES",
+    "SHAPES",
+    "SUFFIXES",
+    "Message",
+    "Part",
+    "Record",
+    "Rejects",
+    "Role",
+    "ToolCall",
+    "expand",
+    "plan",
+    "read",
+    "read_part",
+]

@@ -1,0 +1,96 @@
+"""Which files are read, under what name, and their bytes whether compressed or not."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from chatmill.errors import DataError, RecordError, one_line
+
+SUFFIXES = (".jsonl", ".json", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet")
+Units = Generator[tuple[int, bytes], None, None]
+"""What a file is read as: the bytes of each record with the line (of a table, the row) it begins on, from 1."""
+
+_BOM = b"\xef\xbb\xbf"
+
+
+def expand(inputs: Sequence[str | Path]) -> list[Path]:
+    """The files that names and globs stand for: in the order given, sorted within a glob, each file once."""
+    given = [inputs] if isinstance(inputs, str | Path) else inputs
+    found: dict[Path, Path] = {}
+    for name in given:
+        for path in _matches(Path(name)):
+            suffix(path)
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def suffix(path: Path) -> str:
+    """The ending that says how a file is read; another one is an error."""
+    # Longest first: `.jsonl.gz` also ends like a file of no known kind.
+    for known in sorted(SUFFIXES, key=len, reverse=True):
+        if path.name.lower().endswith(known):
+            return known
+    raise DataError(f"{shown(path)}: not a kind of file that is read; expected {', '.join(SUFFIXES)}")
+
+
+def source_name(path: Path) -> str:
+    """`conversations` for `data/conversations.jsonl.gz`: the name records are mixed by."""
+    return path.name[: -len(suffix(path))]
+
+
+def shown(path: Path) -> str:
+    """A path safe to print on one line."""
+    return one_line(str(path), 1000)
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
+    """The bytes of a file, after its byte order mark, decompressed where its name ends in `.gz`."""
+    try:
+        raw: Any = _Gunzip(path) if path.name.lower().endswith(".gz") else io.FileIO(path)
+    except OSError as error:
+        raise DataError(f"{shown(path)}: cannot be opened; {error.strerror or error}") from None
+    # GzipFile reads like a raw file but is not declared as one.
+    with io.BufferedReader(raw, 1 << 18) as file:
+        if file.read(len(_BOM)) != _BOM:
+            file.seek(0)
+        yield file
+
+
+class _Gunzip(gzip.GzipFile):
+    """Decompression whose faults are faults of the data: reading ends there, with one line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "rb")
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return super().readinto(buffer)
+        except EOFError:
+            right = "expected the whole file; copy it again"
+            raise RecordError("the compressed file is cut off", right, kind="gzip") from None
+        except (gzip.BadGzipFile, zlib.error):
+            right = "expected a whole gzip file; copy it again"
+            raise RecordError("the compressed data is corrupt", right, kind="gzip") from None
+
+
+def _matches(path: Path) -> list[Path]:
+    if path.is_dir():
+        raise DataError(f"{shown(path)}: is a folder; name its files with a glob, like {shown(path / '*.jsonl')}")
+    if path.exists():
+        return [path]
+    if not glob.has_magic(str(path)):
+        raise DataError(f"{shown(path)}: no such file; expected a file or a glob")
+    # As in a shell, and unlike Path.glob, a star leaves hidden files out.
+    names = glob.glob(str(path), recursive=True)  # noqa: PTH207
+    found = sorted(match for name in names if (match := Path(name)).is_file())
+    if not found:
+        raise DataError(f"{shown(path)}: the glob matches no file; expected at least one")
+    return found

@@ -1,0 +1,97 @@
+"""A file as numbered units of bytes: lines, or the conversations of a transcript stream.
+
+Of a unit longer than the limit only a beginning that is longer than it too is passed on, which is how the parser
+knows; the rest is read past and never held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from chatmill.records.files import Units, open_bytes
+from chatmill.records.shapes.transcript import EOS
+
+_CHUNK = 1 << 18
+
+
+def lines(path: Path, *, limit: int, start: int = 0, stop: int | None = None, first_line: int = 1) -> Units:
+    """The lines that begin in bytes [start, stop) with their numbers, without line ends; blank ones left out.
+
+    `start` is where line `first_line` begins, as `cut` gives it.
+    """
+    with open_bytes(path) as file:
+        if start:
+            file.seek(start)
+        position, number = file.tell(), first_line - 1
+        # Two more than the limit, for a line end of two bytes.
+        while (stop is None or position < stop) and (line := file.readline(limit + 2)):
+            number += 1
+            position += len(line)
+            if line.endswith(b"\n"):
+                line = line[:-2] if line.endswith(b"\r\n") else line[:-1]
+            elif len(line) > limit:
+                position += _skip_line(file)
+            if line and not line.isspace():
+                yield number, line
+
+
+def cut(path: Path, *, size: int) -> Iterator[tuple[int, int, int]]:
+    """Cut an uncompressed file of lines into pieces of at least `size` bytes: (start, stop, first line) each."""
+    with path.open("rb") as file:
+        start, line = 0, 1
+        while start < path.stat().st_size:
+            stop, ends = start, 0
+            while stop - start < size and (chunk := file.read(min(_CHUNK, size - (stop - start)))):
+                stop += len(chunk)
+                ends += chunk.count(b"\n")
+            if not chunk.endswith(b"\n"):
+                stop += _skip_line(file)
+                ends += 1
+            yield start, stop, line
+            start, line = stop, line + ends
+
+
+def conversations(path: Path, *, limit: int, chunk: int = _CHUNK) -> Units:
+    """The pieces of a stream between `<|EOS|>` marks with the line each begins on; blank ones left out."""
+    held, searched, overlong, line = bytearray(), 0, False, 1
+    with open_bytes(path) as file:
+        while data := file.read(chunk):
+            held += data
+            while (end := held.find(EOS, searched)) >= 0:
+                if not overlong:
+                    yield from _piece(held, end, line, limit)
+                line += held.count(b"\n", 0, end)
+                del held[: end + len(EOS)]
+                searched, overlong = 0, False
+            # A mark may straddle two chunks.
+            searched = max(0, len(held) - len(EOS) + 1)
+            if len(held) > limit + len(EOS):
+                if not overlong:
+                    yield from _piece(held, len(held), line, limit)
+                    overlong = True
+                line += held.count(b"\n", 0, searched)
+                del held[:searched]
+                searched = 0
+        if not overlong:
+            yield from _piece(held, len(held), line, limit)
+
+
+def _piece(held: bytearray, end: int, line: int, limit: int) -> Units:
+    """What stands before `end`, from its first character on, at the line of that character."""
+    text = bytes(held[: min(end, limit + 1)])
+    begin = len(text) - len(text.lstrip())
+    if begin < len(text):
+        # Spaces in front are dropped for the line number, not for the length: a piece is what stands between marks.
+        yield line + text.count(b"\n", 0, begin), text if len(text) > limit else text[begin:]
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Read past the rest of a line; how many bytes that was."""
+    passed = 0
+    while rest := file.readline(_CHUNK):
+        passed += len(rest)
+        if rest.endswith(b"\n"):
+            break
+    return passed

@@ -1,0 +1,84 @@
+"""One file a shape: what one record looks like, and what is wrong with it when it does not.
+
+A shape turns the bytes of one unit into conversations; it knows nothing of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from chatmill.errors import RecordError
+from chatmill.records.record import Record
+from chatmill.records.shapes import instruct, messages, oasst, primer, sharegpt, tool, transcript
+from chatmill.records.shapes.decode import decode, decode_object
+from chatmill.records.shapes.fields import Conversation, Object
+
+Shape = Callable[[bytes], list[Conversation]]
+Parse = Callable[[int, bytes], list[Record]]
+
+# What a fault keeps of the record it is about: enough to recognise it, little enough to hold many.
+RAW_BYTES = 4096
+
+
+def _objects(careful: Callable[[Object], Conversation]) -> Shape:
+    return lambda data: [careful(decode_object(data))]
+
+
+def _plain_first(plain: Callable[[bytes], Conversation | None], careful: Callable[[Object], Conversation]) -> Shape:
+    def read(data: bytes) -> list[Conversation]:
+        found = plain(data)
+        return [careful(decode_object(data)) if found is None else found]
+
+    return read
+
+
+_READERS: dict[str, Shape] = {
+    "messages": _plain_first(messages.plain, messages.careful),
+    "sharegpt": _objects(sharegpt.careful),
+    "alpaca": _objects(instruct.alpaca),
+    "dolly": _objects(instruct.dolly),
+    "oasst1": lambda data: [oasst.careful(decode(data))],
+    "tool": _objects(tool.careful),
+    "primer": _plain_first(primer.plain, primer.careful),
+    "transcript": transcript.from_line,
+    "transcript-lines": transcript.from_line,
+    "transcript-stream": transcript.from_stream,
+}
+SHAPES = tuple(_READERS)
+
+
+def parser(shape: str, *, file: str, source: str, limit: int) -> Parse:
+    """A function from a line number and the bytes that begin there to the records they hold.
+
+    Whatever the bytes, it raises nothing but `RecordError`, with its place and the beginning of the record.
+    """
+    read = _READERS[shape]
+
+    def parse(line: int, data: bytes) -> list[Record]:
+        try:
+            if len(data) > limit:
+                what = f"the record is longer than {limit} bytes"
+                raise RecordError(what, "expected at most that, or a higher limit", kind="too_long")
+            return [Record(turns, id, tools, source, file, line) for turns, id, tools in read(data)]
+        except RecursionError:
+            fault = RecordError("the record is nested too deeply", "expected fewer levels", kind="nesting")
+        except RecordError as found:
+            fault = found
+        fault.raw = data[:RAW_BYTES]
+        raise fault.at(file, line, _name(data) if len(data) <= limit else None)
+
+    return parse
+
+
+def _name(data: bytes) -> str | None:
+    """The id of a faulty record, where it has one that can be read."""
+    try:
+        record = decode(data)
+    except (RecordError, RecursionError):
+        return None
+    if type(record) is list and record:
+        record = record[0]
+    if type(record) is not dict:
+        return None
+    name = record.get("id", record.get("message_tree_id"))
+    return str(name) if type(name) in (str, int) else None

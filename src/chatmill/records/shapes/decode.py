@@ -1,0 +1,90 @@
+"""Bytes of one record to plain JSON values, or the one fault that says where they stop being JSON."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from chatmill.errors import RecordError
+
+_DECODER = msgspec.json.Decoder()
+# An escaped high surrogate without its low one, or a low one without its high one; `\\ud800` is plain text.
+_LONE_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*+(\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F]))"
+)
+_REASON = re.compile(r"JSON is malformed: (.*) \(byte (\d+)\)")
+
+
+def decode(data: bytes) -> Any:
+    """The JSON value that `data` holds. Nesting too deep for the stack is left to the caller."""
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _diagnose(data, str(error)) from None
+
+
+def decode_object(data: bytes) -> dict[str, Any]:
+    """The JSON object that `data` holds; any other value is a fault."""
+    value = decode(data)
+    if type(value) is not dict:
+        raise RecordError(f"the record is {named(value)}", "expected one JSON object", kind="object")
+    return value
+
+
+def decode_text(data: bytes) -> str:
+    """`data` as text: UTF-8 without NUL bytes."""
+    if fault := _text_fault(data):
+        raise fault
+    return data.decode()
+
+
+def compact(value: Any) -> str:
+    """A JSON value as text without spaces; key order and non-ASCII characters stay as they are."""
+    return msgspec.json.encode(value).decode()
+
+
+def named(value: Any) -> str:
+    """What a JSON value is, in words for a fault: `a number`, `an object`."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names[type(value)]
+
+
+def _diagnose(data: bytes, error: str) -> RecordError:
+    if fault := _text_fault(data):
+        return fault
+    if lone := _LONE_SURROGATE.search(data):
+        what = f"half of a surrogate pair at {_place(data, lone.start(1))}"
+        return RecordError(what, "expected both halves, or the character itself", kind="surrogate")
+    if found := _REASON.match(error):
+        # Trailing characters are found by looking past the first of them.
+        reason, at = found[1], int(found[2]) - (found[1] == "trailing characters")
+    elif "out of range" in error:
+        return RecordError("a number is out of range", "expected numbers that fit a double", kind="json")
+    else:
+        reason, at = "it ends too early", len(data)
+    return RecordError(f"invalid JSON at {_place(data, at)} ({reason})", "expected one JSON object", kind="json")
+
+
+def _text_fault(data: bytes) -> RecordError | None:
+    if (at := data.find(b"\0")) >= 0:
+        return RecordError(f"a NUL byte at {_place(data, at)}", "expected text without NUL bytes", kind="nul")
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        what = f"not UTF-8 at {_place(data, error.start)} (byte 0x{data[error.start]:02x})"
+        return RecordError(what, "expected UTF-8 text", kind="utf8")
+    return None
+
+
+def _place(data: bytes, at: int) -> str:
+    """Column in characters, counted from 1; a record over several lines also says how many lines on."""
+    column = len(data[data.rfind(b"\n", 0, at) + 1 : at].decode(errors="replace")) + 1
+    below = data.count(b"\n", 0, at)
+    return f"column {column}" + (f" of line {below + 1} of the record" if below else "")

@@ -1,0 +1,168 @@
+"""The fields that several shapes share, each checked, each fault naming its owner (`message 3`, counted from 0)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from chatmill.errors import RecordError, one_line
+from chatmill.records.record import Message, Role, ToolCall
+from chatmill.records.shapes.decode import compact, decode, named
+
+Object = dict[str, Any]
+
+# Weights are stored as 32-bit floats: a larger one would become infinite there.
+_MAX_WEIGHT = 3.4028234663852886e38
+
+
+class Conversation(NamedTuple):
+    """What a shape finds in one record; the reader adds the place and makes it a `Record`."""
+
+    messages: list[Message]
+    id: str | None = None
+    tools: tuple[str, ...] = ()
+
+
+def quoted(text: str) -> str:
+    """Text from data in double quotes, safe to print on one line."""
+    return f'"{one_line(text)}"'
+
+
+def listed(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def required(owner: str, fields: Object, key: str) -> Any:
+    """The value under `key`, null included; a missing key is a fault."""
+    if key not in fields:
+        keys = keys_shown(list(fields)) or "none"
+        raise RecordError(f'{owner} has no "{key}"', f"expected it among its keys ({keys})", kind="missing")
+    return fields[key]
+
+
+def text(owner: str, fields: Object, key: str) -> str:
+    """The string under `key`."""
+    value = required(owner, fields, key)
+    if type(value) is not str:
+        raise RecordError(f"{owner} has {named(value)} as {key}", "expected a string", kind="content")
+    return value
+
+
+def optional_text(owner: str, fields: Object, key: str) -> str | None:
+    """The string under `key`; None where it is null or missing."""
+    return text(owner, fields, key) if fields.get(key) is not None else None
+
+
+def messages(fields: Object, key: str) -> list[Object]:
+    """The list of message objects under `key`: at least one."""
+    found = required("the record", fields, key)
+    if type(found) is not list:
+        raise RecordError(f"the record has {named(found)} as {key}", "expected a list of messages", kind="type")
+    if not found:
+        raise RecordError(f"the record has an empty list as {key}", "expected at least one message", kind="empty")
+    for index, message in enumerate(found):
+        if type(message) is not dict:
+            raise RecordError(f"message {index} is {named(message)}", "expected an object", kind="type")
+    return found
+
+
+def role(owner: str, fields: Object, key: str, roles: Mapping[str, Role]) -> Role:
+    """The role that the name under `key` stands for in `roles`."""
+    right = f"expected {listed(tuple(roles))}"
+    if key not in fields:
+        raise RecordError(f"{owner} has no {key}", right, kind="role")
+    value = fields[key]
+    if type(value) is not str:
+        raise RecordError(f"{owner} has {named(value)} as {key}", right, kind="role")
+    if value not in roles:
+        raise RecordError(f"{owner} has {key} {quoted(value)}", right, kind="role")
+    return roles[value]
+
+
+def record_id(fields: Object, key: str = "id") -> str | None:
+    """The name of a record: a string, or a whole number as text."""
+    value = fields.get(key)
+    if value is None or type(value) is str:
+        return value
+    if type(value) is int:
+        return str(value)
+    raise RecordError(f"the record has {named(value)} as {key}", "expected a string or a whole number", kind="type")
+
+
+def weight(owner: str, fields: Object, role: Role) -> float | None:
+    """What `train` or `weight` says: None where neither is given. Tool results are never trained."""
+    train, number = fields.get("train"), fields.get("weight")
+    if train is not None and number is not None:
+        raise RecordError(f"{owner} has both train and weight", "expected one of them", kind="weight")
+    if train is not None:
+        if type(train) is not bool:
+            raise RecordError(f"{owner} has {named(train)} as train", "expected true or false", kind="weight")
+        number = train
+    elif number is not None:
+        if type(number) not in (int, float):
+            raise RecordError(f"{owner} has {named(number)} as weight", "expected a number from 0 up", kind="weight")
+        if not 0 <= number <= _MAX_WEIGHT:
+            what = f"{owner} has weight {one_line(str(number))}"
+            raise RecordError(what, "expected a finite number from 0 up", kind="weight")
+    if number and role == "tool":
+        what = f"{owner} has a weight over 0 on a tool result"
+        raise RecordError(what, "expected none, or train: false", kind="weight")
+    return None if number is None else float(number)
+
+
+def reasoning(owner: str, fields: Object, role: Role) -> str:
+    """The text of `reasoning_content` or `reasoning`; empty where neither is given."""
+    given = {found for key in ("reasoning_content", "reasoning") if (found := optional_text(owner, fields, key))}
+    if len(given) > 1:
+        what = f"{owner} has a reasoning and another reasoning_content"
+        raise RecordError(what, "expected one of them", kind="content")
+    if given and role != "assistant":
+        raise RecordError(f"{owner} has reasoning on role {role}", "expected it on the assistant only", kind="content")
+    return given.pop() if given else ""
+
+
+def refuse(owner: str, fields: Object, *keys: str, right: str) -> None:
+    """Fault where one of `keys` is set: it holds content that would be lost in silence."""
+    for key in keys:
+        if fields.get(key) is not None:
+            raise RecordError(f'{owner} has a "{key}"', right, kind="keys")
+
+
+def tool_call(owner: str, fields: Any, id: str | None = None) -> ToolCall:
+    """A call from `{"name": …, "arguments": …}`, the arguments an object or JSON text that holds one."""
+    if type(fields) is not dict:
+        raise RecordError(f"{owner} is {named(fields)}", "expected an object with name and arguments", kind="arguments")
+    name, given = text(owner, fields, "name"), required(owner, fields, "arguments")
+    if type(given) is str:
+        try:
+            given = decode(given.encode())
+        except RecordError as fault:
+            what = f"{owner} has arguments that are not JSON: {fault.what}"
+            raise RecordError(what, "expected a JSON object", kind="arguments") from None
+    if type(given) is not dict:
+        raise RecordError(f"{owner} has {named(given)} as arguments", "expected a JSON object", kind="arguments")
+    return ToolCall(name, compact(given), id)
+
+
+def tools(fields: Object) -> tuple[str, ...]:
+    """The definitions under `tools`, each as compact JSON: a list of objects, or JSON text that holds one."""
+    given, right = fields.get("tools"), "expected a list of tool definitions"
+    if type(given) is str:
+        try:
+            given = decode(given.encode()) if given.strip() else None
+        except RecordError as fault:
+            raise RecordError(f"tools is not JSON: {fault.what}", right, kind="tools") from None
+    if given is None:
+        return ()
+    if type(given) is not list:
+        raise RecordError(f"the record has {named(given)} as tools", right, kind="tools")
+    for index, tool in enumerate(given):
+        if type(tool) is not dict:
+            raise RecordError(f"tool {index} is {named(tool)}", "expected an object", kind="tools")
+    return tuple(compact(tool) for tool in given)
+
+
+def keys_shown(keys: Sequence[str]) -> str:
+    """Keys from data for a fault, the first few of them."""
+    return ", ".join(quoted(key) for key in keys[:6]) + (", …" if len(keys) > 6 else "")

@@ -1,0 +1,44 @@
+"""The `alpaca` and `dolly` shapes: one instruction, what it is about, and the answer."""
+
+from __future__ import annotations
+
+from chatmill.errors import RecordError
+from chatmill.records.record import Message
+from chatmill.records.shapes import fields
+from chatmill.records.shapes.decode import named
+from chatmill.records.shapes.fields import Conversation, Object
+
+
+def alpaca(record: Object) -> Conversation:
+    """system?, the pairs of `history`, then instruction with input, and output."""
+    system = fields.optional_text("the record", record, "system")
+    head = [Message("system", system)] if system else []
+    return Conversation(head + _history(record) + _exchange(record, "input", "output"), fields.record_id(record))
+
+
+def dolly(record: Object) -> Conversation:
+    """instruction with context, and response; `category` is not read."""
+    return Conversation(_exchange(record, "context", "response"), fields.record_id(record))
+
+
+def _exchange(record: Object, about: str, answer: str) -> list[Message]:
+    """The question, with what it is about below it after a blank line, and the answer."""
+    instruction = fields.text("the record", record, "instruction")
+    context = fields.optional_text("the record", record, about)
+    question = "\n\n".join(part for part in (instruction, context) if part)
+    return [Message("user", question), Message("assistant", fields.text("the record", record, answer))]
+
+
+def _history(record: Object) -> list[Message]:
+    history = record.get("history")
+    if history is None:
+        return []
+    right = "expected a list of [question, answer]"
+    if type(history) is not list:
+        raise RecordError(f"the record has {named(history)} as history", right, kind="type")
+    turns = []
+    for index, pair in enumerate(history):
+        if type(pair) is not list or len(pair) != 2 or not all(type(text) is str for text in pair):
+            raise RecordError(f"history {index} is not a pair of strings", right, kind="content")
+        turns += [Message("user", pair[0]), Message("assistant", pair[1])]
+    return turns

@@ -1,0 +1,137 @@
+"""The `oasst1` shape: message trees, one conversation each, along the best-ranked replies.
+
+A tree comes whole (`prompt` with its `replies`) or as flat messages on consecutive lines, which `grouped`
+brings together as one unit: a JSON list of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import msgspec
+
+from chatmill.errors import RecordError
+from chatmill.records.record import Message, Role
+from chatmill.records.shapes import fields
+from chatmill.records.shapes.decode import named
+from chatmill.records.shapes.fields import Conversation, Object, quoted
+
+_ROLES: dict[str, Role] = {"prompter": "user", "assistant": "assistant"}
+
+
+class _Flat(msgspec.Struct, gc=False):
+    """As much of a message as grouping needs; one with a prompt is a whole tree."""
+
+    message_tree_id: str
+    message_id: str | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_FLAT = msgspec.json.Decoder(_Flat)
+
+
+def careful(record: Any) -> Conversation:
+    """The conversation of one tree, from an object with `prompt` or a list of flat messages."""
+    if type(record) is list and record and all(type(message) is dict for message in record):
+        root, replies = _flat_tree(record)
+        tree = fields.record_id(record[0], "message_tree_id")
+    elif type(record) is not dict:
+        raise RecordError(f"the record is {named(record)}", "expected one JSON object", kind="object")
+    elif "prompt" in record:
+        root, replies, tree = record["prompt"], {}, fields.record_id(record, "message_tree_id")
+    else:
+        right = 'expected "prompt", or the strings "message_id" and "message_tree_id"'
+        raise RecordError("the record is neither a message tree nor a message of one", right, kind="missing")
+    return Conversation(_best_path(root, replies), tree)
+
+
+def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tuple[int, bytes], None, None]:
+    """Units with the flat messages of one tree joined to one JSON list, at the line of the first.
+
+    a1 a2 b1 tree a3  ->  [a1,a2] [b1] tree [a3]
+    A broken line passes on alone at once, and the tree around it goes on without it.
+    """
+    tree, line, size = None, 0, 0
+    lines: list[bytes] = []
+    for number, data in units:
+        try:
+            message = _FLAT.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            yield number, data
+            continue
+        whole = bytes(message.prompt) != b"null"
+        if lines and (whole or message.message_tree_id != tree):
+            yield line, b"[" + b",".join(lines) + b"]"
+            lines = []
+        if whole or message.message_id is None:
+            yield number, data
+            continue
+        if not lines:
+            tree, line, size = message.message_tree_id, number, 0
+        if size <= limit:
+            # Beyond the limit the tree is a fault already: one line more says so, and the rest need not be held.
+            lines.append(data)
+            size += len(data) + 1
+    if lines:
+        yield line, b"[" + b",".join(lines) + b"]"
+
+
+def _flat_tree(messages: list[Object]) -> tuple[Object, dict[str, list[Object]]]:
+    """The root of a group of flat messages, and the replies to each message."""
+    replies: dict[str, list[Object]] = {}
+    for index, message in enumerate(messages):
+        name = fields.text(f"message {index}", message, "message_id")
+        if name in replies:
+            what = f"message {index} has message_id {quoted(name)} a second time"
+            raise RecordError(what, "expected each message once", kind="tree")
+        replies[name] = []
+    roots = []
+    for index, message in enumerate(messages):
+        parent = fields.optional_text(f"message {index}", message, "parent_id")
+        if parent is None:
+            roots.append(message)
+        elif parent in replies:
+            replies[parent].append(message)
+        else:
+            what = f"message {index} replies to {quoted(parent)}, which is not in its tree"
+            raise RecordError(what, "expected all messages of a tree on consecutive lines", kind="tree")
+    if len(roots) != 1:
+        what = f"the tree has {len(roots)} messages without parent_id"
+        raise RecordError(what, "expected one, the root", kind="tree")
+    return roots[0], replies
+
+
+def _best_path(root: Any, replies: dict[str, list[Object]]) -> list[Message]:
+    path: list[Message] = []
+    choice = _standing("the prompt", [root])
+    while choice:
+        owner = f"message {len(path)}"
+        best = min(choice, key=_rank)
+        path.append(Message(fields.role(owner, best, "role", _ROLES), fields.text(owner, best, "text")))
+        below = replies[best["message_id"]] if replies else best.get("replies") or []
+        if type(below) is not list:
+            raise RecordError(f"{owner} has {named(below)} as replies", "expected a list of messages", kind="type")
+        choice = _standing(f"a reply to {owner}", below)
+    if not path:
+        raise RecordError("the prompt of the tree is deleted", "expected a prompt that stands", kind="empty")
+    return path
+
+
+def _standing(owner: str, messages: list[Any]) -> list[Object]:
+    """The messages that are not deleted, each checked as far as choosing among them needs."""
+    for message in messages:
+        if type(message) is not dict:
+            raise RecordError(f"{owner} is {named(message)}", "expected a message object", kind="type")
+        if type(message.get("deleted")) not in (bool, type(None)):
+            what = f"{owner} has {named(message['deleted'])} as deleted"
+            raise RecordError(what, "expected true or false", kind="type")
+        if type(message.get("rank")) not in (int, float, type(None)):
+            raise RecordError(f"{owner} has {named(message['rank'])} as rank", "expected a number", kind="type")
+    return [message for message in messages if not message.get("deleted")]
+
+
+def _rank(message: Object) -> float:
+    rank = message.get("rank")
+    return math.inf if rank is None else rank

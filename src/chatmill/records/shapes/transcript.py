@@ -1,0 +1,83 @@
+"""The `transcript` shapes: text whose spans run from `<|SYSTEM|>`, `<|USER|>` or `<|ASSISTANT|>` to `<|END|>`.
+
+`<|EOS|>` ends a conversation. Text inside a span is kept to the last space; a span that never closes is kept
+as incomplete.
+"""
+
+from __future__ import annotations
+
+import re
+
+from chatmill.errors import RecordError
+from chatmill.records.record import Message, Role
+from chatmill.records.shapes import fields
+from chatmill.records.shapes.decode import decode, decode_object, decode_text
+from chatmill.records.shapes.fields import Conversation, quoted
+
+EOS = b"<|EOS|>"
+_OPENERS: dict[str, Role] = {"SYSTEM": "system", "USER": "user", "ASSISTANT": "assistant"}
+_MARKER = re.compile(r"<\|(SYSTEM|USER|ASSISTANT|END|EOS)\|>")
+_ANSWER = re.compile(rb"<\|ASSISTANT\|>(?:(?!<\|(?:SYSTEM|USER|ASSISTANT|EOS)\|>).)*?<\|END\|>")
+
+
+def from_line(data: bytes) -> list[Conversation]:
+    """The conversations of one line: raw text, a JSON string, or an object with `text`."""
+    begin = data.lstrip()[:1]
+    if begin not in (b'"', b"{"):
+        return conversations(decode_text(data))
+    if begin == b'"':
+        text, name = str(decode(data)), None
+    else:
+        record = decode_object(data)
+        text, name = fields.text("the record", record, "text"), fields.record_id(record)
+    found = [Conversation(turns, name) for turns, _, _ in conversations(text)]
+    if not found:
+        raise RecordError("the transcript has no spans", f"expected {_expected()}", kind="empty")
+    return found
+
+
+def from_stream(data: bytes) -> list[Conversation]:
+    """The conversation of one piece of a stream, as cut at `<|EOS|>`."""
+    return conversations(decode_text(data))
+
+
+def conversations(text: str) -> list[Conversation]:
+    """The conversations of a transcript; those without any span are left out."""
+    found: list[Conversation] = []
+    turns: list[Message] = []
+    role: Role | None = None
+    position = 0
+    for marker in _MARKER.finditer(text):
+        kind, said = marker[1], text[position : marker.start()]
+        position = marker.end()
+        if role is not None:
+            turns.append(Message(role, said, complete=kind == "END"))
+        else:
+            _check_between(said, len(turns))
+            if kind == "END":
+                what = f"<|END|> after {len(turns)} spans closes nothing"
+                raise RecordError(what, f"expected {_expected()} before it", kind="span")
+        role = _OPENERS.get(kind)
+        if kind == "EOS" and turns:
+            found.append(Conversation(turns))
+            turns = []
+    if role is not None:
+        turns.append(Message(role, text[position:], complete=False))
+    else:
+        _check_between(text[position:], len(turns))
+    return [*found, Conversation(turns)] if turns else found
+
+
+def is_line_a_record(first: bytes) -> bool:
+    """Whether a file whose first line is `first` holds a record a line, rather than one stream."""
+    return first.lstrip()[:1] in (b'"', b"{") or _ANSWER.search(first) is not None
+
+
+def _check_between(text: str, spans: int) -> None:
+    if said := text.strip():
+        what = f"{quoted(said)} after {spans} spans is outside of every span"
+        raise RecordError(what, f"expected {_expected()} before it", kind="span")
+
+
+def _expected() -> str:
+    return fields.listed([f"<|{name}|>" for name in _OPENERS])

@@ -1,0 +1,26 @@
+"""A file made of given bytes, read to its records and its fault lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from chatmill.records import Record, read
+
+Read = Callable[..., tuple[list[Record], list[str]]]
+
+
+@pytest.fixture
+def read_bytes(tmp_path, monkeypatch) -> Read:
+    """`read_bytes(data, name="a.jsonl", **options)`: the records, and each fault as its line, file name first."""
+    monkeypatch.chdir(tmp_path)
+
+    def read_file(data: bytes, name: str = "a.jsonl", **options: Any) -> tuple[list[Record], list[str]]:
+        (tmp_path / name).write_bytes(data)
+        faults: list[str] = []
+        records = list(read([name], on_error="skip", on_reject=lambda fault: faults.append(str(fault)), **options))
+        return records, faults
+
+    return read_file

@@ -1,0 +1,114 @@
+"""The shape of a file is told from its first records, or one line asks for it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from chatmill.errors import DataError
+from chatmill.records import Message, plan
+
+PLAIN = {"messages": [{"role": "user", "content": "q"}]}
+CALLED = {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]}
+PARTS = {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}
+TOOL = {"messages": [{"role": "assistant_toolcall", "name": "f", "arguments": {}}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "q"}], "system": "s"}
+ALPACA = {"instruction": "q", "input": "", "output": "a", "text": "q a"}
+DOLLY = {"instruction": "q", "context": "", "response": "a", "output": None}
+TREE = {"message_tree_id": "t", "prompt": {"text": "q", "role": "prompter"}}
+FLAT = {"message_id": "a", "parent_id": None, "message_tree_id": "t", "text": "q", "role": "prompter"}
+TEXT = {"text": "<|USER|>q<|END|>"}
+HINT = (
+    "name it with --shape: messages, sharegpt, alpaca, dolly, oasst1, tool, primer, "
+    "transcript, transcript-lines, transcript-stream"
+)
+
+
+@pytest.fixture
+def shape_of(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def detect(*values, name="a.jsonl", shape=None):
+        lines = (value if isinstance(value, bytes) else json.dumps(value).encode() for value in values)
+        (tmp_path / name).write_bytes(b"\n".join(lines))
+        (part,) = plan([name], shape=shape)
+        return part.shape
+
+    return detect
+
+
+@pytest.mark.parametrize(
+    ("values", "shape"),
+    [
+        ([PLAIN], "messages"),
+        ([PLAIN, CALLED], "messages"),
+        ([PARTS, PLAIN], "messages"),
+        ([PLAIN, TOOL], "tool"),
+        ([{**PLAIN, "system": "s"}, PLAIN], "tool"),
+        ([SHAREGPT], "sharegpt"),
+        ([ALPACA], "alpaca"),
+        ([DOLLY], "dolly"),
+        ([TREE], "oasst1"),
+        ([FLAT], "oasst1"),
+        ([TEXT], "transcript-lines"),
+        (["<|USER|>q<|END|>"], "transcript-lines"),
+        ([b"<|USER|>q<|END|>"], "transcript-lines"),
+        ([b"{", {"other": 1}, b"[]", 3, ALPACA], "alpaca"),
+        ([*[PLAIN] * 16, ALPACA], "messages"),
+        ([*[b"{"] * 500, ALPACA], "alpaca"),
+    ],
+)
+def test_records_tell_their_shape(shape_of, values, shape):
+    assert shape_of(*values) == shape
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.txt"])
+def test_the_kind_of_file_does_not_matter(read_bytes, name):
+    data = json.dumps([ALPACA, ALPACA] if "json" in name else ALPACA).encode()
+    records, faults = read_bytes(gzip.compress(data) if name.endswith(".gz") else data, name)
+    assert {tuple(record.messages) for record in records} == {(Message("user", "q"), Message("assistant", "a"))}
+    assert faults == []
+
+
+def test_a_text_file_is_a_transcript_unless_it_holds_objects(shape_of):
+    assert shape_of(b"<|USER|>q<|END|>", name="a.txt") == "transcript-stream"
+    assert shape_of(b"anything", name="a.txt") == "transcript-stream"
+    assert shape_of("<|USER|>q<|END|>", name="a.txt") == "transcript-lines"
+    assert shape_of(PLAIN, name="a.txt", shape="transcript") == "transcript-lines"
+
+
+def test_a_shape_that_is_named_is_taken(shape_of):
+    for shape in ("primer", "tool", "sharegpt", "transcript-stream"):
+        assert shape_of(PLAIN, shape=shape) == shape
+
+
+def test_faults_alone_tell_nothing_and_are_left_to_reading(read_bytes):
+    assert read_bytes(b"{\n3") == (
+        [],
+        [
+            "a.jsonl:1: invalid JSON at column 2 (it ends too early); expected one JSON object",
+            "a.jsonl:2: the record is a number; expected one JSON object",
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([{"a": 1, "b\n": 2}], f'a.jsonl: no shape is told by records with the keys "a", "b\\n"; {HINT}'),
+        ([{}], f"a.jsonl: no shape is told by records with the keys none; {HINT}"),
+        ([{"text": "plain"}], f'a.jsonl: no shape is told by records with the keys "text"; {HINT}'),
+        ([{**ALPACA, "response": "b"}], f"a.jsonl: its records can be alpaca or dolly; {HINT}"),
+        (
+            [PLAIN, b"", ALPACA],
+            f"a.jsonl:3: records of shape messages or tool and alpaca in one file; split it or {HINT}",
+        ),
+        ([TOOL, CALLED], f"a.jsonl:2: records of shape tool and messages in one file; split it or {HINT}"),
+    ],
+)
+def test_what_cannot_be_told_is_one_line_that_lists_the_shapes(shape_of, values, line):
+    with pytest.raises(DataError) as caught:
+        shape_of(*values)
+    assert str(caught.value) == line

@@ -1,0 +1,288 @@
+"""Every fault is one line that says where, what, and what would be right."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from chatmill.errors import RecordError
+from chatmill.records import read
+
+ROLES = "expected system, user, assistant or tool"
+PARTS = "expected a string or a list of text parts"
+JSON = "expected one JSON object"
+OBJECT = "expected a JSON object"
+SPANS = "expected <|SYSTEM|>, <|USER|> or <|ASSISTANT|> before it"
+
+BYTES = [
+    (b'{"messages', f"invalid JSON at column 11 (it ends too early); {JSON}"),
+    (b'{"m\xc3\xa9": [}', f"invalid JSON at column 9 (invalid character); {JSON}"),
+    (b"<|USER|>", f"invalid JSON at column 1 (invalid character); {JSON}"),
+    (b'{"a": 1,}', f"invalid JSON at column 9 (trailing comma in object); {JSON}"),
+    (b'{"a": 1} {}', f"invalid JSON at column 10 (trailing characters); {JSON}"),
+    (b'{"a": NaN}', f"invalid JSON at column 7 (invalid character); {JSON}"),
+    (b'{"a": "tab\there"}', f"invalid JSON at column 11 (invalid character); {JSON}"),
+    (b'{"a": 1e999}', "a number is out of range; expected numbers that fit a double"),
+    (b'{"a": "\xc3\xa9\xff"}', "not UTF-8 at column 9 (byte 0xff); expected UTF-8 text"),
+    (b'{"a": "\xed\xa0\x80"}', "not UTF-8 at column 8 (byte 0xed); expected UTF-8 text"),
+    (b'{"a": "x\0"}', "a NUL byte at column 9; expected text without NUL bytes"),
+    (b'{"a": "\\ud800"}', "half of a surrogate pair at column 8; expected both halves, or the character itself"),
+    (b'{"a": "\\\\\\udc00"}', "half of a surrogate pair at column 10; expected both halves, or the character itself"),
+    (
+        b'{"a": "\\ud800\\ud83d\\ude00"}',
+        "half of a surrogate pair at column 8; expected both halves, or the character itself",
+    ),
+    (b'{"a":' * 5000, "the record is nested too deeply; expected fewer levels"),
+    (b"[" * 5000 + b"]" * 5000, "the record is nested too deeply; expected fewer levels"),
+    (b"3", f"the record is a number; {JSON}"),
+    (b'"text"', f"the record is a string; {JSON}"),
+    (b"[{}]", f"the record is a list; {JSON}"),
+    (b"null", f"the record is null; {JSON}"),
+]
+
+
+def turn(**fields):
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", **fields}]}
+
+
+def call(**fields):
+    return turn(tool_calls=[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}, **fields}])
+
+
+RECORDS = {
+    "messages": [
+        ({}, 'the record has no "messages"; expected it among its keys (none)'),
+        ({"a\n": 1, "b": 2}, 'the record has no "messages"; expected it among its keys ("a\\n", "b")'),
+        ({"messages": {}}, "the record has an object as messages; expected a list of messages"),
+        ({"messages": []}, "the record has an empty list as messages; expected at least one message"),
+        ({"messages": [{}, "x"]}, "message 1 is a string; expected an object"),
+        ({"messages": [{}]}, f"message 0 has no role; {ROLES}"),
+        (turn(role="bot"), f'message 1 has role "bot"; {ROLES}'),
+        (turn(role="x" * 100), f'message 1 has role "{"x" * 80}…"; {ROLES}'),
+        (turn(role=None), f"message 1 has null as role; {ROLES}"),
+        (turn(content=3), f"message 1 has a number as content; {PARTS}"),
+        (turn(content=None), f"message 1 has null as content; {PARTS}"),
+        (turn(content={"a": 1}), f"message 1 has an object as content; {PARTS}"),
+        ({"messages": [{"role": "user"}]}, f"message 0 has no content; {PARTS}"),
+        (turn(content=["x"]), 'message 1, part 0 is a string; expected {"type": "text", "text": …}'),
+        (
+            turn(content=[{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "u"}]),
+            'message 1, part 1 has type "image_url"; expected {"type": "text", "text": …}',
+        ),
+        (turn(content=[{"text": "a"}]), 'message 1, part 0 has no type; expected {"type": "text", "text": …}'),
+        (turn(content=[{"type": "text", "text": 1}]), "message 1, part 0 has a number as text; expected a string"),
+        (turn(name=3), "message 1 has a number as name; expected a string"),
+        (turn(tool_call_id=[]), "message 1 has a list as tool_call_id; expected a string"),
+        (turn(reasoning_content=1), "message 1 has a number as reasoning_content; expected a string"),
+        (
+            turn(reasoning_content="a", reasoning="b"),
+            "message 1 has a reasoning and another reasoning_content; expected one of them",
+        ),
+        (turn(role="user", reasoning="b"), "message 1 has reasoning on role user; expected it on the assistant only"),
+        (turn(train=1), "message 1 has a number as train; expected true or false"),
+        (turn(weight="1"), "message 1 has a string as weight; expected a number from 0 up"),
+        (turn(weight=True), "message 1 has true as weight; expected a number from 0 up"),
+        (turn(weight=-0.5), "message 1 has weight -0.5; expected a finite number from 0 up"),
+        (turn(weight=1e39), "message 1 has weight 1e+39; expected a finite number from 0 up"),
+        (turn(weight=0, train=False), "message 1 has both train and weight; expected one of them"),
+        (
+            turn(role="tool", train=True),
+            "message 1 has a weight over 0 on a tool result; expected none, or train: false",
+        ),
+        (
+            turn(role="tool", weight=0.5),
+            "message 1 has a weight over 0 on a tool result; expected none, or train: false",
+        ),
+        (turn(function_call={"name": "f"}), 'message 1 has a "function_call"; expected tool_calls'),
+        (turn(refusal="no"), 'message 1 has a "refusal"; expected its text as content'),
+        (turn(audio={"id": "x"}), 'message 1 has a "audio"; expected its text as content'),
+        (turn(tool_calls={}), "message 1 has an object as tool_calls; expected a list"),
+        (turn(tool_calls=["f"]), "message 1, tool call 0 is a string; expected an object with name and arguments"),
+        (
+            turn(role="user", tool_calls=[{"name": "f", "arguments": {}}]),
+            "message 1 has tool_calls on role user; expected them on the assistant only",
+        ),
+        (call(type="custom"), 'message 1, tool call 1 has type "custom"; expected "function"'),
+        (call(id=1), "message 1, tool call 1 has a number as id; expected a string"),
+        (call(name=None), "message 1, tool call 1 has null as name; expected a string"),
+        (
+            call(function={"name": "f"}),
+            'message 1, tool call 1 has no "arguments"; expected it among its keys ("name")',
+        ),
+        (
+            call(arguments="{x"),
+            "message 1, tool call 1 has arguments that are not JSON: "
+            f"invalid JSON at column 2 (object keys must be strings); {OBJECT}",
+        ),
+        (
+            call(arguments=""),
+            "message 1, tool call 1 has arguments that are not JSON: "
+            f"invalid JSON at column 1 (it ends too early); {OBJECT}",
+        ),
+        (call(arguments="[]"), f"message 1, tool call 1 has a list as arguments; {OBJECT}"),
+        (call(arguments=1), f"message 1, tool call 1 has a number as arguments; {OBJECT}"),
+        ({**turn(), "id": 1.5}, "the record has a number as id; expected a string or a whole number"),
+        ({**turn(), "id": True}, "the record has true as id; expected a string or a whole number"),
+        (
+            {**turn(), "tools": "x"},
+            "tools is not JSON: invalid JSON at column 1 (invalid character); expected a list of tool definitions",
+        ),
+        ({**turn(), "tools": {}}, "the record has an object as tools; expected a list of tool definitions"),
+        ({**turn(), "tools": [{}, 1]}, "tool 1 is a number; expected an object"),
+        (
+            {**turn(), "system": "s"},
+            'the record has a "system"; expected it as the first message, or shape "tool"',
+        ),
+        ({**turn(), "functions": []}, 'the record has a "functions"; expected tools and tool_calls'),
+    ],
+    "sharegpt": [
+        ({}, 'the record has no "conversations"; expected it among its keys (none)'),
+        (
+            {"conversations": [{"from": "bing", "value": "x"}]},
+            'message 0 has from "bing"; '
+            "expected system, human, gpt, function_call, observation, user, assistant or tool",
+        ),
+        ({"conversations": [{"from": "gpt"}]}, 'message 0 has no "value"; expected it among its keys ("from")'),
+        ({"conversations": [{"from": "gpt", "value": 1}]}, "message 0 has a number as value; expected a string"),
+        (
+            {"conversations": [{"from": "function_call", "value": "get(x)"}]},
+            "message 0 has a function_call that is not JSON: invalid JSON at column 1 (invalid character); "
+            "expected an object with name and arguments",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "[]"}]},
+            "message 0 has an empty list as function_call; expected at least one call",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": '[{"name": "f"}]'}]},
+            'message 0, tool call 0 has no "arguments"; expected it among its keys ("name")',
+        ),
+        (
+            {"conversations": [{"from": "observation", "value": "1", "weight": 1}]},
+            "message 0 has a weight over 0 on a tool result; expected none, or train: false",
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": ""}], "system": 1},
+            "the record has a number as system; expected a string",
+        ),
+    ],
+    "alpaca": [
+        ({"output": "x"}, 'the record has no "instruction"; expected it among its keys ("output")'),
+        ({"instruction": "x", "output": None}, "the record has null as output; expected a string"),
+        ({"instruction": "x", "input": 3, "output": ""}, "the record has a number as input; expected a string"),
+        (
+            {"instruction": "x", "output": "", "history": "a"},
+            "the record has a string as history; expected a list of [question, answer]",
+        ),
+        (
+            {"instruction": "x", "output": "", "history": [["a", "b"], ["a"]]},
+            "history 1 is not a pair of strings; expected a list of [question, answer]",
+        ),
+    ],
+    "dolly": [
+        (
+            {"instruction": "x", "output": "y"},
+            'the record has no "response"; expected it among its keys ("instruction", "output")',
+        ),
+        ({"instruction": "x", "context": [], "response": ""}, "the record has a list as context; expected a string"),
+    ],
+    "oasst1": [
+        (
+            {"text": "x"},
+            "the record is neither a message tree nor a message of one; "
+            'expected "prompt", or the strings "message_id" and "message_tree_id"',
+        ),
+        ({"prompt": 3}, "the prompt is a number; expected a message object"),
+        ({"prompt": {"role": "user", "text": "x"}}, 'message 0 has role "user"; expected prompter or assistant'),
+        ({"prompt": {"role": "prompter", "text": None}}, "message 0 has null as text; expected a string"),
+        ({"prompt": {"deleted": True}}, "the prompt of the tree is deleted; expected a prompt that stands"),
+        ({"prompt": {"deleted": 1}}, "the prompt has a number as deleted; expected true or false"),
+        (
+            {"prompt": {"role": "prompter", "text": "x", "replies": {"a": 1}}},
+            "message 0 has an object as replies; expected a list of messages",
+        ),
+        (
+            {"prompt": {"role": "prompter", "text": "x", "replies": [{"rank": "1"}]}},
+            "a reply to message 0 has a string as rank; expected a number",
+        ),
+    ],
+    "tool": [
+        (
+            turn(role="tool"),
+            'message 1 has role "tool"; expected system, user, assistant, assistant_toolcall or toolresult',
+        ),
+        (turn(content=None), "message 1 has null as content; expected a string"),
+        (turn(role="assistant_toolcall"), 'message 1 has no "name"; expected it among its keys ("role", "content")'),
+        (
+            turn(role="assistant_toolcall", name="f", arguments="1"),
+            f"message 1 has a number as arguments; {OBJECT}",
+        ),
+        ({"messages": [{"role": "toolresult"}]}, 'message 0 has no "content"; expected it among its keys ("role")'),
+        (turn(tool_calls=[]), 'message 1 has a "tool_calls"; expected a turn of role "assistant_toolcall"'),
+        (
+            {"messages": [{"role": "toolresult", "content": 1, "train": True}]},
+            "message 0 has a weight over 0 on a tool result; expected none, or train: false",
+        ),
+    ],
+    "primer": [
+        (turn(name=None), 'message 1 has the unknown key "name"; expected only role and content'),
+        ({**turn(), "x": 1, "y": 1}, 'the record has the unknown keys "x", "y"; expected only messages'),
+        (turn(role="tool"), 'message 1 has role "tool"; expected system, user or assistant'),
+        (turn(content=[]), "message 1 has a list as content; expected a string"),
+        ({"messages": [{"role": "user"}]}, 'message 0 has no "content"; expected it among its keys ("role")'),
+        ({"messages": []}, "the record has an empty list as messages; expected at least one message"),
+    ],
+    "transcript": [
+        ({"id": 4}, 'the record has no "text"; expected it among its keys ("id")'),
+        ({"text": 4}, "the record has a number as text; expected a string"),
+        ({"text": "a<|USER|>"}, f'"a" after 0 spans is outside of every span; {SPANS}'),
+        ({"text": "<|USER|>b<|END|>c\n"}, f'"c" after 1 spans is outside of every span; {SPANS}'),
+        ({"text": "<|USER|>b<|END|><|END|>"}, f"<|END|> after 1 spans closes nothing; {SPANS}"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("data", "line"), BYTES)
+def test_bytes_that_are_no_record(read_bytes, data, line):
+    assert read_bytes(data, shape="messages") == ([], [f"a.jsonl:1: {line}"])
+
+
+@pytest.mark.parametrize(("shape", "value", "line"), [(shape, *row) for shape, rows in RECORDS.items() for row in rows])
+def test_records_that_are_wrong(read_bytes, shape, value, line):
+    name = f" (id={value['id']})" if isinstance(value.get("id"), int) and value["id"] is not True else ""
+    assert read_bytes(json.dumps(value).encode(), shape=shape) == ([], [f"a.jsonl:1{name}: {line}"])
+
+
+def test_a_fault_in_a_record_over_several_lines_says_which_of_them(read_bytes):
+    data = b'[\n {"a":\n  [1,\n  x]}\n]'
+    line = f"invalid JSON at column 3 of line 3 of the record (invalid character); {JSON}"
+    assert read_bytes(data, "a.json", shape="messages") == ([], [f"a.json:2: {line}"])
+
+
+def test_the_id_of_the_record_is_in_its_line_on_one_line(read_bytes):
+    _, faults = read_bytes(b'{"id": "a\\nb", "messages": 1}', shape="messages")
+    assert faults == ["a.jsonl:1 (id=a\\nb): the record has a number as messages; expected a list of messages"]
+
+
+def test_stopping_raises_the_first_fault_after_the_records_before_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    good = b'{"messages": [{"role": "user", "content": "q"}]}\n'
+    path.write_bytes(good + b'{"id": 8, "messages": []}\n' + b"{\n")
+    records = read([path])
+    assert next(records).line == 1
+    with pytest.raises(RecordError) as caught:
+        next(records)
+    fault = caught.value
+    assert (fault.file, fault.line, fault.id, fault.kind) == (str(path), 2, "8", "empty")
+    assert fault.raw == b'{"id": 8, "messages": []}'
+
+
+def test_a_fault_travels_between_processes_whole(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"id": 8, "messages": []}\n')
+    with pytest.raises(RecordError) as caught:
+        list(read([path], shape="messages"))
+    again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
+    assert (str(again), vars(again)) == (str(caught.value), vars(caught.value))

@@ -1,0 +1,285 @@
+"""Which files are read, in what order, and that what they are packed in changes nothing."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.records import Message, Part, Record, expand, plan, read, read_part
+from chatmill.records.array import units
+
+
+def line(text: str) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+
+
+def records(*found: tuple[int, str], file: str = "a.jsonl") -> list[Record]:
+    return [Record([Message("user", text)], source="a", file=file, line=number) for number, text in found]
+
+
+ABC = b"\n".join(map(line, "abc"))
+
+
+@pytest.mark.parametrize(
+    ("data", "numbers"),
+    [
+        (ABC, (1, 2, 3)),
+        (ABC + b"\n", (1, 2, 3)),
+        (b"\xef\xbb\xbf" + ABC, (1, 2, 3)),
+        (ABC.replace(b"\n", b"\r\n") + b"\r\n", (1, 2, 3)),
+        (b"\n \t\r\n" + ABC.replace(b"\n", b"\n\n\n") + b"\n\n", (3, 6, 9)),
+    ],
+)
+@pytest.mark.parametrize("ending", [".jsonl", ".txt", ".jsonl.gz", ".txt.gz", ".json", ".json.gz", ".JSONL"])
+def test_a_file_of_lines_in_all_its_dresses(read_bytes, data, numbers, ending):
+    name = f"a{ending}"
+    packed = gzip.compress(data) if ending.endswith(".gz") else data
+    expected = records(*zip(numbers, "abc", strict=True), file=name)
+    assert read_bytes(packed, name) == (expected, [])
+
+
+@pytest.mark.parametrize("ending", [".json", ".json.gz"])
+@pytest.mark.parametrize(
+    ("data", "numbers"),
+    [
+        (b"[" + ABC.replace(b"\n", b",") + b"]", (1, 1, 1)),
+        (b"\xef\xbb\xbf\r\n [\r\n" + ABC.replace(b"\n", b"\r\n,\r\n  ") + b"\r\n]\r\n", (3, 5, 7)),
+        (json.dumps([json.loads(text) for text in ABC.split(b"\n")], indent=1).encode(), (2, 10, 18)),
+    ],
+)
+def test_an_array_in_all_its_dresses(read_bytes, data, numbers, ending):
+    name = f"a{ending}"
+    packed = gzip.compress(data) if ending.endswith(".gz") else data
+    assert read_bytes(packed, name) == (records(*zip(numbers, "abc", strict=True), file=name), [])
+
+
+def test_one_object_over_several_lines(read_bytes):
+    data = b"\n" + json.dumps(json.loads(line("a")), indent=2).encode() + b"\n"
+    assert read_bytes(data, "a.json") == (records((2, "a"), file="a.json"), [])
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.txt"])
+@pytest.mark.parametrize("data", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_an_empty_file_has_no_records(read_bytes, data, name):
+    assert read_bytes(data, name) == ([], [])
+
+
+def test_an_empty_array_has_no_records(read_bytes):
+    assert read_bytes(b"[ \n ]", "a.json") == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("data", "found", "faults"),
+    [
+        (b"[%s,,%s]", (1, 1), ["1: invalid JSON at column 1 (it ends too early); expected one JSON object"]),
+        (b"[%s,%s,\n]", (1, 1), ["2: invalid JSON at column 1 (it ends too early); expected one JSON object"]),
+        (b"[%s}\n,\n%s]", (3,), ["1: invalid JSON at column {} (trailing characters); expected one JSON object"]),
+        (
+            b"[%s\n%s]",
+            (),
+            ["1: invalid JSON at column {} of line 2 of the record (trailing characters); expected one JSON object"],
+        ),
+        (b"[%s,\n%s", (1,), ['2: the file ends inside its array; expected "]" at the end']),
+        (b'[%s,%s,\n{"a', (1, 1), ['2: the file ends inside its array; expected "]" at the end']),
+        (b"[%s,%s,\n", (1, 1), ['2: the file ends inside its array; expected "]" at the end']),
+        (b"[%s,%s]\n\nx", (1, 1), ["3: text stands after the end of the array; expected one array in the file"]),
+    ],
+)
+def test_what_is_wrong_with_an_array_is_one_fault(read_bytes, data, found, faults):
+    texts = (line("a"), line("b"))
+    column = 1 if b"," not in data else len(texts[0]) + 1
+    got, lines = read_bytes(data % texts, "a.json", shape="messages")
+    assert [record.line for record in got] == list(found)
+    assert lines == [f"a.json:{fault.format(column)}" for fault in faults]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\[]{},\n é')),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.sampled_from('"\\]},')), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.lists(JSON, max_size=6), st.sampled_from([None, 0, 2]), st.booleans(), st.sampled_from([1, 2, 3, 7, 64, 1 << 18])
+)
+def test_elements_are_found_whatever_is_read_at_once(tmp_path_factory, values, indent, ascii_only, chunk):
+    path = tmp_path_factory.mktemp("array") / "a.json"
+    path.write_text(json.dumps(values, indent=indent, ensure_ascii=ascii_only), encoding="utf-8")
+    found = list(units(path, limit=1 << 20, chunk=chunk))
+    assert [json.loads(data) for _, data in found] == values
+    numbers = [number for number, _ in found]
+    if indent is None:
+        assert numbers == [1] * len(values)
+    else:
+        heights = [json.dumps(value, indent=indent).count("\n") + 1 for value in values]
+        assert numbers == [2 + sum(heights[:index]) for index in range(len(values))]
+
+
+@given(st.sampled_from([1, 2, 3, 7, 1 << 18]), st.text(st.sampled_from('a"\\],'), min_size=20, max_size=40))
+def test_an_element_over_the_limit_costs_itself_only(tmp_path_factory, chunk, text):
+    path = tmp_path_factory.mktemp("array") / "a.json"
+    long = json.dumps([text, "\n", {"a": [text]}])
+    path.write_text(f'["x",\n{long}, "y"]')
+    assert list(units(path, limit=10, chunk=chunk)) == [(1, b'"x"'), (2, long.encode()[:11]), (2, b'"y"')]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
+def test_a_line_is_too_long_from_one_byte_over_the_limit(read_bytes, end):
+    limit = len(line("abc"))
+    data = line("abc") + b"\n" + line("abcd") + b"\n" + line("x" * 300_000) + b"\r\n" + line("abc") + end
+    found, faults = read_bytes(data, max_line_bytes=limit)
+    assert found == records((1, "abc"), (4, "abc"))
+    what = f"the record is longer than {limit} bytes; expected at most that, or a higher limit"
+    assert faults == [f"a.jsonl:2: {what}", f"a.jsonl:3: {what}"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.txt.gz"])
+@pytest.mark.parametrize("shape", ["messages", None])
+def test_damaged_compression_is_one_fault_after_what_was_readable(read_bytes, name, shape):
+    lines = [line(f"{index * 7919 % 10007} {'é' * (index % 50)}") for index in range(20_000)]
+    data = b"[" + b",\n".join(lines) + b"]" if "json." in name else b"\n".join(lines)
+    whole = gzip.compress(data, 1, mtime=0)
+    for packed, what in [
+        (whole[: len(whole) // 2], "the compressed file is cut off; expected the whole file; copy it again"),
+        (
+            whole[:-8] + b"xxxx" + whole[-4:],
+            "the compressed data is corrupt; expected a whole gzip file; copy it again",
+        ),
+        (b"plain text", "the compressed data is corrupt; expected a whole gzip file; copy it again"),
+    ]:
+        found, faults = read_bytes(packed, name, shape="messages" if "txt" in name else shape)
+        assert [record.line for record in found] == list(range(1, len(found) + 1))
+        assert faults == [f"{name}:{len(found) + 1}: {what}"]
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(line(name))
+
+
+def test_files_come_in_the_order_given_and_sorted_within_a_glob(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "b.jsonl", "a.jsonl", "c10.jsonl", "c9.jsonl", "sub/d.jsonl", "sub/e.txt", "[x].jsonl")
+    assert expand(["c*.jsonl", "b.jsonl"]) == [Path("c10.jsonl"), Path("c9.jsonl"), Path("b.jsonl")]
+    assert expand(["**/*.jsonl"])[-1] == Path("sub/d.jsonl")
+    assert expand(["[x].jsonl"]) == [Path("[x].jsonl")]
+    assert expand([tmp_path / "sub" / "*"]) == [tmp_path / "sub/d.jsonl", tmp_path / "sub/e.txt"]
+    assert [record.messages[0].content for record in read(["c*.jsonl", "a.jsonl"])] == [
+        "c10.jsonl",
+        "c9.jsonl",
+        "a.jsonl",
+    ]
+
+
+def test_a_file_that_is_named_twice_is_read_once_in_its_first_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "a.jsonl", "b.jsonl")
+    assert expand(["b.jsonl", "*.jsonl", "./a.jsonl", tmp_path / "b.jsonl"]) == [Path("b.jsonl"), Path("a.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("none.jsonl", "none.jsonl: no such file; expected a file or a glob"),
+        ("none*.jsonl", "none*.jsonl: the glob matches no file; expected at least one"),
+        ("sub", "sub: is a folder; name its files with a glob, like sub/*.jsonl"),
+        (
+            "a.csv",
+            "a.csv: not a kind of file that is read; "
+            "expected .jsonl, .json, .txt, .jsonl.gz, .json.gz, .txt.gz, .parquet",
+        ),
+    ],
+)
+def test_names_that_stand_for_no_file_are_one_line_at_once(tmp_path, monkeypatch, name, what):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "a.csv", "sub/a.jsonl")
+    with pytest.raises(DataError) as caught:
+        read([name])
+    assert str(caught.value) == what
+
+
+def test_a_file_that_cannot_be_opened_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "a.jsonl")
+    parts = plan(["a.jsonl"])
+    Path("a.jsonl").unlink()
+    with pytest.raises(DataError) as caught:
+        list(read_part(parts[0], on_fault=print))
+    assert str(caught.value) == "a.jsonl: cannot be opened; No such file or directory"
+
+
+def test_the_source_is_the_stem_or_the_name_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "v1.chat.jsonl")
+    Path("b.json.gz").write_bytes(gzip.compress(line("b")))
+    assert [record.source for record in read(["v1.chat.jsonl", "b.json.gz"])] == ["v1.chat", "b"]
+    assert [record.source for record in read(["v1.chat.jsonl", "b.json.gz"], source="mine")] == ["mine", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"shape": "chat"}, 'unknown shape "chat"; expected messages, sharegpt, alpaca'),
+        ({"on_error": "ignore"}, 'unknown on_error "ignore"; expected stop or skip'),
+        ({"on_error": "skip"}, 'on_error "skip" without on_reject would lose records in silence; give both'),
+    ],
+)
+def test_options_that_mean_nothing_are_one_line_at_once(tmp_path, options, what):
+    write(tmp_path, "a.jsonl")
+    with pytest.raises(UsageError) as caught:
+        read([tmp_path / "a.jsonl"], **options)
+    assert str(caught.value).startswith(what)
+
+
+@pytest.mark.parametrize("size", [1, 50, 200, 10**6])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n", b"\n\n"])
+def test_parts_of_a_file_hold_what_the_file_holds(tmp_path, size, end, newline):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + newline.join(line("x" * (index % 30)) for index in range(40)) + end)
+    (whole,) = plan([path])
+    parts = whole.cut(size)
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert all(part.stop - part.start >= size for part in parts[:-1])
+    assert len(parts) > 10 if size < 100 else len(parts) < 40
+    assert [record for part in parts for record in read_part(part, on_fault=_stop)] == list(read([path]))
+
+
+def _stop(fault: RecordError) -> None:
+    raise fault
+
+
+def test_what_cannot_be_cut_stays_whole(tmp_path):
+    for name, shape in [("a.json", "messages"), ("a.jsonl.gz", "messages"), ("a.txt", "transcript-stream")]:
+        part = Part(tmp_path / name, shape, "a")
+        assert part.cut(1) == [part]
+    flat = Part(tmp_path / "a.jsonl", "oasst1", "a")
+    assert flat.cut(1) == [flat]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.jsonl.gz"])
+def test_memory_does_not_grow_with_the_file(tmp_path, name):
+    path = tmp_path / name
+    count = 8000
+    if name == "a.txt":
+        path.write_bytes(b"<|EOS|>\n".join([b"<|USER|>\n" + b"x" * 1000 + b"<|END|>\n"] * count))
+    elif name == "a.json":
+        path.write_bytes(b"[" + b",\n".join([line("x" * 1000)] * count) + b"]")
+    else:
+        data = b"\n".join([line("x" * 1000)] * count)
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    tracemalloc.start()
+    found = sum(1 for _ in read([path]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == count
+    assert peak < 2**21

@@ -1,0 +1,137 @@
+"""Parquet: rows are records, and what a table adds (nulls, other columns) changes nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+
+import pytest
+
+from chatmill.errors import DataError, UsageError
+from chatmill.records import Message, Record, ToolCall, read
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(rows, **options):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), "a.parquet", **options)
+
+    return write
+
+
+def found(*messages: Message, id: str | None = None, line: int = 1) -> Record:
+    return Record(list(messages), id, source="a", file="a.parquet", line=line)
+
+
+def test_rows_are_records_with_their_row_numbers(table):
+    call = {"id": "c", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    turns = [
+        {"role": "user", "content": "é", "tool_calls": None, "weight": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0.5},
+    ]
+    table(
+        [
+            {"id": 5, "messages": turns, "image": b"\xff", "score": math.nan},
+            {"id": None, "messages": turns[:1], "image": None, "score": 1.0},
+        ],
+        row_group_size=1,
+    )
+    calls = (ToolCall("f", '{"x":1}', "c"),)
+    assert list(read(["a.parquet"])) == [
+        found(Message("user", "é"), Message("assistant", tool_calls=calls, weight=0.5), id="5"),
+        found(Message("user", "é"), line=2),
+    ]
+
+
+def test_many_rows_come_in_order(table):
+    table([{"instruction": str(index), "output": "x"} for index in range(1000)])
+    expected = [found(Message("user", str(index)), Message("assistant", "x"), line=index + 1) for index in range(1000)]
+    assert list(read(["a.parquet"])) == expected
+
+
+def test_flat_trees_in_a_table(table):
+    table(
+        [
+            {
+                "message_id": "a",
+                "parent_id": None,
+                "message_tree_id": "t",
+                "text": "q",
+                "role": "prompter",
+                "rank": None,
+            },
+            {
+                "message_id": "b",
+                "parent_id": "a",
+                "message_tree_id": "t",
+                "text": "x",
+                "role": "assistant",
+                "rank": 1.0,
+            },
+            {
+                "message_id": "c",
+                "parent_id": "a",
+                "message_tree_id": "t",
+                "text": "y",
+                "role": "assistant",
+                "rank": 0.0,
+            },
+        ]
+    )
+    assert list(read(["a.parquet"])) == [found(Message("user", "q"), Message("assistant", "y"), id="t")]
+
+
+def test_a_faulty_row_names_its_number(table):
+    table([{"instruction": "a", "output": "x"}, {"instruction": None, "output": "x"}])
+    faults = []
+    read_on = list(read(["a.parquet"], on_error="skip", on_reject=lambda fault: faults.append(str(fault))))
+    assert read_on == [found(Message("user", "a"), Message("assistant", "x"))]
+    assert faults == ["a.parquet:2: the record has null as instruction; expected a string"]
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5])
+def test_a_damaged_table_is_one_fault(table, tmp_path, keep):
+    table([{"instruction": "a", "output": "x"}] * 10)
+    data = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(data[: int(keep * len(data)) if keep == 0.5 else keep])
+    faults = []
+    assert list(read(["a.parquet"], on_error="skip", on_reject=lambda fault: faults.append(str(fault)))) == []
+    assert faults == ["a.parquet:1: the Parquet file is corrupt; expected a whole file; copy it again"]
+
+
+def test_a_table_with_wrong_bytes_is_records_and_faults(table, tmp_path):
+    turns = [{"role": "user", "content": "é"}, {"role": "assistant", "content": "x"}]
+    table([{"id": index, "messages": turns} for index in range(50)])
+    whole = (tmp_path / "a.parquet").read_bytes()
+    chance = random.Random(1)
+    seen = set()
+    for _ in range(200):
+        data = bytearray(whole)
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        (tmp_path / "a.parquet").write_bytes(data)
+        faults = []
+        records = list(read(["a.parquet"], shape="messages", on_error="skip", on_reject=faults.append))
+        assert records or faults
+        seen |= {fault.kind for fault in faults}
+    assert "parquet" in seen
+
+
+def test_without_pyarrow_one_line_says_what_to_install(table, monkeypatch):
+    table([{"instruction": "a", "output": "x"}])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError) as caught:
+        read(["a.parquet"])
+    assert str(caught.value) == "a.parquet: Parquet needs pyarrow; pip install 'chatmill[parquet]'"
+
+
+def test_a_table_is_no_stream(table):
+    table([{"text": "<|USER|>"}])
+    with pytest.raises(UsageError) as caught:
+        read(["a.parquet"], shape="transcript-stream")
+    assert str(caught.value) == "a.parquet: a table is no stream; expected shape transcript-lines"
