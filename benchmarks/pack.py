@@ -1,0 +1,233 @@
+"""Packing, side by side with TRL: `.venv-bench/bin/python benchmarks/pack.py [--json]`.
+
+Each comparison is a function that gives its timings and what was promised of them; exit 1 if a promise fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.fit.bins import pack, pack_lengths
+from chatmill.rows import ORIGIN, OWN_ID, SPAN, Rows, offsets
+
+CAPACITY = 4096
+
+
+@dataclass(frozen=True)
+class Timing:
+    what: str
+    seconds: float
+    rows: int
+    """Rows after packing."""
+    fill: float
+    """Share of the room in them that holds tokens."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    what: str
+    measured: str
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    title: str
+    timings: list[Timing]
+    promises: list[Promise]
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description="Packing, side by side with TRL.")
+    options.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options.add_argument("--rows", type=int, default=1_000_000, help="how many lengths to plan for")
+    options.add_argument("--runs", type=int, default=7, help="runs of chatmill, of which the median counts")
+    options.add_argument("--peak", action="store_true", help="only pack, and print the peak memory in bytes")
+    chosen = options.parse_args()
+    if chosen.peak:
+        pack_lengths(real_shaped(chosen.rows), CAPACITY)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return 0
+    # First of all: a process begins with the peak of the one that started it, which must still be small.
+    peak = int(subprocess.check_output([sys.executable, __file__, "--peak", "--rows", str(chosen.rows)]))
+    comparisons = [
+        planning(chosen.rows, chosen.runs, peak),
+        copying(chosen.rows // 10, chosen.runs),
+    ]
+    if chosen.json:
+        print(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))
+    else:
+        print(*map(table, comparisons), sep="\n\n")
+    return int(not all(promise.kept for comparison in comparisons for promise in comparison.promises))
+
+
+# Comparisons.
+
+
+def planning(count: int, runs: int, peak: int) -> Comparison:
+    """Which row goes where, from lengths alone.
+
+    TRL has no plan apart from the packed tokens, so it moves tokens too: zeros of one byte, and once, to show
+    what is left without moving, tokens of no bytes at all. Unless told otherwise it packs every 1000 rows by
+    themselves; it is timed both ways, and the fastest of all counts.
+    """
+    lengths = real_shaped(count)
+    seconds, bins = median_of(runs, lambda: pack_lengths(lengths, CAPACITY))
+    bin_of = np.empty(count, dtype=np.int64)
+    bin_of[bins.order] = np.repeat(np.arange(len(bins)), np.diff(bins.first))
+    naive_seconds, naive_bin_of = timed(lambda: one_row_at_a_time(lengths, CAPACITY))
+    naive_bins = max(naive_bin_of) + 1
+
+    def timing(what: str, seconds: float, rows: int) -> Timing:
+        return Timing(what, seconds, rows, float(lengths.sum()) / rows / CAPACITY)
+
+    zeros, nothing = trl_dataset(lengths, np.int8), trl_dataset(lengths, None)
+    of_trl = [
+        timing(f"{trl_name()}, whole plan, one-byte tokens", *trl_pack(zeros, batch_size=None)),
+        timing(f"{trl_name()}, whole plan, tokens of no bytes", *trl_pack(nothing, batch_size=None)),
+        timing(f"{trl_name()}, by 1000 rows, one-byte tokens", *trl_pack(zeros)),
+    ]
+    ratio = min(peer.seconds for peer in of_trl) / seconds
+    return Comparison(
+        f"plan {count:,} lengths (lognormal, mean {lengths.mean():.0f}) into {CAPACITY}",
+        [
+            timing("chatmill pack_lengths", seconds, len(bins)),
+            timing("best fit decreasing, one row at a time", naive_seconds, naive_bins),
+            *of_trl,
+        ],
+        [
+            Promise(
+                "every row in the bin that naive best fit decreasing gives it",
+                f"{len(bins):,} bins, naive {naive_bins:,}",
+                bin_of.tolist() == naive_bin_of,
+            ),
+            Promise("at least 100 times as fast as TRL", f"{ratio:.0f} times the fastest of the three", ratio >= 100),
+            Promise("peak memory of the process under 500 MB", f"{peak / 1e6:.0f} MB", peak < 500e6),
+        ],
+    )
+
+
+def copying(count: int, runs: int) -> Comparison:
+    """The same with four-byte tokens copied into packed rows, on a tenth of the lengths. Nothing is promised."""
+    lengths = real_shaped(count)
+    rows = one_span_rows(lengths)
+    seconds, packed = median_of(runs, lambda: pack(rows, CAPACITY))
+    trl_seconds, trl_rows = trl_pack(trl_dataset(lengths, np.int32), batch_size=None)
+    fill = float(lengths.sum()) / CAPACITY
+    return Comparison(
+        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} M tokens, into {CAPACITY}",
+        [
+            Timing("chatmill pack, tokens copied", seconds, len(packed), fill / len(packed)),
+            Timing(f"{trl_name()}, whole plan", trl_seconds, trl_rows, fill / trl_rows),
+        ],
+        [],
+    )
+
+
+# What is packed, and the peers.
+
+
+def real_shaped(count: int) -> NDArray[np.int64]:
+    """Lengths as chat data has them: many short ones, a long tail, cut at the capacity."""
+    draw = np.random.default_rng(20).lognormal(np.log(600) - 0.5, 1.0, count)
+    return np.clip(draw.astype(np.int64), 1, CAPACITY)
+
+
+def one_span_rows(lengths: NDArray[np.int64]) -> Rows:
+    spans = np.zeros(len(lengths), dtype=SPAN)
+    spans["length"], spans["weight"], spans["target"] = lengths, 1, OWN_ID
+    each = np.arange(len(lengths) + 1, dtype=np.int64)
+    return Rows(np.zeros(lengths.sum(), dtype=np.uint32), spans, each, np.zeros(len(lengths), dtype=ORIGIN), each)
+
+
+def one_row_at_a_time(lengths: NDArray[np.int64], capacity: int) -> list[int]:
+    """The bin of each row by the bare rule: longest first, fullest bin with room, the one opened first."""
+    bin_of = [0] * len(lengths)
+    room: list[int] = []
+    bins_with: list[list[int]] = [[] for _ in range(capacity + 1)]
+    opened = 0
+    for row in sorted(range(len(lengths)), key=(-lengths).tolist().__getitem__):
+        length = int(lengths[row])
+        at = bisect_left(room, length)
+        if at < len(room):
+            space = room[at]
+            best = heappop(bins_with[space])
+            if not bins_with[space]:
+                del room[at]
+        else:
+            space, best = capacity, opened
+            opened += 1
+        bin_of[row] = best
+        left = space - length
+        if not bins_with[left]:
+            insort(room, left)
+        heappush(bins_with[left], best)
+    return bin_of
+
+
+def trl_name() -> str:
+    return f"trl {importlib.metadata.version('trl')} pack_dataset bfd"
+
+
+def trl_dataset(lengths: NDArray[np.int64], token: type | None) -> Any:
+    # Peers are imported where they are used: the peak memory above is chatmill's alone.
+    import datasets
+    import pyarrow as pa
+
+    datasets.disable_progress_bars()
+    count = int(lengths.sum())
+    tokens = pa.array(np.zeros(count, dtype=token)) if token else pa.nulls(count)
+    rows = pa.ListArray.from_arrays(pa.array(offsets(lengths), type=pa.int32()), tokens)
+    return datasets.Dataset(pa.table({"input_ids": rows}))
+
+
+def trl_pack(dataset: Any, **map_kwargs: Any) -> tuple[float, int]:
+    """Seconds of `pack_dataset` alone, and how many rows it made."""
+    from trl import pack_dataset
+
+    seconds, packed = timed(lambda: pack_dataset(dataset, CAPACITY, strategy="bfd", map_kwargs=map_kwargs))
+    return seconds, len(packed)
+
+
+# Measuring and showing.
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def median_of(runs: int, call: Callable[[], Any]) -> tuple[float, Any]:
+    """The median time, and the last result."""
+    seconds = []
+    for _ in range(runs):
+        took, result = timed(call)
+        seconds.append(took)
+    return statistics.median(seconds), result
+
+
+def table(comparison: Comparison) -> str:
+    lines = [comparison.title, f"  {'':<62}{'seconds':>9}{'rows':>10}{'fill':>9}"]
+    lines += [f"  {t.what:<62}{t.seconds:>9.3f}{t.rows:>10,}{t.fill:>9.3%}" for t in comparison.timings]
+    lines += [f"  {'kept  ' if p.kept else 'BROKEN'}  {p.what}: {p.measured}" for p in comparison.promises]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

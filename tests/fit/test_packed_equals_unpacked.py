@@ -1,0 +1,95 @@
+"""Packed equals unpacked: a small attention model loses as much on packed rows as on each conversation alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_rows import build
+from torch import nn
+
+from chatmill.fit.bins import pack
+from chatmill.load.batch import IGNORE_INDEX, shift
+from chatmill.rows import Role, Rows, Rule
+
+VOCABULARY, WIDTH, LONGEST, CAPACITY = 61, 16, 24, 40
+
+
+class OneLayer(nn.Module):
+    """Causal attention that sees no other segment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CAPACITY, WIDTH)
+        self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+        h = self.token(x) + self.position(positions)
+        q, k, v = self.qkv(h).chunk(3, dim=-1)
+        seen = torch.tril(segments[:, :, None] == segments[:, None, :])
+        return self.head(h + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+
+
+def conversations(count: int) -> Rows:
+    """Random turns of random weights; the first token of many conversations is trained, so that borders matter."""
+    draw = np.random.default_rng(5)
+    plain = []
+    for line in range(count):
+        cuts = np.unique(np.append(draw.integers(1, LONGEST, 3), draw.integers(2, LONGEST)))
+        spans = [
+            (draw.integers(0, VOCABULARY, length).tolist(), Role.ASSISTANT, 0, draw.choice([0, 0.5, 1]), Rule.ROLE, -1)
+            for length in np.diff(np.append(0, cuts))
+        ]
+        plain.append([(("a", line), spans)])
+    return build(plain)
+
+
+def padded(rows: Rows, values: np.ndarray, fill: int) -> np.ndarray:
+    """One value a token as (rows, longest row)."""
+    there = np.arange(rows.lengths.max()) < rows.lengths[:, None]
+    out = np.full(there.shape, fill, dtype=values.dtype)
+    out[there] = values
+    return out
+
+
+def token_losses(rows: Rows, *, ignoring: str = "") -> float:
+    """The weighted sum over all trained tokens, through positions, segments, weights and the shift.
+
+    `ignoring` leaves out one of the three things that keep conversations apart.
+    """
+    ids = padded(rows, rows.ids.astype(np.int64), 0)
+    positions = padded(rows, rows.positions(), 0)
+    segments = padded(rows, rows.segments(), -1)
+    weights = padded(rows, rows.weights(), 0)
+    if ignoring != "borders":
+        # The first token of a segment is nobody's to predict, whatever its weight.
+        weights[:, 1:][segments[:, 1:] != segments[:, :-1]] = 0
+    if ignoring == "segments":
+        segments = np.minimum(segments, 0)
+    if ignoring == "positions":
+        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    x, y, _ = shift(ids, weights > 0)
+    with torch.no_grad():
+        logits = OneLayer()(*(torch.tensor(part) for part in (x, positions[:, :-1], segments[:, :-1])))
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.tensor(y).flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        )
+    assert logits.dtype == torch.float32
+    return float((losses.double() * torch.tensor(weights[:, 1:]).flatten()).sum())
+
+
+ROWS = conversations(50)
+ONE_BY_ONE = sum(token_losses(ROWS[at : at + 1]) for at in range(len(ROWS)))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_packed_rows_lose_what_their_conversations_lose_one_by_one(seed):
+    packed = pack(ROWS, CAPACITY, seed=seed)
+    assert len(packed) < len(ROWS) / 2
+    assert token_losses(packed) == pytest.approx(ONE_BY_ONE, abs=1e-4, rel=0)
+
+
+@pytest.mark.parametrize("ignored", ["segments", "positions", "borders"])
+def test_without_segments_positions_or_borders_the_losses_differ(ignored):
+    assert abs(token_losses(pack(ROWS, CAPACITY), ignoring=ignored) - ONE_BY_ONE) > 0.1
