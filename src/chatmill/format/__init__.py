@@ -3,6 +3,7 @@
 from chatmill.format.body import record_texts
 from chatmill.format.chat_format import PRESETS, ChatFormat, Turn, load_format, parse_format
 from chatmill.format.render import prompt_ids, render, render_chunks, renderable
+from chatmill.format.written import written_turns
 
 __all__ = [
     "PRESETS",
@@ -15,4 +16,5 @@ __all__ = [
     "render",
     "render_chunks",
     "renderable",
+    "written_turns",
 ]

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from chatmill.errors import RecordError
 from chatmill.format.chat_format import ChatFormat
 from chatmill.records import Message, Record, ToolCall
 from chatmill.rows import Ids, Index, Part, offsets
@@ -35,6 +36,17 @@ class Body:
 
     def __len__(self) -> int:
         return len(self.pieces)
+
+    def written(self, tokens: Mapping[str, str]) -> str:
+        """The body as text, control tokens written out."""
+        out, run = [], -1
+        for _, key, of_run, _ in self.pieces:
+            if key is not None:
+                out.append(tokens[key])
+            elif of_run != run:
+                run = of_run
+                out.append(self.runs[run])
+        return "".join(out)
 
     def add(self, part: Part, key: str | None, text: str) -> None:
         if key is not None:
@@ -87,14 +99,20 @@ def call_text(call: ToolCall) -> str:
     return f'{{"name":{msgspec.json.encode(call.name).decode()},"arguments":{call.arguments}}}'
 
 
-def system_text(given: Message | None, tools: Sequence[str], format: ChatFormat) -> Message:
-    """The system message that stands first: the record's own or the format's default, and the tools offered."""
-    message = given or Message(role="system", content=format.default_system or "")
-    if not tools:
-        return message
-    listed = format.body["tools"].replace("{}", "\n".join(tools), 1)
-    content = f"{message.content}\n\n{listed}" if message.content else listed
-    return msgspec.structs.replace(message, content=content)
+def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
+    """The record's messages as they are written: with the format's system text and the tools, where there are any."""
+    messages = record.messages
+    if not messages:
+        raise RecordError("the record has no messages", "give at least one", kind="empty").at(record.file, record.line)
+    has_system = messages[0].role == "system"
+    if not record.tools and (has_system or format.default_system is None):
+        return messages
+    system = messages[0] if has_system else Message(role="system", content=format.default_system or "")
+    if record.tools:
+        listed = format.body["tools"].replace("{}", "\n".join(record.tools), 1)
+        content = f"{system.content}\n\n{listed}" if system.content else listed
+        system = msgspec.structs.replace(system, content=content)
+    return [system, *(messages[1:] if has_system else messages)]
 
 
 def cut_bodies(

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
-from chatmill.format.body import Body, body_of, cut_bodies, system_text
+from chatmill.format.body import Body, body_of, cut_bodies, messages_of
 from chatmill.format.chat_format import ChatFormat
 from chatmill.format.plates import BEGIN, CLOSE, CODE, END, OPEN, PARTS, REST, Plates, RenderTokenizer
 from chatmill.records import ROLES, Message, Record
@@ -185,19 +185,12 @@ def _flatten(records: Sequence[Record], format: ChatFormat) -> tuple[list[Messag
     """All messages in one list, how many each record has, and how many of those the format put in front."""
     messages: list[Message] = []
     counts = np.empty(len(records), dtype=np.int64)
-    lead = np.zeros(len(records), dtype=np.int64)
+    lead = np.empty(len(records), dtype=np.int64)
     for at, record in enumerate(records):
-        own = record.messages
-        has_system = own[0].role == "system"
-        before = len(messages)
-        if record.tools or (format.default_system is not None and not has_system):
-            given = own[0] if has_system else None
-            messages.append(system_text(given, record.tools, format))
-            lead[at] = not has_system
-            messages.extend(own[1:] if has_system else own)
-        else:
-            messages.extend(own)
-        counts[at] = len(messages) - before
+        of_record = messages_of(record, format)
+        messages.extend(of_record)
+        counts[at] = len(of_record)
+        lead[at] = len(of_record) - len(record.messages)
     return messages, counts, lead
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from chatmill.errors import DataError
 
@@ -14,13 +17,14 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
         raise DataError(f"{path}: exists already; give another name, or --overwrite")
 
 
-def write_file(path: Path, data: bytes, *, overwrite: bool = False) -> None:
-    """The whole file or nothing: a kill at any moment leaves the old file, or none, or the new one."""
+@contextmanager
+def writing(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
+    """A file that appears whole when the block ends, and not at all if it fails or is killed before."""
     refuse_existing(path, overwrite=overwrite)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with aside.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -32,3 +36,9 @@ def write_file(path: Path, data: bytes, *, overwrite: bool = False) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write_file(path: Path, data: bytes, *, overwrite: bool = False) -> None:
+    """The whole file or nothing: a kill at any moment leaves the old file, or none, or the new one."""
+    with writing(path, overwrite=overwrite) as file:
+        file.write(data)
