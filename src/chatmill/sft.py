@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from chatmill.errors import DataError, one_line
-from chatmill.fit.parse import assistant_mask, parse
+from chatmill.fit.parse import assistant_mask, parse, with_mask
 from chatmill.fit.plan import gather
 from chatmill.fit.truncate import turns
 from chatmill.format import load_format, render
@@ -91,7 +91,7 @@ def pack_sft_ids_and_mask(
     if S < 1:
         raise DataError(f"S is {S}; a row holds at least one token")
     openers = {Role.SYSTEM: sys_id, Role.USER: usr_id, Role.ASSISTANT: asst_id}
-    row = parse(ids, mask, openers=openers, close=eot_id)
+    row = with_mask(parse([ids], openers=openers, close=eot_id), mask)
     row = gather(row, turns(row, S))
     padding = S - len(row.ids)
     return row.ids.tolist() + [pad_id] * padding, row.mask().tolist() + [False] * padding

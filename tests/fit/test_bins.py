@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_rows import build, origins_, spans_, unbuild
+from plain_rows import build, origins_, spans_, unbuild
 
 from chatmill.errors import DataError
 from chatmill.fit.bins import Bins, pack, pack_lengths

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from chatmill.errors import DataError
 from chatmill.fit.blocks import blocks, pack_chat_blocks
+from chatmill.fit.parse import parse
 from chatmill.fit.plan import Plan, gather
-from chatmill.fit.transcript import parse_transcripts
 from chatmill.format import load_format, render
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
@@ -49,7 +49,7 @@ def packed(*documents: str, size: int, remainder: str = "pad") -> list[str]:
 
 
 def parsed(*documents: str) -> Rows:
-    rows = parse_transcripts(
+    rows = parse(
         [[ord(token) for token in document] for document in documents],
         openers={Role.SYSTEM: ord("S"), Role.USER: ord("U"), Role.ASSISTANT: ord("A")},
         close=ord("E"),
@@ -599,7 +599,7 @@ def test_rendered_rows_give_the_blocks_of_their_token_ids(chats, remainder, size
 def test_parsed_ids_have_the_spans_that_rendering_gave_them(chats):
     rows = render(chats, POST_TRAINING, BYTES)
     ids = BYTES.special_token_ids()
-    again = parse_transcripts(
+    again = parse(
         [rows[row : row + 1].ids[:-1].tolist() for row in range(len(rows))],
         openers={Role.SYSTEM: ids["sys"], Role.USER: ids["usr"], Role.ASSISTANT: ids["asst"]},
         close=ids["eot"],

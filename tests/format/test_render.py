@@ -258,7 +258,7 @@ def test_a_format_with_control_tokens_inside_bodies_and_around_conversations():
 def test_origins_name_the_file_and_line_of_every_row():
     rows = render([CHAT, TOOLS, CHAT], FORMATS["chatml"], TOKENIZERS["chatml"])
     assert rows.files == (File("s", "chat.jsonl"), File("", "tool.jsonl"))
-    assert rows.origins.tolist() == [(0, 7), (1, 1), (0, 7)]
+    assert rows.origins[["file", "line"]].tolist() == [(0, 7), (1, 1), (0, 7)]
 
 
 def test_no_records_give_no_rows():

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
+from chatmill.fit.parse import parse
 from chatmill.fit.plan import OWN_RULE, Plan, gather
-from chatmill.fit.transcript import parse_transcripts
 from chatmill.ledger import Bucket, Ledger
 from chatmill.rows import (
     EMPTY,
@@ -58,7 +58,7 @@ def pack_chat_blocks(
 ) -> tuple[list[list[int]], list[list[bool]]]:
     """Documents of token ids, each without its last EOS, as blocks of exactly `block_size` ids and their masks."""
     openers = {Role.SYSTEM: system_id, Role.USER: user_id, Role.ASSISTANT: assistant_id}
-    rows = parse_transcripts(documents, openers=openers, close=end_id, eos=eos_id)
+    rows = parse(documents, openers=openers, close=end_id, eos=eos_id)
     packed = blocks(rows, block_size, remainder=remainder)
     shape = (len(packed), block_size)
     return packed.ids.reshape(shape).tolist(), packed.mask().reshape(shape).tolist()
@@ -278,7 +278,9 @@ def _end(eos: int, length: int) -> Rows | None:
         return None
     span = np.array([(length, NO_MESSAGE, 0, OWN_ID, Role.NONE, Part.PAD, Rule.PAD)], dtype=SPAN)
     one = np.array([0, 1], dtype=np.int64)
-    return Rows(np.full(length, eos, dtype=np.uint32), span, one, np.array([(NO_FILE, 0)], dtype=ORIGIN), one)
+    origin = np.zeros(1, dtype=ORIGIN)
+    origin["file"] = NO_FILE
+    return Rows(np.full(length, eos, dtype=np.uint32), span, one, origin, one)
 
 
 def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows) -> None:

@@ -2,57 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from chatmill.errors import DataError
-from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule
+from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule, offsets, weigh
 
 
-def parse(ids: ArrayLike, mask: ArrayLike, *, openers: Mapping[Role, int], close: int) -> Rows:
-    """One row whose turns run from a role token through the first `close`, with the mask it was given.
+def parse(
+    documents: Sequence[Sequence[int]], *, openers: Mapping[Role, int], close: int, eos: int | None = None
+) -> Rows:
+    """One row a document, as rendering would give it: a turn runs from its marker through the first `close`.
 
-    A role token always begins a turn, closed or not before it; what stands between turns is a unit of
-    its own, without a role.
+        U u E A a EOS b   ->   U|u|E A|a EOS   b EOS
+                               user  asst      a stray token, which is nobody's
+
+    Another marker ends a turn unclosed. With `eos` each document gets one at its end, and every EOS ends a turn
+    and a conversation, which is a segment; without, a document is one conversation.
     """
-    wide = np.asarray(ids, dtype=np.int64)
+    ends_with: tuple[int, ...] = () if eos is None else (eos,)
+    if len({*openers.values(), close, *ends_with}) < len(openers) + 1 + len(ends_with):
+        raise DataError("two of the markers have the same id; each needs its own")
+    wide = np.fromiter(chain.from_iterable(chain(document, ends_with) for document in documents), dtype=np.int64)
     if np.any((wide < 0) | (wide >= 2**32)):
         raise DataError("token ids must be whole numbers from 0 to 4294967295")
-    tokens = wide.astype(np.uint32)
-    trained = np.asarray(mask, dtype=bool)
-    role_at = np.full(len(tokens), Role.NONE, dtype=np.uint8)
+    tokens, size = wide.astype(np.uint32), len(wide)
+    row_start = offsets(np.array([len(document) + len(ends_with) for document in documents], dtype=np.int64))
+
+    role_at = np.full(size, Role.NONE, dtype=np.uint8)
     for role, opener in openers.items():
-        role_at[tokens == opener] = role
+        role_at[wide == opener] = role
     opens = np.flatnonzero(role_at != Role.NONE)
-    closes = np.append(np.flatnonzero((tokens == close) & (role_at == Role.NONE)), len(tokens))
-    limit = np.append(opens[1:], len(tokens))
+    ends = np.flatnonzero(wide == eos) if eos is not None else np.empty(0, dtype=np.int64)
+    segment_start = row_start if eos is None else np.append(0, ends + 1)
+    breaks = np.unique(np.concatenate([opens, ends, segment_start]))
+    limit = np.append(breaks, size)[np.searchsorted(breaks, opens, side="right")]
+    closes = np.append(np.flatnonzero(wide == close), size)
     first_close = closes[np.searchsorted(closes, opens)]
     closed = first_close < limit
     stops = np.where(closed, first_close + 1, limit)
+    closes = first_close[closed]
 
-    turned = np.flatnonzero(trained[1:] != trained[:-1]) + 1
-    borders = np.concatenate([[0], opens, opens + 1, first_close[closed], stops, turned])
-    borders = np.unique(borders[borders < len(tokens)]).astype(np.int64)
-    units = np.unique(np.concatenate([[0], opens, stops]))
-    turn = np.searchsorted(opens, borders, side="right") - 1
-    inside = (turn >= 0) & (borders < np.append(stops, 0)[turn])
+    border = np.zeros(size + 1, dtype=bool)
+    for at in (segment_start, opens, opens + 1, closes, stops, ends):
+        border[at] = True
+    start = np.flatnonzero(border[:-1])
+    turn = np.searchsorted(opens, start, side="right") - 1
+    inside = (turn >= 0) & (start < np.append(stops, 0)[turn])
+    part_at = np.full(size, Part.CONTENT, dtype=np.uint8)
+    part_at[opens], part_at[closes], part_at[ends] = Part.OPEN, Part.CLOSE, Part.EOS
 
-    spans = np.zeros(len(borders), dtype=SPAN)
-    spans["length"] = np.diff(np.append(borders, len(tokens)))
-    spans["message"] = np.searchsorted(units, borders, side="right") - 1
-    spans["weight"] = trained[borders]
+    first_span = np.searchsorted(start, segment_start)
+    spans = np.zeros(len(start), dtype=SPAN)
+    spans["length"] = np.diff(np.append(start, size))
     spans["target"] = OWN_ID
     spans["role"] = np.where(inside, np.append(role_at[opens], Role.NONE)[turn], Role.NONE)
-    spans["part"] = Part.CONTENT
-    spans["part"][np.isin(borders, opens)] = Part.OPEN
-    spans["part"][np.isin(borders, first_close[closed])] = Part.CLOSE
-    spans["rule"] = Rule.GIVEN
-    origins = np.zeros(1, dtype=ORIGIN)
+    spans["part"] = part_at[start]
+    spans["rule"] = np.where(spans["part"] == Part.EOS, Rule.HEADER, Rule.ROLE)
+    # Messages count turns and strays; the EOS belongs to the last, as in a rendered row.
+    unit = np.cumsum((spans["part"] == Part.OPEN) | (~inside & (spans["part"] != Part.EOS)))
+    before = np.append(0, unit)[first_span[:-1]]
+    spans["message"] = np.maximum(unit - np.repeat(before, np.diff(first_span)) - 1, 0)
+    weigh(spans, first_span, "assistant")
+    origins = np.zeros(len(segment_start) - 1, dtype=ORIGIN)
     origins["file"] = NO_FILE
-    one = np.array([0, 1], dtype=np.int64)
-    return Rows(tokens, spans, np.array([0, len(spans)], dtype=np.int64), origins, one)
+    return Rows(tokens, spans, first_span, origins, np.searchsorted(segment_start, row_start))
+
+
+def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
+    """The same rows under a mask that the caller brings, spans split where it changes."""
+    trained = np.asarray(mask, dtype=bool)
+    border = np.zeros(len(rows.ids) + 1, dtype=bool)
+    border[rows.span_start] = True
+    border[1:-1] |= trained[1:] != trained[:-1]
+    start = np.flatnonzero(border[:-1])
+    spans = rows.spans[np.searchsorted(rows.span_start, start, side="right") - 1]
+    spans["length"] = np.diff(np.append(start, len(rows.ids)))
+    spans["weight"], spans["rule"] = trained[start], Rule.GIVEN
+    return replace(rows, spans=spans, first_span=np.searchsorted(start, rows.segment_start))
 
 
 def assistant_mask(ids: ArrayLike, *, assistant: int, close: int) -> NDArray[np.bool_]:

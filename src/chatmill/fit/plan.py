@@ -54,10 +54,10 @@ def gather(source: Rows, plan: Plan, literals: Rows | None = None) -> Rows:
         cut["weight"][rule != OWN_RULE] = 0
         cut["rule"] = np.where(rule != OWN_RULE, rule, cut["rule"])
         cut["part"][rule == Rule.INJECTED] = Part.INJECTED
-    origins = np.empty(len(plan.origin), dtype=ORIGIN)
+    origins = np.zeros(len(plan.origin), dtype=ORIGIN)
     known = plan.origin >= 0
     origins[known] = source.origins[plan.origin[known]]
-    origins["file"][~known], origins["line"][~known] = NO_FILE, 0
+    origins["file"][~known] = NO_FILE
     return Rows(
         copy_tokens(source.ids, start, stop - start, literals.ids if literals is not None else None),
         cut,

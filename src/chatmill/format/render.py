@@ -230,7 +230,7 @@ def _message_numbers(first_message: Index, lead: Index) -> NDArray[np.uint32]:
 
 def _origins(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
     numbers: dict[tuple[str, str], int] = {}
-    origins = np.empty(len(records), dtype=ORIGIN)
+    origins = np.zeros(len(records), dtype=ORIGIN)
     origins["file"] = [numbers.setdefault((record.source, record.file), len(numbers)) for record in records]
     origins["line"] = [record.line for record in records]
     return origins, tuple(File(*key) for key in numbers)
