@@ -1,4 +1,4 @@
-"""Packing, side by side with TRL: `.venv-bench/bin/python benchmarks/pack.py [--json]`.
+"""Packing, beside TRL, and stream blocks: `.venv-bench/bin/python benchmarks/pack.py [--json]`.
 
 Each comparison is a function that gives its timings and what was promised of them; exit 1 if a promise fails.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -23,7 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.fit.bins import pack, pack_lengths
+from chatmill.fit.blocks import blocks
+from chatmill.format import load_format, render
+from chatmill.records import Message, Record
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, Rows, offsets
+from chatmill.tokenizer import open_tokenizer
 
 CAPACITY = 4096
 
@@ -68,6 +73,7 @@ def main() -> int:
     comparisons = [
         planning(chosen.rows, chosen.runs, peak),
         copying(chosen.rows // 10, chosen.runs),
+        streaming(chosen.rows // 80, chosen.runs),
     ]
     if chosen.json:
         print(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))
@@ -139,7 +145,38 @@ def copying(count: int, runs: int) -> Comparison:
     )
 
 
+def streaming(count: int, runs: int) -> Comparison:
+    """Stream blocks with injection and masks, planning and copying, on one core. No peer does the same work."""
+    rows = post_training_rows(count)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    timings, promises = [], []
+    for size in (1024, 4096):
+        seconds, packed = median_of(runs, lambda size=size: blocks(rows[:], size))
+        speed = len(rows.ids) / seconds / 1e6
+        timings.append(Timing(f"chatmill blocks of {size}", seconds, len(packed), 1.0))
+        promises.append(Promise(f"blocks of {size}: at least 20 Mtok/s", f"{speed:.0f} Mtok/s", speed >= 20))
+    return Comparison(
+        f"cut {count:,} conversations, {len(rows.ids) / 1e6:.1f} M tokens, into stream blocks, one core",
+        timings,
+        promises,
+    )
+
+
 # What is packed, and the peers.
+
+
+def post_training_rows(count: int) -> Rows:
+    """Conversations of about 700 tokens, rendered in the format that blocks are made of."""
+    format = load_format("post-training")
+    draw = np.random.default_rng(0)
+    records = []
+    for _ in range(count):
+        messages = [Message("system", "s" * int(draw.integers(20, 60)))] if draw.random() < 0.6 else []
+        for _ in range(int(draw.integers(1, 6))):
+            messages.append(Message("user", "u" * int(draw.gamma(1.5, 40) + 1)))
+            messages.append(Message("assistant", "a" * int(draw.gamma(2, 80) + 1)))
+        records.append(Record(messages))
+    return render(records, format, open_tokenizer("bytes", control=format.tokens))
 
 
 def real_shaped(count: int) -> NDArray[np.int64]:

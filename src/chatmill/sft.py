@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from chatmill.errors import DataError, one_line
+from chatmill.fit.blocks import pack_chat_blocks
 from chatmill.fit.parse import assistant_mask, parse, with_mask
 from chatmill.fit.plan import gather
 from chatmill.fit.truncate import turns
@@ -37,6 +38,7 @@ __all__ = [
     "ChatExample",
     "ChatMsg",
     "collate_sft_batch",
+    "pack_chat_blocks",
     "pack_sft_ids_and_mask",
     "render_chat_sft",
     "serialize_chat_to_ids",

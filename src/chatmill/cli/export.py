@@ -22,6 +22,7 @@ from chatmill.cli.options import (
     echo_json,
     progress,
     reading,
+    tell_losses,
     tell_rejects,
 )
 from chatmill.errors import RecordError
@@ -112,6 +113,4 @@ def _tell(output: Path, ledger: Ledger, *, as_json: bool) -> None:
         return
     stored = ledger.total("stored")
     typer.echo(f"{output}: {stored.rows:,} conversations, {stored.tokens:,} tokens")
-    for bucket, reason, entry in ledger:
-        if bucket in ("truncated", "dropped"):
-            typer.echo(f"  {bucket} {reason}: {entry.rows:,} conversations, {entry.tokens:,} tokens")
+    tell_losses(ledger)

@@ -85,6 +85,14 @@ def tell_rejects(ledger: Ledger, rejected: Rejects | None) -> None:
         typer.echo(f"rejected {count:,}: {reasons}; see {rejected.path}", err=True)
 
 
+def tell_losses(ledger: Ledger, *, err: bool = False) -> None:
+    """Say what was cut, dropped, repeated or deserves a look, a line for each reason."""
+    for bucket, reason, entry in ledger:
+        if bucket in ("repeated", "truncated", "dropped", "noted"):
+            rows = f"{entry.rows:,} rows, " if entry.rows else ""
+            typer.echo(f"  {bucket} {reason}: {rows}{entry.tokens:,} tokens", err=err)
+
+
 def progress(things: Iterable[T], what: str) -> Iterator[T]:
     """The things themselves, counted on standard error where a person looks on."""
     console = Console(stderr=True)

@@ -25,9 +25,11 @@ from chatmill.cli.options import (
     TokenizerName,
     progress,
     reading,
+    tell_losses,
     tell_rejects,
 )
 from chatmill.errors import RecordError
+from chatmill.fit.truncate import FitRule, truncate
 from chatmill.format import load_format, render_chunks, renderable
 from chatmill.ledger import Ledger
 from chatmill.load.batch import IGNORE_INDEX
@@ -50,6 +52,13 @@ def render_command(
     shape: Shape = None,
     on_error: OnError = "stop",
     rejects: RejectsFile = DEFAULT_REJECTS,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Cut rows that are longer, as --fit says. Left out, nothing is cut.")
+    ] = None,
+    fit: Annotated[FitRule, typer.Option(help="How long rows are cut: see docs/packing.md.")] = "turns",
+    require_terminators: Annotated[
+        bool, typer.Option("--require-terminators", help="Drop rows that end inside an answer.")
+    ] = False,
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", min=1, help=f"Rows at most. To look at: {SHOWN}.")
     ] = None,
@@ -62,6 +71,7 @@ def render_command(
     \b
     Examples:
       chatmill render data/conversations.jsonl -n 1
+      chatmill render data/conversations.jsonl -n 1 --max-tokens 150 --fit turns
       chatmill render chat.jsonl --tokenizer tokenizer.json --format primer --json > rows.jsonl
     """
     chosen = load_format(format)
@@ -78,9 +88,13 @@ def render_command(
 
         counted = islice(renderable(progress(records, "records"), chosen, reject), limit)
         for rows in render_chunks(counted, chosen, opened, train_on=train_on):
-            trained = int(rows.spans["length"][rows.spans["weight"] > 0].sum())
-            ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained)
-            ledger.add("stored", rows=len(rows), tokens=len(rows.ids), trained=trained)
+            ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
+            # To look at, rows that teach nothing stay; they are noted.
+            rows = truncate(
+                rows, max_tokens, fit, ledger=ledger, drop_untrained=False, require_terminators=require_terminators
+            )
+            ledger.add("stored", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
+            note_untrained(rows, ledger)
             for row in range(len(rows)):
                 if as_json:
                     sys.stdout.write(msgspec.json.encode(row_json(rows, row)).decode() + "\n")
@@ -91,10 +105,22 @@ def render_command(
                 ):
                     console.print(line)
     ledger.check()
-    total = ledger.total("rendered")
+    total = ledger.total("stored")
     share = total.trained / total.tokens if total.tokens else 0
     typer.echo(f"{total.rows:,} rows, {total.tokens:,} tokens, {total.trained:,} trained ({share:.1%})", err=as_json)
+    tell_losses(ledger, err=as_json)
     tell_rejects(ledger, rejected)
+
+
+def note_untrained(rows: Rows, ledger: Ledger) -> None:
+    segment = np.repeat(np.arange(len(rows)), np.diff(rows.first_span[rows.first_segment]))
+    untrained = np.bincount(segment[rows.spans["weight"] > 0], minlength=len(rows)) == 0
+    if untrained.any():
+        ledger.add("noted", "no_trained_tokens", rows=int(untrained.sum()), tokens=int(rows.lengths[untrained].sum()))
+
+
+def trained_tokens(rows: Rows) -> int:
+    return int(rows.spans["length"][rows.spans["weight"] > 0].sum())
 
 
 def row_json(rows: Rows, row: int) -> dict[str, Any]:
