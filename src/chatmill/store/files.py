@@ -1,14 +1,148 @@
-"""The one seam through which files are written: aside, synced, then renamed into place."""
+"""The one seam through which anything reaches the disk: created, written, synced, renamed.
+
+Tests put a `Disk` of their own in place of `disk`, which records every operation, fails, or stops at one.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from chatmill.errors import DataError
+
+BUFFER = 1 << 20
+AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2
+UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+
+
+class Disk:
+    """The operations themselves. Nothing in the store changes a file or folder in any other way."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """A new, empty file, open for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+    def write(self, fd: int, data: Any) -> int:
+        return os.write(fd, data)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync(self, path: Path) -> None:
+        """Make the bytes of a file, or the names in a folder, outlast a loss of power."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or folder another name; a file of that name is replaced."""
+        source.replace(target)
+
+    def rename_new(self, source: Path, target: Path) -> None:
+        """Give a folder a name that nothing has; `FileExistsError` if something does."""
+        if not _renameat2(source, target, RENAME_NOREPLACE):
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+            source.rename(target)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Let two folders swap their names in one step; False where the system cannot."""
+        return _renameat2(one, other, RENAME_EXCHANGE)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, a link, or an empty folder."""
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink()
+
+
+disk = Disk()
+
+
+def _renameat2(source: Path, target: Path, flag: int) -> bool:
+    """Linux's rename with a flag; False where the system or the file system has none."""
+    try:
+        call: Callable[..., int] = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    if call(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), ctypes.c_uint(flag)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(source), None, str(target))
+
+
+class _Raw(io.RawIOBase):
+    """An open file as Python's buffers want it."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = -1
+        self._path = path
+        self._fd = disk.create(path)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        try:
+            return disk.write(self._fd, data)
+        except OSError as error:
+            # A full disk is reported with the file that it stopped.
+            error.filename = str(self._path)
+            raise
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            if self._fd >= 0:
+                disk.close(self._fd)
+
+
+def create(path: Path) -> BinaryIO:
+    """A new file whose bytes go to disk in large pieces; not synced."""
+    return io.BufferedWriter(_Raw(path), BUFFER)
+
+
+def make_folder(path: Path) -> None:
+    """A folder and those above it, each entered durably in the one above; nothing is done if it is there."""
+    if not path.is_dir():
+        if path.parent != path:
+            make_folder(path.parent)
+        disk.make_folder(path)
+        disk.sync(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync every file of a folder and the folders themselves, innermost first."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            sync_tree(path)
+        else:
+            disk.sync(path)
+    disk.sync(folder)
+
+
+def remove_tree(folder: Path, *, first: str | None = None) -> None:
+    """Remove a folder with all it holds; the file named `first` goes before all else."""
+    for path in sorted(folder.iterdir(), key=lambda path: (path.name != first, path.name)):
+        if path.is_dir() and not path.is_symlink():
+            remove_tree(path)
+        else:
+            disk.remove(path)
+    disk.remove(folder)
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
@@ -22,20 +156,22 @@ def writing(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
     """A file that appears whole when the block ends, and not at all if it fails or is killed before."""
     refuse_existing(path, overwrite=overwrite)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    _remove_if_there(aside)
     try:
-        with aside.open("wb") as file:
+        with create(aside) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+            disk.sync(aside)
+        disk.rename(aside, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        _remove_if_there(aside)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    disk.sync(path.parent)
+
+
+def _remove_if_there(path: Path) -> None:
+    if os.path.lexists(path):
+        disk.remove(path)
 
 
 def write_file(path: Path, data: bytes, *, overwrite: bool = False) -> None:

@@ -1,0 +1,83 @@
+"""From a finished build to a dataset: everything synced, then one rename. It is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from chatmill.errors import DataError
+from chatmill.store import files
+from chatmill.store.layout import METADATA
+
+
+def staging_for(target: Path) -> Path:
+    """Where a dataset is built: beside its place, on the same file system, under a name that nothing opens."""
+    return target.with_name(f".{target.name}.building")
+
+
+def set_aside(target: Path) -> Path:
+    """Where the old dataset stands for a moment on systems that cannot exchange two folders."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def check_target(target: Path, *, overwrite: bool, marker: str = METADATA) -> None:
+    """Raise before any work is done for a place that may not be published to."""
+    if target.is_symlink():
+        raise DataError(f"{target}: a symbolic link; give the folder itself")
+    if not target.exists():
+        return
+    if not overwrite:
+        raise DataError(f"{target}: exists already; give another name, or --overwrite")
+    if not (target / marker).is_file() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(f"{target}: holds no {marker}, so that it is not replaced; remove it or give another name")
+
+
+def publish(staging: Path, target: Path, *, overwrite: bool, marker: str = METADATA) -> None:
+    """Sync all of `staging` and give it the name `target`, in one step; `marker` is the file that was written last.
+
+    An existing target is refused, or with `overwrite` exchanged for the new one and then removed. When this
+    returns, the new dataset outlasts a loss of power.
+    """
+    if not (staging / marker).is_file():
+        raise DataError(f"{staging}: has no {marker}; an unfinished build is not published")
+    recover(target)
+    check_target(target, overwrite=overwrite, marker=marker)
+    files.sync_tree(staging)
+    if not os.path.lexists(target):
+        _move(staging, target)
+    elif files.disk.exchange(staging, target):
+        _sync_parents(target, staging)
+        files.remove_tree(staging, first=marker)
+    else:
+        aside = set_aside(target)
+        _move(target, aside)
+        try:
+            _move(staging, target)
+        except BaseException:
+            recover(target)
+            raise
+        files.remove_tree(aside, first=marker)
+
+
+def recover(target: Path) -> None:
+    """Undo a replacement that was killed between its two renames, or finish one that was killed after them."""
+    aside = set_aside(target)
+    if not aside.is_dir():
+        return
+    if os.path.lexists(target):
+        files.remove_tree(aside)
+    else:
+        _move(aside, target)
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        files.disk.rename_new(source, target)
+    except FileExistsError:
+        raise DataError(f"{target}: appeared while the dataset was built; give another name, or --overwrite") from None
+    _sync_parents(target, source)
+
+
+def _sync_parents(*paths: Path) -> None:
+    for parent in dict.fromkeys(path.parent for path in paths):
+        files.disk.sync(parent)
