@@ -293,19 +293,26 @@ def ragged_index(start: Index, length: NDArray[Any]) -> Index:
 
 def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | None = None) -> Ids:
     """Token ranges one after the other, each within `ids`, or within `literals` if it starts at len(ids) or later."""
-    if len(start) and int(length.sum()) >= LONG * len(start):
-        pieces = zip(start.tolist(), (start + length).tolist(), strict=True)
-        end = len(ids)
-        return np.concatenate(
-            [ids[a:b] if a < end or literals is None else literals[a - end : b - end] for a, b in pieces]
-        )
-    index = ragged_index(start, length)
     if literals is None:
-        return ids[index]
-    out = ids.take(index, mode="clip") if len(ids) else np.empty(len(index), dtype=np.uint32)
-    literal = start >= len(ids)
-    where = ragged_index(offsets(length)[:-1][literal], length[literal])
-    out[where] = literals[index[where] - len(ids)]
+        literals = np.empty(0, dtype=np.uint32)
+    end, total = len(ids), int(length.sum())
+    if len(start) and total >= LONG * len(start):
+        pieces = zip(start.tolist(), (start + length).tolist(), strict=True)
+        return np.concatenate([ids[a:b] if a < end else literals[a - end : b - end] for a, b in pieces])
+    own = start < end
+    out = np.empty(total, dtype=np.uint32)
+    first, count = start[own & (length > 0)], length[own & (length > 0)]
+    if np.array_equal(first[1:], first[:-1] + count[:-1]):
+        # All of one run of ids in its order, with literals in between: the runs are copied as runs.
+        of_ids = np.repeat(own, length)
+        out[of_ids] = ids[first[0] : first[-1] + count[-1]] if len(first) else ids[:0]
+        out[~of_ids] = literals[ragged_index(start[~own] - end, length[~own])]
+        return out
+    index = ragged_index(start, length)
+    if end:
+        ids.take(index, mode="clip", out=out)
+    where = ragged_index(offsets(length)[:-1][~own], length[~own])
+    out[where] = literals[index[where] - end]
     return out
 
 

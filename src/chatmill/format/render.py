@@ -15,16 +15,18 @@ the ids of a prompt are a prefix of the ids of the training row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
-from chatmill.format.body import Body, body_of, cut_bodies, messages_of
+from chatmill.format.body import cut_bodies
 from chatmill.format.chat_format import ChatFormat
-from chatmill.format.plates import BEGIN, CLOSE, CODE, END, OPEN, PARTS, REST, Plates, RenderTokenizer
-from chatmill.records import ROLES, Message, Record
+from chatmill.format.plates import BEGIN, CLOSE, END, OPEN, PARTS, REST, Plates, RenderTokenizer
+from chatmill.format.sheet import Sheet, lay_out
+from chatmill.records import Record
 from chatmill.rows import (
     EMPTY,
     NO_MESSAGE,
@@ -32,6 +34,7 @@ from chatmill.rows import (
     OWN_ID,
     SPAN,
     File,
+    Ids,
     Index,
     Part,
     Role,
@@ -75,24 +78,50 @@ def render(
     if not records:
         return EMPTY
     plates = Plates(format, tokenizer)
-    messages, counts, lead = _flatten(records, format)
-    roles = np.frombuffer(bytes([CODE[message.role] for message in messages]), dtype=np.uint8)
-    # Messages with more than a role and a content; on the bulk path there are few.
-    odd = [
-        at
-        for at, message in enumerate(messages)
-        if message.weight is not None or message.tool_calls or message.reasoning or not message.complete
-    ]
-    bodies = {
-        at: body_of(message, format, plates.prefix[roles[at]], plates.suffix[roles[at]] if message.complete else "")
-        for at in odd
-        if (message := messages[at]).tool_calls or message.reasoning
-    }
-    texts, text_of = _texts(messages, roles, plates, bodies)
-    flat, text_start = tokenizer.encode_batch(texts)
+    sheet = lay_out(records, format, plates)
+    return _print(sheet, plates, tokenizer, *tokenizer.encode_batch(sheet.texts), train_on=train_on)
 
+
+def render_chunks(
+    records: Iterable[Record],
+    format: ChatFormat,
+    tokenizer: RenderTokenizer,
+    *,
+    train_on: TrainOn = "assistant",
+    chunk: int = 1024,
+) -> Iterator[Rows]:
+    """All records, `chunk` at a time, so that memory does not grow with their number.
+
+    While one chunk is printed the next is being encoded, which needs no Python.
+    """
+    plates = Plates(format, tokenizer)
+    stream = iter(records)
+    with ThreadPoolExecutor(max_workers=1) as encoder:
+        ahead: tuple[Sheet, Future[tuple[Ids, Index]]] | None = None
+        while True:
+            batch = list(islice(stream, chunk))
+            sheet = lay_out(batch, format, plates) if batch else None
+            before, ahead = ahead, (sheet, encoder.submit(tokenizer.encode_batch, sheet.texts)) if sheet else None
+            if before is not None:
+                yield _print(before[0], plates, tokenizer, *before[1].result(), train_on=train_on)
+            if ahead is None:
+                return
+
+
+def prompt_ids(record: Record, format: ChatFormat, tokenizer: RenderTokenizer) -> list[int]:
+    """What a server would feed the model to get the next answer: a prefix of the row it was trained on."""
+    plates = Plates(format, tokenizer)
+    ids: list[int] = render([record], format, tokenizer).ids.tolist()
+    return ids[: len(ids) - len(plates.fixed("assistant", END))] + plates.fixed("assistant", OPEN)
+
+
+def _print(
+    sheet: Sheet, plates: Plates, tokenizer: RenderTokenizer, flat: Ids, text_start: Index, *, train_on: TrainOn
+) -> Rows:
+    """The rows of a sheet whose texts have been encoded."""
+    messages, roles, bodies = sheet.messages, sheet.roles, sheet.bodies
+    first_message, text_of = sheet.first_message, sheet.text_of
     # Pieces: five fixed ones a message, and its body, which is one piece but for the messages in `bodies`.
-    first_message = offsets(counts)
     widths = np.full(len(messages), 6, dtype=np.int64)
     for at, body in bodies.items():
         widths[at] = 5 + len(body)
@@ -118,6 +147,12 @@ def render(
     where = base[:-1] + 2
     lengths[where] = text_start[text_of + 1] - text_start[text_of]
     starts[where] = text_start[text_of]
+    # Texts that recur are copied from a pool of their own, so that all others stand in their order.
+    again = np.flatnonzero(text_of != np.arange(len(text_of)))
+    recurring, which = np.unique(text_of[again], return_inverse=True)
+    pool = copy_tokens(flat, text_start[recurring], text_start[recurring + 1] - text_start[recurring])
+    pool_start = len(flat) + len(plates.literals) + offsets(text_start[recurring + 1] - text_start[recurring])
+    starts[where[again]] = pool_start[which]
     parts[where] = Part.CONTENT
     rules[where] = plates.body_rule
     if bodies:
@@ -128,7 +163,7 @@ def render(
 
     # Flags: a weight of the message's own, and turns that never closed.
     weights = np.zeros(base[-1], dtype=np.float32)
-    for at in odd:
+    for at in sheet.odd:
         message = messages[at]
         if message.weight is not None or not message.complete:
             of_message = slice(base[at], base[at + 1])
@@ -143,7 +178,7 @@ def render(
     kept = lengths > 0
     spans = np.zeros(int(kept.sum()), dtype=SPAN)
     spans["length"] = lengths[kept]
-    numbers = np.repeat(_message_numbers(first_message, lead), widths)
+    numbers = np.repeat(_message_numbers(first_message, sheet.lead), widths)
     numbers[places[BEGIN]] = NO_MESSAGE
     spans["message"] = numbers[kept]
     spans["weight"] = weights[kept]
@@ -155,70 +190,9 @@ def render(
     spans["rule"] = rules[kept]
     first_span = offsets(kept)[base[first_message]]
     weigh(spans, first_span, train_on)
-    origins, files = _origins(records)
-    ids = copy_tokens(flat, starts, lengths, plates.literals)
-    return Rows(ids, spans, first_span, origins, np.arange(len(records) + 1, dtype=np.int64), files)
-
-
-def render_chunks(
-    records: Iterable[Record],
-    format: ChatFormat,
-    tokenizer: RenderTokenizer,
-    *,
-    train_on: TrainOn = "assistant",
-    chunk: int = 1024,
-) -> Iterator[Rows]:
-    """All records, `chunk` at a time, so that memory does not grow with their number."""
-    stream = iter(records)
-    while batch := list(islice(stream, chunk)):
-        yield render(batch, format, tokenizer, train_on=train_on)
-
-
-def prompt_ids(record: Record, format: ChatFormat, tokenizer: RenderTokenizer) -> list[int]:
-    """What a server would feed the model to get the next answer: a prefix of the row it was trained on."""
-    plates = Plates(format, tokenizer)
-    ids: list[int] = render([record], format, tokenizer).ids.tolist()
-    return ids[: len(ids) - len(plates.fixed("assistant", END))] + plates.fixed("assistant", OPEN)
-
-
-def _flatten(records: Sequence[Record], format: ChatFormat) -> tuple[list[Message], Index, Index]:
-    """All messages in one list, how many each record has, and how many of those the format put in front."""
-    messages: list[Message] = []
-    counts = np.empty(len(records), dtype=np.int64)
-    lead = np.empty(len(records), dtype=np.int64)
-    for at, record in enumerate(records):
-        of_record = messages_of(record, format)
-        messages.extend(of_record)
-        counts[at] = len(of_record)
-        lead[at] = len(of_record) - len(record.messages)
-    return messages, counts, lead
-
-
-def _texts(
-    messages: list[Message], roles: NDArray[np.uint8], plates: Plates, bodies: dict[int, Body]
-) -> tuple[list[str], Index]:
-    """The texts to encode, and which of them each message's body is; system texts that recur stand once."""
-    prefix = dict(zip(ROLES, plates.prefix, strict=True))
-    suffix = dict(zip(ROLES, plates.suffix, strict=True))
-    if any(plates.suffix):
-        texts = [
-            prefix[message.role] + message.content + (suffix[message.role] if message.complete else "")
-            for message in messages
-        ]
-    else:
-        texts = [prefix[message.role] + message.content for message in messages]
-    text_of = np.arange(len(texts), dtype=np.int64)
-    seen: dict[str, int] = {}
-    for at in np.flatnonzero(roles == Role.SYSTEM).tolist():
-        first = seen.setdefault(texts[at], at)
-        if first != at:
-            text_of[at] = first
-            texts[at] = ""
-    for at, body in bodies.items():
-        texts[at] = ""
-        body.first_text = len(texts)
-        texts += body.runs
-    return texts, text_of
+    origins, files = _origins(sheet.records)
+    ids = copy_tokens(flat, starts, lengths, np.concatenate([plates.literals, pool]))
+    return Rows(ids, spans, first_span, origins, np.arange(len(sheet.records) + 1, dtype=np.int64), files)
 
 
 def _message_numbers(first_message: Index, lead: Index) -> NDArray[np.uint32]:

@@ -1,0 +1,87 @@
+"""Sheets: the messages of a chunk in columns, and the texts that are to be encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.format.body import Body, body_of, messages_of
+from chatmill.format.chat_format import ChatFormat
+from chatmill.format.plates import CODE, Plates
+from chatmill.records import ROLES, Message, Record
+from chatmill.rows import Index, Role, offsets
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """All messages of some records, laid out for printing."""
+
+    records: Sequence[Record]
+    messages: list[Message]
+    first_message: Index
+    """Where each record begins among the messages, and their end."""
+    lead: Index
+    """How many messages of each record the format put in front."""
+    roles: NDArray[np.uint8]
+    odd: list[int]
+    """Messages with more than a role and a content; on the bulk path there are few."""
+    bodies: dict[int, Body]
+    """Those of them whose body is more than one text."""
+    texts: list[str]
+    text_of: Index
+    """Which of the texts the body of each message is."""
+
+
+def lay_out(records: Sequence[Record], format: ChatFormat, plates: Plates) -> Sheet:
+    """Everything that can be done before the texts are encoded."""
+    messages: list[Message] = []
+    counts = np.empty(len(records), dtype=np.int64)
+    lead = np.empty(len(records), dtype=np.int64)
+    for at, record in enumerate(records):
+        of_record = messages_of(record, format)
+        messages.extend(of_record)
+        counts[at] = len(of_record)
+        lead[at] = len(of_record) - len(record.messages)
+    roles = np.frombuffer(bytes([CODE[message.role] for message in messages]), dtype=np.uint8)
+    odd = [
+        at
+        for at, message in enumerate(messages)
+        if message.weight is not None or message.tool_calls or message.reasoning or not message.complete
+    ]
+    bodies = {
+        at: body_of(message, format, plates.prefix[roles[at]], plates.suffix[roles[at]] if message.complete else "")
+        for at in odd
+        if (message := messages[at]).tool_calls or message.reasoning
+    }
+    texts, text_of = _texts(messages, roles, plates, bodies)
+    return Sheet(records, messages, offsets(counts), lead, roles, odd, bodies, texts, text_of)
+
+
+def _texts(
+    messages: list[Message], roles: NDArray[np.uint8], plates: Plates, bodies: dict[int, Body]
+) -> tuple[list[str], Index]:
+    """The texts to encode, and which of them each message's body is; system texts that recur stand once."""
+    prefix = dict(zip(ROLES, plates.prefix, strict=True))
+    suffix = dict(zip(ROLES, plates.suffix, strict=True))
+    if any(plates.suffix):
+        texts = [
+            prefix[message.role] + message.content + (suffix[message.role] if message.complete else "")
+            for message in messages
+        ]
+    else:
+        texts = [prefix[message.role] + message.content for message in messages]
+    text_of = np.arange(len(texts), dtype=np.int64)
+    seen: dict[str, int] = {}
+    for at in np.flatnonzero(roles == Role.SYSTEM).tolist():
+        first = seen.setdefault(texts[at], at)
+        if first != at:
+            text_of[at] = first
+            texts[at] = ""
+    for at, body in bodies.items():
+        texts[at] = ""
+        body.first_text = len(texts)
+        texts += body.runs
+    return texts, text_of
