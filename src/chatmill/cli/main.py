@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from chatmill import __version__
-from chatmill.cli import check, export, formats, render, tokenizer
+from chatmill.cli import check, export, formats, render, tokenizer, verify
 from chatmill.errors import ChatmillError, one_line
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("check")(check.check)
 app.command("render")(render.render_command)
 app.command("formats")(formats.formats)
+app.command("verify")(verify.verify)
 app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(export.app, name="export")
 

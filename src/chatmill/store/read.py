@@ -64,9 +64,7 @@ def open_dataset(path: str | Path) -> Dataset:
     Datasets of the episode specification that other programs wrote open too, without spans and origins.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected a dataset")
-    metadata = _metadata(folder)
+    metadata = stored_metadata(folder)
     if metadata is None:
         strangers = stranger_splits(folder)
         return Dataset(folder, None, {name: Episodes(folder, shards, ()) for name, shards in strangers.items()})
@@ -81,7 +79,10 @@ def is_dataset(path: str | Path) -> bool:
     return (train / INDEX).is_file() or any(train.glob(f"shard_*/{INDEX}"))
 
 
-def _metadata(folder: Path) -> Metadata | None:
+def stored_metadata(folder: Path) -> Metadata | None:
+    """The metadata of a dataset of ours; None if another program wrote it, and `DataError` if it is damaged."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; expected a dataset")
     path = folder / METADATA
     if path.is_file() and is_ours(path.read_bytes()):
         return read_metadata(folder)

@@ -1,8 +1,15 @@
-"""Rows to shards: any number of `append`, each file written once from front to back and hashed on the way."""
+"""Rows to shards: any number of `append`, each file written once from front to back and hashed on the way.
+
+The caller's thread turns rows into bytes; one other hashes and writes them, in order.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,8 +36,10 @@ from chatmill.store.layout import (
 )
 from chatmill.store.metadata import FileInfo, ShardInfo, SplitInfo
 
-SLAB = 1 << 17
+SLAB = 1 << 18
 """Tokens that are turned into bytes at a time: their copies stay in the cache, and memory stays flat."""
+WAITING = 4
+"""Slabs that may wait to be written."""
 
 
 class SplitWriter:
@@ -51,6 +60,7 @@ class SplitWriter:
         self._done: list[ShardInfo] = []
         self._shard: _Shard | None = None
         self._files = _Files()
+        self._line = _Line()
         make_folder(folder)
 
     def append(self, rows: Rows) -> None:
@@ -74,18 +84,20 @@ class SplitWriter:
     def close(self) -> SplitInfo:
         """Finish the last shard and say what was written."""
         self._finish()
+        self._line.close()
         return SplitInfo(tuple(self._done), self._files.table())
 
     def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._line.abandon()
         if self._shard is not None:
             self._shard.abandon()
             self._shard = None
 
     def _open(self) -> _Shard:
-        return _Shard(self._folder / shard_name(len(self._done)), self._dtype)
+        return _Shard(self._folder / shard_name(len(self._done)), self._dtype, self._line)
 
     def _finish(self) -> None:
         if self._shard is not None:
@@ -136,6 +148,36 @@ class _Files:
         return tuple(self._numbers)
 
 
+class _Line:
+    """Work that another thread does, in the order in which it was given; its faults come back to who waits for it."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: deque[Future[None]] = deque()
+
+    def give(self, work: Callable[[], None]) -> None:
+        # Begun at the first work, so that a caller may still fork after it has made a writer.
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._waiting.append(self._pool.submit(work))
+        while len(self._waiting) > WAITING:
+            self._waiting.popleft().result()
+
+    def wait(self) -> None:
+        """Return when all work is done."""
+        while self._waiting:
+            self._waiting.popleft().result()
+
+    def close(self) -> None:
+        self.wait()
+        self.abandon()
+
+    def abandon(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._pool = None
+        self._waiting.clear()
+
+
 class _Part:
     """One file of a shard: its bytes are hashed and counted as they are written."""
 
@@ -145,7 +187,7 @@ class _Part:
         self._size = 0
 
     def put(self, records: NDArray[Any]) -> None:
-        data = memoryview(records.view(np.uint8))
+        data = records.view(np.uint8).data
         self._hash.update(data)
         self._file.write(data)
         self._size += data.nbytes
@@ -158,8 +200,9 @@ class _Part:
 class _Shard:
     """The files of one shard while they are written."""
 
-    def __init__(self, folder: Path, dtype: np.dtype[np.unsignedinteger]) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype[np.unsignedinteger], line: _Line) -> None:
         make_folder(folder)
+        self._line = line
         self._folder = folder
         self._dtype = dtype
         # The spans first: a folder that has them and no metadata is known as an unfinished build.
@@ -170,12 +213,16 @@ class _Shard:
     def put(self, rows: Rows, files: _Files) -> None:
         lengths, spans = rows.lengths, rows.spans
         trained = spans["weight"] > 0
-        self._parts[TOKENS].put(rows.ids.astype(self._dtype))
-        self._parts[MASK].put(rows.per_token(trained.view(np.uint8)))
-        self._parts[INDEX].put(self._entries(rows))
-        self._parts[SPANS].put(_stored(spans))
-        self._parts[ORIGINS].put(self._origins(rows, files))
-        self._put_targets(spans["target"])
+        pieces = {
+            TOKENS: rows.ids.astype(self._dtype),
+            MASK: rows.per_token(trained.view(np.uint8)),
+            INDEX: self._entries(rows),
+            SPANS: _stored(spans),
+            ORIGINS: self._origins(rows, files),
+        }
+        if len(targets := self._targets(spans["target"])):
+            pieces[TARGETS] = targets
+        self._line.give(partial(self._write, pieces))
         self.num_episodes += len(rows)
         self.num_tokens += len(rows.ids)
         self._trained += int(spans["length"].sum(where=trained, dtype=np.int64))
@@ -185,6 +232,7 @@ class _Shard:
         self._longest = max(self._longest, int(lengths.max()))
 
     def close(self) -> ShardInfo:
+        self._line.wait()
         return ShardInfo(
             num_episodes=self.num_episodes,
             num_tokens=self.num_tokens,
@@ -221,16 +269,18 @@ class _Shard:
         records["key"] = rows.origins["key"]
         return records
 
-    def _put_targets(self, target: NDArray[np.int32]) -> None:
+    def _targets(self, target: NDArray[np.int32]) -> Table:
         chosen = np.flatnonzero(target != OWN_ID)
-        if not len(chosen):
-            return
-        if TARGETS not in self._parts:
-            self._parts[TARGETS] = _Part(self._folder / TARGETS)
         records = np.empty(len(chosen), dtype=TARGET)
         records["span"] = chosen + self._spans
         records["target"] = target[chosen]
-        self._parts[TARGETS].put(records)
+        return records
+
+    def _write(self, pieces: dict[str, NDArray[Any]]) -> None:
+        for name, records in pieces.items():
+            if name not in self._parts:
+                self._parts[name] = _Part(self._folder / name)
+            self._parts[name].put(records)
 
 
 def _stored(spans: Table) -> Table:

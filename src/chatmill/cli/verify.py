@@ -1,0 +1,46 @@
+"""`chatmill verify`: is this dataset, byte for byte, what was written?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chatmill.cli.options import AsJson, echo_json
+from chatmill.store import verify as store
+
+
+def verify(
+    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset.", show_default=False)],
+    full: Annotated[
+        bool, typer.Option("--full", help="Read every byte: hashes, ids, and that mask equals spans.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a dataset: its metadata, the size of every file, that episodes tile tokens and spans tile episodes.
+
+    \b
+    Every fault is one line, and the exit code then 1.
+    Examples:
+      chatmill verify data/chat_sft
+      chatmill verify data/chat_sft --full --json
+    """
+    found = store.verify(dataset, full=full)
+    if as_json:
+        splits = {name: asdict(counts) for name, counts in found.splits.items()}
+        echo_json(
+            {"ok": not found.faults, "full": full, "sha256": found.sha256, "splits": splits, "faults": found.faults}
+        )
+    elif found.faults:
+        typer.echo("\n".join(found.faults))
+    else:
+        typer.echo(f"OK: {dataset}" + (f" (sha256 {found.sha256})" if found.sha256 else " (no hashes to check)"))
+        for name, counts in found.splits.items():
+            typer.echo(
+                f"{name}: {counts.episodes:,} episodes, {counts.tokens:,} tokens, {counts.trained:,} trained, "
+                f"{counts.shards:,} {'shard' if counts.shards == 1 else 'shards'}"
+            )
+    if found.faults:
+        raise typer.Exit(1)

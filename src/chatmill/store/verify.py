@@ -1,0 +1,269 @@
+"""Everything that can be wrong with a dataset, one line each.
+
+Without `full` the metadata, the sizes, the index and the spans are read; with it every byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import ChatmillError, DataError
+from chatmill.rows import NO_FILE, Index, Part, Role, Rule, offsets
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS, WIDE, shard_name
+from chatmill.store.metadata import Metadata, ShardInfo, listed_files, size_faults
+from chatmill.store.read import Episodes, first_spans, lower_bound, open_dataset, stored_metadata
+
+EPISODES, TOKENS_AT_ONCE = 1 << 16, 1 << 22
+PIECE = 1 << 22
+CODES = {"role": Role, "part": Part, "rule": Rule}
+
+
+@dataclass(frozen=True)
+class Counts:
+    episodes: int
+    tokens: int
+    trained: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a dataset holds, and what is wrong with it: nothing if `faults` is empty."""
+
+    faults: tuple[str, ...]
+    splits: dict[str, Counts]
+    sha256: str | None
+    """The hash of the dataset; None if another program wrote it, or if it cannot be read."""
+
+
+def verify(path: str | Path, *, full: bool) -> Verified:
+    """Read a dataset and name every fault in one line each. Nothing is raised for what is found on disk."""
+    folder = Path(path)
+    try:
+        metadata = stored_metadata(folder)
+        sha256 = None if metadata is None else metadata.sha256
+        faults = [] if metadata is None else list(size_faults(folder, metadata))
+        if faults:
+            # The tables cannot be read over files of a wrong size.
+            return Verified((*faults, *_unlisted(folder, metadata)), {}, sha256)
+        dataset = open_dataset(folder)
+    except DataError as error:
+        return Verified((str(error),), {}, None)
+    splits = {}
+    for name in dataset.splits:
+        episodes, trained = dataset[name], 0
+        for number in range(len(episodes.shards)):
+            info = None if metadata is None else metadata.splits[name].shards[number]
+            check = _ShardCheck(episodes, number, info, metadata, full=full)
+            try:
+                check.run()
+            except DataError as error:
+                faults.append(str(error))
+            trained += check.trained
+        splits[name] = Counts(len(episodes), episodes.num_tokens, trained, len(episodes.shards))
+    if metadata is not None:
+        faults += _unlisted(folder, metadata)
+        faults += _ledger_faults(folder, metadata)
+        if full:
+            faults += _hash_faults(folder, metadata)
+    return Verified(tuple(faults), splits, sha256)
+
+
+def _hash_faults(folder: Path, metadata: Metadata) -> Iterator[str]:
+    for path, info in listed_files(folder, metadata):
+        found = hashlib.sha256()
+        with path.open("rb") as file:
+            while piece := file.read(PIECE):
+                found.update(piece)
+        if found.hexdigest() != info.sha256:
+            yield f"{path}: sha256 {found.hexdigest()[:12]}…; the metadata says {info.sha256[:12]}…; it was changed"
+
+
+def _unlisted(folder: Path, metadata: Metadata | None) -> Iterator[str]:
+    """Shards and files in them that the metadata does not answer for."""
+    if metadata is None:
+        return
+    listed = {path for path, _ in listed_files(folder, metadata)}
+    for name, split in metadata.splits.items():
+        shards = {shard_name(number) for number in range(len(split.shards))}
+        for path in sorted((folder / name).glob("*")):
+            if path.name not in shards:
+                yield f"{path}: the metadata does not list it; remove it or rebuild the dataset"
+                continue
+            for file in sorted(path.glob("*")):
+                if file not in listed:
+                    yield f"{file}: the metadata does not list it; remove it or rebuild the dataset"
+
+
+def _ledger_faults(folder: Path, metadata: Metadata) -> Iterator[str]:
+    ledger = metadata.ledger
+    if not ledger.entries:
+        return
+    try:
+        ledger.check()
+    except ChatmillError as error:
+        yield f"{folder}: {error}"
+    stored = ledger.total("stored")
+    for what, said, found in (
+        ("tokens", stored.tokens, sum(split.num_tokens for split in metadata.splits.values())),
+        ("trained tokens", stored.trained, sum(split.num_trained_tokens for split in metadata.splits.values())),
+    ):
+        if said != found:
+            yield f"{folder}: the ledger says {said} {what} were stored; the shards hold {found}"
+
+
+class _ShardCheck:
+    """One shard, a stretch of episodes at a time, so that memory does not grow with it.
+
+    Its first fault ends the check of a shard: what follows would only echo it.
+    """
+
+    def __init__(
+        self, episodes: Episodes, number: int, info: ShardInfo | None, metadata: Metadata | None, *, full: bool
+    ) -> None:
+        self._shard = episodes.shards[number]
+        self._arrays = {name: episodes.array(number, name) for name in self._shard.records}
+        self._num_files = len(episodes.files)
+        self._info, self._metadata, self._full = info, metadata, full
+        self.trained = 0
+        self._spans_seen = self._segments_seen = self._tokens_seen = 0
+        self._shortest, self._longest = 2**62, 0
+
+    def run(self) -> None:
+        index = self._arrays[INDEX]
+        at = 0
+        while at < len(index):
+            lengths = index["length"][at : at + EPISODES]
+            # Lengths that lie may not overflow the sum that decides how far to read.
+            ends = np.cumsum(np.minimum(lengths, TOKENS_AT_ONCE))
+            stop = at + max(1, int(np.searchsorted(ends, TOKENS_AT_ONCE, side="right")))
+            self._stretch(at, stop)
+            at = stop
+        self._ends()
+        if self._full and TARGETS in self._arrays:
+            self._targets()
+
+    def _fault(self, file: str, what: str) -> DataError:
+        return DataError(f"{self._shard.folder / file}: {what}")
+
+    def _stretch(self, at: int, stop: int) -> None:
+        first_token = self._tokens_seen
+        length = self._entries(at, stop)
+        if SPANS in self._arrays:
+            trained = self._spans(at, stop, length)
+        else:
+            trained = self._stranger_mask(slice(first_token, self._tokens_seen))
+        self.trained += int(np.count_nonzero(trained))
+        if self._full:
+            self._bytes(slice(first_token, self._tokens_seen), trained)
+
+    def _entries(self, at: int, stop: int) -> Index:
+        """The lengths of a stretch of episodes, each of which begins where the one before it ends."""
+        entries = self._arrays[INDEX][at:stop]
+        start, length = entries["start"], entries["length"]
+        if int(length.max()) > self._shard.num_tokens - self._tokens_seen:
+            where = at + int(length.argmax())
+            raise self._fault(INDEX, f"episode {where} has {length.max()} tokens; the shard ends before them")
+        expected = self._tokens_seen + np.cumsum(length) - length
+        for where in np.flatnonzero(start != expected)[:1]:
+            right = f"expected {expected[where]}, after the one before"
+            raise self._fault(INDEX, f"episode {at + where} starts at {start[where]}; {right}")
+        self._tokens_seen += int(length.sum())
+        if self._tokens_seen > self._shard.num_tokens:
+            raise self._fault(INDEX, f"episode {stop - 1} ends beyond the {self._shard.num_tokens} tokens")
+        self._shortest = min(self._shortest, int(length.min()))
+        self._longest = max(self._longest, int(length.max()))
+        return length.astype(np.int64)
+
+    def _spans(self, at: int, stop: int, length: Index) -> NDArray[np.bool_]:
+        """Check the segments and spans of a stretch of episodes; which of its tokens they train."""
+        origins, spans = self._arrays[ORIGINS], self._arrays[SPANS]
+        row = origins["row"].view(np.int64)
+        begin = self._segments_seen
+        end = max(begin, int(lower_bound(row, np.array([stop]))[0]))
+        here = row[begin:end]
+        if np.any(here < at) or np.any(here >= stop) or np.any(np.diff(here) < 0):
+            raise self._fault(ORIGINS, f"segments {begin} to {end} are not in the order of their episodes")
+        self._segments_seen = end
+        file = origins["file"][begin:end]
+        if np.any((file != NO_FILE) & (file >= self._num_files)):
+            raise self._fault(ORIGINS, f"one of segments {begin} to {end} names a file beyond {self._num_files}")
+        first = first_spans(origins, np.arange(begin, end + 1), len(spans))
+        if first[0] != self._spans_seen or first[-1] > len(spans) or np.any(np.diff(first) < 0):
+            raise self._fault(ORIGINS, f"the spans of segments {begin} to {end} do not follow those before")
+        table = spans[first[0] : first[-1]]
+        self._spans_seen = int(first[-1])
+        sizes, weight = table["length"], table["weight"]
+        if np.any(sizes == 0):
+            raise self._fault(SPANS, f"one of episodes {at} to {stop} has an empty span")
+        row_span = (first - first[0])[np.searchsorted(here, np.arange(at, stop + 1))]
+        tiled = np.diff(offsets(sizes)[row_span])
+        for where in np.flatnonzero(tiled != length)[:1]:
+            right = f"of its {length[where]} tokens"
+            raise self._fault(SPANS, f"the spans of episode {at + where} cover {tiled[where]} {right}")
+        if not np.all(np.isfinite(weight) & (weight >= 0)):
+            raise self._fault(SPANS, f"one of episodes {at} to {stop} has a weight that is negative or not finite")
+        for name, codes in CODES.items():
+            if not np.isin(table[name], [int(code) for code in codes]).all():
+                raise self._fault(SPANS, f"one of episodes {at} to {stop} has a {name} that does not exist")
+        return np.repeat(weight > 0, sizes)
+
+    def _stranger_mask(self, here: slice) -> NDArray[np.bool_]:
+        if MASK not in self._arrays:
+            return np.ones(here.stop - here.start, dtype=np.bool_)
+        mask = self._arrays[MASK][here]
+        for where in np.flatnonzero(mask > 1)[:1]:
+            raise self._fault(MASK, f"{mask[where]} at token {here.start + where}; expected 0 or 1")
+        return mask.astype(np.bool_)
+
+    def _bytes(self, here: slice, trained: NDArray[np.bool_]) -> None:
+        """Hold mask and ids of a stretch of tokens against what they may be."""
+        if MASK in self._arrays:
+            mask = self._arrays[MASK][here]
+            for where in np.flatnonzero(mask != trained)[:1]:
+                right = f"its span says {int(trained[where])}"
+                raise self._fault(MASK, f"{mask[where]} at token {here.start + where}; {right}")
+        if self._metadata is not None:
+            vocab_size, tokens = self._metadata.vocab_size, self._arrays[TOKENS][here]
+            for where in np.flatnonzero(tokens >= vocab_size)[:1]:
+                raise self._fault(
+                    TOKENS, f"id {tokens[where]} at token {here.start + where}; the vocabulary has {vocab_size}"
+                )
+
+    def _ends(self) -> None:
+        """What was walked over must be all there is, and what the metadata counts."""
+        records = self._shard.records
+        for file, what, seen, there in (
+            (INDEX, "tokens", self._tokens_seen, self._shard.num_tokens),
+            (ORIGINS, "segments", self._segments_seen, records.get(ORIGINS, 0)),
+            (SPANS, "spans", self._spans_seen, records.get(SPANS, 0)),
+        ):
+            if seen != there:
+                raise self._fault(file, f"episodes account for {seen} of {there} {what}")
+        if self._info is None:
+            return
+        for file, what, said, found in (
+            (SPANS, "trained tokens", self._info.num_trained_tokens, self.trained),
+            (INDEX, "tokens in the shortest episode", self._info.shortest, self._shortest),
+            (INDEX, "tokens in the longest episode", self._info.longest, self._longest),
+        ):
+            if said != found:
+                raise self._fault(file, f"{found} {what}; the metadata says {said}")
+
+    def _targets(self) -> None:
+        table = self._arrays[TARGETS]
+        vocab_size = WIDE if self._metadata is None else self._metadata.vocab_size
+        last = -1
+        for at in range(0, len(table), EPISODES):
+            span, target = table["span"][at : at + EPISODES].astype(np.int64), table["target"][at : at + EPISODES]
+            if span[0] <= last or np.any(np.diff(span) <= 0) or span[-1] >= self._shard.records[SPANS]:
+                raise self._fault(TARGETS, "its spans do not rise, or go beyond those there are")
+            if int(target.max()) >= vocab_size:
+                raise self._fault(TARGETS, f"target {target.max()}; the vocabulary has {vocab_size}")
+            last = int(span[-1])
