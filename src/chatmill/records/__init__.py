@@ -5,6 +5,7 @@ from chatmill.records.read import MAX_LINE_BYTES, Part, plan, read, read_part
 from chatmill.records.record import ROLES, Message, Record, Role, ToolCall
 from chatmill.records.rejects import Rejects
 from chatmill.records.shapes import SHAPES
+from chatmill.records.split import Split, shuffle_split
 
 __all__ = [
     "MAX_LINE_BYTES",
@@ -16,9 +17,11 @@ __all__ = [
     "Record",
     "Rejects",
     "Role",
+    "Split",
     "ToolCall",
     "expand",
     "plan",
     "read",
     "read_part",
+    "shuffle_split",
 ]
