@@ -14,7 +14,7 @@ or at EOS begins no turn anew, whether or not the turn before it was closed.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -38,6 +38,7 @@ from chatmill.rows import (
     Rows,
     Rule,
     Table,
+    concat,
     ragged_index,
 )
 
@@ -76,22 +77,48 @@ def blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", ledger:
       answer before it there was left open; EOS and a system marker start this count afresh.
     - The last block is filled with EOS, or dropped.
     """
+    return _blocks(rows, block_size, 0, last=True, remainder=remainder, ledger=ledger)[0]
+
+
+def stream_blocks(
+    chunks: Iterable[Rows], block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None
+) -> Iterator[Rows]:
+    """The blocks of all chunks in their order, as `blocks` would cut them together, with little held at a time."""
+    carry, at = EMPTY, 0
+    for chunk in chunks:
+        rows = concat([carry, chunk])
+        made, stop = _blocks(rows, block_size, at, last=False, remainder=remainder, ledger=ledger)
+        if len(made):
+            yield made
+        row = int(np.searchsorted(rows.row_start, stop, side="right")) - 1
+        carry, at = rows[row:], stop - int(rows.row_start[row])
+    made, _ = _blocks(carry, block_size, at, last=True, remainder=remainder, ledger=ledger)
+    if len(made):
+        yield made
+
+
+def _blocks(
+    rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
+) -> tuple[Rows, int]:
+    """Blocks from token `at` on, and where they end; unless these rows are the last, only those that are full."""
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; a block holds at least one token")
     if remainder not in ("pad", "drop"):
         raise DataError(f'remainder is "{remainder}"; expected pad or drop')
-    if len(rows.ids) == 0:
-        return replace(EMPTY, files=rows.files)
+    if len(rows.ids) == at:
+        return replace(EMPTY, files=rows.files), at
     turns = _turns(rows)
-    cuts = _cut(turns, block_size)
-    missing = block_size - int(cuts.length[-1])
+    cuts, stop = _cut(turns, block_size, at, last=last)
+    missing = block_size - int(cuts.length[-1]) if len(cuts.length) else 0
     kept = cuts.first(len(cuts.start) - 1) if missing and remainder == "drop" else cuts
     padding = missing if remainder == "pad" else 0
-    weighed = replace(rows, spans=_weigh(rows, turns, cuts))
-    packed = gather(weighed, _plan(rows, turns, kept, padding), _end(int(rows.ids[-1]), padding))
+    packed = replace(EMPTY, files=rows.files)
+    if len(kept.start):
+        weighed = replace(rows, spans=_weigh(rows, turns, cuts))
+        packed = gather(weighed, _plan(rows, turns, kept, padding), _end(int(rows.ids[-1]), padding))
     if ledger is not None:
-        _count(ledger, rows, cuts, kept, packed)
-    return packed
+        _count(ledger, rows, cuts, kept, packed, at, stop)
+    return packed, stop
 
 
 class _Turns(NamedTuple):
@@ -172,7 +199,8 @@ class _Cuts(NamedTuple):
         return _Cuts(*(column[:count] for column in self))
 
 
-def _cut(turns: _Turns, block_size: int) -> _Cuts:
+def _cut(turns: _Turns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
+    """The blocks from token `at` on, and where they end; unless these turns are the last, only full ones."""
     users = np.flatnonzero(turns.role == Role.USER)
     system = turns.system[users]
     system_length = np.where(system >= 0, turns.stop[system] - turns.start[system], 0)
@@ -184,10 +212,14 @@ def _cut(turns: _Turns, block_size: int) -> _Cuts:
     user_start, user_stop = turns.start[users].tolist(), turns.stop[users].tolist()
     row_stop, room = turns.row_stop[users].tolist(), (block_size - injected).tolist()
     taken: list[tuple[int, int, int]] = []
-    at, end = 0, int(turns.stop[-1])
+    end = int(turns.stop[-1])
     while at < end:
         user = bisect_left(user_start, at) - 1
-        if user < 0 or user_stop[user] <= at:
+        if user >= 0 and user_stop[user] <= at:
+            user = -1
+        if not last and at + (block_size if user < 0 else room[user]) > end:
+            break
+        if user < 0:
             taken.append((at, min(at + block_size, end), -1))
             at = taken[-1][1]
         else:
@@ -196,15 +228,16 @@ def _cut(turns: _Turns, block_size: int) -> _Cuts:
                 taken.append((at, stop, user))
             at = stop if user_stop[user] <= stop else row_stop[user]
 
-    start, stop, cut = np.array(taken, dtype=np.int64).T
+    starts, stops, cut = np.array(taken, dtype=np.int64).reshape(-1, 3).T
     anew = cut >= 0
-    return _Cuts(
-        start,
-        stop,
+    cuts = _Cuts(
+        starts,
+        stops,
         system=np.where(anew, np.append(system, -1)[cut], -1),
         user=np.where(anew, np.append(users, -1)[cut], -1),
-        length=stop - start + np.append(injected, 0)[cut],
+        length=stops - starts + np.append(injected, 0)[cut],
     )
+    return cuts, at
 
 
 def _weigh(rows: Rows, turns: _Turns, cuts: _Cuts) -> Table:
@@ -214,7 +247,8 @@ def _weigh(rows: Rows, turns: _Turns, cuts: _Cuts) -> Table:
     """
     block = np.searchsorted(cuts.start, turns.start, side="right") - 1
     start, stop = cuts.start[block], cuts.stop[block]
-    whole = turns.closed & (turns.stop <= stop)
+    # What began before all of these blocks was decided with the blocks before.
+    whole = turns.closed & (turns.stop <= stop) & (block >= 0)
     after_open = (turns.left_open >= 0) & (turns.start[turns.left_open] >= start)
     # A user turn that reaches into the block from before is begun anew there, so its end is all that counts.
     asked = (turns.user >= 0) & turns.closed[turns.user] & (turns.stop[turns.user] > start)
@@ -283,7 +317,7 @@ def _end(eos: int, length: int) -> Rows | None:
     return Rows(np.full(length, eos, dtype=np.uint32), span, one, origin, one)
 
 
-def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows) -> None:
+def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, at: int, end: int) -> None:
     """What the blocks add, leave out and may not train.
 
     A conversation in three blocks is three rows there: two are counted as repeated, without a token.
@@ -300,11 +334,18 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows) -
         if np.any(chosen):
             ledger.add(bucket, reason, tokens=int(length[chosen].sum()))
     pieces = _pieces(rows, kept.start, kept.stop).segment
-    stored = np.unique(pieces)
-    if len(pieces) > len(stored):
-        ledger.add("repeated", "goes_on_in_next_block", rows=len(pieces) - len(stored))
+    # A conversation that goes on from the blocks before has a row there already.
+    entered = int(np.searchsorted(rows.segment_start, at, side="right")) - 1
+    before = [entered] if at > rows.segment_start[entered] else []
+    stored = np.unique(np.concatenate([np.array(before, dtype=np.int64), pieces]))
+    if again := len(pieces) + len(before) - len(stored):
+        ledger.add("repeated", "goes_on_in_next_block", rows=again)
 
-    next_start = np.append(cuts.start[1:], len(rows.ids))
+    if not len(cuts.start):
+        # Nothing but documents of which no block can hold a piece.
+        cuts = _Cuts(*(np.array([value], dtype=np.int64) for value in (at, at, -1, -1, 0)))
+        kept = cuts
+    next_start = np.append(cuts.start[1:], end)
     gap = next_start > cuts.stop
     rest = slice(len(kept.start), None)
     for reason, start, stop in (

@@ -49,7 +49,29 @@ def truncate(
     require_terminators: bool = False,
     min_tokens: int = 1,
 ) -> Rows:
-    """Rows of at most `capacity` tokens (None: nothing is cut), without those that could teach nothing.
+    """Rows of at most `capacity` tokens (None: nothing is cut), without those that could teach nothing."""
+    return truncate_from(
+        rows,
+        capacity,
+        rule,
+        ledger=ledger,
+        drop_untrained=drop_untrained,
+        require_terminators=require_terminators,
+        min_tokens=min_tokens,
+    )[0]
+
+
+def truncate_from(
+    rows: Rows,
+    capacity: int | None,
+    rule: FitRule,
+    *,
+    ledger: Ledger,
+    drop_untrained: bool,
+    require_terminators: bool,
+    min_tokens: int = 1,
+) -> tuple[Rows, Index]:
+    """What `truncate` gives, and the row that each of the new ones was made from.
 
     Counted: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short, no_trained_tokens or
     no_terminator; rows and tokens `repeated` by windows; and, `noted` as answer_cut, answers that lost a part.
@@ -89,8 +111,8 @@ def truncate(
     if hurt.any():
         ledger.add("noted", "answer_cut", rows=int(hurt.sum()), tokens=int(size[hurt].sum()))
     if kept.all() and len(size) == len(rows) and not lost:
-        return rows
-    return gather(rows, _plan(Cut(cut.source[kept], cut.start[kept], cut.stop[kept])))
+        return rows, cut.source
+    return gather(rows, _plan(Cut(cut.source[kept], cut.start[kept], cut.stop[kept]))), cut.source[kept]
 
 
 def turns(rows: Rows, capacity: int) -> Plan:

@@ -2,7 +2,7 @@
 
 from chatmill.records.files import SUFFIXES, expand
 from chatmill.records.read import MAX_LINE_BYTES, Part, plan, read, read_part
-from chatmill.records.record import ROLES, Message, Record, Role, ToolCall
+from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, record_key
 from chatmill.records.rejects import Rejects
 from chatmill.records.shapes import SHAPES
 from chatmill.records.split import Split, shuffle_split
@@ -23,5 +23,6 @@ __all__ = [
     "plan",
     "read",
     "read_part",
+    "record_key",
     "shuffle_split",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal, get_args
 
 import msgspec
@@ -10,7 +11,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 
-class ToolCall(msgspec.Struct, frozen=True, gc=False):
+class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A function the assistant calls. `arguments` is compact JSON with the key order of the input."""
 
     name: str
@@ -18,7 +19,7 @@ class ToolCall(msgspec.Struct, frozen=True, gc=False):
     id: str | None = None
 
 
-class Message(msgspec.Struct, frozen=True, gc=False):
+class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One turn. `weight` None leaves the choice to the format and `--train-on`; a number wins over both."""
 
     role: Role
@@ -42,3 +43,11 @@ class Record(msgspec.Struct, frozen=True):
     source: str = ""
     file: str = ""
     line: int = 0
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def record_key(record: Record) -> bytes:
+    """Sixteen bytes that are the same for the same conversation, wherever it stands and whatever its id is."""
+    return hashlib.sha256(_ENCODER.encode((record.messages, record.tools))).digest()[:16]
