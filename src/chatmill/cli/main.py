@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from chatmill import __version__
-from chatmill.cli import check, export, formats, render, tokenizer, verify
+from chatmill.cli import build, check, export, formats, render, reweigh, tokenizer, verify
 from chatmill.errors import ChatmillError, one_line
 
 app = typer.Typer(
@@ -26,6 +26,10 @@ app.command("check")(check.check)
 app.command("render")(render.render_command)
 app.command("formats")(formats.formats)
 app.command("verify")(verify.verify)
+app.command("reweigh")(reweigh.reweigh)
+app.command("build-sft-primer")(build.build_sft_primer)
+app.command("build-sft-oasst1")(build.build_sft_oasst1)
+app.command("build-sft-dolly15k")(build.build_sft_dolly15k)
 app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(export.app, name="export")
 

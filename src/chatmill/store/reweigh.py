@@ -1,0 +1,256 @@
+"""Another mask from the same tokens: spans and mask are written anew, all other files of a shard are shared.
+
+Tokens are not even read. What a flag, a header or a cut decided stays; see `rows.weigh`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import DataError
+from chatmill.ledger import Bucket, Entry, Ledger
+from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
+from chatmill.store import files
+from chatmill.store.layout import MASK, METADATA, ORIGINS, SPANS, shard_name
+from chatmill.store.metadata import FileInfo, Metadata, ShardInfo, SplitInfo, write_metadata
+from chatmill.store.publish import check_target, publish, recover
+from chatmill.store.read import Dataset, Episodes, first_spans, open_dataset
+
+SEGMENTS = 1 << 14
+"""Conversations that are weighed at a time."""
+TOKENS = 1 << 22
+"""Tokens whose mask is made at a time."""
+PIECE = 1 << 22
+WITHOUT_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""Another file system, or one that has no hard links, or not for us."""
+
+UNTRAINED: tuple[Bucket, str] = ("noted", "no_trained_tokens")
+
+
+@dataclass(frozen=True)
+class Reweighed:
+    """The new dataset, and what it took to make it."""
+
+    metadata: Metadata
+    parent: Metadata
+    untrained: int
+    """Conversations that have no trained token now."""
+    linked: int
+    """Files that both datasets share."""
+    copied: int
+    """Files that could not be shared."""
+
+
+def reweigh(source: str | Path, target: str | Path, *, train_on: TrainOn, overwrite: bool = False) -> Reweighed:
+    """Write the dataset that `source` would be if `train_on` had been chosen; it appears whole, or not at all.
+
+    tokens.bin, episodes.idx, origins.bin and targets.bin are hard links to the files of `source`, or copies where
+    there can be none. Rows that were cut or dropped under the old choice stay so.
+    """
+    dataset = open_dataset(source)
+    parent = dataset.metadata
+    if parent is None:
+        raise DataError(f"{source}: has no {SPANS}, which say who spoke; prepare it from its conversations instead")
+    with building(Path(target), "reweighing", overwrite=overwrite, marker=METADATA, source=dataset.path) as staging:
+        work = _Work(dataset, train_on)
+        splits = {name: work.split(staging / name, name, info) for name, info in parent.splits.items()}
+        metadata = write_metadata(
+            staging,
+            vocab_size=parent.vocab_size,
+            format=parent.format,
+            tokenizer=parent.tokenizer,
+            tokenizer_state=dataset.tokenizer_state(),
+            special_token_ids=parent.special_token_ids,
+            pad_token_id=parent.pad_token_id,
+            splits=splits,
+            ledger=_ledger(parent.ledger, splits, work.untrained),
+            config={**parent.config, "train_on": train_on, "reweighed_from": parent.sha256},
+        )
+        if metadata.tokenizer_state != parent.tokenizer_state:
+            raise DataError(f"{source}: tokenizer_state.json was changed; run chatmill verify --full")
+    return Reweighed(metadata, parent, work.untrained.rows, work.linked, work.copied)
+
+
+@contextmanager
+def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: Path) -> Iterator[Path]:
+    """A folder beside `target` to build in, ours alone: published when the block ends, removed if it fails.
+
+    What a killed process left there is removed first. `source` is what the block reads, and may not overlap.
+    """
+    here, there = target.resolve(), source.resolve()
+    if here != there and (here in there.parents or there in here.parents):
+        raise DataError(f"{target}: one of {target} and {source} lies in the other; write it somewhere else")
+    recover(target)
+    check_target(target, overwrite=overwrite, marker=marker)
+    staging = target.with_name(f".{target.name}.{doing}")
+    files.make_folder(staging)
+    with _alone(staging):
+        try:
+            for path in sorted(staging.iterdir()):
+                files.remove_tree(path) if path.is_dir() else files.disk.remove(path)
+            yield staging
+            publish(staging, target, overwrite=overwrite, marker=marker)
+        except BaseException:
+            if staging.is_dir():
+                files.remove_tree(staging, first=marker)
+            raise
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Raise if another process is in this block with the same folder. A killed process holds nothing."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{folder}: another process is building there; wait for it") from None
+        yield
+    finally:
+        os.close(fd)
+
+
+class _Work:
+    """Shard after shard, with what was shared and counted on the way."""
+
+    def __init__(self, dataset: Dataset, train_on: TrainOn) -> None:
+        self._dataset, self._train_on = dataset, train_on
+        self.untrained = Entry()
+        """Conversations without a trained token, and all their tokens."""
+        self.linked = self.copied = 0
+
+    def split(self, folder: Path, name: str, info: SplitInfo) -> SplitInfo:
+        files.make_folder(folder)
+        episodes = self._dataset[name]
+        return SplitInfo(
+            tuple(
+                self._shard(episodes, number, folder / shard_name(number), shard)
+                for number, shard in enumerate(info.shards)
+            ),
+            info.files,
+        )
+
+    def _shard(self, episodes: Episodes, number: int, folder: Path, info: ShardInfo) -> ShardInfo:
+        files.make_folder(folder)
+        source = episodes.shards[number].folder
+        # The spans first: a folder that has them and no metadata is known as an unfinished build.
+        trained, read = 0, hashlib.sha256()
+        with _hashed(folder / SPANS) as spans, _hashed(folder / MASK) as mask:
+            for table, first_span in _stretches(episodes, number):
+                read.update(table.view(np.uint8).data)
+                weigh(table, first_span, self._train_on)
+                spans.put(table.view(np.uint8).data)
+                for piece in _mask(table):
+                    mask.put(piece.data)
+                    trained += int(np.count_nonzero(piece))
+                self._count(table, first_span)
+        made = {SPANS: spans.info(), MASK: mask.info()}
+        if read.hexdigest() != info.files[SPANS].sha256 or made[MASK].size != info.num_tokens:
+            # Written out again under a new hash, damage would never be found.
+            raise changed(source / SPANS)
+        for file, shared in info.files.items():
+            if file not in made:
+                self._share(source / file, folder / file, shared)
+        return replace(info, num_trained_tokens=trained, files={**info.files, **made})
+
+    def _count(self, table: Table, first_span: Index) -> None:
+        length = table["length"].astype(np.int64)
+        trained, tokens, padding = (
+            np.diff(offsets(of_span)[first_span])
+            for of_span in (length * (table["weight"] > 0), length, table["part"] == Part.PAD)
+        )
+        without = (trained == 0) & (padding == 0)
+        self.untrained.rows += int(np.count_nonzero(without))
+        self.untrained.tokens += int(tokens[without].sum())
+
+    def _share(self, source: Path, to: Path, info: FileInfo) -> None:
+        try:
+            # The only change in the store that does not pass through `files.disk`, which knows no links.
+            os.link(source.resolve(), to)
+            self.linked += 1
+        except OSError as error:
+            if error.errno not in WITHOUT_LINKS:
+                raise
+            _copy(source, to, info)
+            self.copied += 1
+
+
+def _stretches(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index]]:
+    """The spans of a shard, some conversations at a time, as a copy, and where each conversation begins in them."""
+    spans, origins = episodes.array(number, SPANS), episodes.array(number, ORIGINS)
+    seen = 0
+    for at in range(0, len(origins), SEGMENTS):
+        stop = min(at + SEGMENTS, len(origins))
+        first = first_spans(origins, np.arange(at, stop + 1), len(spans))
+        if first[0] != seen or first[-1] > len(spans) or np.any(np.diff(first) < 0):
+            raise changed(episodes.shards[number].folder / ORIGINS)
+        seen = int(first[-1])
+        yield spans[first[0] : seen].copy(), first - first[0]
+
+
+def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
+    """1 for each token of a span with a weight over 0, about `TOKENS` of them at a time."""
+    start = offsets(table["length"])
+    at = 0
+    while at < len(table):
+        stop = max(at + 1, int(np.searchsorted(start, start[at] + TOKENS, side="right")) - 1)
+        yield np.repeat((table["weight"][at:stop] > 0).view(np.uint8), table["length"][at:stop])
+        at = stop
+
+
+def _copy(source: Path, to: Path, info: FileInfo) -> None:
+    with source.open("rb") as old, _hashed(to) as new:
+        while piece := old.read(PIECE):
+            new.put(piece)
+    if new.info() != info:
+        raise changed(source)
+
+
+class _Hashed:
+    """A file while it is written: its bytes are hashed and counted on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash, self._size = file, hashlib.sha256(), 0
+
+    def put(self, data: bytes | memoryview) -> None:
+        self._hash.update(data)
+        self._size += self._file.write(data)
+
+    def info(self) -> FileInfo:
+        return FileInfo(self._size, self._hash.hexdigest())
+
+
+@contextmanager
+def _hashed(path: Path) -> Iterator[_Hashed]:
+    with files.create(path) as file:
+        yield _Hashed(file)
+
+
+def changed(path: Path) -> DataError:
+    return DataError(f"{path}: is not what the metadata says; it was changed, see chatmill verify --full")
+
+
+def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: Entry) -> Ledger:
+    """What became of the input, as the parent counted it; what is stored is as much, but trained anew."""
+    ledger = Ledger()
+    for bucket, reason, entry in parent:
+        if bucket != "stored" and (bucket, reason) != UNTRAINED:
+            ledger.add(bucket, reason, rows=entry.rows, tokens=entry.tokens, trained=entry.trained)
+    stored = parent.total("stored")
+    if parent.entries:
+        trained = sum(split.num_trained_tokens for split in splits.values())
+        ledger.add("stored", rows=stored.rows, tokens=stored.tokens, trained=trained)
+        if untrained.rows:
+            ledger.add(*UNTRAINED, rows=untrained.rows, tokens=untrained.tokens)
+    return ledger
