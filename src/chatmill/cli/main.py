@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from typing import Annotated
 
 import typer
 
 from chatmill import __version__
-from chatmill.cli import build, check, export, formats, render, reweigh, tokenizer, verify
-from chatmill.errors import ChatmillError, one_line
+from chatmill.cli import build, check, export, formats, prepare, render, reweigh, tokenizer, verify
+from chatmill.cli.guard import guarded
 
 app = typer.Typer(
     name="chatmill",
@@ -25,6 +22,7 @@ app = typer.Typer(
 app.command("check")(check.check)
 app.command("render")(render.render_command)
 app.command("formats")(formats.formats)
+app.command("prepare")(prepare.prepare_command)
 app.command("verify")(verify.verify)
 app.command("reweigh")(reweigh.reweigh)
 app.command("build-sft-primer")(build.build_sft_primer)
@@ -42,26 +40,5 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
-    """Run a command; what the user can mend is one line on standard error and exit code 1, or 2 for usage."""
-    warnings.showwarning = _show_warning  # type: ignore[assignment]  # it takes what it is given and more
-    try:
-        app()
-    except ChatmillError as error:
-        fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        # Whoever read our output has gone, which is not our fault and not worth a word.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except OSError as error:
-        fail(f"{one_line(str(error.filename or 'input or output'))}: {error.strerror or error}", 1)
-    except KeyboardInterrupt:
-        fail("stopped", 130)
-
-
-def fail(line: str, code: int) -> None:
-    print(f"chatmill: {line}", file=sys.stderr)
-    sys.exit(code)
-
-
-def _show_warning(message: Warning | str, *_: object) -> None:
-    print(f"chatmill: warning: {message}", file=sys.stderr)
+    """Run a command; what the user can mend is one line, never a traceback."""
+    guarded(app)
