@@ -99,7 +99,7 @@ class Metadata:
     @property
     def sha256(self) -> str:
         """The hash of the dataset: two datasets that share it hold the same bytes."""
-        return _self_hash(_to_json(self))
+        return self_hash(_to_json(self))
 
 
 def write_metadata(
@@ -132,7 +132,7 @@ def write_metadata(
         tokenizer_state=FileInfo(len(state), hashlib.sha256(state).hexdigest()),
     )
     data = _to_json(metadata)
-    text = _pretty({**data, "sha256": _self_hash(data)})
+    text = text_of({**data, "sha256": self_hash(data)})
     # What cannot be read back is a fault of the caller, better found now than by the reader.
     parsed = parse_metadata(text, place=str(folder / METADATA))
     with create(folder / TOKENIZER_STATE) as file:
@@ -177,7 +177,7 @@ def parse_metadata(raw: bytes, *, place: str) -> Metadata:
             f"{place}: schema version {one_line(str(data.get('schema_version')))}; this chatmill reads {SCHEMA_VERSION}"
         )
     named = data.pop("sha256", None)
-    if named != _self_hash(data) or _pretty({**data, "sha256": named}) != raw:
+    if named != self_hash(data) or text_of({**data, "sha256": named}) != raw:
         raise DataError(f"{place}: does not have the hash it names; it was changed or damaged, rebuild the dataset")
     return _Reader(place).metadata(data)
 
@@ -223,13 +223,14 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _pretty(value: Mapping[str, Any]) -> bytes:
+def text_of(value: Mapping[str, Any]) -> bytes:
     """One line a key, in canonical order: as quick to write and check as a single line, and readable."""
     lines = [f"{json.dumps(key)}: {_canonical(value[key])}" for key in sorted(value)]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
-def _self_hash(data: Mapping[str, Any]) -> str:
+def self_hash(data: Mapping[str, Any]) -> str:
+    """The hash of the metadata without the key that holds it."""
     return hashlib.sha256(_canonical(data).encode()).hexdigest()
 
 

@@ -1,0 +1,146 @@
+"""A disk that remembers every operation, and what may be left of them if the power goes at any one.
+
+The model: bytes written to a file are safe once the file is synced, and until then any part of them from the
+front may be lost. A name in a folder (created, renamed, removed) is safe once the folder is synced; until then
+the changes of a folder may be lost from any one on, in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from chatmill.store.files import Disk
+
+
+class File:
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = bytearray(data)
+        self.safe = len(data)
+
+
+class Folder:
+    def __init__(self) -> None:
+        self.safe: dict[str, File | Folder] = {}
+        self.changes: list[dict[str, File | Folder | None]] = []
+        """What happened to names since the last sync, oldest first; None is a name that is gone."""
+
+    def names(self, kept: int | None = None) -> dict[str, File | Folder]:
+        names: dict[str, File | Folder | None] = dict(self.safe)
+        for change in self.changes[:kept]:
+            names.update(change)
+        return {name: node for name, node in names.items() if node is not None}
+
+
+class Recorder(Disk):
+    """Does everything, and keeps it as a list of steps over a model of the disk below `root`."""
+
+    def __init__(self, root: Path, *, can_exchange: bool = True) -> None:
+        self._root = root
+        self._paths: dict[int, Path] = {}
+        self._can_exchange = can_exchange
+        self.steps: list[Callable[[Model], None]] = []
+
+    def _inside(self, path: Path) -> tuple[str, ...]:
+        return path.relative_to(self._root).parts
+
+    def make_folder(self, path):
+        super().make_folder(path)
+        place = self._inside(path)
+        self.steps.append(lambda model: model.change(place[:-1], {place[-1]: Folder()}))
+
+    def create(self, path):
+        fd = super().create(path)
+        self._paths[fd] = path
+        place = self._inside(path)
+        self.steps.append(lambda model: model.change(place[:-1], {place[-1]: File()}))
+        return fd
+
+    def write(self, fd, data):
+        written = super().write(fd, data)
+        place, piece = self._inside(self._paths[fd]), bytes(data[:written])
+        self.steps.append(lambda model: model.at(place).data.extend(piece))
+        return written
+
+    def sync(self, path):
+        super().sync(path)
+        place = self._inside(path)
+        self.steps.append(lambda model: model.sync(place))
+
+    def rename(self, source, target):
+        super().rename(source, target)
+        self._renamed(source, target)
+
+    def rename_new(self, source, target):
+        super().rename_new(source, target)
+        self._renamed(source, target)
+
+    def _renamed(self, source, target):
+        old, new = self._inside(source), self._inside(target)
+        assert old[:-1] == new[:-1], "the model knows renames within one folder"
+        self.steps.append(lambda model: model.change(old[:-1], {old[-1]: None, new[-1]: model.at(old)}))
+
+    def exchange(self, one, other):
+        if not (self._can_exchange and super().exchange(one, other)):
+            return False
+        a, b = self._inside(one), self._inside(other)
+        self.steps.append(lambda model: model.change(a[:-1], {a[-1]: model.at(b), b[-1]: model.at(a)}))
+        return True
+
+    def remove(self, path):
+        super().remove(path)
+        place = self._inside(path)
+        self.steps.append(lambda model: model.change(place[:-1], {place[-1]: None}))
+
+
+class Model:
+    """The disk below a folder, as memory holds it and as it is safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = self._load(folder)
+
+    def _load(self, path: Path) -> Folder:
+        folder = Folder()
+        for child in path.iterdir():
+            folder.safe[child.name] = self._load(child) if child.is_dir() else File(child.read_bytes())
+        return folder
+
+    def at(self, place: tuple[str, ...]) -> File | Folder:
+        node: File | Folder = self.root
+        for name in place:
+            node = node.names()[name]
+        return node
+
+    def change(self, place: tuple[str, ...], names: dict[str, File | Folder | None]) -> None:
+        self.at(place).changes.append(names)
+
+    def sync(self, place: tuple[str, ...]) -> None:
+        node = self.at(place)
+        if isinstance(node, File):
+            node.safe = len(node.data)
+        else:
+            node.safe, node.changes = node.names(), []
+
+    def crash(self, to: Path, keep: Callable[[int], int]) -> None:
+        """Write what is left to `to`; of n things that are not safe, the first `keep(n)` survive."""
+        self._restore(self.root, to, keep)
+
+    def _restore(self, folder: Folder, to: Path, keep: Callable[[int], int]) -> None:
+        to.mkdir()
+        for name, node in folder.names(keep(len(folder.changes))).items():
+            if isinstance(node, File):
+                (to / name).write_bytes(bytes(node.data[: node.safe + keep(len(node.data) - node.safe)]))
+            else:
+                self._restore(node, to / name, keep)
+
+
+def outcomes(seed: int) -> dict[str, Callable[[int], int]]:
+    """Nothing that is not safe survives, all of it does (a killed process), or by chance some of it."""
+    rng = random.Random(seed)
+    return {
+        "nothing": lambda count: 0,
+        "all": lambda count: count,
+        "some": lambda count: rng.randint(0, count),
+        "some or all": lambda count: rng.choice([0, count, rng.randint(0, count)]),
+    }

@@ -1,0 +1,244 @@
+"""Nothing on disk is believed: flipped bits, cut files and metadata that lies are each found, in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_material import contents, some_rows, write_dataset
+
+from chatmill.errors import DataError
+from chatmill.store.layout import SEGMENT, STORED_SPAN
+from chatmill.store.metadata import self_hash, text_of
+from chatmill.store.read import open_dataset
+from chatmill.store.verify import Counts, verify
+
+FLIPS = 500
+
+
+@pytest.fixture
+def dataset(tmp_path) -> Path:
+    write_dataset(tmp_path / "x", {"train": some_rows(1), "val": some_rows(2, count=9)})
+    return tmp_path / "x"
+
+
+def faults(folder: Path, *, full: bool = True) -> tuple[str, ...]:
+    return verify(folder, full=full).faults
+
+
+def test_a_whole_dataset_has_no_faults_and_is_counted(dataset):
+    for full in (False, True):
+        found = verify(dataset, full=full)
+        assert found.faults == ()
+        assert found.sha256 == open_dataset(dataset).sha256
+        for name, rows in {"train": some_rows(1), "val": some_rows(2, count=9)}.items():
+            shards = len(list((dataset / name).iterdir()))
+            assert found.splits[name] == Counts(len(rows), len(rows.ids), int(rows.mask().sum()), shards)
+
+
+def test_every_flipped_bit_is_found(dataset):
+    rng = random.Random(4)
+    files = [path for path in sorted(dataset.rglob("*")) if path.is_file()]
+    missed = []
+    for number in range(FLIPS):
+        path = files[number % len(files)]
+        whole = path.read_bytes()
+        at, bit = rng.randrange(len(whole)), rng.randrange(8)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        if not faults(dataset):
+            missed.append((path.name, at, bit))
+        path.write_bytes(whole)
+    assert missed == []
+    assert faults(dataset) == ()
+
+
+def test_every_bit_of_the_metadata_counts(dataset):
+    """The self-hash alone would pass an `E` for an `e` in a number; the bytes must be those that were written."""
+    path = dataset / "dataset_metadata.json"
+    whole = path.read_bytes()
+    place = whole.index(b"1e-05") + 1
+    for at in (*range(min(400, len(whole))), place):
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            with pytest.raises(DataError):
+                open_dataset(dataset)
+
+
+def test_every_cut_file_is_refused_at_opening(dataset):
+    for path in [path for path in sorted(dataset.rglob("*")) if path.is_file()]:
+        whole = path.read_bytes()
+        for size in sorted({0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 8, len(whole) - 1} - {len(whole)}):
+            if size < 0:
+                continue
+            path.write_bytes(whole[:size])
+            with pytest.raises(DataError, match=path.name):
+                open_dataset(dataset)
+            assert faults(dataset, full=False)
+        path.write_bytes(whole + b"\0")
+        with pytest.raises(DataError, match=path.name):
+            open_dataset(dataset)
+        path.unlink()
+        with pytest.raises(DataError, match=path.name):
+            open_dataset(dataset)
+        path.write_bytes(whole)
+    assert faults(dataset) == ()
+
+
+def test_all_cut_files_are_named_together(dataset):
+    for name in ("mask.bin", "tokens.bin"):
+        (dataset / "train/shard_00000" / name).write_bytes(b"")
+    (dataset / "val/shard_00000/spans.bin").unlink()
+    said = faults(dataset)
+    assert len(said) == 3
+    assert [line for line in said if "spans.bin: missing; rebuild the dataset or copy it again" in line]
+
+
+def test_shards_and_files_that_nobody_answers_for_are_named(dataset):
+    (dataset / "train/shard_00099").mkdir()
+    (dataset / "train/shard_00000/notes.txt").write_text("mine")
+    assert faults(dataset, full=False) == (
+        f"{dataset}/train/shard_00000/notes.txt: the metadata does not list it; remove it or rebuild the dataset",
+        f"{dataset}/train/shard_00099: the metadata does not list it; remove it or rebuild the dataset",
+    )
+
+
+# Metadata that hashes well, and lies.
+
+
+def rewrite(folder: Path, change) -> None:
+    """Change the metadata and give it the right hash, as only ill will would."""
+    path = folder / "dataset_metadata.json"
+    data = json.loads(path.read_bytes())
+    data.pop("sha256")
+    change(data)
+    data["sha256"] = self_hash(data)
+    path.write_bytes(text_of(data))
+
+
+def shard_of(data: dict) -> dict:
+    return data["splits"]["train"]["shards"][0]
+
+
+LIES = {
+    "a path for a name": (
+        lambda d: shard_of(d).update(name="../../etc"),
+        'splits.train.shards[0].name is "../../etc"; expected "shard_00000"',
+    ),
+    "a file outside": (
+        lambda d: shard_of(d)["files"].update({"../tokens.bin": {"size": 0, "sha256": "0" * 64}}),
+        "splits.train.shards[0].files is",
+    ),
+    "a negative count": (
+        lambda d: shard_of(d).update(num_tokens=-1),
+        "splits.train.shards[0].num_tokens is -1; expected a whole number from 0 to",
+    ),
+    "a count that is true": (lambda d: shard_of(d).update(num_spans=True), "num_spans is true; expected a whole"),
+    "a count of more than there is": (
+        lambda d: shard_of(d).update(num_episodes=2**61),
+        "splits.train.shards[0].files.episodes.idx.size is",
+    ),
+    "a sum that is not one": (
+        lambda d: d["splits"]["train"].update(num_tokens=5),
+        "splits.train.num_tokens is 5; expected",
+    ),
+    "another split": (lambda d: d["splits"].update({"../up": {}}), 'the name of a split is "../up"; expected train or'),
+    "another width": (lambda d: d.update(dtype="uint32"), 'dtype is "uint32"; expected "uint16"'),
+    "no vocabulary": (lambda d: d.update(vocab_size=0), "vocab_size is 0; expected a whole number from 1"),
+    "a pad beyond the vocabulary": (lambda d: d.update(pad_token_id=1000), "pad_token_id is 1000; expected"),
+    "a hash that is none": (lambda d: d["tokenizer"].update(sha256="x"), "tokenizer.sha256 is"),
+    "a ledger of nothing": (lambda d: d.update(ledger={"stored": 3}), "the ledger cannot be read"),
+    "files that are none": (lambda d: d["splits"]["train"].update(files=["a"]), "splits.train.files[0] is"),
+    "shards that are none": (lambda d: d["splits"]["train"].update(shards={}), "splits.train.shards is {}; expected"),
+    "a later schema": (lambda d: d.update(schema_version=2), "schema version 2; this chatmill reads 1"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_that_lies_is_one_clear_line(dataset, lie):
+    change, said = LIES[lie]
+    rewrite(dataset, change)
+    with pytest.raises(DataError) as error:
+        open_dataset(dataset)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert faults(dataset) == (str(error.value),)
+
+
+# Tables that hash well, and do not hold together.
+
+
+def tamper(folder: Path, name: str, dtype, change) -> str:
+    """Change a table of the first training shard, and vouch for it in the metadata."""
+    path = folder / "train/shard_00000" / name
+    table = np.fromfile(path, dtype)
+    change(table)
+    path.write_bytes(table.tobytes())
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    rewrite(folder, lambda data: shard_of(data)["files"][name].update(sha256=sha256))
+    (line,) = faults(folder)
+    assert line.startswith(f"{folder}/train/shard_00000/")
+    return line.removeprefix(f"{folder}/train/shard_00000/")
+
+
+def put(name, at, value):
+    def change(table):
+        table[name][at] = value
+
+    return change
+
+
+PAIR = [("start", "<u8"), ("length", "<u8")]
+TARGET = [("span", "<u8"), ("target", "<u4")]
+BROKEN = [
+    ("episodes.idx", PAIR, put("start", 2, 2**63), "episodes.idx: episode 2 starts at 9223372036854775808; expected"),
+    ("episodes.idx", PAIR, put("length", 0, 2**64 - 1), "episodes.idx: episode 0 has 18446744073709551615 tokens; the"),
+    ("spans.bin", STORED_SPAN, put("length", 0, 400), "spans.bin: the spans of episode"),
+    ("spans.bin", STORED_SPAN, put("length", 0, 0), "spans.bin: one of episodes 0 to"),
+    ("spans.bin", STORED_SPAN, put("weight", 0, np.nan), "spans.bin: one of episodes 0 to"),
+    ("spans.bin", STORED_SPAN, put("weight", slice(None), 1.0), "mask.bin: 0 at token"),
+    ("spans.bin", STORED_SPAN, put("rule", 0, 99), "spans.bin: one of episodes 0 to"),
+    ("origins.bin", SEGMENT, put("row", 0, 2**63), "origins.bin: segments 0 to"),
+    ("origins.bin", SEGMENT, put("row", 3, 0), "origins.bin: segments 0 to"),
+    ("origins.bin", SEGMENT, put("first_span", 1, 2**40), "origins.bin: the spans of segments 0 to"),
+    ("origins.bin", SEGMENT, put("file", 1, 77), "origins.bin: one of segments 0 to"),
+    ("tokens.bin", [("id", "<u2")], put("id", 3, 1000), "tokens.bin: id 1000 at token 3; the vocabulary has 1000"),
+    ("mask.bin", [("is", "u1")], put("is", 3, 2), "mask.bin: 2 at token 3; its span says"),
+    ("targets.bin", TARGET, put("target", 0, 1000), "targets.bin: target 1000; the vocabulary has 1000"),
+    ("targets.bin", TARGET, put("span", 0, 2**40), "targets.bin: its spans do not rise, or go beyond those there are"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "change", "said"), BROKEN)
+def test_tables_that_do_not_hold_together_are_named_though_they_hash_well(dataset, name, dtype, change, said):
+    assert tamper(dataset, name, dtype, change).startswith(said)
+
+
+def test_reading_rows_of_a_broken_table_is_an_error_and_no_nonsense(dataset):
+    tamper(dataset, "episodes.idx", PAIR, put("length", 1, 2**40))
+    episodes = open_dataset(dataset)["train"]
+    for reading in (lambda: episodes.rows([1]), lambda: episodes.tokens(1), lambda: episodes.mask(1)):
+        with pytest.raises(DataError, match="points beyond the tokens; run chatmill verify"):
+            reading()
+
+
+def test_a_ledger_that_does_not_fit_the_shards_is_named(dataset):
+    rewrite(dataset, lambda data: data["ledger"]["stored"][""].update(tokens=9, trained=9))
+    stored = sum(split.num_tokens for split in open_dataset(dataset).metadata.splits.values())
+    assert f"{dataset}: the ledger says 9 tokens were stored; the shards hold {stored}" in faults(dataset, full=False)
+
+
+def test_nothing_is_changed_by_verifying(dataset):
+    before = contents(dataset)
+    verify(dataset, full=True)
+    assert contents(dataset) == before
+
+
+def test_what_is_no_dataset_is_one_line(tmp_path):
+    assert faults(tmp_path / "none") == (f"{tmp_path}/none: no such folder; expected a dataset",)
+    assert faults(tmp_path) == (
+        f"{tmp_path}: not a dataset; expected train/episodes.idx or train/shard_00000/episodes.idx",
+    )
