@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from chatmill.errors import UsageError
-from chatmill.fit.truncate import FitRule
 from chatmill.rows import TrainOn
 
-Fit = FitRule | Literal["blocks"]
-FITS: tuple[str, ...] = (*get_args(FitRule), "blocks")
+Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]
+FITS: tuple[str, ...] = get_args(Fit)
 SplitBy = Literal["hash", "shuffle"]
 SHARD_TOKENS = 2**24
 
@@ -25,6 +24,8 @@ class Source:
     inputs: tuple[str, ...]
     shape: str | None = None
     name: str | None = None
+    train_on: TrainOn | None = None
+    """Whose turns are trained in these files, if not as the job says."""
     only_val: bool = False
 
 

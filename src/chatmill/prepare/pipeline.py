@@ -102,14 +102,13 @@ def prepare(
 def units_of(job: Job, unit_bytes: int) -> list[Unit]:
     """The pieces of the input, in its order."""
     parts = [
-        (part, source.only_val)
-        for source in job.sources
-        for part in plan(source.inputs, shape=source.shape, source=source.name)
+        (part, source) for source in job.sources for part in plan(source.inputs, shape=source.shape, source=source.name)
     ]
     names = relative_names([part.path for part, _ in parts])
     units: list[Unit] = []
-    for (part, only_val), name in zip(parts, names, strict=True):
-        units += [Unit(len(units) + number, piece, name, only_val) for number, piece in enumerate(part.cut(unit_bytes))]
+    for (part, source), name in zip(parts, names, strict=True):
+        for piece in part.cut(unit_bytes):
+            units.append(Unit(len(units), piece, name, source.train_on or job.train_on, source.only_val))
     if not units:
         raise DataError("the input is empty; there is nothing to prepare")
     return units
@@ -249,5 +248,6 @@ def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
     """The job as the dataset remembers it: what changed its bytes, and not where the files lay."""
     config = job.to_json()
     del config["tokenizer"], config["on_error"], config["format"]
-    config["sources"] = list(dict.fromkeys((unit.name, unit.part.shape, unit.part.source) for unit in units))
+    read = dict.fromkeys((unit.name, unit.part.shape, unit.part.source, unit.train_on, unit.only_val) for unit in units)
+    config["sources"] = [list(source) for source in read]
     return config

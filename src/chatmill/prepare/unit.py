@@ -15,7 +15,7 @@ from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import save
 from chatmill.records import Part, Record, read_part, record_key
-from chatmill.rows import File, Index, Rows, concat
+from chatmill.rows import File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
@@ -29,6 +29,7 @@ class Unit:
     part: Part
     name: str
     """The file as the dataset remembers it: never an absolute path."""
+    train_on: TrainOn
     only_val: bool
 
     @property
@@ -84,7 +85,7 @@ def run_unit(unit: Unit, job: Job, tools: Tools, folder: Path) -> Done:
     made: list[Rows] = []
     made_from: list[Index] = []
     count = 0
-    for rows in render_chunks(records, tools.format, tools.tokenizer, train_on=job.train_on, chunk=CHUNK):
+    for rows in render_chunks(records, tools.format, tools.tokenizer, train_on=unit.train_on, chunk=CHUNK):
         # Records are read ahead of the rows that are made of them.
         chunk, count = slice(16 * count, 16 * (count + len(rows))), count + len(rows)
         rows.origins["key"] = np.frombuffer(keys[chunk], dtype="<u8").reshape(-1, 2)

@@ -1,0 +1,36 @@
+"""What the user can mend is one line on standard error and an exit code; never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+
+from chatmill.errors import ChatmillError, one_line
+
+
+def guarded(command: Callable[[], object]) -> None:
+    """Run a command; faults end it with exit code 1, or 2 for usage."""
+    warnings.showwarning = _show_warning  # type: ignore[assignment]  # it takes what it is given and more
+    try:
+        command()
+    except ChatmillError as error:
+        fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # Whoever read our output has gone, which is not our fault and not worth a word.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        fail(f"{one_line(str(error.filename or 'input or output'))}: {error.strerror or error}", 1)
+    except KeyboardInterrupt:
+        fail("stopped", 130)
+
+
+def fail(line: str, code: int) -> None:
+    print(f"chatmill: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"chatmill: warning: {message}", file=sys.stderr)

@@ -1,0 +1,303 @@
+"""`chatmill prepare`: conversations to a dataset that training reads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from chatmill.cli.guard import guarded
+from chatmill.cli.options import (
+    DEFAULT_REJECTS,
+    AddTokens,
+    AsJson,
+    FormatName,
+    Inputs,
+    OnError,
+    RejectsFile,
+    Shape,
+    TokenizerName,
+    echo_json,
+)
+from chatmill.errors import RecordError, UsageError
+from chatmill.ledger import Ledger
+from chatmill.prepare.engine import Engine, Local
+from chatmill.prepare.job import SHARD_TOKENS, Fit, Job, Source, SplitBy
+from chatmill.prepare.pipeline import Progress, prepare
+from chatmill.prepare.recipe import load_recipe
+from chatmill.records import Rejects
+from chatmill.rows import TrainOn
+from chatmill.store.metadata import Metadata
+
+RUN_FLAGS = {"inputs", "output", "workers", "engine", "address", "overwrite", "resume", "rejects", "as_json"}
+"""What says how a dataset is built, not what it is: these go with a recipe."""
+
+
+def prepare_command(
+    context: typer.Context,
+    inputs: Inputs,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")],
+    tokenizer: TokenizerName = "bytes",
+    format: FormatName = "chatml",
+    add_tokens: AddTokens = False,
+    shape: Shape = None,
+    train_on: Annotated[
+        TrainOn,
+        typer.Option(help="Whose turns are trained: every assistant's, the last one's, or all but tool results."),
+    ] = "assistant",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="The longest row, or the size of a block. Left out, nothing is cut.")
+    ] = None,
+    fit: Annotated[Fit, typer.Option(help="How long rows are cut; blocks makes stream blocks instead.")] = "turns",
+    require_terminators: Annotated[
+        bool, typer.Option("--require-terminators", help="Drop rows that end inside an answer.")
+    ] = False,
+    pack: Annotated[
+        int | None, typer.Option(help="Put whole rows together into rows of at most this many tokens.")
+    ] = None,
+    val_split: Annotated[
+        float, typer.Option(help="The share of conversations for validation, chosen by a hash of what they say.")
+    ] = 0.0,
+    val_file: Annotated[list[str] | None, typer.Option(help="Files that are all for validation.")] = None,
+    split: Annotated[
+        SplitBy, typer.Option(help="By hash, which never moves a conversation, or by a shuffle with --seed.")
+    ] = "hash",
+    seed: Annotated[int, typer.Option(help="For --split shuffle.")] = 42,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard.")] = SHARD_TOKENS,
+    dedupe: Annotated[
+        bool, typer.Option("--dedupe", help="Keep only the first of equal conversations; 16 bytes of memory for each.")
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as there are cores if left out.")
+    ] = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Processes here, or a Ray cluster (pip install 'chatmill[ray]').")
+    ] = "local",
+    address: Annotated[str | None, typer.Option(help="The Ray cluster; one is started here if left out.")] = None,
+    on_error: OnError = "stop",
+    rejects: RejectsFile = DEFAULT_REJECTS,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the dataset if it is there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a build that was interrupted.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn conversations into a dataset: read, render, fit, split, and publish in one step.
+
+    The dataset appears whole or not at all, and its bytes depend on the input and the flags alone, whatever the
+    number of processes. INPUT may be one recipe.toml instead, which names several sources.
+
+    \b
+    Examples:
+      chatmill prepare data/conversations.jsonl -o data/v1 --val-split 0.1
+      chatmill prepare 'chat/*.jsonl' -o data/v2 --tokenizer tokenizer.json --max-tokens 2048 --pack 4096
+      chatmill prepare recipe.toml -o data/v3
+    """
+    if len(inputs) == 1 and inputs[0].endswith(".toml"):
+        given = [
+            f"--{name.replace('_', '-')}"
+            for name in context.params
+            if name not in RUN_FLAGS and _was_given(context, name)
+        ]
+        if given:
+            raise UsageError(f"{', '.join(given)} with a recipe; write it into {inputs[0]} instead")
+        job = load_recipe(Path(inputs[0]))
+    else:
+        sources = [Source(tuple(inputs), shape)]
+        if val_file:
+            sources.append(Source(tuple(val_file), shape, only_val=True))
+        job = Job(
+            tuple(sources),
+            tokenizer=tokenizer,
+            format=format,
+            add_tokens=add_tokens,
+            train_on=train_on,
+            max_tokens=max_tokens,
+            fit=fit,
+            require_terminators=require_terminators,
+            pack=pack,
+            val_split=val_split,
+            split=split,
+            seed=seed,
+            shard_tokens=shard_tokens,
+            dedupe=dedupe,
+            on_error=on_error,
+        )
+    run(
+        job,
+        output,
+        engine=_engine(engine, workers, address),
+        rejects=rejects,
+        overwrite=overwrite,
+        resume=resume,
+        as_json=as_json,
+    )
+
+
+def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: bool, resume: bool, as_json: bool) -> None:
+    """Build, with a bar where a person looks on, and say what was made."""
+    with Rejects(rejects) if job.on_error == "skip" else nullcontext() as rejected, _bar() as on_progress:
+
+        def on_fault(fault: RecordError) -> None:
+            if rejected is not None:
+                rejected(fault)
+
+        metadata = prepare(
+            job,
+            output,
+            engine=engine,
+            overwrite=overwrite,
+            resume=resume,
+            on_fault=on_fault,
+            on_progress=on_progress,
+        )
+    if as_json:
+        echo_json(_summary(output, metadata))
+        return
+    _tell(output, metadata)
+    if rejected is not None and (count := sum(rejected.counts.values())):
+        typer.echo(f"{count:,} records were rejected; see {rejects}")
+
+
+def _engine(name: str, workers: int | None, address: str | None) -> Engine:
+    if name == "local":
+        if address is not None:
+            raise UsageError("--address is of a Ray cluster; add --engine ray")
+        return Local(workers)
+    from chatmill.prepare.ray_engine import Ray
+
+    return Ray(workers, address)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[Progress], None]]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda progress: None
+        return
+    columns = (
+        TextColumn("{task.description:<7}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[rows]:,} rows, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} Mtok/s"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def on_progress(progress: Progress) -> None:
+            if progress.step not in tasks:
+                tasks[progress.step] = bar.add_task(progress.step, rows=0, tokens=0, speed=0.0)
+            task = tasks[progress.step]
+            elapsed = bar.tasks[task].elapsed or 0
+            speed = progress.tokens / elapsed / 1e6 if elapsed else 0.0
+            bar.update(
+                task,
+                completed=progress.done,
+                total=progress.total,
+                rows=progress.rows,
+                tokens=progress.tokens,
+                speed=speed,
+            )
+
+        yield on_progress
+
+
+def _summary(output: Path, metadata: Metadata) -> dict[str, Any]:
+    return {
+        "path": str(output),
+        "sha256": metadata.sha256,
+        "splits": {
+            name: {
+                "episodes": split.num_episodes,
+                "tokens": split.num_tokens,
+                "trained_tokens": split.num_trained_tokens,
+                "shards": len(split.shards),
+                "longest": max((shard.longest for shard in split.shards), default=0),
+            }
+            for name, split in metadata.splits.items()
+        },
+        "ledger": metadata.ledger.to_json(),
+    }
+
+
+def _tell(output: Path, metadata: Metadata) -> None:
+    for name, split in _summary(output, metadata)["splits"].items():
+        share = split["trained_tokens"] / split["tokens"] if split["tokens"] else 0
+        typer.echo(
+            f"{output}/{name}: {split['episodes']:,} episodes, {split['tokens']:,} tokens, "
+            f"{share:.1%} trained, longest {split['longest']:,}, shards {split['shards']}"
+        )
+    table = Table("", "reason", box=None, pad_edge=False, header_style="")
+    for column in ("rows", "tokens", "trained"):
+        table.add_column(column, justify="right")
+    for bucket, reason, entry in metadata.ledger:
+        table.add_row(bucket, reason, f"{entry.rows:,}", f"{entry.tokens:,}", f"{entry.trained:,}")
+    Console(highlight=False).print(table)
+    for line in warnings_of(metadata.ledger):
+        typer.echo(f"look: {line}")
+
+
+def warnings_of(ledger: Ledger) -> Iterator[str]:
+    """What a person should know before training on it."""
+    reasons = {
+        "answer_cut": "{rows:,} rows lost a part of an answer; raise --max-tokens, or use --require-terminators",
+        "answer_unfinished": "{tokens:,} tokens of answers that a block's end cuts are not trained; use larger blocks",
+        "no_trained_tokens": "{rows:,} rows had no trained token and were dropped",
+        "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
+        "duplicate": "{rows:,} rows were of conversations that came before, and were dropped",
+        "too_long": "{rows:,} rows were too long and were dropped",
+    }
+    for bucket, reason, entry in ledger:
+        if bucket in ("noted", "dropped") and reason in reasons:
+            yield reasons[reason].format(rows=entry.rows, tokens=entry.tokens)
+
+
+def script(shape: str, doc: str) -> None:
+    """The documented scripts: another face of the same pipeline, with the flags they are known by."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", required=True, nargs="+", help="files or globs of conversations")
+    parser.add_argument("--output_dir", required=True, type=Path, help="the folder of the dataset")
+    parser.add_argument("--val_split", type=float, default=0.0, help="share of conversations for validation")
+    parser.add_argument("--val_file", nargs="+", help="files that are all for validation")
+    parser.add_argument("--tokenization", default="bytes", help="as --tokenizer of `chatmill prepare`")
+    parser.add_argument("--format", default="chatml", help="as --format of `chatmill prepare`")
+    parser.add_argument("--tokens_per_shard", type=int, default=SHARD_TOKENS, help="tokens in a shard")
+    parser.add_argument("--seed", type=int, default=None, help="split by a shuffle with this seed, not by hash")
+    parser.add_argument("--overwrite", action="store_true", help="replace the dataset if it is there")
+    parser.add_argument("--verbose", action="store_true", help="print the whole ledger as JSON, too")
+    args = parser.parse_args()
+    sources = [Source(tuple(args.input), shape)]
+    if args.val_file:
+        sources.append(Source(tuple(args.val_file), shape, only_val=True))
+    job = Job(
+        tuple(sources),
+        tokenizer=args.tokenization,
+        format=args.format,
+        val_split=args.val_split,
+        split="hash" if args.seed is None else "shuffle",
+        seed=42 if args.seed is None else args.seed,
+        shard_tokens=args.tokens_per_shard,
+    )
+
+    def build() -> None:
+        run(
+            job,
+            args.output_dir,
+            engine=Local(),
+            rejects=DEFAULT_REJECTS,
+            overwrite=args.overwrite,
+            resume=False,
+            as_json=args.verbose,
+        )
+
+    guarded(build)
+    sys.exit(0)
