@@ -141,6 +141,11 @@ def prepare_command(
     )
 
 
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: bool, resume: bool, as_json: bool) -> None:
     """Build, with a bar where a person looks on, and say what was made."""
     with Rejects(rejects) if job.on_error == "skip" else nullcontext() as rejected, _bar() as on_progress:
