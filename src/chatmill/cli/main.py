@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from chatmill import __version__
-from chatmill.cli import build, check, export, formats, prepare, render, reweigh, tokenizer, verify
+from chatmill.cli import build, check, diff, export, formats, prepare, render, reweigh, tokenizer, verify
 from chatmill.cli.guard import guarded
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("formats")(formats.formats)
 app.command("prepare")(prepare.prepare_command)
 app.command("verify")(verify.verify)
 app.command("reweigh")(reweigh.reweigh)
+app.command("diff")(diff.diff)
 app.command("build-sft-primer")(build.build_sft_primer)
 app.command("build-sft-oasst1")(build.build_sft_oasst1)
 app.command("build-sft-dolly15k")(build.build_sft_dolly15k)
