@@ -206,8 +206,9 @@ def test_a_dataset_replaced_while_it_is_read_is_not_mixed_with_the_new_one(tmp_p
         episodes.rows([0])
 
 
-@given(st.lists(st.integers(0, 30), max_size=80), st.lists(st.integers(0, 31), min_size=1, max_size=40))
-def test_lower_bound_finds_what_searchsorted_finds(column, values):
-    strided = np.zeros(len(column), dtype=[("odd", "u1"), ("row", "<i8")])["row"]
+@given(st.lists(st.integers(0, 30), max_size=80), st.integers(0, 31), st.integers(0, 80))
+def test_lower_bound_finds_what_searchsorted_finds(column, value, low):
+    strided = np.zeros(len(column), dtype=[("odd", "u1"), ("row", "<u8")])["row"]
     strided[:] = sorted(column)
-    assert lower_bound(strided, np.array(values)).tolist() == np.searchsorted(sorted(column), values).tolist()
+    low = min(low, len(column))
+    assert lower_bound(strided, value, low) == max(low, np.searchsorted(sorted(column), value))

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from chatmill.errors import DataError
 from chatmill.rows import (
-    LONG,
     NO_FILE,
     NO_MESSAGE,
     ORIGIN,
     OWN_ID,
     SPAN,
     File,
+    Ids,
     Index,
     Part,
     Role,
@@ -32,13 +32,13 @@ from chatmill.rows import (
     Rule,
     Table,
     offsets,
-    ragged_index,
 )
 from chatmill.store.layout import (
     INDEX,
     MASK,
     METADATA,
     ORIGINS,
+    SEGMENT,
     SPANS,
     SPLITS,
     STORED_SPAN,
@@ -54,8 +54,6 @@ from chatmill.store.stranger import stranger_splits
 
 MAPPED = 256
 """Files of a split that are mapped at once. Each holds a file descriptor, of which a process often has 1,024."""
-FEW = 16
-"""Up to so many numbers are looked up one by one, more of them all together."""
 
 
 def open_dataset(path: str | Path) -> Dataset:
@@ -180,100 +178,77 @@ class Episodes:
 
     def tokens(self, number: int) -> NDArray[np.unsignedinteger]:
         """The ids of one episode: a view of the mapped file, in the type it is stored in."""
-        shard, start, stop = self._find(number)
-        return self.array(shard, TOKENS)[start:stop]
+        run = self._run(*self._find(number))
+        return self.array(run.shard, TOKENS)[run.start : run.stop]
 
     def mask(self, number: int) -> NDArray[np.uint8]:
         """1 where a token of this episode is trained: a view of the mapped file."""
-        shard, start, stop = self._find(number)
-        if MASK not in self.shards[shard].records:
-            return np.ones(stop - start, dtype=np.uint8)
-        return self.array(shard, MASK)[start:stop]
+        return self._mask(self._run(*self._find(number)))
 
     def rows(self, numbers: ArrayLike) -> Rows:
         """These episodes in this order, whole: ids, spans, segments and origins. A number may come twice."""
         chosen = self._chosen(numbers)
-        groups = list(self._by_shard(chosen))
-        token = _Ranges(len(chosen))
-        for shard, where, local in groups:
-            entries = self.array(shard, INDEX)[local]
-            token.set(where, entries["start"].view(np.int64), entries["length"].view(np.int64))
-            self._check(shard, token.start[where], token.count[where], self.shards[shard].num_tokens, "tokens")
-        ids = np.empty(token.total, dtype=np.uint32)
-        for shard, where, _ in groups:
-            token.copy(ids, self.array(shard, TOKENS), where)
-        if all(SPANS in self.shards[shard].records for shard, _, _ in groups):
-            return self._with_spans(ids, token.count, groups)
-        mask = np.ones(token.total, dtype=np.uint8)
-        for shard, where, _ in groups:
-            if MASK in self.shards[shard].records:
-                token.copy(mask, self.array(shard, MASK), where)
-        return rows_from_mask(ids, mask, token.count)
+        runs = list(self._runs(chosen))
+        ids = _joined([self.array(run.shard, TOKENS)[run.start : run.stop] for run in runs], np.uint32)
+        if not self.shards or SPANS in self.shards[0].records:
+            return self._with_spans(ids, runs)
+        return rows_from_mask(ids, _joined([self._mask(run) for run in runs], np.uint8), self.lengths_of(chosen))
 
     def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
         """All episodes in order, as many at a time as hold about so many tokens (one at least)."""
-        for number in range(len(self.shards)):
-            first, stop = self._firsts[number], self._firsts[number + 1]
-            while first < stop:
-                lengths = self.lengths_of(np.arange(first, min(stop, first + (1 << 16))))
-                count = max(1, int(np.searchsorted(np.cumsum(lengths), tokens, side="right")))
-                yield self.rows(np.arange(first, first + count))
-                first += count
+        first = 0
+        while first < len(self):
+            lengths = self.lengths_of(np.arange(first, min(len(self), first + (1 << 16))))
+            count = max(1, int(np.searchsorted(np.cumsum(lengths), tokens, side="right")))
+            yield self.rows(np.arange(first, first + count))
+            first += count
 
-    def _with_spans(self, ids: NDArray[np.uint32], length: Index, groups: list[_Group]) -> Rows:
-        segment, span = _Ranges(len(length)), _Ranges(len(length))
-        for shard, where, local in groups:
-            origins = self.array(shard, ORIGINS)
-            first = lower_bound(origins["row"].view(np.int64), local)
-            stop = lower_bound(origins["row"].view(np.int64), local + 1)
-            ends = np.where(stop > first, first_spans(origins, stop, self.shards[shard].records[SPANS]), 0)
-            begins = np.where(stop > first, first_spans(origins, first, 0), 0)
-            self._check(shard, begins, ends - begins, self.shards[shard].records[SPANS], "spans")
-            segment.set(where, first, stop - first)
-            span.set(where, begins, ends - begins)
-        stored = np.empty(span.total, dtype=STORED_SPAN)
-        spans = np.empty(span.total, dtype=SPAN)
-        spans["target"] = OWN_ID
-        origins_ = np.empty(segment.total, dtype=ORIGIN)
-        first_span = np.empty(segment.total + 1, dtype=np.int64)
-        first_span[-1] = span.total
-        for shard, where, _ in groups:
-            span.copy(stored, self.array(shard, SPANS), where)
-            table = self.array(shard, ORIGINS)
-            at, source = segment.index(where)
-            chosen = table[source]
-            for name in ORIGIN.names or ():
-                origins_[name][at] = chosen[name]
-            # A segment begins as far into its row's spans here as it does on disk.
-            moved = np.repeat(span.at[where] - span.start[where], segment.count[where])
-            first_span[at] = chosen["first_span"].view(np.int64) + moved
-            if TARGETS in self.shards[shard].records:
-                self._set_targets(spans["target"], self.array(shard, TARGETS), span, where)
-        for name in STORED_SPAN.names or ():
-            spans[name] = stored[name]
+    def _mask(self, run: _Run) -> NDArray[np.uint8]:
+        if MASK not in self.shards[run.shard].records:
+            return np.ones(run.stop - run.start, dtype=np.uint8)
+        return self.array(run.shard, MASK)[run.start : run.stop]
+
+    def _with_spans(self, ids: Ids, runs: list[_Run]) -> Rows:
+        origins, stored, targets = [], [], []
+        # What is added to a row's number, and to a span's, on the way from its shard to the result.
+        moves: list[tuple[int, int, int]] = []
+        num_rows = num_spans = 0
+        for run in runs:
+            segments, first, stop = self._segments(run)
+            origins.append(segments)
+            stored.append(self.array(run.shard, SPANS)[first:stop])
+            moves.append((len(segments), num_rows - run.first, num_spans - first))
+            if TARGETS in self.shards[run.shard].records:
+                targets.append((_between(self.array(run.shard, TARGETS), first, stop), num_spans - first))
+            num_rows += run.episodes
+            num_spans += stop - first
+        table, spans = _joined(origins, SEGMENT), _copied(_joined(stored, STORED_SPAN), SPAN)
         if int(spans["length"].sum(dtype=np.int64)) != len(ids):
             raise DataError(f"{self._root}: spans do not tile the tokens of their rows; run chatmill verify")
-        return Rows(ids, spans, first_span, origins_, offsets(segment.count), self.files)
+        spans["target"] = OWN_ID
+        for found, move in targets:
+            spans["target"][found["span"].astype(np.int64) + move] = found["target"]
+        counts, row_moves, span_moves = np.array(moves, dtype=np.int64).reshape(-1, 3).T
+        row = table["row"].astype(np.int64) + np.repeat(row_moves, counts)
+        first_span = np.empty(len(table) + 1, dtype=np.int64)
+        first_span[:-1] = table["first_span"].astype(np.int64) + np.repeat(span_moves, counts)
+        first_span[-1] = num_spans
+        return Rows(
+            ids,
+            spans,
+            first_span,
+            _copied(table, ORIGIN),
+            np.searchsorted(row, np.arange(num_rows + 1)),
+            self.files,
+        )
 
-    def _set_targets(self, target: NDArray[np.int32], table: Table, span: _Ranges, where: _Where) -> None:
-        numbers = table["span"].view(np.int64)
-        start = span.start[where]
-        first = lower_bound(numbers, start)
-        count = lower_bound(numbers, start + span.count[where]) - first
-        found = ragged_index(first, count)
-        moved = np.repeat(span.at[where] - start, count)
-        target[numbers[found] + moved] = table["target"][found]
+    # Where episodes lie.
 
-    # Where an episode lies.
-
-    def _find(self, number: int) -> tuple[int, int, int]:
+    def _find(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self._firsts[-1]:
             raise IndexError(f"episode {number} of {self._firsts[-1]}")
         shard = bisect_right(self._firsts, number) - 1
-        start, length = self.array(shard, INDEX)[number - self._firsts[shard]].item()
-        if start + length > self.shards[shard].num_tokens:
-            raise self._beyond(shard, "tokens")
-        return shard, start, start + length
+        return shard, number - self._firsts[shard]
 
     def _chosen(self, numbers: ArrayLike) -> Index:
         chosen = np.asarray(numbers, dtype=np.int64)
@@ -281,22 +256,54 @@ class Episodes:
             raise IndexError(f"episodes {chosen.min()} to {chosen.max()} of {len(self)}")
         return chosen
 
-    def _by_shard(self, chosen: Index) -> Iterator[_Group]:
+    def _by_shard(self, chosen: Index) -> Iterator[tuple[int, NDArray[np.bool_], Index]]:
         """Each shard that is needed, which of the chosen episodes lie in it, and their numbers there."""
-        if not len(chosen):
-            return
         shard_of = np.searchsorted(self._first, chosen, side="right") - 1
-        if (shard_of == shard_of[0]).all():
-            shard = int(shard_of[0])
-            yield shard, slice(None), chosen - self._firsts[shard]
-            return
         for shard in np.unique(shard_of).tolist():
-            where = np.flatnonzero(shard_of == shard)
+            where = shard_of == shard
             yield shard, where, chosen[where] - self._firsts[shard]
 
-    def _check(self, shard: int, start: Index, count: Index, most: int, what: str) -> None:
-        if np.any((start < 0) | (count < 0) | (start > most) | (count > most - start)):
-            raise self._beyond(shard, what)
+    def _runs(self, chosen: Index) -> Iterator[_Run]:
+        """The chosen episodes as runs of neighbours, whose tokens, spans and segments are each one slice."""
+        begins = np.ones(len(chosen) + 1, dtype=np.bool_)
+        np.not_equal(chosen[1:], chosen[:-1] + 1, out=begins[1:-1])
+        edges = np.flatnonzero(begins)
+        for number, count in zip(chosen[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True):
+            stop = number + count
+            while number < stop:
+                shard, episode = self._find(number)
+                run = self._run(shard, episode, min(stop - number, self.shards[shard].num_episodes - episode))
+                yield run
+                number += run.episodes
+
+    def _run(self, shard: int, episode: int, count: int = 1) -> _Run:
+        """Up to `count` episodes from this one on: as many as lie one after the other."""
+        index, most = self.array(shard, INDEX), self.shards[shard].num_tokens
+        start, length = index[episode].item()
+        stop = start + length
+        if stop <= most and count > 1:
+            entries = index[episode : episode + count]
+            ends = entries["start"] + entries["length"]
+            gaps = np.flatnonzero((entries["start"][1:] != ends[:-1]) | (entries["length"][1:] > most))
+            count = int(gaps[0]) + 1 if len(gaps) else count
+            stop = stop if count == 1 else int(ends[count - 1])
+        if stop > most:
+            raise self._beyond(shard, "tokens")
+        return _Run(shard, episode, count, start, stop)
+
+    def _segments(self, run: _Run) -> tuple[Table, int, int]:
+        """The segments of a run, and the range of their spans."""
+        origins, most = self.array(run.shard, ORIGINS), self.shards[run.shard].records[SPANS]
+        row, first_span = origins["row"], origins["first_span"]
+        begin = lower_bound(row, run.first)
+        end = lower_bound(row, run.first + run.episodes, begin)
+        if begin == end:
+            return origins[:0], 0, 0
+        first = int(first_span[begin])
+        stop = int(first_span[end]) if end < len(origins) else most
+        if not first <= stop <= most:
+            raise self._beyond(run.shard, "spans")
+        return origins[begin:end], first, stop
 
     def _beyond(self, shard: int, what: str) -> DataError:
         return DataError(f"{self.shards[shard].folder}: the index points beyond the {what}; run chatmill verify")
@@ -322,64 +329,45 @@ class Episodes:
         self._forget()
 
 
-_Where = slice | NDArray[np.intp]
-_Group = tuple[int, _Where, Index]
+class _Run(NamedTuple):
+    """Episodes that lie one after the other in a shard, and their tokens there."""
+
+    shard: int
+    first: int
+    episodes: int
+    start: int
+    stop: int
 
 
-class _Ranges:
-    """For each chosen row a range of some shard's records, and where they go in the result."""
-
-    def __init__(self, count: int) -> None:
-        self.start = np.zeros(count, dtype=np.int64)
-        self.count = np.zeros(count, dtype=np.int64)
-
-    def set(self, where: _Where, start: Index, count: Index) -> None:
-        self.start[where] = start
-        self.count[where] = count
-
-    @cached_property
-    def at(self) -> Index:
-        return offsets(self.count)[:-1]
-
-    @cached_property
-    def total(self) -> int:
-        return int(self.count.sum())
-
-    def index(self, where: _Where) -> tuple[Index, Index]:
-        """The numbers of records in the result, and in the shard."""
-        count = self.count[where]
-        return ragged_index(self.at[where], count), ragged_index(self.start[where], count)
-
-    def copy(self, out: NDArray[Any], source: NDArray[Any], where: _Where) -> None:
-        at, start, count = self.at[where], self.start[where], self.count[where]
-        if len(at) and int(count.sum()) < LONG * len(at):
-            out[ragged_index(at, count)] = source[ragged_index(start, count)]
-            return
-        for to, begin, size in zip(at.tolist(), start.tolist(), count.tolist(), strict=True):
-            out[to : to + size] = source[begin : begin + size]
+def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype=dtype)
 
 
-def lower_bound(column: NDArray[Any], values: Index) -> Index:
-    """For each value the first place of a rising column that is not below it; reads O(log n) of the column each.
+def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
+    """The columns that a table shares with another type; what it lacks is left unset."""
+    out = np.empty(len(table), dtype=dtype)
+    for name in dtype.names or ():
+        if name in (table.dtype.names or ()):
+            out[name] = table[name]
+    return out
+
+
+def _between(targets: Table, first: int, stop: int) -> Table:
+    """The targets of the spans from `first` to `stop`."""
+    begin = lower_bound(targets["span"], first)
+    return targets[begin : lower_bound(targets["span"], stop, begin)]
+
+
+def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
+    """The first place of a rising column, from `low` on, that is not below the value; looks at O(log n) places.
 
     `np.searchsorted` would copy the whole column first, because it lies strided in the mapped file.
     """
-    size = len(column)
     # Where each row is one conversation, a row's number is its segment's number.
-    guess = np.minimum(values, size)
-    if size and np.all((guess == size) | (column[np.minimum(guess, size - 1)] >= values)):
-        below = np.maximum(guess, 1) - 1
-        if np.all((guess == 0) | (column[below] < values)):
-            return guess
-    if len(values) <= FEW:
-        return np.array([bisect_left(column, value) for value in values.tolist()], dtype=np.int64)
-    found = np.zeros(len(values), dtype=np.int64)
-    for bit in reversed(range(size.bit_length())):
-        probe = found + (1 << bit)
-        fits = probe <= size
-        fits &= column[np.minimum(probe, size) - 1] < values
-        found += fits.astype(np.int64) << bit
-    return found
+    guess = min(max(value, low), len(column))
+    if (guess == len(column) or column[guess] >= value) and (guess == low or column[guess - 1] < value):
+        return guess
+    return bisect_left(column, value, low)
 
 
 def first_spans(origins: Table, segments: Index, end: int) -> Index:

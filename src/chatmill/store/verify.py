@@ -186,7 +186,7 @@ class _ShardCheck:
         origins, spans = self._arrays[ORIGINS], self._arrays[SPANS]
         row = origins["row"].view(np.int64)
         begin = self._segments_seen
-        end = max(begin, int(lower_bound(row, np.array([stop]))[0]))
+        end = lower_bound(row, stop, begin)
         here = row[begin:end]
         if np.any(here < at) or np.any(here >= stop) or np.any(np.diff(here) < 0):
             raise self._fault(ORIGINS, f"segments {begin} to {end} are not in the order of their episodes")

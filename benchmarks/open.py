@@ -1,0 +1,135 @@
+"""Writing, opening and reading a store: `.venv/bin/python benchmarks/open.py [--episodes N] [--folder DIR] [--json]`.
+
+A store of 20 million small episodes is written by a generator (some 3 GB in --folder), opened by fresh processes
+and read at random places, each read timed by itself. Writing is timed on rows of chat length too. Exit 1 if a
+promise fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from measure import machine, report
+
+from chatmill.ledger import Ledger
+from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows
+from chatmill.store.metadata import write_metadata
+from chatmill.store.read import Episodes, open_dataset
+from chatmill.store.write import SplitWriter
+
+OPEN_MS, READ_US, WRITE_MTOK = 200, 50, 100
+READS = 20_000
+OPENING = """
+import sys, time
+from chatmill.store.read import open_dataset
+started = time.perf_counter()
+episodes = open_dataset(sys.argv[1])["train"]
+tokens = episodes.tokens(len(episodes) // 2)
+print(time.perf_counter() - started)
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--episodes", type=int, default=20_000_000)
+    parser.add_argument("--folder", type=Path, help="where the store is written for the time of the run")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        # First, while no other bytes wait to reach the disk.
+        rows = chunk(20_000, spans=16, longest=97)
+        chat = {
+            bits: statistics.median(
+                write(Path(folder) / f"{bits}-{run}", rows, 160_000, vocab_size=vocab_size) for run in range(3)
+            )
+            for bits, vocab_size in (("uint16", 50_000), ("uint32", 100_000))
+        }
+        small = write(Path(folder) / "small", chunk(100_000, spans=2, longest=7), args.episodes, vocab_size=50_000)
+        opened = [float(python(OPENING, str(Path(folder) / "small"))) for _ in range(5)]
+        reads = read(open_dataset(Path(folder) / "small")["train"])
+    open_ms = 1e3 * statistics.median(opened)
+    lines = [
+        (f"open {args.episodes:,} episodes and read one, fresh process", f"{open_ms:.1f} ms (promised {OPEN_MS})"),
+        *(
+            (f"{what} of a random episode, warm, median and 99th", f"{mid:.1f} and {most:.1f} µs (promised {READ_US})")
+            for what, (mid, most) in reads.items()
+        ),
+        *((f"write chat rows, {bits}, without fsync", f"{speed:.0f} Mtok/s") for bits, speed in chat.items()),
+        ("write small episodes", f"{small:.0f} Mtok/s"),
+    ]
+    figures = {"open_ms": open_ms, "read_us": reads, "write_mtok": chat}
+    report(f"store; {machine('numpy')}", lines, figures, as_json=args.json)
+    kept = open_ms < OPEN_MS and all(mid < READ_US for mid, _ in reads.values()) and min(chat.values()) > WRITE_MTOK
+    return 0 if kept else 1
+
+
+def chunk(count: int, *, spans: int, longest: int) -> Rows:
+    """Rows of one conversation each, half of whose tokens are trained."""
+    rng = np.random.default_rng(0)
+    table = np.zeros(count * spans, dtype=SPAN)
+    table["length"] = rng.integers(1, longest + 1, len(table))
+    table["weight"] = np.arange(len(table)) % 2
+    table["target"] = OWN_ID
+    origins = np.zeros(count, dtype=ORIGIN)
+    origins["line"] = np.arange(count)
+    first_span = np.arange(0, len(table) + 1, spans)
+    ids = rng.integers(0, 50_000, int(table["length"].sum())).astype(np.uint32)
+    return Rows(ids, table, first_span, origins, np.arange(count + 1), (File("made", "generator"),))
+
+
+def write(folder: Path, rows: Rows, count: int, *, vocab_size: int) -> float:
+    """Write `count` episodes; million tokens a second, from rows in memory to closed files."""
+    started = time.perf_counter()
+    with SplitWriter(folder / "train", vocab_size=vocab_size, shard_tokens=50_000_000) as writer:
+        for at in range(0, count, len(rows)):
+            writer.append(rows[: min(len(rows), count - at)])
+        info = writer.close()
+    taken = time.perf_counter() - started
+    write_metadata(
+        folder,
+        vocab_size=vocab_size,
+        format={},
+        tokenizer={"name": "generator", "sha256": "0" * 64},
+        tokenizer_state={},
+        special_token_ids={},
+        pad_token_id=None,
+        splits={"train": info},
+        ledger=Ledger(),
+        config={},
+    )
+    return info.num_tokens / taken / 1e6
+
+
+def read(episodes: Episodes) -> dict[str, tuple[float, float]]:
+    """Microseconds to read one random episode: median and 99th of a hundred."""
+    numbers = np.random.default_rng(1).integers(0, len(episodes), READS).tolist()
+    works = {
+        "tokens and mask": lambda number: (episodes.tokens(number).sum(), episodes.mask(number).sum()),
+        "rows with spans and origins": lambda number: episodes.rows([number]),
+    }
+    found = {}
+    for name, work in works.items():
+        for number in numbers:
+            work(number)
+        taken = []
+        for number in numbers:
+            started = time.perf_counter()
+            work(number)
+            taken.append(1e6 * (time.perf_counter() - started))
+        found[name] = (statistics.median(taken), statistics.quantiles(taken, n=100)[-1])
+    return found
+
+
+def python(code: str, *args: str) -> str:
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
