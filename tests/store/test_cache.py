@@ -21,6 +21,7 @@ from chatmill.ledger import Ledger
 from chatmill.rows import SPAN, Rows, concat
 from chatmill.store import files
 from chatmill.store.cache import cache_folder, is_cache, open_cache, verify_cache, write_cache
+from chatmill.store.metadata import self_hash, text_of
 from chatmill.store.publish import set_aside, staging_for
 from chatmill.store.read import rows_from_mask
 
@@ -240,12 +241,17 @@ def test_missing_and_unlisted_shards_are_named(built):
         ({"splits": 5}, "changed"),
         ({"ledger": {"lost": {}}}, "changed"),
         ({"special_token_ids": {"eot": "3"}}, "changed"),
+        ({"special_token_ids": {"eot": 1000}}, "changed"),
         ({"vocab_size": 0}, "changed"),
     ],
 )
-def test_metadata_that_is_not_what_was_written_is_refused(built, change, word):
+@pytest.mark.parametrize("hashed", [False, True])
+def test_metadata_that_is_not_what_was_written_is_refused(built, change, word, hashed):
     data = json.loads((built / "meta.json").read_bytes())
-    (built / "meta.json").write_text(json.dumps(data | change, sort_keys=True, indent=1) + "\n")
+    if hashed and change != {"seed": 43}:
+        data.pop("sha256")
+        change = change | {"sha256": self_hash(data | change)}
+    (built / "meta.json").write_bytes(text_of(data | change))
     with pytest.raises(DataError, match=word):
         open_cache(built)
     (built / "meta.json").write_bytes(b"[" * 100_000)

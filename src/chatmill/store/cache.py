@@ -30,6 +30,7 @@ from chatmill.ledger import Ledger
 from chatmill.rows import OWN_ID, Rows, Table, concat, offsets
 from chatmill.store.files import create, make_folder, remove_tree
 from chatmill.store.layout import EPISODE, INDEX, MASK, MASKS, SPLITS, TOKENS, shard_name, token_dtype
+from chatmill.store.metadata import self_hash, text_of
 from chatmill.store.publish import check_target, publish, recover, staging_for
 from chatmill.store.read import Dataset, Episodes
 from chatmill.store.shard import Shard
@@ -101,11 +102,11 @@ class CacheMeta:
     @property
     def sha256(self) -> str:
         """The hash of the cache: two caches that share it hold the same bytes."""
-        return hashlib.sha256(_text(self._data())).hexdigest()
+        return self_hash(self._data())
 
     def to_bytes(self) -> bytes:
         """The file, byte for byte."""
-        return _text({**self._data(), "sha256": self.sha256})
+        return text_of({**self._data(), "sha256": self.sha256})
 
     def _data(self) -> dict[str, Any]:
         return {
@@ -261,10 +262,6 @@ def _write_shard(path: Path, rows: Rows, *, vocab_size: int) -> CacheShard:
 
 def _file_name(number: int) -> str:
     return f"{shard_name(number)}.bin"
-
-
-def _text(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(data, sort_keys=True, indent=1, allow_nan=False) + "\n").encode()
 
 
 # Reading.
