@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged
 from chatmill.prepare.unit import Unit, trained_tokens
-from chatmill.rows import Index, Part, Rows, concat
+from chatmill.rows import ORIGIN, SPAN, File, Index, Part, Rows, offsets, ragged_index
 from chatmill.store.metadata import SplitInfo
 from chatmill.store.write import SplitWriter
 
@@ -180,26 +180,44 @@ def _pack_window(window: Sequence[Chosen], capacity: int) -> Iterator[Rows]:
     unit_of = np.repeat(np.arange(len(window)), [len(part.rows) for part in window])
     row_of = np.concatenate([part.rows for part in window])
     bins = pack_lengths(lengths, capacity)
-    filled = np.add.reduceat(lengths[bins.order], bins.first[:-1])
-    until = np.cumsum(filled)
+    until = np.cumsum(np.add.reduceat(lengths[bins.order], bins.first[:-1]))
     first = 0
     while first < len(bins):
         before = until[first - 1] if first else 0
         last = max(first + 1, int(np.searchsorted(until, before + SLAB, side="right")))
         items = bins.order[bins.first[first] : bins.first[last]]
-        # Each unit's rows at once, then all in the order of the bins.
-        by_unit = np.argsort(unit_of[items], kind="stable")
-        borders = np.searchsorted(unit_of[items][by_unit], np.arange(len(window) + 1))
-        parts = [
-            part.unit.rows.take(row_of[items[by_unit[borders[number] : borders[number + 1]]]])
-            for number, part in enumerate(window)
-            if borders[number] < borders[number + 1]
-        ]
+        rows = _brought_together([part.unit for part in window], unit_of[items], row_of[items])
+        row_start = bins.first[first : last + 1] - bins.first[first]
+        yield replace(rows, first_segment=rows.first_segment[row_start])
         for part in window:
             part.unit.release()
-        place = np.empty(len(items), dtype=np.int64)
-        place[by_unit] = np.arange(len(items))
-        rows = concat(parts).take(place)
-        row_start = bins.first[first : last + 1] - bins.first[first]
-        yield Rows(rows.ids, rows.spans, rows.first_span, rows.origins, rows.first_segment[row_start], rows.files)
         first = last
+
+
+def _brought_together(units: Sequence[Staged], unit_of: Index, row_of: Index) -> Rows:
+    """Rows out of several units, in the order given; every token is copied once."""
+    token, segment, span = (np.empty((len(unit_of), 2), dtype=np.int64) for _ in range(3))
+    groups = [(units[number].rows, np.flatnonzero(unit_of == number)) for number in np.unique(unit_of).tolist()]
+    for rows, here in groups:
+        for side in (0, 1):
+            row = row_of[here] + side
+            token[here, side] = rows.row_start[row]
+            segment[here, side] = rows.first_segment[row]
+            span[here, side] = rows.first_span[rows.first_segment[row]]
+    first_segment, first_span = offsets(segment[:, 1] - segment[:, 0]), offsets(span[:, 1] - span[:, 0])
+    origins, spans = np.empty(first_segment[-1], dtype=ORIGIN), np.empty(first_span[-1], dtype=SPAN)
+    span_counts = np.empty(first_segment[-1], dtype=np.int64)
+    files: dict[File, int] = {}
+    for rows, here in groups:
+        count = segment[here, 1] - segment[here, 0]
+        source, place = ragged_index(segment[here, 0], count), ragged_index(first_segment[here], count)
+        origins[place] = rows.origins[source]
+        # A staged row is always of a file: padding comes later.
+        numbers = np.array([files.setdefault(file, len(files)) for file in rows.files], dtype=np.uint32)
+        origins["file"][place] = numbers[rows.origins["file"][source]]
+        span_counts[place] = np.diff(rows.first_span)[source]
+        count = span[here, 1] - span[here, 0]
+        spans[ragged_index(first_span[here], count)] = rows.spans[ragged_index(span[here, 0], count)]
+    tokens = zip(unit_of.tolist(), token.tolist(), strict=True)
+    ids = np.concatenate([units[number].rows.ids[start:stop] for number, (start, stop) in tokens])
+    return Rows(ids, spans, offsets(span_counts), origins, first_segment, tuple(files))

@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import zlib
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Staged:
     def __len__(self) -> int:
         return len(self.record)
 
-    @property
+    @cached_property
     def rows(self) -> Rows:
         """All rows; narrow tokens are widened."""
         ids = self.ids.astype(np.uint32, copy=False)
