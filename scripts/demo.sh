@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to rows you can look at, with the embedded conversations. Everything is written under demo/.
+# From nothing to a dataset you can look into, with the embedded conversations. Everything is written under demo/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf demo
@@ -14,13 +14,15 @@ step "How is a conversation with a tool trained on? (* is trained)" \
   "chatmill render data/tool_conversations.jsonl --tokenizer demo/tokenizer.json -n 1"
 step "A conversation in another format" \
   "chatmill render data/conversations.jsonl --format post-training -n 1"
-step "Every row as ids and labels" \
-  "chatmill render data/conversations.jsonl --tokenizer demo/tokenizer.json --json > demo/rows.jsonl"
+step "Make a dataset of it, a tenth kept for validation" \
+  "chatmill prepare data/conversations.jsonl data/tool_conversations.jsonl -o demo/dataset --tokenizer demo/tokenizer.json --max-tokens 256 --val-split 0.1"
+step "Is every bit of it as it was written?" "chatmill verify demo/dataset --full"
 
 cat <<'NEXT'
 
-demo/rows.jsonl holds one row a line: ids, labels, weights and spans. What to try next:
+demo/dataset is what training reads. What to try next:
   .venv/bin/chatmill render YOUR.jsonl            your own conversations (see docs/records.md)
+  .venv/bin/chatmill prepare YOUR.jsonl -o data/v1   a dataset of them (see docs/prepare.md)
   .venv/bin/chatmill formats chatml > mine.toml   a chat format of your own (see docs/formats.md)
   .venv/bin/chatmill --help
 NEXT
