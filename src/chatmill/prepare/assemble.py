@@ -5,7 +5,6 @@ What depends on more than one row is decided here: duplicates, the split, blocks
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged
 from chatmill.prepare.unit import Unit, trained_tokens
+from chatmill.records import shuffle_split
 from chatmill.rows import ORIGIN, SPAN, File, Index, Part, Rows, offsets, ragged_index
 from chatmill.store.metadata import SplitInfo
 from chatmill.store.write import SplitWriter
@@ -107,10 +107,8 @@ def _split(units: Sequence[Unit], folder: Path, job: Job, ledger: Ledger) -> lis
 def _shuffled(units: Sequence[Unit], folder: Path, job: Job) -> Flags:
     """Whether each record is one of the first of a shuffled list: the split of the primer cache."""
     count = sum(Staged(unit.path(folder)).extra["records"] for unit in units)
-    order = list(range(count))
-    random.Random(job.seed).shuffle(order)
     val = np.zeros(count, dtype=bool)
-    val[order[: int(count * job.val_split)]] = True
+    val[shuffle_split(count, job.val_split, seed=job.seed).val] = True
     return val
 
 
