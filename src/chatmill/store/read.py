@@ -187,12 +187,13 @@ class Episodes:
 
     def rows(self, numbers: ArrayLike) -> Rows:
         """These episodes in this order, whole: ids, spans, segments and origins. A number may come twice."""
-        chosen = self._chosen(numbers)
-        runs = list(self._runs(chosen))
+        chosen = np.asarray(numbers, dtype=np.int64)
+        runs = list(self._runs(chosen.tolist()))
         ids = _joined([self.array(run.shard, TOKENS)[run.start : run.stop] for run in runs], np.uint32)
         if not self.shards or SPANS in self.shards[0].records:
             return self._with_spans(ids, runs)
-        return rows_from_mask(ids, _joined([self._mask(run) for run in runs], np.uint8), self.lengths_of(chosen))
+        mask = _joined([self._mask(run) for run in runs], np.uint8)
+        return rows_from_mask(ids, mask, self.lengths_of(chosen))
 
     def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
         """All episodes in order, as many at a time as hold about so many tokens (one at least)."""
@@ -209,7 +210,9 @@ class Episodes:
         return self.array(run.shard, MASK)[run.start : run.stop]
 
     def _with_spans(self, ids: Ids, runs: list[_Run]) -> Rows:
-        origins, stored, targets = [], [], []
+        origins: list[Any] = []
+        stored: list[Any] = []
+        targets: list[tuple[Table, int]] = []
         # What is added to a row's number, and to a span's, on the way from its shard to the result.
         moves: list[tuple[int, int, int]] = []
         num_rows = num_spans = 0
@@ -222,7 +225,9 @@ class Episodes:
                 targets.append((_between(self.array(run.shard, TARGETS), first, stop), num_spans - first))
             num_rows += run.episodes
             num_spans += stop - first
-        table, spans = _joined(origins, SEGMENT), _copied(_joined(stored, STORED_SPAN), SPAN)
+        # Records joined as bytes: numpy would cast them field by field.
+        table = np.frombuffer(b"".join(origins), dtype=SEGMENT)
+        spans = _copied(np.frombuffer(b"".join(stored), dtype=STORED_SPAN), SPAN)
         if int(spans["length"].sum(dtype=np.int64)) != len(ids):
             raise DataError(f"{self._root}: spans do not tile the tokens of their rows; run chatmill verify")
         spans["target"] = OWN_ID
@@ -263,13 +268,13 @@ class Episodes:
             where = shard_of == shard
             yield shard, where, chosen[where] - self._firsts[shard]
 
-    def _runs(self, chosen: Index) -> Iterator[_Run]:
+    def _runs(self, chosen: list[int]) -> Iterator[_Run]:
         """The chosen episodes as runs of neighbours, whose tokens, spans and segments are each one slice."""
-        begins = np.ones(len(chosen) + 1, dtype=np.bool_)
-        np.not_equal(chosen[1:], chosen[:-1] + 1, out=begins[1:-1])
-        edges = np.flatnonzero(begins)
-        for number, count in zip(chosen[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True):
-            stop = number + count
+        at = 0
+        while at < len(chosen):
+            number = stop = chosen[at]
+            while at < len(chosen) and chosen[at] == stop:
+                at, stop = at + 1, stop + 1
             while number < stop:
                 shard, episode = self._find(number)
                 run = self._run(shard, episode, min(stop - number, self.shards[shard].num_episodes - episode))
@@ -364,8 +369,9 @@ def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
     `np.searchsorted` would copy the whole column first, because it lies strided in the mapped file.
     """
     # Where each row is one conversation, a row's number is its segment's number.
-    guess = min(max(value, low), len(column))
-    if (guess == len(column) or column[guess] >= value) and (guess == low or column[guess - 1] < value):
+    size = len(column)
+    guess = low if value < low else size if value > size else value
+    if (guess == size or column[guess] >= value) and (guess == low or column[guess - 1] < value):
         return guess
     return bisect_left(column, value, low)
 
