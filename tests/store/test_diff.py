@@ -199,3 +199,16 @@ def test_ten_thousand_conversations_of_a_few_ids_have_hashes_of_their_own():
     for one, other in zip(mask.tolist(), different, strict=True):
         assert lengths.setdefault(len(other), one) == one
     assert len(set(lengths.values())) == len(lengths)
+
+
+def test_how_a_source_is_trained_is_a_matter_of_fit_and_not_of_input(tmp_path):
+    def config(*train_on: str) -> dict:
+        return {"sources": [[f"{n}.jsonl", "messages", "chat", choice, False] for n, choice in enumerate(train_on)]}
+
+    for name, train_on in (("a", ("assistant", "assistant")), ("b", ("assistant", "last")), ("c", ("last", "last"))):
+        write_rows(tmp_path / name, {"train": rows_of(TEN)}, config=config(*train_on))
+    assert diff(tmp_path / "a", tmp_path / "c").causes == (Cause("fit", "train_on", "assistant", "last"),)
+    two = {"0.jsonl": "assistant", "1.jsonl": "last"}
+    assert diff(tmp_path / "a", tmp_path / "b").causes == (Cause("fit", "train_on", "assistant", two),)
+    reweigh(tmp_path / "a", tmp_path / "d", train_on="last")
+    assert diff(tmp_path / "c", tmp_path / "d").causes == ()

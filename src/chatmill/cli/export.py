@@ -1,9 +1,10 @@
-"""`chatmill export`: conversations for other tools."""
+"""`chatmill export`: conversations and datasets for other tools."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -31,15 +32,16 @@ from chatmill.format import ChatFormat, load_format, render, written_turns
 from chatmill.ledger import Ledger
 from chatmill.records import Record
 from chatmill.store.files import refuse_existing, writing
+from chatmill.store.parquet import export_parquet
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
-app = typer.Typer(help="Write conversations for other tools.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Write conversations or datasets for other tools.", no_args_is_help=True, rich_markup_mode=None)
 CHUNK = 1024
 
 
 @app.callback()
 def root() -> None:
-    """Write conversations for other tools."""
+    """Write conversations or datasets for other tools."""
 
 
 @app.command("transcripts")
@@ -78,6 +80,41 @@ def transcripts(
     ledger.check()
     _tell(output, ledger, as_json=as_json)
     tell_rejects(ledger, rejected)
+
+
+@app.command("parquet")
+def parquet(
+    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="The folder to write.")],
+    split: Annotated[
+        list[str] | None, typer.Option(help="Only this split; may be given twice. Left out, all of them.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is an export.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a dataset as Parquet for other trainers, with a dataset card.
+
+    Columns are input_ids, labels (-100 where nothing is trained and at the first token of every conversation, not
+    shifted), position_ids (from 0 in every conversation) and seq_lengths (of the conversations of a row).
+    `datasets.load_dataset("OUT")` reads it.
+
+    \b
+    Examples:
+      chatmill export parquet data/v1 -o data/v1-parquet
+      chatmill export parquet data/v1 -o data/v1-train --split train --json
+    """
+    done = export_parquet(dataset, output, splits=split or (), overwrite=overwrite)
+    if as_json:
+        echo_json({"path": str(output), "splits": {name: asdict(counts) for name, counts in done.items()}})
+        return
+    for name, counts in done.items():
+        share = counts.trained / counts.tokens if counts.tokens else 0
+        typer.echo(
+            f"{output}/{name}: {counts.rows:,} rows, {counts.tokens:,} tokens, {share:.1%} trained, "
+            f"{counts.files:,} {'file' if counts.files == 1 else 'files'}"
+        )
+    if weighted := sum(counts.weighted for counts in done.values()):
+        typer.echo(f"{weighted:,} trained tokens have a weight other than 1, which labels cannot say", err=True)
 
 
 def _lines(

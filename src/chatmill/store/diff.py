@@ -35,8 +35,10 @@ ALIKE = {"equal": "kims", "moved": "kim", "mask": "ki", "changed": "k"}
 CAUSES = ("tokenizer", "format", "fit", "input")
 CONFIG = {"add_tokens": "tokenizer", "sources": "input", "dedupe": "input"}
 """What keys of a config belong to that are not `fit`."""
-NO_CAUSE = ("format", "reweighed_from")
-"""Keys of a config that cause nothing: the metadata holds the format itself, and the past is past."""
+PARENT = "reweighed_from"
+"""A key of a config that tells of the past and causes nothing."""
+SOURCE = 5
+"""A source of a config is file, shape, name, train_on and whether it is all for validation."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class _Conversations:
                 here = slice(at, at := at + len(rows.origins))
                 self._key[here] = rows.origins["key"]
                 self._ids[here], self._mask[here] = _hashes(rows)
-                self._real[here] = ~_is_padding(rows)
+                self._real[here] = ~is_padding(rows)
 
     @property
     def has_keys(self) -> bool:
@@ -268,7 +270,7 @@ def _sums(words: Words, start: Index) -> Words:
     return until[start[1:]] - until[start[:-1]]
 
 
-def _is_padding(rows: Rows) -> NDArray[np.bool_]:
+def is_padding(rows: Rows) -> NDArray[np.bool_]:
     """Which segments hold nothing but padding."""
     spans = np.diff(rows.first_span)
     padding: Index = np.diff(offsets(rows.spans["part"] == Part.PAD)[rows.first_span])
@@ -291,13 +293,25 @@ def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: i
         yield Cause("input", "conversations", removed, added)
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _made_of(metadata: Metadata) -> dict[tuple[str, str], Any]:
     """Everything that may be the cause of a difference, by the part it belongs to and its name."""
     format = metadata.format if isinstance(metadata.format, dict) else {"format": metadata.format}
+    config = {name: value for name, value in metadata.config.items() if name != PARENT}
+    sources = [source for source in _list(config.get("sources")) if isinstance(source, list) and len(source) == SOURCE]
+    if sources:
+        # A source says how it is trained, which is no matter of the input, and after reweighing not true any more.
+        config["sources"] = [[*source[:3], *source[4:]] for source in sources]
+        if PARENT not in metadata.config:
+            trained = {str(source[0]): source[3] for source in sources}
+            config["train_on"] = trained if len(set(map(str, trained.values()))) > 1 else sources[0][3]
     return {
         ("tokenizer", "sha256"): metadata.tokenizer["sha256"],
         **{("format", name): value for name, value in format.items()},
-        **{(CONFIG.get(name, "fit"), name): value for name, value in metadata.config.items() if name not in NO_CAUSE},
+        **{(CONFIG.get(name, "fit"), name): value for name, value in config.items()},
         ("input", "files"): sorted({file.path for split in metadata.splits.values() for file in split.files}),
         ("input", "records read"): metadata.ledger.total("read").rows,
     }

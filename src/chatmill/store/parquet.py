@@ -1,0 +1,206 @@
+"""A dataset as Parquet files that other trainers read, with a card that says what it is.
+
+    OUT/data/train-00000-of-00002.parquet    a file for each shard
+    OUT/README.md                            the card; its head tells the Hugging Face `datasets` library the splits
+    OUT/chatmill_export.json                 written last
+
+    input_ids     a b c d e      one row, packed of two conversations
+    labels        - b c - e      - is -100: not trained, or the first token of a conversation
+    position_ids  0 1 2 0 1
+    seq_lengths   3 2
+
+Labels stand under their own tokens: those who train on them shift inside the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import DataError, one_line
+from chatmill.rows import Rows, offsets
+from chatmill.store import files
+from chatmill.store.diff import is_padding
+from chatmill.store.metadata import Metadata
+from chatmill.store.read import Dataset, Episodes, open_dataset
+from chatmill.store.reweigh import building
+
+MANIFEST = "chatmill_export.json"
+CARD = "README.md"
+DATA = "data"
+IGNORED = -100
+"""The label that no loss is computed for."""
+TOKENS = 1 << 20
+"""Tokens of a row group; memory is a few times this."""
+MOST_INT32 = 2**31
+SPLIT_NAMES = {"val": "validation"}
+"""How the `datasets` library calls our splits, where it has a name of its own."""
+
+
+@dataclass
+class Exported:
+    """What a split became."""
+
+    rows: int = 0
+    conversations: int = 0
+    """A packed row has several."""
+    tokens: int = 0
+    trained: int = 0
+    """Labels that are not -100."""
+    weighted: int = 0
+    """Of those, how many had a weight other than 1, which labels cannot say."""
+    files: int = 0
+
+
+def export_parquet(
+    source: str | Path, target: str | Path, *, splits: Sequence[str] = (), overwrite: bool = False
+) -> dict[str, Exported]:
+    """Write a dataset, or some splits of it, as Parquet; the folder appears whole, or not at all."""
+    _pyarrow()
+    dataset, target = open_dataset(source), Path(target)
+    chosen = {name: dataset[name] for name in splits or dataset.splits}
+    with building(target, "exporting", overwrite=overwrite, marker=MANIFEST, source=dataset.path) as staging:
+        files.make_folder(staging / DATA)
+        done = {name: _export(episodes, staging / DATA, name, _wide(dataset)) for name, episodes in chosen.items()}
+        with files.create(staging / CARD) as card:
+            card.write(_card(target.name, dataset, done).encode())
+        with files.create(staging / MANIFEST) as manifest:
+            counts = {name: asdict(split) for name, split in done.items()}
+            manifest.write((json.dumps({"dataset_sha256": dataset.sha256, "splits": counts}, indent=1) + "\n").encode())
+    return done
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError("Parquet needs pyarrow; pip install 'chatmill[parquet]'") from None
+    return pyarrow, parquet
+
+
+def _wide(dataset: Dataset) -> bool:
+    """Whether ids may not fit 31 bits."""
+    if dataset.metadata is not None:
+        return dataset.metadata.vocab_size > MOST_INT32
+    return any(shard.dtype.itemsize > 2 for name in dataset.splits for shard in dataset[name].shards)
+
+
+def _export(episodes: Episodes, folder: Path, split: str, wide: bool) -> Exported:
+    pyarrow, parquet = _pyarrow()
+    ids, small = (pyarrow.list_(pyarrow.int64() if of_ids and wide else pyarrow.int32()) for of_ids in (True, False))
+    schema = pyarrow.schema([("input_ids", ids), ("labels", ids), ("position_ids", small), ("seq_lengths", small)])
+    done = Exported(files=len(episodes.shards))
+    for number, shard in enumerate(episodes.shards):
+        one = Episodes(shard.folder, [shard], episodes.files)
+        path = folder / f"{split}-{number:05d}-of-{len(episodes.shards):05d}.parquet"
+        with files.create(path) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+            for rows in one.sweep(tokens=TOKENS):
+                columns = _columns(rows)
+                lists = [
+                    pyarrow.ListArray.from_arrays(
+                        pyarrow.array(start.astype(np.int32)), pyarrow.array(values).cast(field.type.value_type)
+                    )
+                    for (start, values), field in zip(columns.values(), schema, strict=True)
+                ]
+                writer.write_batch(pyarrow.record_batch(lists, schema=schema))
+                _count(done, rows, columns["labels"][1])
+    return done
+
+
+def _columns(rows: Rows) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
+    """For each column where the list of each row begins, and all lists one after the other."""
+    position = rows.positions()
+    labels = np.where(rows.mask() & (position > 0), rows.targets(), IGNORED)
+    lengths = np.diff(rows.segment_start)
+    filled = lengths > 0
+    return {
+        "input_ids": (rows.row_start, rows.ids),
+        "labels": (rows.row_start, labels),
+        "position_ids": (rows.row_start, position),
+        "seq_lengths": (offsets(filled)[rows.first_segment], lengths[filled]),
+    }
+
+
+def _count(done: Exported, rows: Rows, labels: NDArray[np.int64]) -> None:
+    trained = labels != IGNORED
+    weights = rows.weights()
+    done.rows += len(rows)
+    done.conversations += int(np.count_nonzero(~is_padding(rows)))
+    done.tokens += len(rows.ids)
+    done.trained += int(np.count_nonzero(trained))
+    done.weighted += int(np.count_nonzero(trained & (weights != 1)))
+
+
+# The card.
+
+
+def _card(name: str, dataset: Dataset, done: dict[str, Exported]) -> str:
+    return "\n".join([*_head(done), f"# {one_line(name)}", "", *_splits(dataset, done), *_made(dataset.metadata), ""])
+
+
+def _head(done: dict[str, Exported]) -> Iterator[str]:
+    yield "---"
+    yield "configs:"
+    yield "- config_name: default"
+    yield "  data_files:"
+    for name in done:
+        yield f"  - split: {SPLIT_NAMES.get(name, name)}"
+        yield f"    path: {DATA}/{name}-*.parquet"
+    yield "---"
+
+
+def _splits(dataset: Dataset, done: dict[str, Exported]) -> Iterator[str]:
+    yield "Token rows for supervised fine-tuning, exported by chatmill."
+    yield ""
+    yield "| split | rows | conversations | tokens | trained | share |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for name, split in done.items():
+        share = split.trained / split.tokens if split.tokens else 0
+        counts = (split.rows, split.conversations, split.tokens, split.trained)
+        yield f"| {name} | {' | '.join(f'{count:,}' for count in counts)} | {share:.1%} |"
+    yield ""
+    yield "- `input_ids`: the tokens of a row, which is one conversation, or several that are packed."
+    yield f"- `labels`: the same tokens where they are trained, {IGNORED} elsewhere and at the first token of every"
+    yield "  conversation. They are not shifted: models that compute the loss themselves do that."
+    yield "- `position_ids`: from 0 again in every conversation."
+    yield "- `seq_lengths`: the tokens of each conversation of the row."
+    yield ""
+    yield "Conversations of a packed row must not see each other, so that a trainer has to use `position_ids` or"
+    yield "`seq_lengths`. TRL does with `SFTConfig(padding_free=True, max_length=None)`, and ignores both without it."
+    if weighted := sum(split.weighted for split in done.values()):
+        yield ""
+        yield f"{weighted:,} trained tokens had a weight other than 1 in the dataset; labels cannot say so."
+    yield ""
+
+
+def _made(metadata: Metadata | None) -> Iterator[str]:
+    yield "## How it was made"
+    yield ""
+    if metadata is None:
+        yield "By another program than chatmill, which did not say."
+        return
+    format = metadata.format.get("name") if isinstance(metadata.format, dict) else metadata.format
+    yield f"- Dataset: sha256 `{metadata.sha256}`"
+    yield f"- Tokenizer: `{one_line(metadata.tokenizer['name'])}`, {metadata.vocab_size:,} ids,"
+    yield f"  sha256 `{metadata.tokenizer['sha256']}`"
+    yield f"- Format: `{one_line(str(format))}`"
+    yield ""
+    yield "```json"
+    yield json.dumps(metadata.config, indent=1, sort_keys=True)
+    yield "```"
+    yield ""
+    yield "## What became of the input"
+    yield ""
+    yield "A row here is a conversation, packed or not."
+    yield ""
+    yield "| | reason | rows | tokens | trained |"
+    yield "|---|---|---:|---:|---:|"
+    for bucket, reason, entry in metadata.ledger:
+        yield f"| {bucket} | {one_line(reason)} | {entry.rows:,} | {entry.tokens:,} | {entry.trained:,} |"

@@ -1,0 +1,298 @@
+"""A dataset as Parquet: exact columns, a card, and the same loss in TRL as over the dataset itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from chat_datasets import chat, chats, contents, names, rows_of, write_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_material import some_rows, write_dataset
+
+from chatmill.errors import DataError
+from chatmill.load.batch import shift
+from chatmill.records import Message, Record
+from chatmill.store import parquet as module
+from chatmill.store.parquet import Exported, export_parquet
+from chatmill.store.read import open_dataset
+
+COLUMNS = ["input_ids", "labels", "position_ids", "seq_lengths"]
+
+
+def read(folder, split="train") -> list[dict]:
+    files = sorted((folder / "data").glob(f"{split}-*.parquet"))
+    return [row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()]
+
+
+def expected(rows) -> list[dict]:
+    """One token at a time."""
+    found = []
+    for row in (rows[at : at + 1] for at in range(len(rows))):
+        lengths = [n for n in np.diff(row.segment_start).tolist() if n]
+        positions = [position for length in lengths for position in range(length)]
+        labels = [
+            int(target) if weight > 0 and position else -100
+            for target, weight, position in zip(row.targets(), row.weights(), positions, strict=True)
+        ]
+        columns = (row.ids.tolist(), labels, positions, lengths)
+        found.append(dict(zip(COLUMNS, columns, strict=True)))
+    return found
+
+
+def test_a_packed_row_in_all_its_columns(tmp_path):
+    rows = rows_of([chat("a", "b"), chat("c", "d")], format="primer", pack=12)
+    write_rows(tmp_path / "v1", {"train": rows}, format="primer")
+    done = export_parquet(tmp_path / "v1", tmp_path / "out")
+    usr, asst, eot = 261, 262, 263
+    assert read(tmp_path / "out") == [
+        {
+            "input_ids": [usr, 97, eot, asst, 98, eot, usr, 99, eot, asst, 100, eot],
+            "labels": [-100, -100, -100, -100, 98, eot, -100, -100, -100, -100, 100, eot],
+            "position_ids": [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5],
+            "seq_lengths": [6, 6],
+        }
+    ]
+    assert done == {"train": Exported(rows=1, conversations=2, tokens=12, trained=4, weighted=0, files=1)}
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), tokens=st.integers(1, 300))
+def test_every_row_of_every_split_is_there_whatever_its_kind(tmp_path_factory, seed, tokens):
+    folder = tmp_path_factory.mktemp("parquet")
+    splits = {"train": some_rows(seed), "val": some_rows(seed + 1, count=5)}
+    write_dataset(folder / "v1", splits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "TOKENS", tokens)
+        done = export_parquet(folder / "v1", folder / "out")
+    for split, rows in splits.items():
+        found = read(folder / "out", split)
+        assert found == expected(rows)
+        assert done[split].trained == sum(label != -100 for row in found for label in row["labels"])
+        assert done[split].weighted == sum(
+            weight == 0.5 and position > 0
+            for weight, position in zip(rows.weights().tolist(), rows.positions().tolist(), strict=True)
+        )
+
+
+def test_a_first_token_is_never_a_label_even_if_it_is_trained(tmp_path):
+    rows = rows_of([chat("a", "b")], format="primer")
+    rows.spans["weight"] = 1
+    write_rows(tmp_path / "v1", {"train": rows}, format="primer")
+    export_parquet(tmp_path / "v1", tmp_path / "out")
+    assert read(tmp_path / "out")[0]["labels"] == [-100, *rows.ids[1:].tolist()]
+
+
+def test_a_file_for_each_shard_and_only_the_splits_that_were_asked_for(tmp_path):
+    write_rows(tmp_path / "v1", {"train": rows_of(chats(0, 30)), "val": rows_of(chats(1, 3))}, shard_tokens=1500)
+    shards = len(open_dataset(tmp_path / "v1")["train"].shards)
+    assert shards > 1
+    export_parquet(tmp_path / "v1", tmp_path / "out", splits=["train"])
+    assert names(tmp_path / "out") == ["README.md", "chatmill_export.json", "data"]
+    assert names(tmp_path / "out/data") == [f"train-{n:05d}-of-{shards:05d}.parquet" for n in range(shards)]
+    with pytest.raises(DataError, match="has no split test; it has train, val"):
+        export_parquet(tmp_path / "v1", tmp_path / "other", splits=["test"])
+    assert names(tmp_path) == ["out", "v1"]
+
+
+def test_the_card_says_what_it_is_and_the_manifest_of_which_dataset(tmp_path):
+    made = write_rows(tmp_path / "v1", {"train": rows_of([chat("hi", "yo")]), "val": rows_of([chat("so", "no")])})
+    done = export_parquet(tmp_path / "v1", tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+    head, _, text = card.partition("\n---\n")
+    assert head == (
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        "  - split: train\n    path: data/train-*.parquet\n  - split: validation\n    path: data/val-*.parquet"
+    )
+    train = done["train"]
+    assert f"| train | 1 | 1 | {train.tokens} | {train.trained} | {train.trained / train.tokens:.1%} |" in text
+    stored = made.ledger.total("stored")
+    for said in (
+        made.sha256,
+        made.tokenizer["sha256"],
+        "`chatml`",
+        f"| stored |  | 2 | {stored.tokens} | {stored.trained} |",
+        '"train_on": "assistant"',
+    ):
+        assert said in text
+    assert json.loads((tmp_path / "out/chatmill_export.json").read_text()) == {
+        "dataset_sha256": made.sha256,
+        "splits": {name: asdict(split) for name, split in done.items()},
+    }
+
+
+def test_weights_that_labels_cannot_say_are_counted_and_said(tmp_path):
+    half = Record([Message("user", "a"), Message("assistant", "b", weight=0.5)])
+    write_rows(tmp_path / "v1", {"train": rows_of([half, chat("c", "d")])})
+    done = export_parquet(tmp_path / "v1", tmp_path / "out")
+    assert done["train"].weighted == 2
+    assert "2 trained tokens had a weight other than 1" in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_dataset_of_another_program_is_exported_too(tmp_path):
+    for name, data in (
+        ("tokens.bin", np.array([5, 6, 7, 8, 9], "<u2")),
+        ("mask.bin", np.array([0, 1, 1, 1, 1], "u1")),
+        ("episodes.idx", np.array([0, 3, 3, 2], "<u8")),
+    ):
+        path = tmp_path / "v1/train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data.tofile(path)
+    export_parquet(tmp_path / "v1", tmp_path / "out")
+    assert [row["labels"] for row in read(tmp_path / "out")] == [[-100, 6, 7], [-100, 9]]
+
+
+def test_the_same_dataset_gives_the_same_bytes_and_an_export_is_replaced_only_when_asked(tmp_path):
+    write_rows(tmp_path / "v1", {"train": rows_of(chats(0, 10))})
+    export_parquet(tmp_path / "v1", tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(DataError, match="exists already"):
+        export_parquet(tmp_path / "v1", tmp_path / "out")
+    export_parquet(tmp_path / "v1", tmp_path / "out", overwrite=True)
+    assert contents(tmp_path / "out") == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/README.md").write_text("not an export")
+    with pytest.raises(DataError, match=r"holds no chatmill_export\.json"):
+        export_parquet(tmp_path / "v1", tmp_path / "mine", overwrite=True)
+
+
+def test_a_fault_on_the_way_leaves_nothing(tmp_path):
+    rows = rows_of(chats(0, 10))
+    write_rows(tmp_path / "v1", {"train": rows}, shard_tokens=10**6)
+    index = tmp_path / "v1/train/shard_00000/episodes.idx"
+    entries = np.fromfile(index, "<u8")
+    entries[-2] = 10**9
+    entries.tofile(index)
+    with pytest.raises(DataError, match="run chatmill verify"):
+        export_parquet(tmp_path / "v1", tmp_path / "out")
+    assert names(tmp_path) == ["v1"]
+
+
+def test_without_pyarrow_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"pip install 'chatmill\[parquet\]'"):
+        export_parquet(tmp_path / "v1", tmp_path / "out")
+
+
+# In TRL.
+
+STEPS, BATCH, RATE = 10, 3, 1e-2
+
+
+@pytest.fixture
+def trl():
+    return pytest.importorskip("trl", reason="needs trl and transformers: run it in .venv-bench, made by make bench")
+
+
+def tiny_model():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=512, max_position_embeddings=512, attn_implementation="sdpa", **sizes)
+    )
+
+
+def losses_in_trl(trl, dataset, folder, *, padding_free: bool, skip: bool) -> list[float]:
+    """The loss of ten steps of `SFTTrainer`, rows in their order."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    # The trainer wants a tokenizer, from which it takes no more than the id to pad with.
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    trainer = trl.SFTTrainer(
+        tiny_model(),
+        args=trl.SFTConfig(
+            output_dir=str(folder),
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            learning_rate=RATE,
+            lr_scheduler_type="constant",
+            optim="adamw_torch",
+            max_grad_norm=0.0,
+            max_length=None,
+            padding_free=padding_free,
+            train_sampling_strategy="sequential",
+            dataset_kwargs={"skip_prepare_dataset": skip},
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            seed=0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=dataset,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def losses_one_by_one(episodes) -> list[float]:
+    """The same ten steps over the dataset itself, each conversation alone: nothing of TRL, padding or packing."""
+    import torch
+
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        rows = episodes.rows(np.arange(step * BATCH, (step + 1) * BATCH))
+        total, count = torch.zeros(()), 0
+        for start, stop in zip(rows.segment_start[:-1], rows.segment_start[1:], strict=True):
+            ids, mask = (values[None, start:stop] for values in (rows.ids.astype(np.int64), rows.mask()))
+            x, y, trained = shift(ids, mask)
+            logits = model(input_ids=torch.from_numpy(x)).logits
+            total = total + torch.nn.functional.cross_entropy(logits[0], torch.from_numpy(y[0]), reduction="sum")
+            count += int(trained.sum())
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append(float(total.detach()) / count)
+    return losses
+
+
+class Adapter:
+    """The rows of a dataset as a trainer of Hugging Face wants them, straight from the mapped files."""
+
+    column_names = ("input_ids", "labels", "seq_lengths")
+
+    def __init__(self, episodes) -> None:
+        self._episodes = episodes
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def __getitem__(self, number: int) -> dict:
+        row = self._episodes.rows([number])
+        labels = np.where(row.mask() & (row.positions() > 0), row.targets(), -100)
+        lengths = np.diff(row.segment_start)
+        return dict(zip(self.column_names, (row.ids.tolist(), labels.tolist(), lengths.tolist()), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("pack", [None, 200])
+def test_trl_trains_on_it_with_the_loss_of_the_dataset(trl, tmp_path, pack):
+    import datasets
+
+    rows = rows_of(chats(0, 60), pack=pack)
+    write_rows(tmp_path / "v1", {"train": rows}, shard_tokens=2000)
+    export_parquet(tmp_path / "v1", tmp_path / "out")
+    exported = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    assert [exported[at] for at in range(len(exported))] == expected(rows)
+
+    episodes = open_dataset(tmp_path / "v1")["train"]
+    packed = pack is not None
+    of_export = losses_in_trl(trl, exported, tmp_path / "trl", padding_free=packed, skip=False)
+    of_adapter = losses_in_trl(trl, Adapter(episodes), tmp_path / "trl", padding_free=packed, skip=True)
+    assert of_adapter == of_export
+    assert of_export == pytest.approx(losses_one_by_one(episodes), rel=1e-5)
+    assert len(of_export) == STEPS
+    assert of_export[-1] < of_export[0] - 0.5
