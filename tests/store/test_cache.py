@@ -137,6 +137,13 @@ def test_bytes_do_not_depend_on_how_rows_come_in(tmp_path_factory, cuts, shard_t
     shutil.rmtree(out)
 
 
+@pytest.mark.parametrize(("shard_tokens", "examples"), [(5, [2, 1]), (4, [1, 2]), (9, [3]), (1, [1, 1, 1])])
+def test_a_shard_ends_before_the_example_that_would_overfill_it(tmp_path, shard_tokens, examples):
+    rows = rows_of(([1, 2, 3], [0, 1, 1]), ([4, 5], [0, 1]), ([6, 7], [0, 1]))
+    meta = write(tmp_path, {"train": [rows]}, shard_tokens=shard_tokens)
+    assert [shard.num_examples for shard in meta.splits["train"].shards] == examples
+
+
 def test_metadata_holds_counts_sizes_and_the_ledger_and_no_more(tmp_path):
     rows = rows_of(([7, 8, 9], [0, 1, 1]), ([5, 6], [0, 1]))
     written = write(tmp_path, {"train": [rows], "val": []}, shard_tokens=4)
@@ -206,20 +213,25 @@ def test_every_truncation_is_refused_at_open(built):
     open_cache(built)
 
 
-def test_without_full_a_table_that_misleads_a_reader_is_found(built):
-    shard = built / "train/shard_00000.bin"
+@pytest.mark.parametrize(
+    ("at", "bytes_there", "fault"),
+    [
+        (40, struct.pack("<Q", 1), "do not follow one another"),
+        (48, struct.pack("<Q", 2**63), "do not follow one another"),
+        (64, struct.pack("<Q", 1), "hold 4 of 5 tokens"),
+        (72, struct.pack("<H", 1000), "token id 1000; the vocabulary has 1000"),
+        (82, b"\x02", "the mask is not 1 on 3 tokens"),
+        (82, b"\x01", "the mask is not 1 on 3 tokens"),
+        (0, b"CM-CACHE", "its header is not the one"),
+    ],
+)
+def test_without_full_what_would_mislead_a_reader_is_found(tmp_path, at, bytes_there, fault):
+    write(tmp_path, {"train": [rows_of(([7, 8, 9], [0, 1, 1]), ([5, 6], [0, 1]))]})
+    shard = tmp_path / "primer/train/shard_00000.bin"
     data = shard.read_bytes()
-    index = np.frombuffer(data, dtype="<u8", count=4, offset=40).copy()
-    for number, value, word in ((1, 2**63, "follow"), (2, int(index[2]) + 1, "follow")):
-        changed = index.copy()
-        changed[number] = value
-        shard.write_bytes(data[:40] + changed.tobytes() + data[72:])
-        assert word in verify_cache(built, full=False).faults[0]
-    shard.write_bytes(data[:-1] + b"\x02")
-    assert "mask" in verify_cache(built, full=False).faults[0]
-    shard.write_bytes(b"CM-CACHE" + data[8:])
-    with pytest.raises(DataError, match="header"):
-        open_cache(built)
+    shard.write_bytes(data[:at] + bytes_there + data[at + len(bytes_there) :])
+    (found,) = verify_cache(tmp_path / "primer", full=False).faults
+    assert fault in found
 
 
 def test_missing_and_unlisted_shards_are_named(built):
@@ -304,6 +316,31 @@ def test_an_existing_cache_is_replaced_only_when_asked(built):
     write(out, {"train": [ROWS[:5]]}, overwrite=True)
     assert len(open_cache(built)["train"]) == 5
     assert [path.name for path in out.iterdir()] == ["primer"]
+
+
+def test_a_replacement_that_was_interrupted_is_undone_before_any_work(built):
+    before = contents(built)
+    built.rename(set_aside(built))
+
+    def rows():
+        raise AssertionError("work was done for a cache that may not be replaced")
+        yield
+
+    with pytest.raises(DataError, match="--overwrite"):
+        write_cache(
+            built.parent,
+            "primer",
+            {"train": rows()},
+            format="primer",
+            tokenizer_sha256="",
+            vocab_size=9,
+            special_token_ids={},
+            val_frac=0,
+            seed=0,
+            t_max=2,
+            ledger=Ledger(),
+        )
+    assert contents(built) == before
 
 
 def test_a_folder_that_is_no_cache_is_never_replaced(tmp_path):
