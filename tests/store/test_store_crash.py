@@ -113,6 +113,9 @@ def test_without_exchange_the_next_command_mends_what_a_crash_left(tmp_path, mon
     monkeypatch.setattr(files, "disk", Unsynced())
     for number, _, at in crashes(tmp_path, model, recorder):
         seen.add((at / "x").exists())
+        if not (at / "x").exists():
+            with pytest.raises(DataError, match=r"was being replaced .* the old dataset is .*\.x\.replaced"):
+                open_dataset(at / "x")
         recover(at / "x")
         found = checked.of(at / "x")
         assert found == new if number == len(recorder.steps) else found in (old, new)

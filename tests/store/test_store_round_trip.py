@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -212,3 +214,10 @@ def test_lower_bound_finds_what_searchsorted_finds(column, value, low):
     strided[:] = sorted(column)
     low = min(low, len(column))
     assert lower_bound(strided, value, low) == max(low, np.searchsorted(sorted(column), value))
+
+
+def test_reading_needs_nothing_but_numpy():
+    """A training image has numpy, torch and safetensors, and no more."""
+    absent = ["msgspec", "typer", "rich", "tokenizers", "jinja2", "torch"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import chatmill.store.read, chatmill.store.verify"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Metadata:
     def dtype(self) -> np.dtype[np.unsignedinteger]:
         return token_dtype(self.vocab_size)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """The hash of the dataset: two datasets that share it hold the same bytes."""
         return self_hash(_to_json(self))

@@ -49,6 +49,7 @@ from chatmill.store.layout import (
     shard_name,
 )
 from chatmill.store.metadata import Metadata, is_ours, read_metadata, size_faults
+from chatmill.store.publish import set_aside
 from chatmill.store.shard import Shard, map_file
 from chatmill.store.stranger import stranger_splits
 
@@ -80,6 +81,10 @@ def is_dataset(path: str | Path) -> bool:
 def stored_metadata(folder: Path) -> Metadata | None:
     """The metadata of a dataset of ours; None if another program wrote it, and `DataError` if it is damaged."""
     if not folder.is_dir():
+        if set_aside(folder).is_dir():
+            raise DataError(
+                f"{folder}: was being replaced when that was killed; the old dataset is {set_aside(folder)}"
+            )
         raise DataError(f"{folder}: no such folder; expected a dataset")
     path = folder / METADATA
     if path.is_file() and is_ours(path.read_bytes()):
