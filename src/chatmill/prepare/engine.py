@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -17,8 +20,11 @@ from chatmill.prepare.unit import Done, Tools, Unit, run_unit
 
 
 class Engine(Protocol):
-    def run(self, units: Sequence[Unit], job: Job, tools: Tools, folder: Path) -> Iterator[Done]:
-        """Run all units and give what each leaves, in their order; the first fault in that order is raised."""
+    def run(self, units: Sequence[Unit], job: Job, tools: Tools, folder: Path) -> Generator[Done, None, None]:
+        """Run all units and give what each leaves, in their order; the first fault in that order is raised.
+
+        When the generator is closed, nobody writes to the folder any more.
+        """
 
 
 class Local:
@@ -27,44 +33,62 @@ class Local:
     def __init__(self, workers: int | None = None) -> None:
         self.workers = workers or len(os.sched_getaffinity(0))
 
-    def run(self, units: Sequence[Unit], job: Job, tools: Tools, folder: Path) -> Iterator[Done]:
+    def run(self, units: Sequence[Unit], job: Job, tools: Tools, folder: Path) -> Generator[Done, None, None]:
         if self.workers == 1 or len(units) == 1:
             for unit in units:
                 yield run_unit(unit, job, tools, folder)
             return
-        global _work
-        _work = (job, tools, folder)
         # What is there before the fork is never collected, so its pages stay shared.
         gc.collect()
         gc.freeze()
+        watched, held = os.pipe()
         try:
-            pool = ProcessPoolExecutor(min(self.workers, len(units)), multiprocessing.get_context("fork"))
-            with pool:
-                pending = [pool.submit(_run, unit) for unit in units]
+            with ProcessPoolExecutor(
+                min(self.workers, len(units)),
+                multiprocessing.get_context("fork"),
+                initializer=_begin,
+                initargs=(job, tools, folder, watched, held),
+            ) as pool:
                 try:
-                    yield from _in_order(pending)
+                    pending = deque(pool.submit(_run, unit) for unit in units)
+                    while pending:
+                        yield _result(pending.popleft())
                 finally:
-                    for future in pending:
-                        future.cancel()
+                    # Nobody waits for what is still being made.
+                    os.close(held)
         finally:
+            os.close(watched)
             gc.unfreeze()
-            _work = None
 
+
+def _result(future: Future[Done]) -> Done:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise ChatmillError(
+            "a worker process was killed, perhaps for lack of memory; go on with --resume, or with fewer --workers"
+        ) from None
+
+
+# In a worker process.
 
 _work: tuple[Job, Tools, Path] | None = None
-"""What a forked process works on."""
+
+
+def _begin(job: Job, tools: Tools, folder: Path, watched: int, held: int) -> None:
+    """Come to life: the parent alone answers Ctrl-C, and when it lets go of its end of the pipe, or dies, we end."""
+    global _work
+    _work = (job, tools, folder)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.close(held)
+    threading.Thread(target=_end_with, args=(watched,), daemon=True).start()
+
+
+def _end_with(watched: int) -> None:
+    os.read(watched, 1)
+    os._exit(1)
 
 
 def _run(unit: Unit) -> Done:
     assert _work is not None
     return run_unit(unit, *_work)
-
-
-def _in_order(pending: Sequence[Future[Done]]) -> Iterator[Done]:
-    for future in pending:
-        try:
-            yield future.result()
-        except BrokenProcessPool:
-            raise ChatmillError(
-                "a worker process was killed, perhaps for lack of memory; go on with --resume, or with fewer --workers"
-            ) from None

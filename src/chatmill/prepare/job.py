@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from chatmill.errors import UsageError
+from chatmill.errors import UsageError, one_line
 from chatmill.rows import TrainOn
 
 Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]
@@ -68,6 +68,11 @@ class Job:
             faults.append(f"--val-split {self.val_split} is outside of 0 to 1; 0.1 keeps a tenth for validation")
         if self.val_split and any(source.only_val for source in self.sources):
             faults.append("--val-split and --val-file both say what is for validation; give one")
+        if self.seed < 0:
+            faults.append(f"--seed {self.seed} is below 0; give a whole number from 0 on")
+        for source in self.sources:
+            if source.name is not None and (not source.name or "/" in source.name or "\\" in source.name):
+                faults.append(f'the source name "{one_line(source.name)}" is empty or a path; give a plain name')
         if self.shard_tokens < 1:
             faults.append(f"--shard-tokens {self.shard_tokens} is too small; give at least 1")
         if faults:

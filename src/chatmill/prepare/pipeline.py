@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from chatmill.errors import DataError, RecordError
 from chatmill.ledger import Ledger
-from chatmill.prepare.assemble import assemble
+from chatmill.prepare.assemble import StagedFile, assemble
 from chatmill.prepare.engine import Engine, Local
 from chatmill.prepare.job import Job
-from chatmill.prepare.staging import Staged
-from chatmill.prepare.unit import Done, Tools, Unit, make_tools
+from chatmill.prepare.unit import Done, Tools, Unit, finished, make_tools
+from chatmill.prepare.workplace import Workplace, workplace
 from chatmill.records import plan
-from chatmill.store import files
+from chatmill.store.layout import WIDE
 from chatmill.store.metadata import Metadata, write_metadata
-from chatmill.store.publish import check_target, publish, recover, staging_for
+from chatmill.store.publish import check_target, publish
 
 UNIT_BYTES = 4 * 2**20
 """Input that makes a unit, if the file can be cut. It changes the work, never the bytes that come out."""
-UNITS = "units"
-JOB = "job.json"
 
 
 @dataclass(frozen=True)
@@ -54,48 +51,25 @@ def prepare(
 ) -> Metadata:
     """Build the dataset that `job` describes at `target`: it appears whole, or not at all."""
     job.check()
-    recover(target)
     check_target(target, overwrite=overwrite)
     units = units_of(job, unit_bytes)
     _refuse_output_in_input(units, target)
     tools = tools or make_tools(job)
-    staging = staging_for(target)
-    with _staging(staging, _fingerprint(job, tools, units), resume=resume) as found:
-        folder = staging / UNITS
-        ledger = Ledger()
-        for done in _render(units, job, tools, folder, engine or Local(), found, on_progress):
-            ledger.merge(done.ledger)
-            for fault in done.faults:
-                on_fault(fault)
-        rendered = ledger.total("rendered")
-        written = 0
-
-        def on_tokens(count: int) -> None:
-            nonlocal written
-            written += count
-            on_progress(Progress("write", written, rendered.tokens, rendered.rows, written))
-
-        vocab_size = tools.tokenizer.vocab_size
-        splits = assemble(
-            units, folder, job, vocab_size=vocab_size, staging=staging, ledger=ledger, on_tokens=on_tokens
-        )
-        ledger.check()
-        special = tools.tokenizer.special_token_ids()
-        metadata = write_metadata(
-            staging,
-            vocab_size=vocab_size,
-            format=_format_json(tools),
-            tokenizer={"name": tools.tokenizer.name, "sha256": tools.tokenizer.sha256},
-            tokenizer_state=_tokenizer_state(job, tools),
-            special_token_ids=special,
-            pad_token_id=special[tools.format.eot],
-            splits=splits,
-            ledger=ledger,
-            config=_config(job, units),
-        )
-        files.remove_tree(folder)
-        files.disk.remove(staging / JOB)
-        publish(staging, target, overwrite=overwrite)
+    _check_vocabulary(tools)
+    identity = _identity(units)
+    with workplace(target, _fingerprint(job, tools, units, identity), resume=resume, overwrite=overwrite) as place:
+        ledger, staged = Ledger(), list[StagedFile]()
+        with closing(_render(units, job, tools, place, engine or Local(), on_progress)) as rendered:
+            for unit, done in zip(units, rendered, strict=True):
+                ledger.merge(done.ledger)
+                staged += [StagedFile(unit.path(place.units, n), unit.only_val) for n in range(done.files)]
+                for fault in done.faults:
+                    on_fault(fault)
+        if (now := _identity(units)) != identity:
+            changed = next(path for path in identity if now[path] != identity[path])
+            raise DataError(f"{changed}: was changed while it was read; build again")
+        metadata = _write(job, tools, units, staged, place, ledger, on_progress)
+        publish(place.staging, target, overwrite=overwrite)
     return metadata
 
 
@@ -125,98 +99,90 @@ def _render(
     units: Sequence[Unit],
     job: Job,
     tools: Tools,
-    folder: Path,
+    place: Workplace,
     engine: Engine,
-    found: bool,
     on_progress: Callable[[Progress], None],
-) -> Iterator[Done]:
+) -> Generator[Done, None, None]:
     """What each unit leaves, in order; of an interrupted build, those that are whole are not run again."""
-    finished = {unit.number: done for unit in units if found and (done := _finished(unit, folder)) is not None}
-    left = [unit for unit in units if unit.number not in finished]
-    running = engine.run(left, job, tools, folder) if left else iter(())
+    there = {unit.number: done for unit in units if place.found and (done := finished(unit, place.units)) is not None}
+    left = [unit for unit in units if unit.number not in there]
     total, seen, rows, tokens = sum(unit.size for unit in units), 0, 0, 0
-    for unit in units:
-        done = finished.get(unit.number) or next(running)
-        seen += unit.size
-        rows += done.ledger.total("rendered").rows
-        tokens += done.ledger.total("rendered").tokens
-        on_progress(Progress("render", seen, total, rows, tokens))
-        yield done
+    with closing(engine.run(left, job, tools, place.units)) as running:
+        for unit in units:
+            done = there[unit.number] if unit.number in there else next(running)
+            seen += unit.size
+            rows += done.ledger.total("rendered").rows
+            tokens += done.ledger.total("rendered").tokens
+            on_progress(Progress("render", seen, total, rows, tokens))
+            yield done
 
 
-def _finished(unit: Unit, folder: Path) -> Done | None:
-    path = unit.path(folder)
-    if not path.exists():
-        return None
-    try:
-        staged = Staged(path, check=True)
-    except (DataError, ValueError, KeyError, OSError):
-        path.unlink()
-        return None
-    ledger = Ledger.from_json(staged.extra["ledger"])
-    if ledger.total("rejected").rows:
-        # Its faults were to be reported, and are not kept: the unit is run again.
-        path.unlink()
-        return None
-    return Done(unit.number, ledger, (), unit.size)
+def _write(
+    job: Job,
+    tools: Tools,
+    units: Sequence[Unit],
+    staged: Sequence[StagedFile],
+    place: Workplace,
+    ledger: Ledger,
+    on_progress: Callable[[Progress], None],
+) -> Metadata:
+    """From staged rows to all files of the dataset, the metadata last."""
+    if not ledger.total("read").rows:
+        raise DataError("the input holds no record; there is nothing to prepare")
+    rendered, written = ledger.total("rendered"), 0
+
+    def on_tokens(count: int) -> None:
+        nonlocal written
+        written += count
+        on_progress(Progress("write", written, rendered.tokens, rendered.rows, written))
+
+    vocab_size = tools.tokenizer.vocab_size
+    splits = assemble(staged, job, vocab_size=vocab_size, staging=place.staging, ledger=ledger, on_tokens=on_tokens)
+    ledger.check()
+    special = tools.tokenizer.special_token_ids()
+    return write_metadata(
+        place.staging,
+        vocab_size=vocab_size,
+        format=_format_json(tools),
+        tokenizer={"name": tools.tokenizer.name, "sha256": tools.tokenizer.sha256},
+        tokenizer_state=_tokenizer_state(job, tools),
+        special_token_ids=special,
+        pad_token_id=special[tools.format.eot],
+        splits=splits,
+        ledger=ledger,
+        config=_config(job, units),
+    )
 
 
-@contextmanager
-def _staging(staging: Path, fingerprint: dict[str, Any], *, resume: bool) -> Iterator[bool]:
-    """A folder to build in, ours alone; yields whether an interrupted build of the same job was found there."""
-    files.make_folder(staging.parent)
-    lock = os.open(staging.with_name(f"{staging.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{staging}: another process is building this dataset; wait for it") from None
-        text = json.dumps(fingerprint, sort_keys=True).encode()
-        found = resume and (staging / JOB).is_file() and (staging / JOB).read_bytes() == text
-        if resume and staging.is_dir() and not found:
-            raise DataError(
-                f"{staging}: the interrupted build was of another job or other input; build without --resume"
-            )
-        if staging.is_dir():
-            # Shards are written anew from the units, which is quick and gives the same bytes.
-            for path in sorted(staging.iterdir()):
-                if path.is_dir() and not (found and path.name == UNITS):
-                    files.remove_tree(path)
-                elif path.is_file() and not found:
-                    files.disk.remove(path)
-        files.make_folder(staging / UNITS)
-        if not found:
-            files.write_file(staging / JOB, text, overwrite=True)
-        yield found
-    except BaseException as error:
-        if isinstance(error, Exception) and not isinstance(error, OSError) and staging.is_dir():
-            # Bad input leaves nothing behind; a kill or a full disk leaves what --resume needs.
-            files.remove_tree(staging)
-        raise
-    finally:
-        os.close(lock)
-        staging.with_name(f"{staging.name}.lock").unlink(missing_ok=True)
-
-
-def _fingerprint(job: Job, tools: Tools, units: Sequence[Unit]) -> dict[str, Any]:
+def _fingerprint(job: Job, tools: Tools, units: Sequence[Unit], identity: dict[str, tuple[int, int]]) -> bytes:
     """What an interrupted build must agree in to be gone on with."""
-    inputs = [
-        (str(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape, *_identity(unit.part.path))
-        for unit in units
-    ]
-    return {"job": job.to_json(), "tokenizer": tools.tokenizer.sha256, "inputs": inputs}
+    parts = [(str(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
+    agreed = {
+        "job": job.to_json(),
+        "format": _format_json(tools),
+        "tokenizer": tools.tokenizer.sha256,
+        "parts": parts,
+        "files": identity,
+    }
+    return json.dumps(agreed, sort_keys=True).encode()
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def _identity(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
+    """Size and time of every file of the input."""
+    status = {str(path): path.stat() for path in dict.fromkeys(unit.part.path for unit in units)}
+    return {path: (found.st_size, found.st_mtime_ns) for path, found in status.items()}
 
 
 def _refuse_output_in_input(units: Sequence[Unit], target: Path) -> None:
-    place = target.absolute()
+    place = target.resolve()
     for unit in units:
-        if place in unit.part.path.absolute().parents:
+        if place in unit.part.path.resolve().parents:
             raise DataError(f"{target}: holds the input {unit.part.path}; write the dataset somewhere else")
+
+
+def _check_vocabulary(tools: Tools) -> None:
+    if (size := tools.tokenizer.vocab_size) > WIDE:
+        raise DataError(f"{tools.tokenizer.name}: a vocabulary of {size} ids; at most {WIDE} can be stored")
 
 
 def _format_json(tools: Tools) -> dict[str, Any]:

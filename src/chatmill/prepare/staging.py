@@ -1,6 +1,6 @@
-"""Staging: the rows of one unit in one file, written by whoever ran it and read once, in order.
+"""Staging: fitted rows in files of their own, written by whoever made them and read once, in order.
 
-    magic · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
+    magic · size of the header · crc32 of all that follows · header (JSON) · arrays, each at a multiple of 64 bytes
 
 A file has its name only when it is whole. It is not synced: after a loss of power the checksum decides.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import uuid
 import zlib
-from functools import cached_property
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,90 +21,96 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
-from chatmill.rows import ORIGIN, SPAN, File, Index, Rows
+from chatmill.rows import ORIGIN, SPAN, File, Index, Rows, offsets
 from chatmill.store import files
 
-MAGIC = b"chatmill rows 1\n"
+MAGIC = b"chatmill rows 2\n"
+PREFIX = len(MAGIC) + 16
 ALIGN = 64
+PART = ".part"
+"""How the name of a file ends that is not whole yet."""
+
+_LONG = np.dtype("<i8")
+_DTYPES = (SPAN, _LONG, _LONG, ORIGIN, _LONG)
 
 
 class Staged:
-    """The rows of a unit, mapped; `record` says which of the unit's records each row was made from."""
+    """Rows of one conversation each, mapped; `record` says which of the records behind this file each was made from.
+
+    A map holds a file descriptor, so that only some are held at a time.
+    """
 
     def __init__(self, path: Path, *, check: bool = False) -> None:
         with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise DataError(f"{path}: no staged rows; remove it, or build without --resume")
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-            base = _aligned(len(MAGIC) + 8 + size)
-            if os.fstat(file.fileno()).st_size != base + header["size"]:
-                raise DataError(f"{path}: staged rows are cut off; remove the file, or build without --resume")
+            prefix = file.read(PREFIX)
+            if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
+                raise DataError(f"{path}: no staged rows; build without --resume")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if check and zlib.crc32(memoryview(self._map)[base:]) != header["crc32"]:
-            raise DataError(f"{path}: staged rows are damaged; remove the file, or build without --resume")
+        size, crc = np.frombuffer(prefix, dtype="<u8", offset=len(MAGIC)).tolist()
+        if check and zlib.crc32(memoryview(self._map)[PREFIX:]) != crc:
+            raise DataError(f"{path}: staged rows are damaged; build without --resume")
+        header = json.loads(self._map[PREFIX : PREFIX + size])
+        base = _aligned(PREFIX + size)
+        dtypes = (np.dtype(header["tokens"]), *_DTYPES)
         arrays = [
             np.frombuffer(self._map, dtype=dtype, count=count, offset=base + start)
-            for dtype, (count, start) in zip((header["tokens"], *_DTYPES), header["arrays"], strict=True)
+            for dtype, (count, start) in zip(dtypes, header["arrays"], strict=True)
         ]
         self.ids = arrays[0]
-        self._spans, self._first_span, self.origins, self._first_segment, self.record = arrays[1:]
-        self._files = tuple(File(*names) for names in header["files"])
+        self.spans, self.first_span, self.row_start, self.origins, self.record = arrays[1:]
+        self.files = tuple(File(*names) for names in header["files"])
         self.extra: Any = header["extra"]
 
     def __len__(self) -> int:
         return len(self.record)
 
-    @cached_property
     def rows(self) -> Rows:
         """All rows; narrow tokens are widened."""
         ids = self.ids.astype(np.uint32, copy=False)
-        return Rows(ids, self._spans, self._first_span, self.origins, self._first_segment, self._files)
+        each = np.arange(len(self) + 1, dtype=np.int64)
+        return Rows(ids, self.spans, self.first_span, self.origins, each, self.files)
 
     def release(self) -> None:
         """Let go of the memory behind the map; what is asked for again is read again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
-_DTYPES = (SPAN, np.dtype("<i8"), ORIGIN, np.dtype("<i8"), np.dtype("<i8"))
-
-
 def save(path: Path, rows: Rows, record: Index, *, tokens: np.dtype[Any], extra: Any) -> None:
-    """Write the rows of a unit; ids are narrowed to `tokens`, which must hold them."""
+    """Write rows of one conversation each; ids are narrowed to `tokens`, which must hold them."""
+    columns = (rows.spans, rows.first_span, rows.row_start, rows.origins, record)
     arrays: list[NDArray[Any]] = [
         rows.ids.astype(tokens, copy=False),
-        *(
-            np.ascontiguousarray(array, dtype=dtype)
-            for array, dtype in zip(
-                (rows.spans, rows.first_span, rows.origins, rows.first_segment, record), _DTYPES, strict=True
-            )
-        ),
+        *(np.ascontiguousarray(column, dtype=dtype) for column, dtype in zip(columns, _DTYPES, strict=True)),
     ]
-    places, size, crc = [], 0, 0
+    start = offsets(np.array([_aligned(array.nbytes) for array in arrays])).tolist()
+    places = [(len(array), at) for array, at in zip(arrays, start[:-1], strict=True)]
+    names = {"tokens": np.dtype(tokens).str, "arrays": places, "files": rows.files, "extra": extra}
+    header = json.dumps(names).encode()
+    pieces: list[Any] = [header, bytes(_aligned(PREFIX + len(header)) - PREFIX - len(header))]
     for array in arrays:
-        places.append((len(array), size))
-        data = array.reshape(-1).view(np.uint8)
-        crc = zlib.crc32(bytes(_aligned(size + data.nbytes) - size - data.nbytes), zlib.crc32(data.data, crc))
-        size = _aligned(size + data.nbytes)
-    header = json.dumps(
-        {
-            "tokens": np.dtype(tokens).str,
-            "arrays": places,
-            "files": rows.files,
-            "size": size,
-            "crc32": crc,
-            "extra": extra,
-        }
-    ).encode()
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with files.create(aside) as file:
-        file.write(MAGIC + len(header).to_bytes(8, "little") + header)
-        file.write(bytes(_aligned(len(MAGIC) + 8 + len(header)) - len(MAGIC) - 8 - len(header)))
-        for array in arrays:
-            data = array.reshape(-1).view(np.uint8)
-            file.write(data.data)
-            file.write(bytes(_aligned(data.nbytes) - data.nbytes))
-    files.disk.rename(aside, path)
+        pieces += [array.reshape(-1).view(np.uint8).data, bytes(_aligned(array.nbytes) - array.nbytes)]
+    _write(path, [MAGIC + np.array([len(header), _crc32(pieces)], dtype="<u8").tobytes(), *pieces])
+
+
+def _write(path: Path, pieces: Sequence[Any]) -> None:
+    # A name nobody else has: a unit may be run twice at once, on two machines.
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PART}")
+    try:
+        with files.create(aside) as file:
+            for piece in pieces:
+                file.write(piece)
+        files.disk.rename(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(aside)  # noqa: PTH108
+        raise
+
+
+def _crc32(pieces: Sequence[Any]) -> int:
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def _aligned(size: int) -> int:

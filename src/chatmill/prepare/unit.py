@@ -1,19 +1,20 @@
-"""Units: one piece of the input at a time, from its bytes to fitted rows in a staged file."""
+"""Units: one piece of the input at a time, from its bytes to fitted rows in staged files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count as numbers
 from pathlib import Path
 
 import numpy as np
 
-from chatmill.errors import RecordError
+from chatmill.errors import DataError, RecordError
 from chatmill.fit.truncate import truncate_from
 from chatmill.format import ChatFormat, load_format, render_chunks, renderable
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
-from chatmill.prepare.staging import save
+from chatmill.prepare.staging import Staged, save
 from chatmill.records import Part, Record, read_part, record_key
 from chatmill.rows import File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
@@ -21,6 +22,8 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 CHUNK = 512
 """Records that are rendered at a time; small, because several processes do so at once."""
+FILE_TOKENS = 2**22
+"""Tokens after which a unit begins another staged file: a file that cannot be cut may be of any size."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,9 @@ class Unit:
         stop = self.part.stop if self.part.stop is not None else self.part.path.stat().st_size
         return stop - self.part.start
 
-    def path(self, folder: Path) -> Path:
-        return folder / f"unit_{self.number:06d}.rows"
+    def path(self, folder: Path, number: int) -> Path:
+        """Where its staged file of this number is."""
+        return folder / f"unit_{self.number:06d}_{number:04d}.rows"
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,12 @@ class Tools:
 
 @dataclass(frozen=True)
 class Done:
-    """What a unit leaves besides its file; small, so that it can be sent home."""
+    """What a unit leaves besides its staged files; small, so that it can be sent home."""
 
     number: int
+    files: int
     ledger: Ledger
     faults: tuple[RecordError, ...]
-    input_bytes: int
 
 
 def make_tools(job: Job) -> Tools:
@@ -67,50 +71,120 @@ def make_tools(job: Job) -> Tools:
 
 def run_unit(unit: Unit, job: Job, tools: Tools, folder: Path) -> Done:
     """Read, render and fit one unit. With `on_error` "stop" its first fault is raised."""
-    ledger, faults = Ledger(), list[RecordError]()
-    keys = bytearray()
-
-    def on_fault(fault: RecordError) -> None:
-        if job.on_error == "stop":
-            raise fault
-        faults.append(fault)
-        ledger.add("rejected", fault.kind, rows=1)
-
-    def keyed(records: Iterable[Record]) -> Iterator[Record]:
-        for record in records:
-            keys.extend(record_key(record))
-            yield record
-
-    records = keyed(renderable(read_part(unit.part, on_fault=on_fault), tools.format, on_fault))
-    made: list[Rows] = []
-    made_from: list[Index] = []
-    count = 0
+    records = _Records(unit, job, tools)
+    out = _Files(unit, tools, folder)
     for rows in render_chunks(records, tools.format, tools.tokenizer, train_on=unit.train_on, chunk=CHUNK):
-        # Records are read ahead of the rows that are made of them.
-        chunk, count = slice(16 * count, 16 * (count + len(rows))), count + len(rows)
-        rows.origins["key"] = np.frombuffer(keys[chunk], dtype="<u8").reshape(-1, 2)
-        ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
-        source = np.arange(len(rows), dtype=np.int64)
-        first = count - len(rows)
+        _check_ids(rows, tools.tokenizer.vocab_size)
+        rows.origins["key"] = records.keys_of(len(rows))
+        count, source = len(rows), np.arange(len(rows), dtype=np.int64)
+        records.ledger.add("read", rows=count)
+        records.ledger.add("rendered", rows=count, tokens=len(rows.ids), trained=trained_tokens(rows))
         if job.fit != "blocks":
             rows, source = truncate_from(
                 rows,
                 job.capacity,
                 job.fit,
-                ledger=ledger,
+                ledger=records.ledger,
                 drop_untrained=True,
                 require_terminators=job.require_terminators,
             )
-        made.append(rows)
-        made_from.append(source + first)
-    ledger.add("read", rows=count + len(faults))
-    source = np.concatenate(made_from) if made_from else np.empty(0, dtype=np.int64)
-    dtype = token_dtype(tools.tokenizer.vocab_size)
-    rows = concat(made)
-    rows = replace(rows, files=tuple(File(file.source, unit.name) for file in rows.files))
-    save(unit.path(folder), rows, source, tokens=dtype, extra={"records": count, "ledger": ledger.to_json()})
-    return Done(unit.number, ledger, tuple(faults), unit.size)
+        out.add(rows, source, count)
+    if records.stopped_by is not None:
+        raise records.stopped_by
+    return Done(unit.number, out.close(records.ledger), records.ledger, tuple(records.faults))
+
+
+def finished(unit: Unit, folder: Path) -> Done | None:
+    """What the unit left in an interrupted build, or None if it must be run again."""
+    for number in numbers():
+        try:
+            staged = Staged(unit.path(folder, number), check=True)
+        except (DataError, OSError):
+            return None
+        if (counts := staged.extra["ledger"]) is not None:
+            ledger = Ledger.from_json(counts)
+            # Faults are to be reported, and are not kept.
+            return None if ledger.total("rejected").rows else Done(unit.number, number + 1, ledger, ())
+    raise AssertionError
 
 
 def trained_tokens(rows: Rows) -> int:
     return int(rows.spans["length"][rows.spans["weight"] > 0].sum())
+
+
+class _Records:
+    """The records of a unit that the format can write, with their keys, faults and counts."""
+
+    def __init__(self, unit: Unit, job: Job, tools: Tools) -> None:
+        self.ledger = Ledger()
+        self.faults: list[RecordError] = []
+        self.stopped_by: RecordError | None = None
+        self._unit, self._job, self._format = unit, job, tools.format
+        self._keys = bytearray()
+
+    def __iter__(self) -> Iterator[Record]:
+        try:
+            for record in renderable(read_part(self._unit.part, on_fault=self._fault), self._format, self._fault):
+                self._keys += record_key(record)
+                yield record
+        except RecordError as fault:
+            # Records are read ahead of the rows that are made of them, where an earlier fault may still be found.
+            self.stopped_by = fault
+
+    def _fault(self, fault: RecordError) -> None:
+        if self._job.on_error == "stop":
+            raise fault
+        self.faults.append(fault)
+        self.ledger.add("read", rows=1)
+        self.ledger.add("rejected", fault.kind, rows=1)
+
+    def keys_of(self, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
+        """The keys of the next so many records, each as two numbers."""
+        keys = np.frombuffer(bytes(self._keys[: 16 * count]), dtype="<u8").reshape(-1, 2)
+        del self._keys[: 16 * count]
+        return keys
+
+
+class _Files:
+    """The staged files of a unit; the last of them holds its ledger, and so says that it is finished."""
+
+    def __init__(self, unit: Unit, tools: Tools, folder: Path) -> None:
+        self._unit, self._folder = unit, folder
+        self._dtype = token_dtype(tools.tokenizer.vocab_size)
+        self._number = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rows: list[Rows] = []
+        self._record: list[Index] = []
+        self._records = self._tokens = 0
+
+    def add(self, rows: Rows, source: Index, records: int) -> None:
+        if self._tokens >= FILE_TOKENS:
+            self._save(None)
+        self._rows.append(rows)
+        self._record.append(source + self._records)
+        self._records += records
+        self._tokens += len(rows.ids)
+
+    def close(self, ledger: Ledger) -> int:
+        """Write the last file; how many there are."""
+        self._save(ledger)
+        return self._number
+
+    def _save(self, ledger: Ledger | None) -> None:
+        rows = concat(self._rows)
+        rows = replace(rows, files=tuple(File(file.source, self._unit.name) for file in rows.files))
+        record = np.concatenate([np.empty(0, dtype=np.int64), *self._record])
+        extra = {"records": self._records, "ledger": None if ledger is None else ledger.to_json()}
+        save(self._unit.path(self._folder, self._number), rows, record, tokens=self._dtype, extra=extra)
+        self._number += 1
+        self._begin()
+
+
+def _check_ids(rows: Rows, vocab_size: int) -> None:
+    """Before ids are narrowed: one beyond the vocabulary would become another token."""
+    if len(rows.ids) and (largest := int(rows.ids.max())) >= vocab_size:
+        origin = rows.origins[np.searchsorted(rows.segment_start, int(rows.ids.argmax()), side="right") - 1]
+        place = f"{rows.files[origin['file']].path}:{origin['line']}"
+        raise DataError(f"{place}: token id {largest}; the vocabulary has {vocab_size}")
