@@ -10,10 +10,11 @@ import typer
 
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.store import verify as store
+from chatmill.store.cache import is_cache, verify_cache
 
 
 def verify(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset.", show_default=False)],
+    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset, or the cache of one source.", show_default=False)],
     full: Annotated[
         bool, typer.Option("--full", help="Read every byte: hashes, ids, and that mask equals spans.")
     ] = False,
@@ -25,9 +26,10 @@ def verify(
     Every fault is one line, and the exit code then 1.
     Examples:
       chatmill verify data/chat_sft
+      chatmill verify data/cache/sft/primer
       chatmill verify data/chat_sft --full --json
     """
-    found = store.verify(dataset, full=full)
+    found = verify_cache(dataset, full=full) if is_cache(dataset) else store.verify(dataset, full=full)
     if as_json:
         splits = {name: asdict(counts) for name, counts in found.splits.items()}
         echo_json(
