@@ -17,6 +17,7 @@ from store_material import some_rows, write_dataset
 from chatmill.errors import DataError
 from chatmill.records import Message, Record
 from chatmill.rows import Rule
+from chatmill.store import files
 from chatmill.store import reweigh as module
 from chatmill.store.read import open_dataset
 from chatmill.store.reweigh import reweigh
@@ -210,3 +211,47 @@ def test_what_a_killed_process_left_is_removed(dataset):
     reweigh(dataset, dataset.with_name("v2"), train_on="last")
     assert verify(dataset.with_name("v2"), full=True).faults == ()
     assert names(dataset.parent) == ["v1", "v2"]
+
+
+class Dying(files.Disk):
+    """Does so many operations and then none any more, as if the process were gone."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def __getattribute__(self, name):
+        if not name.startswith("_") and name != "close":
+            if self._left <= 0:
+                raise KeyboardInterrupt
+            self._left -= 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_stopped_at_any_operation_it_leaves_the_old_dataset_or_the_new_one(tmp_path, monkeypatch, overwrite):
+    source, target = tmp_path / "v1", tmp_path / "v2"
+    splits = {"train": rows_of(chats(0, 4)), "val": rows_of(chats(1, 2))}
+    old = write_rows(source, splits).sha256
+    new = reweigh(source, target, train_on="last").metadata.sha256
+    stopped, found = True, []
+    while stopped:
+        shutil.rmtree(target)
+        if overwrite:
+            write_rows(target, splits)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "disk", Dying(len(found)))
+            try:
+                reweigh(source, target, train_on="last", overwrite=overwrite)
+                stopped = False
+            except KeyboardInterrupt:
+                pass
+        assert verify(source, full=True).faults == ()
+        assert not target.exists() or verify(target, full=True).faults == ()
+        found.append(open_dataset(target).sha256 if target.exists() else None)
+        # What is left of it is in nobody's way.
+        assert reweigh(source, target, train_on="last", overwrite=target.exists()).metadata.sha256 == new
+        assert names(tmp_path) == ["v1", "v2"]
+    before = old if overwrite else None
+    published = found.index(new)
+    assert 30 < published < len(found)
+    assert found == [before] * published + [new] * (len(found) - published)
