@@ -38,6 +38,9 @@ class Cut:
     stop: Index
     """(new rows, 3)"""
 
+    def take(self, numbers: Index) -> Cut:
+        return Cut(self.source[numbers], self.start[numbers], self.stop[numbers])
+
 
 def truncate(
     rows: Rows,
@@ -81,11 +84,16 @@ def truncate_from(
     if np.any(np.diff(rows.first_segment) != 1):
         raise DataError("a row holds several conversations; truncate before packing")
     too_long = rows.lengths > capacity if capacity is not None else np.zeros(len(rows), dtype=bool)
-    cut = _choose(rows, capacity, rule) if capacity is not None and too_long.any() else _whole(rows)
+    whole_trained = _trained_in_rows(rows)
+    cut, hurt = _whole(rows), np.zeros((2, len(rows)), dtype=bool)
+    if capacity is not None and too_long.any():
+        cut, hurt = _cut_long(rows, np.flatnonzero(too_long), capacity, rule)
 
     size = (cut.stop - cut.start).sum(axis=1)
-    trained = _trained(rows, cut)
-    begins_cut, ends_cut = _answers_cut(rows, cut)
+    shortened = size < rows.lengths[cut.source]
+    trained = whole_trained[cut.source]
+    trained[shortened] = _trained(rows, cut.take(np.flatnonzero(shortened)))
+    begins_cut, ends_cut = hurt
     reasons = {
         "too_long": too_long[cut.source] if rule == "drop" else np.zeros(len(size), dtype=bool),
         "too_short": size < min_tokens,
@@ -102,17 +110,32 @@ def truncate_from(
             kept &= ~found
     lost = int((counted - size)[kept].sum())
     if lost:
-        untaught = int((_trained(rows, _whole(rows))[cut.source] - trained)[kept].sum())
-        ledger.add("truncated", rule, tokens=lost, trained=untaught)
+        ledger.add("truncated", rule, tokens=lost, trained=int((whole_trained[cut.source] - trained)[kept].sum()))
     more_rows, more_tokens = len(size) - len(rows), int(size.sum()) - len(rows.ids)
     if rule == "windows" and more_rows:
         ledger.add("repeated", "windows", rows=more_rows, tokens=more_tokens)
-    hurt = (begins_cut | ends_cut) & kept
-    if hurt.any():
-        ledger.add("noted", "answer_cut", rows=int(hurt.sum()), tokens=int(size[hurt].sum()))
+    cut_answers = (begins_cut | ends_cut) & kept
+    if cut_answers.any():
+        ledger.add("noted", "answer_cut", rows=int(cut_answers.sum()), tokens=int(size[cut_answers].sum()))
     if kept.all() and len(size) == len(rows) and not lost:
         return rows, cut.source
-    return gather(rows, _plan(Cut(cut.source[kept], cut.start[kept], cut.stop[kept]))), cut.source[kept]
+    chosen = cut.take(np.flatnonzero(kept))
+    return gather(rows, _plan(chosen)), chosen.source
+
+
+def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Cut, NDArray[np.bool_]]:
+    """The cut of all rows, of which only the long ones are looked at, and where it begins or ends inside an answer."""
+    few = rows.take(long)
+    cut = _choose(few, capacity, rule)
+    hurt = np.array(_answers_cut(few, cut))
+    shift = (rows.row_start[long] - few.row_start[:-1])[cut.source][:, None]
+    others = _whole(rows).take(np.flatnonzero(rows.lengths <= capacity))
+    source = np.concatenate([long[cut.source], others.source])
+    order = np.argsort(source, kind="stable")
+    whole = Cut(
+        source, np.concatenate([cut.start + shift, others.start]), np.concatenate([cut.stop + shift, others.stop])
+    )
+    return whole.take(order), np.column_stack([hurt, np.zeros((2, len(others.source)), dtype=bool)])[:, order]
 
 
 def turns(rows: Rows, capacity: int) -> Plan:
@@ -206,6 +229,17 @@ def _plan(cut: Cut) -> Plan:
         np.arange(count + 1, dtype=np.int64),
         rule,
     )
+
+
+def _trained_in_rows(rows: Rows) -> Index:
+    """How many trained tokens each row has."""
+    trained = np.where(rows.spans["weight"] > 0, rows.spans["length"], 0)
+    first = rows.first_span[rows.first_segment]
+    out = np.zeros(len(rows), dtype=np.int64)
+    filled = np.diff(first) > 0
+    if filled.any():
+        out[filled] = np.add.reduceat(trained, first[:-1][filled], dtype=np.int64)
+    return out
 
 
 def _trained(rows: Rows, cut: Cut) -> Index:
