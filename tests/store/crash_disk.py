@@ -68,6 +68,11 @@ class Recorder(Disk):
         place = self._inside(path)
         self.steps.append(lambda model: model.sync(place))
 
+    def link(self, source, target):
+        super().link(source, target)
+        old, new = self._inside(source), self._inside(target)
+        self.steps.append(lambda model: model.change(new[:-1], {new[-1]: model.at(old)}))
+
     def rename(self, source, target):
         super().rename(source, target)
         self._renamed(source, target)

@@ -56,6 +56,10 @@ class Disk:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
             source.rename(target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second, new name; what is written under one is there under both, so nothing ever is."""
+        os.link(source, target)
+
     def exchange(self, one: Path, other: Path) -> bool:
         """Let two folders swap their names in one step; False where the system cannot."""
         return _renameat2(one, other, RENAME_EXCHANGE)

@@ -28,8 +28,8 @@ from chatmill.rows import Rows, offsets
 from chatmill.store import files
 from chatmill.store.diff import is_padding
 from chatmill.store.metadata import Metadata
+from chatmill.store.publish import building
 from chatmill.store.read import Dataset, Episodes, open_dataset
-from chatmill.store.reweigh import building
 
 MANIFEST = "chatmill_export.json"
 CARD = "README.md"

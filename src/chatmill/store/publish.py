@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from chatmill.errors import DataError
@@ -81,3 +84,42 @@ def _move(source: Path, target: Path) -> None:
 def _sync_parents(*paths: Path) -> None:
     for parent in dict.fromkeys(path.parent for path in paths):
         files.disk.sync(parent)
+
+
+@contextmanager
+def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: Path) -> Iterator[Path]:
+    """A folder beside `target` to build in, ours alone: published when the block ends, removed if it fails.
+
+    What a killed process left there is removed first. `source` is what the block reads, and may not overlap.
+    """
+    here, there = target.resolve(), source.resolve()
+    if here != there and (here in there.parents or there in here.parents):
+        raise DataError(f"{target}: one of {target} and {source} lies in the other; write it somewhere else")
+    recover(target)
+    check_target(target, overwrite=overwrite, marker=marker)
+    staging = target.with_name(f".{target.name}.{doing}")
+    files.make_folder(staging)
+    with _alone(staging):
+        try:
+            for path in sorted(staging.iterdir()):
+                files.remove_tree(path) if path.is_dir() else files.disk.remove(path)
+            yield staging
+            publish(staging, target, overwrite=overwrite, marker=marker)
+        except BaseException:
+            if staging.is_dir():
+                files.remove_tree(staging, first=marker)
+            raise
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Raise if another process is in this block with the same folder. A killed process holds nothing."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{folder}: another process is building there; wait for it") from None
+        yield
+    finally:
+        os.close(fd)

@@ -6,9 +6,7 @@ Tokens are not even read. What a flag, a header or a cut decided stays; see `row
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
 from chatmill.store.layout import MASK, METADATA, ORIGINS, SPANS, shard_name
 from chatmill.store.metadata import FileInfo, Metadata, ShardInfo, SplitInfo, write_metadata
-from chatmill.store.publish import check_target, publish, recover
+from chatmill.store.publish import building
 from chatmill.store.read import Dataset, Episodes, first_spans, open_dataset
 
 SEGMENTS = 1 << 14
@@ -82,45 +80,6 @@ def reweigh(source: str | Path, target: str | Path, *, train_on: TrainOn, overwr
     return Reweighed(metadata, parent, work.untrained.rows, work.linked, work.copied)
 
 
-@contextmanager
-def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: Path) -> Iterator[Path]:
-    """A folder beside `target` to build in, ours alone: published when the block ends, removed if it fails.
-
-    What a killed process left there is removed first. `source` is what the block reads, and may not overlap.
-    """
-    here, there = target.resolve(), source.resolve()
-    if here != there and (here in there.parents or there in here.parents):
-        raise DataError(f"{target}: one of {target} and {source} lies in the other; write it somewhere else")
-    recover(target)
-    check_target(target, overwrite=overwrite, marker=marker)
-    staging = target.with_name(f".{target.name}.{doing}")
-    files.make_folder(staging)
-    with _alone(staging):
-        try:
-            for path in sorted(staging.iterdir()):
-                files.remove_tree(path) if path.is_dir() else files.disk.remove(path)
-            yield staging
-            publish(staging, target, overwrite=overwrite, marker=marker)
-        except BaseException:
-            if staging.is_dir():
-                files.remove_tree(staging, first=marker)
-            raise
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Raise if another process is in this block with the same folder. A killed process holds nothing."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{folder}: another process is building there; wait for it") from None
-        yield
-    finally:
-        os.close(fd)
-
-
 class _Work:
     """Shard after shard, with what was shared and counted on the way."""
 
@@ -176,8 +135,7 @@ class _Work:
 
     def _share(self, source: Path, to: Path, info: FileInfo) -> None:
         try:
-            # The only change in the store that does not pass through `files.disk`, which knows no links.
-            os.link(source.resolve(), to)
+            files.disk.link(source.resolve(), to)
             self.linked += 1
         except OSError as error:
             if error.errno not in WITHOUT_LINKS:
