@@ -1,0 +1,64 @@
+"""Same input, same bytes: whatever the number of processes, the size of the units, or how often it was killed."""
+
+from __future__ import annotations
+
+import pytest
+from prepare_material import JOBS, build, digests, job_of, left_beside, write_corpus
+
+from chatmill.prepare import assemble, unit
+from chatmill.store.verify import verify
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[str, ...]:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_processes_and_unit_sizes_do_not_change_a_byte(tmp_path, inputs, name):
+    job = job_of(inputs, **JOBS[name])
+    build(job, tmp_path / "one")
+    expected = digests(tmp_path / "one")
+    assert len([path for path in expected if path.endswith("tokens.bin")]) > 2
+    assert verify(tmp_path / "one", full=True).faults == ()
+    for workers, unit_bytes in ((1, 20_000), (2, 9_000), (4, 1_500)):
+        target = tmp_path / f"{workers}"
+        build(job, target, workers=workers, unit_bytes=unit_bytes)
+        assert digests(target) == expected, (workers, unit_bytes)
+        assert left_beside(target) == []
+
+
+@pytest.mark.parametrize("name", ["plain", "blocks", "shuffle", "all at once"])
+def test_neither_do_the_sizes_in_which_rows_are_staged_and_packed(tmp_path, inputs, name, monkeypatch):
+    job = job_of(inputs, **JOBS[name])
+    build(job, tmp_path / "one")
+    monkeypatch.setattr(unit, "CHUNK", 7)
+    monkeypatch.setattr(unit, "FILE_TOKENS", 1_000)
+    monkeypatch.setattr(assemble, "SLAB", 700)
+    monkeypatch.setattr(assemble, "MAPPED", 2)
+    build(job, tmp_path / "two", unit_bytes=9_000)
+    assert digests(tmp_path / "two") == digests(tmp_path / "one")
+
+
+def test_the_folder_that_the_input_lies_in_does_not_change_a_byte(tmp_path, inputs):
+    (tmp_path / "elsewhere").mkdir()
+    moved = write_corpus(tmp_path / "elsewhere")
+    for name, files in (("one", inputs), ("two", moved)):
+        build(job_of(files, val_split=0.2), tmp_path / name)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+
+
+def test_many_units_need_few_open_files(tmp_path):
+    """A dataset of thousands of units is built by a process that may have a few files open."""
+    import resource
+
+    inputs = write_corpus(tmp_path)
+    job = job_of(inputs, pack=300, dedupe=True, val_split=0.2)
+    build(job, tmp_path / "one")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (assemble.MAPPED + 100, hard))
+    try:
+        build(job, tmp_path / "two", unit_bytes=100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert digests(tmp_path / "two") == digests(tmp_path / "one")

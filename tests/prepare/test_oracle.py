@@ -1,0 +1,139 @@
+"""What is in a dataset, held against each record rendered and cut by itself in plain order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from prepare_material import JOBS, assert_equal, build, job_of, joined, stored_rows, told, write_corpus
+
+from chatmill.fit.blocks import blocks
+from chatmill.fit.truncate import truncate
+from chatmill.format import load_format, render
+from chatmill.ledger import Ledger
+from chatmill.prepare.job import Job, Source
+from chatmill.records import read, record_key, shuffle_split
+from chatmill.rows import File, Rows
+from chatmill.tokenizer import open_tokenizer
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[str, ...]:
+    return write_corpus(tmp_path_factory.mktemp("corpus"), 300)
+
+
+def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
+    """The rows of each split, a record at a time."""
+    format = load_format(job.format)
+    tokenizer = open_tokenizer(job.tokenizer, control=format.tokens)
+    records = [(record, source) for source in job.sources for record in read(source.inputs, shape=source.shape)]
+    shuffled = set(shuffle_split(len(records), job.val_split, seed=job.seed).val)
+    seen = set()
+    splits: dict[str, list[Rows]] = {"train": [], "val": []}
+    for number, (record, source) in enumerate(records):
+        rows = render([record], format, tokenizer, train_on=source.train_on or job.train_on)
+        ledger.add("read", rows=1)
+        ledger.add("rendered", rows=1, tokens=len(rows.ids), trained=int(rows.mask().sum()))
+        if job.fit != "blocks":
+            rows = truncate(rows, job.capacity, job.fit, ledger=ledger)
+        key = record_key(record)
+        rows.origins["key"] = np.frombuffer(key, dtype="<u8")
+        path = rows.files[0].path.rpartition("/")[2]
+        rows = Rows(*(getattr(rows, name) for name in FIELDS), files=(File(rows.files[0].source, path),))
+        if job.dedupe and len(rows):
+            if key in seen:
+                ledger.add("dropped", "duplicate", rows=len(rows), tokens=len(rows.ids), trained=int(rows.mask().sum()))
+                continue
+            seen.add(key)
+        if source.only_val:
+            val = True
+        elif job.split == "shuffle":
+            val = number in shuffled
+        else:
+            val = int.from_bytes(key[:8], "little") / 2**64 < job.val_split
+        splits["val" if val else "train"].append(rows)
+    return splits
+
+
+FIELDS = ("ids", "spans", "first_span", "origins", "first_segment")
+
+
+def counted(ledger: Ledger) -> dict:
+    """The ledger without what assembly itself writes."""
+    return {bucket: counts for bucket, counts in ledger.to_json().items() if bucket != "stored"}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_dataset_holds_each_record_rendered_and_cut_by_itself(tmp_path, inputs, name):
+    job = job_of(inputs, **JOBS[name])
+    metadata = build(job, tmp_path / "x", workers=2, unit_bytes=5_000)
+    ledger = Ledger()
+    splits = expected(job, ledger)
+    assert metadata.splits.keys() == ({"train", "val"} if job.wants_val else {"train"})
+    for split in metadata.splits:
+        rows, stored = joined(splits[split]), stored_rows(tmp_path / "x", split)
+        if job.fit == "blocks":
+            rows = blocks(rows, job.max_tokens, ledger=ledger)
+            assert (stored.lengths == job.max_tokens).all()
+        if job.pack is None:
+            compare = assert_blocks_equal if job.fit == "blocks" else assert_equal
+            compare(stored, rows)
+        else:
+            assert stored.lengths.max() <= job.pack
+            assert len(stored) < len(rows)
+            assert sorted(told(stored)) == sorted(told(rows))
+    assert counted(metadata.ledger) == counted(ledger)
+    metadata.ledger.check()
+    stored = metadata.ledger.total("stored")
+    assert stored.tokens == sum(split.num_tokens for split in metadata.splits.values())
+    assert stored.trained == sum(split.num_trained_tokens for split in metadata.splits.values())
+
+
+def assert_blocks_equal(one: Rows, other: Rows) -> None:
+    """Blocks hold padding, which came from no file."""
+    for field in ("ids", "spans", "first_span", "first_segment"):
+        assert np.array_equal(getattr(one, field), getattr(other, field)), field
+    for column in ("line", "key"):
+        assert np.array_equal(one.origins[column], other.origins[column]), column
+
+
+def test_sources_are_read_each_in_its_own_way(tmp_path, inputs):
+    first, second, third, fourth = inputs
+    job = Job(
+        (
+            Source((first, second), "messages", "chat"),
+            Source((third,), "messages", "last words", train_on="last"),
+            Source((fourth,), "messages", "held out", only_val=True),
+        ),
+        shard_tokens=20_000,
+    )
+    metadata = build(job, tmp_path / "x", workers=2, unit_bytes=5_000)
+    splits = expected(job, Ledger())
+    for split in ("train", "val"):
+        stored, rows = stored_rows(tmp_path / "x", split), joined(splits[split])
+        assert stored.ids.tolist() == rows.ids.tolist()
+        assert stored.weights().tolist() == rows.weights().tolist()
+    assert metadata.splits["train"].files == (
+        File("chat", "a.jsonl"),
+        File("chat", "b.jsonl.gz"),
+        File("last words", "c.json"),
+    )
+    assert metadata.splits["val"].files == (File("held out", "d.jsonl"),)
+
+
+def test_more_records_never_move_old_ones_between_the_splits(tmp_path, inputs):
+    few, many = inputs[:2], inputs
+    for name, files in (("few", few), ("many", many)):
+        build(job_of(files, val_split=0.2), tmp_path / name)
+    for split in ("train", "val"):
+        old = {key for _, _, key, *_ in told(stored_rows(tmp_path / "few", split))}
+        new = {key for _, _, key, *_ in told(stored_rows(tmp_path / "many", split))}
+        assert old and old <= new
+
+
+def test_equal_conversations_go_to_one_split_and_the_first_of_them_stays(tmp_path, inputs):
+    build(job_of(inputs, val_split=0.2, dedupe=True), tmp_path / "x")
+    found = [told_ for split in ("train", "val") for told_ in told(stored_rows(tmp_path / "x", split))]
+    keys = [key for _, _, key, *_ in found]
+    assert len(set(keys)) == len(keys)
+    # All of d.jsonl is in a.jsonl too.
+    assert "d.jsonl" not in {file.path for file, *_ in found}
