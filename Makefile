@@ -1,15 +1,13 @@
 # Everything runs from .venv, made with plain pip from pinned versions. `make help` lists the targets.
 
 PYTHON ?= python3.11
-BENCHES ?= render pack
+BENCHES ?= render pack prepare open
 ARGS ?=
 
 # Named by the content it was installed from: unchanged requirements install nothing.
 key = $(shell cat pyproject.toml $(1) | cksum | cut -d ' ' -f 1)
 DEV := requirements/dev.txt requirements/tokenizers.txt
 DEV_STAMP := .venv/installed-$(call key,$(DEV))
-BENCH := requirements/bench.txt $(DEV)
-BENCH_STAMP := .venv-bench/installed-$(call key,$(BENCH))
 
 .PHONY: help install test check demo bench clean
 
@@ -30,11 +28,11 @@ check: $(DEV_STAMP) ## format, lint, types, import direction
 demo: $(DEV_STAMP) ## from the embedded conversations to what exists so far, step by step
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash scripts/demo.sh
 
-bench: $(BENCH_STAMP) ## side by side with peers, in .venv-bench (BENCHES="render" to choose)
-	@set -e; for name in $(BENCHES); do echo "== benchmarks/$$name.py"; .venv-bench/bin/python benchmarks/$$name.py; done
+bench: $(DEV_STAMP) ## side by side with peers (BENCHES="render" to choose)
+	@set -e; for name in $(BENCHES); do echo "== benchmarks/$$name.py"; .venv/bin/python benchmarks/$$name.py; done
 
 clean: ## remove what the other targets made, environments included
-	rm -rf .venv .venv-bench demo build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv demo build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch stands in the same pip command as all the rest, so nothing else can pull another build of it.
@@ -50,10 +48,7 @@ endef
 $(DEV_STAMP): | .venv/bin/python
 	$(call fill,requirements/dev.txt)
 
-$(BENCH_STAMP): | .venv-bench/bin/python
-	$(call fill,requirements/bench.txt)
-
-.venv/bin/python .venv-bench/bin/python:
+.venv/bin/python:
 	@for py in $(PYTHON) python3 none; do \
 		if $$py -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
 	done; \

@@ -1,4 +1,4 @@
-"""Packing, beside TRL, and stream blocks: `.venv-bench/bin/python benchmarks/pack.py [--json]`.
+"""Packing, beside TRL, and stream blocks: `python benchmarks/pack.py [--json]`.
 
 Each comparison is a function that gives its timings and what was promised of them; exit 1 if a promise fails.
 """
