@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,7 +28,7 @@ from chatmill.cli.options import (
     TokenizerName,
     echo_json,
 )
-from chatmill.errors import RecordError, UsageError
+from chatmill.errors import ChatmillError, RecordError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, Local
 from chatmill.prepare.job import SHARD_TOKENS, Fit, Job, Source, SplitBy
@@ -40,6 +40,12 @@ from chatmill.store.metadata import Metadata
 
 RUN_FLAGS = {"inputs", "output", "workers", "engine", "address", "overwrite", "resume", "rejects", "as_json"}
 """What says how a dataset is built, not what it is: these go with a recipe."""
+
+
+class StoppedError(ChatmillError):
+    """Ctrl-C, which is no fault."""
+
+    exit_code = 130
 
 
 def prepare_command(
@@ -148,21 +154,32 @@ def _was_given(context: typer.Context, name: str) -> bool:
 
 def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: bool, resume: bool, as_json: bool) -> None:
     """Build, with a bar where a person looks on, and say what was made."""
-    with Rejects(rejects) if job.on_error == "skip" else nullcontext() as rejected, _bar() as on_progress:
+    rejected: Rejects | None = None
+    with ExitStack() as opened, _bar() as show:
+
+        def on_progress(progress: Progress) -> None:
+            nonlocal rejected
+            if rejected is None and job.on_error == "skip":
+                # Not before: a command that is refused leaves the rejects of an earlier one alone.
+                rejected = opened.enter_context(Rejects(rejects))
+            show(progress)
 
         def on_fault(fault: RecordError) -> None:
-            if rejected is not None:
-                rejected(fault)
+            assert rejected is not None
+            rejected(fault)
 
-        metadata = prepare(
-            job,
-            output,
-            engine=engine,
-            overwrite=overwrite,
-            resume=resume,
-            on_fault=on_fault,
-            on_progress=on_progress,
-        )
+        try:
+            metadata = prepare(
+                job,
+                output,
+                engine=engine,
+                overwrite=overwrite,
+                resume=resume,
+                on_fault=on_fault,
+                on_progress=on_progress,
+            )
+        except KeyboardInterrupt:
+            raise StoppedError("stopped; go on with --resume") from None
     if as_json:
         echo_json(_summary(output, metadata))
         return
@@ -277,6 +294,7 @@ def script(shape: str, doc: str) -> None:
     parser.add_argument("--format", default="chatml", help="as --format of `chatmill prepare`")
     parser.add_argument("--tokens_per_shard", type=int, default=SHARD_TOKENS, help="tokens in a shard")
     parser.add_argument("--seed", type=int, default=None, help="split by a shuffle with this seed, not by hash")
+    parser.add_argument("--resume", action="store_true", help="go on with a build that was interrupted")
     parser.add_argument("--overwrite", action="store_true", help="replace the dataset if it is there")
     parser.add_argument("--verbose", action="store_true", help="print the whole ledger as JSON, too")
     args = parser.parse_args()
@@ -300,7 +318,7 @@ def script(shape: str, doc: str) -> None:
             engine=Local(),
             rejects=DEFAULT_REJECTS,
             overwrite=args.overwrite,
-            resume=False,
+            resume=args.resume,
             as_json=args.verbose,
         )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chatmill.errors import DataError, RecordError
+from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.assemble import StagedFile, assemble
 from chatmill.prepare.engine import Engine, Local
@@ -51,6 +51,8 @@ def prepare(
 ) -> Metadata:
     """Build the dataset that `job` describes at `target`: it appears whole, or not at all."""
     job.check()
+    if target.name in ("", ".."):
+        raise UsageError(f"{target}: has no name of its own; give the folder of the dataset as NAME or DIR/NAME")
     check_target(target, overwrite=overwrite)
     units = units_of(job, unit_bytes)
     _refuse_output_in_input(units, target)

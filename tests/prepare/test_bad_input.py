@@ -1,0 +1,286 @@
+"""What cannot be built: one line, exit 1 or 2, and nothing left behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prepare_material import Faults, build, conversations, digests, job_of, lines
+
+from chatmill.cli.main import main
+from chatmill.errors import DataError, RecordError
+from chatmill.prepare.engine import Local
+from chatmill.prepare.pipeline import prepare
+from chatmill.prepare.unit import make_tools
+from chatmill.tokenizer import train_bpe
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """The current folder, with a few conversations in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_bytes(lines(conversations(30)))
+    return tmp_path
+
+
+def everything(folder: Path) -> list[tuple[str, int]]:
+    """All there is below a folder, with its size."""
+    return sorted((str(path), path.lstat().st_size if path.is_file() else 0) for path in folder.rglob("*"))
+
+
+def refused(monkeypatch, capsys, command: str) -> tuple[int, str]:
+    """The exit code and the line of a command that fails and leaves everything as it was."""
+    before = everything(Path.cwd())
+    monkeypatch.setattr(sys, "argv", ["chatmill", "prepare", *shlex.split(command)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("chatmill: ") and err.count("\n") == 1, err
+    assert everything(Path.cwd()) == before
+    return ended.value.code, err.removeprefix("chatmill: ").removesuffix("\n")
+
+
+FLAGS = {
+    "no.jsonl -o x": (1, "no.jsonl: no such file; expected a file or a glob"),
+    "'no*.jsonl' -o x": (1, "no*.jsonl: the glob matches no file; expected at least one"),
+    ". -o x": (1, ".: is a folder; name its files with a glob, like *.jsonl"),
+    "chat.jsonl -o new/deep/x --val-file no.jsonl": (1, "no.jsonl: no such file; expected a file or a glob"),
+    "chat.jsonl -o x --tokenizer no.json": (1, "no.json: "),
+    "chat.jsonl -o x --format nothing": (2, '"nothing"'),
+    "chat.jsonl -o x --shape nothing": (2, 'unknown shape "nothing"; expected '),
+    "chat.jsonl -o x --max-tokens 1": (2, "--max-tokens 1 is too small; a row that can be trained has 2 tokens"),
+    "chat.jsonl -o x --max-tokens -4 --pack 0": (2, "--max-tokens -4 is too small; a row that can be trained has 2"),
+    "chat.jsonl -o x --pack 1": (2, "--pack 1 is too small; give at least 2"),
+    "chat.jsonl -o x --pack 50 --max-tokens 60": (2, "--max-tokens 60 is over --pack 50; such rows would not fit"),
+    "chat.jsonl -o x --fit blocks": (2, "--fit blocks needs the size of a block as --max-tokens"),
+    "chat.jsonl -o x --fit blocks --max-tokens 9 --pack 9": (2, "--fit blocks makes full rows already; leave out"),
+    "chat.jsonl -o new/x --fit blocks --max-tokens 90": (1, 'blocks take rows of a format such as "post-training"'),
+    "chat.jsonl -o x --val-split 1": (2, "--val-split 1.0 is outside of 0 to 1; 0.1 keeps a tenth for validation"),
+    "chat.jsonl -o x --val-split -0.1": (2, "--val-split -0.1 is outside of 0 to 1"),
+    "chat.jsonl -o x --val-split nan": (2, "--val-split nan is outside of 0 to 1"),
+    "chat.jsonl -o x --val-split 0.1 --val-file chat.jsonl": (2, "both say what is for validation; give one"),
+    "chat.jsonl -o new/deep/x --val-split 0.00001": (
+        1,
+        "the split val would be empty; give more records, or a larger --val-split",
+    ),
+    "chat.jsonl -o x --val-split 0.99999": (1, "the split train would be empty; give more records, or a smaller --val"),
+    "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is below 0; give a whole number from 0 on"),
+    "chat.jsonl -o x --shard-tokens 0": (2, "--shard-tokens 0 is too small; give at least 1"),
+    "chat.jsonl -o x --address auto": (2, "--address is of a Ray cluster; add --engine ray"),
+    "chat.jsonl -o x --fit error --max-tokens 20": (1, "chat.jsonl:1: "),
+    "chat.jsonl -o x --fit drop --max-tokens 3": (1, "the split train would be empty; of its records none is left"),
+    "chat.jsonl -o .": (2, ".: has no name of its own; give the folder of the dataset as NAME or DIR/NAME"),
+    "chat.jsonl -o ..": (2, "..: has no name of its own"),
+    "chat.jsonl -o chat.jsonl": (1, "chat.jsonl: exists already; give another name, or --overwrite"),
+    "chat.jsonl -o chat.jsonl --overwrite": (1, "chat.jsonl: holds no dataset_metadata.json, so that it is not"),
+    "chat.jsonl -o chat.jsonl/x": (1, "chat.jsonl/x: cannot be made there (File exists); give another folder"),
+    "chat.jsonl -o /proc/x": (1, "/proc/x: cannot be made there ("),
+    "chat.jsonl -o /proc/no/where/x": (1, "/proc/no/where/x: cannot be made there ("),
+    "no.toml -o x": (1, "no.toml: cannot be read (No such file or directory); a recipe is a TOML file"),
+    "chat.jsonl no.toml -o x": (1, "no.toml: no such file; expected a file or a glob"),
+}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_a_command_that_cannot_be_meant_is_one_line(place, monkeypatch, capsys, command):
+    code, said = FLAGS[command]
+    found, line = refused(monkeypatch, capsys, command)
+    assert said in line
+    assert found == code
+
+
+INPUTS = {
+    "no bytes": ("a.jsonl", b"", "the input is empty; there is nothing to prepare"),
+    "blank lines": ("a.jsonl", b"\n \n\n", "the input holds no record; there is nothing to prepare"),
+    "an empty array": ("a.json", b"[]", "the input holds no record; there is nothing to prepare"),
+    "nothing, compressed": ("a.jsonl.gz", gzip.compress(b""), "the input holds no record; there is nothing"),
+    "compressed and cut": ("a.jsonl.gz", gzip.compress(lines(conversations(9)))[:-9], "the compressed file is cut off"),
+    "not JSON": ("a.jsonl", lines(conversations(9)) + b"{nonsense\n", "a.jsonl:10: "),
+    "no role known": ("a.jsonl", b'{"messages": [{"role": "bot", "content": ""}]}\n', "a.jsonl:1: "),
+    "no answer": (
+        "a.jsonl",
+        b'{"messages": [{"role": "user", "content": "?"}]}\n',
+        "the split train would be empty; of its records none is left to be trained on (1 no_trained_tokens)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_input_that_cannot_be_read_is_one_line(place, monkeypatch, capsys, kind):
+    name, data, said = INPUTS[kind]
+    (place / name).write_bytes(data)
+    code, line = refused(monkeypatch, capsys, f"{name} -o new/x --shape messages")
+    assert code == 1
+    assert said in line
+
+
+def test_where_all_records_are_skipped_the_line_says_why(place, monkeypatch, capsys):
+    (place / "a.jsonl").write_bytes(b"{}\n[]\n")
+    (place / "rejects.jsonl").write_bytes(b"")
+    monkeypatch.setattr(sys, "argv", shlex.split("chatmill prepare a.jsonl -o x --shape messages --on-error skip"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    line = capsys.readouterr().err
+    assert "the split train would be empty; of its records none is left to be trained on (" in line
+    assert len((place / "rejects.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_refused_command_leaves_the_rejects_of_an_earlier_one_alone(place, monkeypatch, capsys):
+    (place / "rejects.jsonl").write_bytes(b"mine\n")
+    refused(monkeypatch, capsys, "no.jsonl -o x --on-error skip")
+    (place / "x").mkdir()
+    refused(monkeypatch, capsys, "chat.jsonl -o x --on-error skip")
+    assert (place / "rejects.jsonl").read_bytes() == b"mine\n"
+
+
+def test_a_dataset_is_never_written_over_its_own_input(place, monkeypatch, capsys):
+    build(job_of(("chat.jsonl",)), Path("x"))
+    (place / "chat.jsonl").rename(place / "x/chat.jsonl")
+    Path("y").symlink_to("x")
+    said = "x: holds the input x/chat.jsonl; write the dataset somewhere else"
+    assert refused(monkeypatch, capsys, "x/chat.jsonl -o x --overwrite") == (1, said)
+    assert refused(monkeypatch, capsys, "y/chat.jsonl -o x --overwrite") == (1, said.replace("x/chat", "y/chat"))
+    assert refused(monkeypatch, capsys, "x/chat.jsonl -o y --overwrite")[1].startswith("y: a symbolic link")
+
+
+def test_an_existing_dataset_is_refused_and_with_overwrite_replaced(place, monkeypatch, capsys):
+    build(job_of(("chat.jsonl",)), Path("x"))
+    said = "x: exists already; give another name, or --overwrite"
+    assert refused(monkeypatch, capsys, "chat.jsonl -o x") == (1, said)
+    build(job_of(("chat.jsonl",), max_tokens=50), Path("y"))
+    build(job_of(("chat.jsonl",), max_tokens=50), Path("x"), overwrite=True)
+    assert digests(Path("x")) == digests(Path("y"))
+
+
+def test_a_tokenizer_that_lacks_the_tokens_of_the_format_is_named(place, monkeypatch, capsys):
+    Path("bare.json").write_bytes(train_bpe(["a few words of text"], vocab_size=260, control=["<|other|>"]))
+    code, line = refused(monkeypatch, capsys, "chat.jsonl -o x --tokenizer bare.json")
+    assert code == 1
+    assert "bare.json" in line and "<|im_start|>" in line and "--add-tokens" in line
+
+
+class Liar:
+    """A tokenizer that is not what it says."""
+
+    def __init__(self, tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "said"),
+    [(2**32 + 1, "a vocabulary of 4294967297 ids; at most 4294967296 can be stored"), (200, "token id ")],
+)
+def test_a_vocabulary_that_cannot_be_stored_and_ids_beyond_it_are_refused(place, vocab_size, said):
+    job = job_of(("chat.jsonl",))
+    tools = make_tools(job)
+    with pytest.raises(DataError, match=said):
+        prepare(job, Path("x"), tools=replace(tools, tokenizer=Liar(tools.tokenizer, vocab_size)), engine=Local(1))
+    assert [path.name for path in place.iterdir()] == ["chat.jsonl"]
+
+
+def test_input_that_changes_while_it_is_read_is_not_published(place):
+    def change(progress) -> None:
+        with Path("chat.jsonl").open("ab") as file:
+            file.write(lines(conversations(1)))
+
+    with pytest.raises(DataError, match=r"chat.jsonl: was changed while it was read; build again"):
+        prepare(job_of(("chat.jsonl",)), Path("x"), engine=Local(1), on_progress=change)
+    assert [path.name for path in place.iterdir()] == ["chat.jsonl"]
+
+
+RECIPES = {
+    "not TOML": ("fit = ", "recipe.toml: not TOML: "),
+    "no source": ('fit = "tail"', "recipe.toml: no [[source]]; name the files of each in `inputs`"),
+    "no inputs": ("[[source]]", "recipe.toml: source 0 has no inputs; give a list of files or globs"),
+    "a text for a list": ('[[source]]\ninputs = "chat.jsonl"', "source 0: inputs must be a list of texts"),
+    "an unknown key": ('[[source]]\ninputs = ["chat.jsonl"]\ncolour = 1', 'source 0 has unknown key "colour" (known: '),
+    "a table for a list": ('[source]\ninputs = ["chat.jsonl"]', "no [[source]]"),
+    "wrong kinds": (
+        'max_tokens = "9"\nval_split = true\nfit = "best"\ndedupe = 1\n[[source]]\ninputs = ["chat.jsonl"]',
+        "recipe.toml: the recipe: max_tokens must be a whole number; the recipe: val_split must be a number; "
+        'the recipe: fit must be "turns", "tail", "windows", "drop", "error", "blocks"; '
+        "the recipe: dedupe must be true or false",
+    ),
+    "a path for a name": (
+        '[[source]]\ninputs = ["chat.jsonl"]\nname = "../up"',
+        'the source name "../up" is empty or a path; give a plain name',
+    ),
+    "too small": ('max_tokens = 1\n[[source]]\ninputs = ["chat.jsonl"]', "--max-tokens 1 is too small"),
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_the_faults_of_a_recipe_are_one_line(place, monkeypatch, capsys, kind):
+    text, said = RECIPES[kind]
+    (place / "recipe.toml").write_text(text)
+    code, line = refused(monkeypatch, capsys, "recipe.toml -o x")
+    assert code in (1, 2)
+    assert said in line
+
+
+def test_flags_that_a_recipe_must_say_itself_are_refused(place, monkeypatch, capsys):
+    (place / "recipe.toml").write_text('[[source]]\ninputs = ["chat.jsonl"]')
+    code, line = refused(monkeypatch, capsys, "recipe.toml -o x --pack 90 --val-split 0.1 --workers 2")
+    assert (code, line) == (2, "--pack, --val-split with a recipe; write it into recipe.toml instead")
+
+
+# The first fault, and rejects, in the order of the input.
+
+
+@pytest.fixture
+def faulty(place) -> Path:
+    records = [json.dumps(record).encode() for record in conversations(400)]
+    records[150] = b'{"messages": [{"role": "bot", "content": ""}]}'
+    records[149] = json.dumps({"messages": [{"role": "user", "content": "a" * 3000}] * 2}).encode()
+    records[222] = b"{"
+    records[399] = b"[]"
+    (place / "faulty.jsonl").write_bytes(b"\n".join(records) + b"\n")
+    (place / "later.jsonl").write_bytes(b"[]\n" + lines(conversations(40)))
+    return place
+
+
+WAYS = [(1, 2**20), (1, 3_000), (2, 30_000), (4, 1_000)]
+
+
+@pytest.mark.parametrize(("workers", "unit_bytes"), WAYS)
+def test_the_first_fault_in_the_order_of_the_input_is_the_one_reported(faulty, workers, unit_bytes):
+    with pytest.raises(RecordError) as error:
+        build(job_of(("faulty.jsonl", "later.jsonl")), Path("x"), workers=workers, unit_bytes=unit_bytes)
+    assert (error.value.file, error.value.line) == ("faulty.jsonl", 151)
+    assert not list(Path.cwd().glob(".*"))
+
+
+@pytest.mark.parametrize(("workers", "unit_bytes"), WAYS)
+def test_a_row_too_long_before_a_faulty_record_comes_first(faulty, workers, unit_bytes):
+    job = job_of(("faulty.jsonl",), fit="error", max_tokens=2_000)
+    with pytest.raises(RecordError) as error:
+        build(job, Path("x"), workers=workers, unit_bytes=unit_bytes)
+    assert error.value.line == 150
+
+
+@pytest.mark.parametrize(("workers", "unit_bytes"), WAYS)
+def test_rejects_are_told_in_the_order_of_the_input(faulty, workers, unit_bytes):
+    told = Faults()
+    job = job_of(("faulty.jsonl", "later.jsonl"), on_error="skip")
+    metadata = build(job, Path("x"), workers=workers, unit_bytes=unit_bytes, on_fault=told)
+    assert [(file, line) for file, line, _ in told] == [
+        ("faulty.jsonl", 151),
+        ("faulty.jsonl", 223),
+        ("faulty.jsonl", 400),
+        ("later.jsonl", 1),
+    ]
+    rejected = {reason: entry.rows for bucket, reason, entry in metadata.ledger if bucket == "rejected"}
+    kinds = [kind for *_, kind in told]
+    assert rejected == {kind: kinds.count(kind) for kind in kinds}
+    assert metadata.ledger.total("read").rows == 441

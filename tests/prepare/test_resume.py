@@ -1,0 +1,389 @@
+"""Builds that are killed: what they leave, how they go on, and that their processes end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prepare_material import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
+
+from chatmill.errors import ChatmillError, DataError
+from chatmill.prepare.engine import Local
+from chatmill.prepare.pipeline import prepare
+from chatmill.store import files
+from chatmill.store.files import Disk
+from chatmill.store.verify import verify
+
+UNIT_BYTES = 9_000
+FORK = multiprocessing.get_context("fork")
+
+
+class Counting(Local):
+    """Runs units here, and remembers which."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.ran: list[int] = []
+
+    def run(self, units, job, tools, folder):
+        self.ran += [unit.number for unit in units]
+        yield from super().run(units, job, tools, folder)
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """Do it in another process; how that ended."""
+    child = FORK.Process(target=work)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def killed_at(event: int, **options) -> Callable[[], object]:
+    """A build that kills itself when it reports progress for the so-manieth time."""
+    seen = 0
+
+    def on_progress(progress) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return lambda: prepare(**options, unit_bytes=UNIT_BYTES, on_progress=on_progress)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[str, ...]:
+    return write_corpus(tmp_path_factory.mktemp("corpus"), 300)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["plain", "blocks", "all at once"])
+def test_a_killed_build_goes_on_and_gives_the_same_bytes(tmp_path, inputs, name, workers):
+    job = job_of(inputs, **JOBS[name])
+    build(job, tmp_path / "whole")
+    target = tmp_path / "x"
+    for event in (3, 7, 12):
+        options = {"job": job, "target": target, "engine": Local(workers), "resume": True}
+        assert in_a_child(killed_at(event, **options)) == -signal.SIGKILL
+        assert not target.exists()
+    build(job, target, workers=workers, unit_bytes=UNIT_BYTES, resume=True)
+    assert digests(target) == digests(tmp_path / "whole")
+    assert left_beside(target) == []
+
+
+def test_units_that_are_finished_are_not_run_again(tmp_path, inputs):
+    job, target = job_of(inputs), tmp_path / "x"
+    whole = Counting()
+    prepare(job, tmp_path / "whole", engine=whole, unit_bytes=UNIT_BYTES)
+    assert in_a_child(killed_at(4, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    rest = Counting()
+    prepare(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True)
+    assert rest.ran == whole.ran[4:]
+    assert digests(target) == digests(tmp_path / "whole")
+
+
+def test_a_build_killed_after_its_last_unit_renders_nothing_again(tmp_path, inputs):
+    job, target = job_of(inputs), tmp_path / "x"
+    whole = Counting()
+    prepare(job, tmp_path / "whole", engine=whole, unit_bytes=UNIT_BYTES)
+    options = {"job": job, "target": target, "engine": Local(1)}
+    assert in_a_child(killed_at(len(whole.ran) + 1, **options)) == -signal.SIGKILL
+    assert left_beside(target) == [".x.building", ".x.building.lock", ".x.building.units"]
+    rest = Counting()
+    prepare(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True)
+    assert rest.ran == []
+    assert digests(target) == digests(tmp_path / "whole")
+
+
+def test_units_with_rejects_are_run_again_so_that_all_rejects_are_told(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"{}\n" + lines(conversations(120)) + b"{}\n")
+    job = job_of((str(tmp_path / "a.jsonl"),), on_error="skip")
+    target = tmp_path / "x"
+    assert in_a_child(killed_at(2, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    rest, told = Counting(), []
+    prepare(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True, on_fault=told.append)
+    assert rest.ran[0] == 0 and 1 not in rest.ran
+    assert [fault.line for fault in told] == [1, 122]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "of nothing", "header", "another magic"])
+def test_a_damaged_staged_unit_is_run_again(tmp_path, inputs, damage):
+    job, target = job_of(inputs), tmp_path / "x"
+    build(job, tmp_path / "whole")
+    assert in_a_child(killed_at(6, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    staged = sorted((tmp_path / ".x.building.units").glob("unit_*"))
+    data = staged[2].read_bytes()
+    staged[2].write_bytes(
+        {
+            "cut": data[:-1],
+            "flipped": data[:-9] + bytes([data[-9] ^ 4]) + data[-8:],
+            "of nothing": b"",
+            "header": data.replace(b'"records": ', b'"records": 1', 1),
+            "another magic": b"x" + data[1:],
+        }[damage]
+    )
+    rest = Counting()
+    prepare(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True)
+    assert rest.ran[0] == 2 and rest.ran[1] == 6
+    assert digests(target) == digests(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["another job", "more input", "newer input"])
+def test_another_job_or_other_input_is_refused_and_nothing_is_lost(tmp_path, change):
+    inputs = write_corpus(tmp_path, 60)
+    job, target = job_of(inputs), tmp_path / "x"
+    assert in_a_child(killed_at(4, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    before = sorted((tmp_path / ".x.building.units").iterdir())
+    other = job_of(inputs, max_tokens=50) if change == "another job" else job
+    if change == "more input":
+        with Path(inputs[0]).open("ab") as file:
+            file.write(lines(conversations(1)))
+    if change == "newer input":
+        os.utime(inputs[0], ns=(1, 1))
+    with pytest.raises(DataError, match="of another job or other input; build without --resume"):
+        prepare(other, target, engine=Local(1), unit_bytes=UNIT_BYTES, resume=True)
+    assert sorted((tmp_path / ".x.building.units").iterdir()) == before
+    # Without --resume it is done anew, and the leftovers are gone.
+    prepare(other, target, engine=Local(1), unit_bytes=UNIT_BYTES)
+    assert verify(target, full=True).faults == ()
+    assert left_beside(target) == []
+
+
+def test_a_changed_format_file_is_refused_too(tmp_path):
+    from chatmill.format import load_format
+
+    preset = Path(sys.modules[load_format.__module__].__file__).parent / "presets/chatml.toml"
+    (tmp_path / "mine.toml").write_text(preset.read_text())
+    inputs = write_corpus(tmp_path, 60)
+    job, target = job_of(inputs, format=str(tmp_path / "mine.toml")), tmp_path / "x"
+    assert in_a_child(killed_at(4, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    (tmp_path / "mine.toml").write_text(preset.read_text().replace("user\\n", "person\\n"))
+    with pytest.raises(DataError, match="of another job or other input"):
+        prepare(job, target, engine=Local(1), unit_bytes=UNIT_BYTES, resume=True)
+
+
+def test_resume_without_anything_to_go_on_with_builds(tmp_path, inputs):
+    build(job_of(inputs), tmp_path / "x", resume=True)
+    assert verify(tmp_path / "x", full=True).faults == ()
+
+
+# Killed at every operation on the disk.
+
+
+class KilledAt(Disk):
+    """Ends the process instead of doing operation number `at`."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def _step(self) -> None:
+        self.count += 1
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+for _name in ("make_folder", "create", "write", "sync", "rename", "rename_new", "exchange", "remove"):
+
+    def _counted(self, *args, _name=_name):
+        self._step()
+        return getattr(Disk, _name)(self, *args)
+
+    setattr(KilledAt, _name, _counted)
+
+
+@pytest.mark.parametrize("over_an_old_one", [False, True])
+def test_killed_at_any_write_the_target_is_old_or_new_and_a_resumed_build_is_the_same(
+    tmp_path, monkeypatch, over_an_old_one
+):
+    (tmp_path / "a.jsonl").write_bytes(lines(conversations(40)))
+    (tmp_path / "b.jsonl").write_bytes(lines(conversations(5, seed=2)))
+    job = job_of((str(tmp_path / "a.jsonl"),), shard_tokens=4_000)
+    old_job = job_of((str(tmp_path / "b.jsonl"),))
+    counter = KilledAt(0)
+    monkeypatch.setattr(files, "disk", counter)
+    if over_an_old_one:
+        build(old_job, tmp_path / "new")
+        counter.count = 0
+    build(job, tmp_path / "new", unit_bytes=UNIT_BYTES, overwrite=over_an_old_one)
+    monkeypatch.undo()
+    new = digests(tmp_path / "new")
+    seen = set()
+    for at in range(1, counter.count + 1):
+        target = tmp_path / str(at) / "x"
+        target.parent.mkdir()
+        if over_an_old_one:
+            build(old_job, target)
+            old = digests(target)
+
+        def work(at=at, target=target) -> None:
+            files.disk = KilledAt(at)
+            build(job, target, unit_bytes=UNIT_BYTES, overwrite=over_an_old_one)
+
+        assert in_a_child(work) == -signal.SIGKILL
+        if target.exists():
+            found = digests(target)
+            assert found == new or (over_an_old_one and found == old)
+            seen.add("new" if found == new else "old")
+        else:
+            assert not over_an_old_one
+            seen.add("absent")
+        if target.exists() and not over_an_old_one:
+            continue
+        build(job, target, unit_bytes=UNIT_BYTES, overwrite=over_an_old_one, resume=True)
+        assert digests(target) == new
+        assert left_beside(target) == []
+    assert seen == ({"old", "new"} if over_an_old_one else {"absent", "new"})
+    assert counter.count > 60
+
+
+# Processes. A pipe instead of a file holds a worker at its unit for as long as a test needs.
+
+
+@pytest.fixture
+def held(tmp_path, monkeypatch):
+    """A command that builds with two workers, each of which waits for input that never comes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
+    for name in ("b.jsonl.gz", "c.jsonl.gz"):
+        os.mkfifo(tmp_path / name)
+    command = [sys.executable, "-c", "from chatmill.cli.main import main; main()", "prepare"]
+    command += ["a.jsonl", "b.jsonl.gz", "c.jsonl.gz", "--shape", "messages", "-o", "x", "--workers", "2"]
+    started = []
+
+    def start() -> subprocess.Popen[str]:
+        started.append(subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def workers_of(build: subprocess.Popen[str]) -> list[int]:
+    """The two workers, once the unit that can be finished is, and both wait."""
+    for _ in until():
+        children = Path(f"/proc/{build.pid}/task/{build.pid}/children").read_text().split()
+        if len(children) == 2 and len(list(Path(".x.building.units").glob("unit_*"))) == 1:
+            return [int(child) for child in children]
+    raise AssertionError
+
+
+def until(seconds: float = 30):
+    """Again and again, until it has lasted too long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield
+        time.sleep(0.02)
+    raise AssertionError("it did not happen")
+
+
+def wait_for_end(pids: list[int]) -> None:
+    for _ in until():
+        if not any(is_alive(pid) for pid in pids):
+            return
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_the_workers_of_a_killed_build_end_too(held, sent):
+    build = held()
+    workers = workers_of(build)
+    build.send_signal(sent)
+    assert build.wait() == -sent
+    wait_for_end(workers)
+    assert ".x.building.units" in left_beside(Path("x"))
+
+
+def test_ctrl_c_ends_at_once_with_one_line_and_keeps_the_units(held):
+    build = held()
+    workers = workers_of(build)
+    build.send_signal(signal.SIGINT)
+    assert build.communicate() == ("", "chatmill: stopped; go on with --resume\n")
+    assert build.returncode == 130
+    wait_for_end(workers)
+    assert left_beside(Path("x")) == [".x.building.units"]
+    kept = sorted(path.name for path in Path(".x.building.units").iterdir())
+    assert kept == ["job.json", "unit_000000_0000.rows"]
+
+
+def test_a_lost_worker_is_one_line_and_the_units_are_kept(held):
+    build = held()
+    workers = workers_of(build)
+    os.kill(workers[0], signal.SIGKILL)
+    out, err = build.communicate()
+    assert (out, build.returncode) == ("", 1)
+    assert err == (
+        "chatmill: a worker process was killed, perhaps for lack of memory; "
+        "go on with --resume, or with fewer --workers\n"
+    )
+    wait_for_end(workers)
+    assert left_beside(Path("x")) == [".x.building.units"]
+
+
+def test_a_second_builder_of_the_same_target_gets_one_line_and_does_no_harm(held):
+    first = held()
+    workers_of(first)
+    before = sorted(Path(".x.building.units").iterdir())
+    for _ in range(2):
+        second = held()
+        assert second.communicate() == ("", "chatmill: x: another process is building this dataset; wait for it\n")
+        assert second.returncode == 1
+    assert sorted(Path(".x.building.units").iterdir()) == before
+    assert ".x.building.lock" in left_beside(Path("x"))
+
+
+def test_a_first_fault_does_not_wait_for_the_units_behind_it(held):
+    Path("a.jsonl").write_bytes(lines(conversations(3)) + b"{}\n")
+    build = held()
+    out, err = build.communicate(timeout=30)
+    assert (out, build.returncode, err.count("\n")) == ("", 1, 1)
+    assert err.startswith("chatmill: a.jsonl:4: ")
+    assert left_beside(Path("x")) == []
+
+
+# A full disk.
+
+
+class Full(Disk):
+    """Has room for so many bytes in every process."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, fd, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(28, "No space left on device")
+        return super().write(fd, data)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("room", [0, 20_000, 60_000, 200_000])
+def test_a_full_disk_is_one_line_publishes_nothing_and_the_build_goes_on_later(
+    tmp_path, inputs, monkeypatch, room, workers
+):
+    job, target = job_of(inputs, val_split=0.2), tmp_path / "x"
+    build(job, tmp_path / "whole")
+    monkeypatch.setattr(files, "disk", Full(room))
+    with pytest.raises(ChatmillError, match="No space left on device; nothing was published; make room and go on"):
+        build(job, target, workers=workers, unit_bytes=UNIT_BYTES)
+    monkeypatch.undo()
+    assert not target.exists()
+    assert left_beside(target) == [".x.building.units"]
+    assert not list((tmp_path / ".x.building.units").glob(".*"))
+    build(job, target, workers=workers, unit_bytes=UNIT_BYTES, resume=True)
+    assert digests(target) == digests(tmp_path / "whole")
