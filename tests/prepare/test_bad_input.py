@@ -162,7 +162,7 @@ def test_an_existing_dataset_is_refused_and_with_overwrite_replaced(place, monke
 def test_a_tokenizer_that_lacks_the_tokens_of_the_format_is_named(place, monkeypatch, capsys):
     Path("bare.json").write_bytes(train_bpe(["a few words of text"], vocab_size=260, control=["<|other|>"]))
     code, line = refused(monkeypatch, capsys, "chat.jsonl -o x --tokenizer bare.json")
-    assert code == 1
+    assert code == 2
     assert "bare.json" in line and "<|im_start|>" in line and "--add-tokens" in line
 
 

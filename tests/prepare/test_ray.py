@@ -1,0 +1,130 @@
+"""On a Ray cluster: the same bytes as one process, even if a worker is lost on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from prepare_material import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
+
+from chatmill.errors import ChatmillError, RecordError
+from chatmill.prepare import ray_engine
+from chatmill.prepare.pipeline import prepare
+from chatmill.prepare.ray_engine import Ray
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two workers for all tests of this file."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[str, ...]:
+    return write_corpus(tmp_path_factory.mktemp("corpus"), 300)
+
+
+@pytest.mark.parametrize("name", ["plain", "blocks", "all at once"])
+def test_a_cluster_gives_the_bytes_of_one_process(cluster, tmp_path, inputs, name):
+    job = job_of(inputs, **JOBS[name])
+    build(job, tmp_path / "one")
+    prepare(job, tmp_path / "ray", engine=Ray(), unit_bytes=9_000)
+    assert digests(tmp_path / "ray") == digests(tmp_path / "one")
+    assert left_beside(tmp_path / "ray") == []
+
+
+ORIGINAL = ray_engine._run
+
+
+def wait_until(condition, what: str, seconds: float = 60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(what)
+
+
+def test_a_worker_that_is_lost_with_its_unit_changes_no_byte(cluster, tmp_path, inputs, monkeypatch):
+    job, log = job_of(inputs, val_split=0.2), tmp_path / "log"
+    build(job, tmp_path / "one")
+    log.mkdir()
+
+    def run(unit, shared):
+        (log / f"{unit.number}.{os.getpid()}.began").touch()
+        # The first unit of a worker is finished; the second is held until one is killed.
+        while list(log.glob(f"*.{os.getpid()}.finished")) and not (log / "go on").exists():
+            time.sleep(0.02)
+        done = ORIGINAL(unit, shared)
+        (log / f"{unit.number}.{os.getpid()}.finished").touch()
+        return done
+
+    def said(what: str) -> dict[int, set[int]]:
+        """The units of each worker."""
+        found: dict[int, set[int]] = {}
+        for path in log.glob(f"*.{what}"):
+            unit, pid, _ = path.name.split(".")
+            found.setdefault(int(pid), set()).add(int(unit))
+        return found
+
+    def two_that_hold() -> dict[int, set[int]] | None:
+        """Two workers that each finished a unit, and what they hold now."""
+        held = {pid: units - said("finished").get(pid, set()) for pid, units in said("began").items()}
+        held = {pid: units for pid, units in held.items() if units and said("finished").get(pid)}
+        return held if len(held) == 2 else None
+
+    killed: list[tuple[int, set[int]]] = []
+
+    def kill_one(progress) -> None:
+        if not killed:
+            held = wait_until(two_that_hold, "two workers hold a unit")
+            pid = min(held)
+            killed.append((pid, held[pid]))
+            os.kill(pid, signal.SIGKILL)
+            (log / "go on").touch()
+
+    monkeypatch.setattr(ray_engine, "_run", run)
+    prepare(job, tmp_path / "ray", engine=Ray(), unit_bytes=6_000, on_progress=kill_one)
+    [(pid, held)] = killed
+    others = [units for worker, units in said("finished").items() if worker != pid]
+    assert held <= set().union(*others)
+    assert digests(tmp_path / "ray") == digests(tmp_path / "one")
+    assert left_beside(tmp_path / "ray") == []
+
+
+def test_faults_come_home_as_they_are_and_leave_nothing(cluster, tmp_path, monkeypatch):
+    """Names are relative to where the command was given, whatever the folder of the workers."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_bytes(lines(conversations(60)) + b"{}\n" + lines(conversations(60)))
+    with pytest.raises(RecordError) as error:
+        prepare(job_of(("a.jsonl",)), Path("x"), engine=Ray(), unit_bytes=3_000)
+    assert (error.value.file, error.value.line) == ("a.jsonl", 61)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_a_full_disk_on_a_worker_is_one_line_and_the_units_are_kept(cluster, tmp_path, inputs, monkeypatch):
+    def run(unit, shared):
+        if unit.number == 3:
+            raise OSError(28, "No space left on device", "unit")
+        return ORIGINAL(unit, shared)
+
+    job = job_of(inputs)
+    monkeypatch.setattr(ray_engine, "_run", run)
+    with pytest.raises(
+        ChatmillError, match=r"^unit: No space left on device; nothing was published; make room and go on"
+    ):
+        prepare(job, tmp_path / "x", engine=Ray(), unit_bytes=9_000)
+    assert left_beside(tmp_path / "x") == [".x.building.units"]
+    monkeypatch.undo()
+    prepare(job, tmp_path / "x", engine=Ray(), unit_bytes=9_000, resume=True)
+    build(job, tmp_path / "one")
+    assert digests(tmp_path / "x") == digests(tmp_path / "one")
