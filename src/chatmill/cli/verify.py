@@ -14,7 +14,9 @@ from chatmill.store.cache import is_cache, verify_cache
 
 
 def verify(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset, or the cache of one source.", show_default=False)],
+    dataset: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A dataset, or the cache of a source.", show_default=False)
+    ],
     full: Annotated[
         bool, typer.Option("--full", help="Read every byte: hashes, ids, and that mask equals spans.")
     ] = False,

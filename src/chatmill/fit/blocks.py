@@ -39,6 +39,7 @@ from chatmill.rows import (
     Rule,
     Table,
     concat,
+    joined,
     ragged_index,
 )
 
@@ -254,7 +255,7 @@ def _weigh(rows: Rows, turns: _Turns, cuts: _Cuts) -> Table:
     asked = (turns.user >= 0) & turns.closed[turns.user] & (turns.stop[turns.user] > start)
     why = np.where(asked, np.uint8(OWN_RULE), np.uint8(Rule.INCOMPLETE_USER))
     why[~whole | after_open] = Rule.UNFINISHED
-    spans = rows.spans.copy()
+    spans = joined([rows.spans])
     of_span = why[turns.of_span]
     masked = (spans["role"] == Role.ASSISTANT) & (of_span != OWN_RULE)
     spans["weight"][masked] = 0

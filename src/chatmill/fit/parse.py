@@ -80,7 +80,7 @@ def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
     border[rows.span_start] = True
     border[1:-1] |= trained[1:] != trained[:-1]
     start = np.flatnonzero(border[:-1])
-    spans = rows.spans[np.searchsorted(rows.span_start, start, side="right") - 1]
+    spans = rows.spans.take(np.searchsorted(rows.span_start, start, side="right") - 1)
     spans["length"] = np.diff(np.append(start, len(rows.ids)))
     spans["weight"], spans["rule"] = trained[start], Rule.GIVEN
     return replace(rows, spans=spans, first_span=np.searchsorted(start, rows.segment_start))

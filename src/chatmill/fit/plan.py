@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.rows import NO_FILE, ORIGIN, Index, Part, Rows, Rule, copy_tokens, offsets, ragged_index
+from chatmill.rows import NO_FILE, ORIGIN, Index, Part, Rows, Rule, copy_tokens, joined, offsets, ragged_index
 
 OWN_RULE = 255
 """The rule of a piece whose spans keep their own."""
@@ -39,13 +39,13 @@ def gather(source: Rows, plan: Plan, literals: Rows | None = None) -> Rows:
     start, stop = plan.start[full], plan.stop[full]
     spans, span_start = source.spans, source.span_start
     if literals is not None:
-        spans = np.concatenate([spans, literals.spans])
+        spans = joined([spans, literals.spans])
         span_start = np.append(span_start[:-1], literals.span_start + len(source.ids))
     first = np.searchsorted(span_start, start, side="right") - 1
     last = np.searchsorted(span_start, stop, side="left")
     counts = last - first
     chosen = ragged_index(first, counts)
-    cut = spans[chosen]
+    cut = spans.take(chosen)
     cut["length"] = np.minimum(span_start[chosen + 1], np.repeat(stop, counts)) - np.maximum(
         span_start[chosen], np.repeat(start, counts)
     )
@@ -54,10 +54,13 @@ def gather(source: Rows, plan: Plan, literals: Rows | None = None) -> Rows:
         cut["weight"][rule != OWN_RULE] = 0
         cut["rule"] = np.where(rule != OWN_RULE, rule, cut["rule"])
         cut["part"][rule == Rule.INJECTED] = Part.INJECTED
-    origins = np.zeros(len(plan.origin), dtype=ORIGIN)
     known = plan.origin >= 0
-    origins[known] = source.origins[plan.origin[known]]
-    origins["file"][~known] = NO_FILE
+    if known.all():
+        origins = source.origins.take(plan.origin)
+    else:
+        nowhere = np.zeros(1, dtype=ORIGIN)
+        nowhere["file"] = NO_FILE
+        origins = joined([nowhere, source.origins]).take(np.where(known, plan.origin + 1, 0))
     return Rows(
         copy_tokens(source.ids, start, stop - start, literals.ids if literals is not None else None),
         cut,

@@ -21,7 +21,7 @@ from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records import shuffle_split
-from chatmill.rows import ORIGIN, SPAN, File, Index, Part, Rows, offsets, ragged_index
+from chatmill.rows import ORIGIN, SPAN, File, Index, Part, Rows, as_bytes, offsets, ragged_index
 from chatmill.store.metadata import SplitInfo
 from chatmill.store.write import SplitWriter
 
@@ -225,10 +225,9 @@ class _Table:
         for at, a, b in zip(to, start, stop, strict=True):
             self._ids[at : at + b - a] = ids[a:b]
         count = self._first_span[here + 1] - self._first_span[here]
-        self._spans[ragged_index(self._first_span[here], count)] = unit.spans[
-            ragged_index(unit.first_span[rows], count)
-        ]
-        self._origins[here] = unit.origins[rows]
+        spans = as_bytes(unit.spans).take(ragged_index(unit.first_span[rows], count))
+        as_bytes(self._spans)[ragged_index(self._first_span[here], count)] = spans
+        as_bytes(self._origins)[here] = as_bytes(unit.origins).take(rows)
         # A staged row is always of a file: padding comes later.
         numbers = np.array([self._files.setdefault(file, len(self._files)) for file in unit.files], dtype=np.uint32)
         self._origins["file"][here] = numbers[unit.origins["file"][rows]]
