@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +22,13 @@ from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records import shuffle_split
-from chatmill.rows import ORIGIN, SPAN, File, Index, Part, Rows, as_bytes, offsets, ragged_index
+from chatmill.rows import ORIGIN, SPAN, File, Index, Part, Rows, as_bytes, offsets
 from chatmill.store.metadata import SplitInfo
 from chatmill.store.write import SplitWriter
 
 WINDOW = 2**20
 """Rows whose packing is planned together."""
-SLAB = 2**20
+SLAB = 2**22
 """Tokens that are brought together at a time; memory is a few times this, whatever the size of the data."""
 MAPPED = 256
 """Staged files that are mapped at once. Each holds a file descriptor, of which a process often has 1,024."""
@@ -220,13 +221,9 @@ class _Table:
 
     def put(self, here: Index, unit: Staged, rows: Index) -> None:
         """Fill the places `here` with these rows of a file."""
-        to, ids = self._start[here].tolist(), unit.ids
-        start, stop = unit.row_start[rows].tolist(), unit.row_start[rows + 1].tolist()
-        for at, a, b in zip(to, start, stop, strict=True):
-            self._ids[at : at + b - a] = ids[a:b]
-        count = self._first_span[here + 1] - self._first_span[here]
-        spans = as_bytes(unit.spans).take(ragged_index(unit.first_span[rows], count))
-        as_bytes(self._spans)[ragged_index(self._first_span[here], count)] = spans
+        _copy_slices(unit.ids, unit.row_start[rows], unit.row_start[rows + 1], self._ids, self._start[here])
+        first, last = unit.first_span[rows], unit.first_span[rows + 1]
+        _copy_slices(as_bytes(unit.spans), first, last, as_bytes(self._spans), self._first_span[here])
         as_bytes(self._origins)[here] = as_bytes(unit.origins).take(rows)
         # A staged row is always of a file: padding comes later.
         numbers = np.array([self._files.setdefault(file, len(self._files)) for file in unit.files], dtype=np.uint32)
@@ -235,3 +232,9 @@ class _Table:
 
     def rows(self, first_segment: Index) -> Rows:
         return Rows(self._ids, self._spans, self._first_span, self._origins, first_segment, tuple(self._files))
+
+
+def _copy_slices(source: NDArray[Any], start: Index, stop: Index, target: NDArray[Any], to: Index) -> None:
+    """Long slices one by one: an index of every element would cost more than the copy."""
+    for a, b, at in zip(start.tolist(), stop.tolist(), to.tolist(), strict=True):
+        target[at : at + b - a] = source[a:b]

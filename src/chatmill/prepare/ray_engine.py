@@ -6,6 +6,7 @@ Input, tokenizer and target must be on a file system that all nodes see under th
 from __future__ import annotations
 
 import os
+import socket
 from collections import deque
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ class Ray:
                 {"address": self.address} if self.address else {"num_cpus": self.workers, "include_dashboard": False}
             )
             try:
+                _knock(self.address)
                 ray.init(log_to_driver=False, configure_logging=False, **where)
             except (OSError, ValueError, RuntimeError) as error:
                 what = f"no Ray cluster at {self.address}" if self.address else "Ray does not start"
@@ -65,6 +67,13 @@ class Ray:
                     f"{what} ({one_line(str(error), 200)}); start one with `ray start --head`"
                 ) from None
         return ray
+
+
+def _knock(address: str | None) -> None:
+    """Raise `OSError` if nobody answers at HOST:PORT, for which Ray itself would wait many minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _result(ray: Any, task: Any) -> Done:
