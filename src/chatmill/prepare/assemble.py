@@ -34,6 +34,8 @@ MAPPED = 256
 """Staged files that are mapped at once. Each holds a file descriptor, of which a process often has 1,024."""
 
 Flags = NDArray[np.bool_]
+Numbers = NDArray[np.uint32]
+"""Of rows in one file: small, where there may be very many of them."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Chosen:
     """Rows of one staged file that go to one split."""
 
     path: Path
-    rows: NDArray[np.uint32]
+    rows: Numbers
 
 
 def assemble(
@@ -113,7 +115,6 @@ def _split(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> dict[str, 
                 ledger.add("dropped", "duplicate", rows=len(gone), tokens=len(gone.ids), trained=trained_tokens(gone))
         for name, those in (("train", kept & ~val), ("val", kept & val)):
             if those.any():
-                # Numbers of rows in one file are small, and there may be many of them.
                 chosen[name].append(Chosen(file.path, np.flatnonzero(those).astype(np.uint32)))
         first += unit.extra["records"]
     return chosen
@@ -189,11 +190,10 @@ def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[Rows]:
 
 
 def _pack_window(window: Sequence[Chosen], capacity: int) -> Iterator[Rows]:
-    opened = lru_cache(MAPPED)(Staged)
     part_of = np.repeat(np.arange(len(window)), [len(part.rows) for part in window])
     row_of = np.concatenate([part.rows for part in window])
-    tokens = np.concatenate([np.diff(opened(part.path).row_start)[part.rows] for part in window])
-    spans = np.concatenate([np.diff(opened(part.path).first_span)[part.rows] for part in window])
+    tokens, spans = np.concatenate([_sizes(Staged(part.path), part.rows) for part in window], axis=1)
+    opened = lru_cache(MAPPED)(Staged)
     bins = pack_lengths(tokens, capacity)
     until = np.cumsum(np.add.reduceat(tokens[bins.order], bins.first[:-1]))
     first = 0
@@ -209,6 +209,11 @@ def _pack_window(window: Sequence[Chosen], capacity: int) -> Iterator[Rows]:
         first = last
 
 
+def _sizes(unit: Staged, rows: Numbers) -> NDArray[np.int64]:
+    """Tokens and spans of some rows."""
+    return np.stack([np.diff(unit.row_start)[rows], np.diff(unit.first_span)[rows]])
+
+
 class _Table:
     """Rows of one conversation each, out of several staged files: every token is copied once, to its place."""
 
@@ -219,7 +224,7 @@ class _Table:
         self._origins = np.empty(len(tokens), dtype=ORIGIN)
         self._files: dict[File, int] = {}
 
-    def put(self, here: Index, unit: Staged, rows: Index) -> None:
+    def put(self, here: Index, unit: Staged, rows: Numbers) -> None:
         """Fill the places `here` with these rows of a file."""
         _copy_slices(unit.ids, unit.row_start[rows], unit.row_start[rows + 1], self._ids, self._start[here])
         first, last = unit.first_span[rows], unit.first_span[rows + 1]

@@ -1,6 +1,6 @@
 """Staging: fitted rows in files of their own, written by whoever made them and read once, in order.
 
-    magic · size of the header · crc32 of all that follows · header (JSON) · arrays, each at a multiple of 64 bytes
+    magic · crc32 of all that follows · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
 A file has its name only when it is whole. It is not synced: after a loss of power the checksum decides.
 """
@@ -46,8 +46,8 @@ class Staged:
             if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
                 raise DataError(f"{path}: no staged rows; build without --resume")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        size, crc = np.frombuffer(prefix, dtype="<u8", offset=len(MAGIC)).tolist()
-        if check and zlib.crc32(memoryview(self._map)[PREFIX:]) != crc:
+        crc, size = np.frombuffer(prefix, dtype="<u8", offset=len(MAGIC)).tolist()
+        if check and zlib.crc32(memoryview(self._map)[PREFIX - 8 :]) != crc:
             raise DataError(f"{path}: staged rows are damaged; build without --resume")
         header = json.loads(self._map[PREFIX : PREFIX + size])
         base = _aligned(PREFIX + size)
@@ -86,10 +86,11 @@ def save(path: Path, rows: Rows, record: Index, *, tokens: np.dtype[Any], extra:
     places = [(len(array), at) for array, at in zip(arrays, start[:-1], strict=True)]
     names = {"tokens": np.dtype(tokens).str, "arrays": places, "files": rows.files, "extra": extra}
     header = json.dumps(names).encode()
-    pieces: list[Any] = [header, bytes(_aligned(PREFIX + len(header)) - PREFIX - len(header))]
+    size = len(header).to_bytes(8, "little")
+    pieces: list[Any] = [size, header, bytes(_aligned(PREFIX + len(header)) - PREFIX - len(header))]
     for array in arrays:
         pieces += [array.reshape(-1).view(np.uint8).data, bytes(_aligned(array.nbytes) - array.nbytes)]
-    _write(path, [MAGIC + np.array([len(header), _crc32(pieces)], dtype="<u8").tobytes(), *pieces])
+    _write(path, [MAGIC, _crc32(pieces).to_bytes(8, "little"), *pieces])
 
 
 def _write(path: Path, pieces: Sequence[Any]) -> None:

@@ -1,0 +1,57 @@
+"""Memory does not grow with the input: neither that of the workers nor that of the process that assembles."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from prepare_material import conversations, lines
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from chatmill.prepare import assemble, unit
+from chatmill.prepare.engine import Local
+from chatmill.prepare.job import Job, Source
+from chatmill.prepare.pipeline import prepare
+
+# As large builds have them, in small.
+unit.FILE_TOKENS = assemble.SLAB = 2**17
+inputs, options = sys.argv[1].split(), eval(sys.argv[2])
+job = Job((Source(tuple(inputs), "messages"),), shard_tokens=2**20, **options)
+prepare(job, Path("x"), engine=Local(2), unit_bytes=2**17)
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(status["VmHWM"].split()[0], resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def peaks(folder: Path, copies: int, options: dict) -> list[int]:
+    """The most kilobytes that the process had, and the most that a worker had."""
+    folder.mkdir()
+    data = lines(conversations(1000))
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).write_bytes(data * copies)
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(data * copies, 1))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, "a.jsonl b.jsonl c.jsonl.gz", repr(options)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pack": 2048, "val_split": 0.1},
+        {"format": "post-training", "fit": "blocks", "max_tokens": 512, "dedupe": True},
+    ],
+)
+def test_eight_times_the_input_takes_no_more_memory(tmp_path, options):
+    small, large = peaks(tmp_path / "small", 2, options), peaks(tmp_path / "large", 16, options)
+    assert all(more - few < 5_000 for few, more in zip(small, large, strict=True)), (small, large)
