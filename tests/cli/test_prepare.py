@@ -1,0 +1,196 @@
+"""`chatmill prepare` and the documented scripts: what they print, make and accept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chatmill.cli.main import main
+from chatmill.store.read import open_dataset
+from chatmill.store.verify import verify
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """The current folder, with the embedded conversations under data/."""
+    shutil.copytree(ROOT / "data", tmp_path / "data", ignore=shutil.ignore_patterns("cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return tmp_path
+
+
+def run(monkeypatch, capsys, command: str) -> str:
+    """What a command prints that must end well, without a word on standard error."""
+    monkeypatch.setattr(sys, "argv", ["chatmill", *shlex.split(command)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code or 0, err) == (0, "")
+    return out
+
+
+def script(command: str, *, code: int = 0) -> subprocess.CompletedProcess[str]:
+    name, *flags = shlex.split(command)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / name), *flags], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def sha256(folder: str) -> str:
+    return json.loads((Path(folder) / "dataset_metadata.json").read_text())["sha256"]
+
+
+def test_it_says_what_it_made_and_where_all_tokens_went(place, monkeypatch, capsys):
+    out = run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --val-split 0.1 --max-tokens 60")
+    lines = out.splitlines()
+    assert lines[0].startswith("x/train: 3") and " episodes, " in lines[0] and lines[0].endswith("shards 1")
+    assert lines[1].startswith("x/val: 4")
+    ledger = [line.split() for line in lines[2:]]
+    assert ledger[0] == ["reason", "rows", "tokens", "trained"]
+    assert [words[0] for words in ledger[1:]] == ["read", "rendered", "stored", "truncated", "noted", "look:"]
+    assert lines[-1] == "look: 14 rows lost a part of an answer; raise --max-tokens, or use --require-terminators"
+    assert verify("x", full=True).faults == ()
+    stored = open_dataset("x")
+    assert len(stored["train"]) + len(stored["val"]) == 400
+
+
+def test_json_holds_the_hash_the_splits_and_the_ledger(place, monkeypatch, capsys):
+    told = json.loads(run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --pack 512 --json"))
+    assert told.keys() == {"path", "sha256", "splits", "ledger"}
+    assert (told["path"], told["sha256"]) == ("x", sha256("x"))
+    train = told["splits"].pop("train")
+    assert told["splits"] == {}
+    episodes = open_dataset("x")["train"]
+    assert (train["episodes"], train["tokens"], train["shards"]) == (len(episodes), episodes.num_tokens, 1)
+    assert train["longest"] <= 512
+    stored = told["ledger"]["stored"][""]
+    assert (stored["rows"], stored["tokens"], stored["trained"]) == (400, train["tokens"], train["trained_tokens"])
+
+
+def test_a_recipe_gives_what_its_flags_would(place, monkeypatch, capsys):
+    Path("recipe.toml").write_text(
+        'max_tokens = 200\nval_split = 0.1\nsplit = "shuffle"\nseed = 3\n\n'
+        '[[source]]\ninputs = ["data/conversations.jsonl"]\n'
+    )
+    run(monkeypatch, capsys, "prepare recipe.toml -o one --workers 1")
+    flags = "--max-tokens 200 --val-split 0.1 --split shuffle --seed 3"
+    run(monkeypatch, capsys, f"prepare data/conversations.jsonl -o two {flags}")
+    assert sha256("one") == sha256("two")
+
+
+def test_a_recipe_reads_each_source_in_its_own_way(place, monkeypatch, capsys):
+    Path("recipe.toml").write_text(
+        'max_tokens = 300\n\n[[source]]\ninputs = ["data/conv*.jsonl"]\nname = "chat"\n\n'
+        '[[source]]\ninputs = ["data/tool_conversations.jsonl"]\nshape = "tool"\ntrain_on = "last"\n\n'
+        '[[source]]\ninputs = ["data/primer.jsonl"]\nshape = "primer"\nonly_val = true\n'
+    )
+    told = json.loads(run(monkeypatch, capsys, "prepare recipe.toml -o x --json"))
+    assert told["splits"]["val"]["episodes"] == 120
+    metadata = open_dataset("x").metadata
+    assert metadata is not None
+    assert [file.source for file in metadata.splits["train"].files] == ["chat", "tool_conversations"]
+    assert [file.path for file in metadata.splits["val"].files] == ["data/primer.jsonl"]
+
+
+def test_skipped_records_are_written_down_and_counted(place, monkeypatch, capsys):
+    lines = Path("data/conversations.jsonl").read_bytes().splitlines()[:20]
+    Path("some.jsonl").write_bytes(b"\n".join([*lines[:7], b"{}", *lines[7:], b"nonsense"]))
+    out = run(monkeypatch, capsys, "prepare some.jsonl -o x --on-error skip --rejects out.jsonl")
+    assert out.splitlines()[-1] == "2 records were rejected; see out.jsonl"
+    assert [json.loads(line)["line"] for line in Path("out.jsonl").read_text().splitlines()] == [8, 22]
+    assert len(open_dataset("x")["train"]) == 20
+
+
+def test_validation_files_are_all_for_validation(place, monkeypatch, capsys):
+    run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --val-file data/primer.jsonl --shape messages")
+    assert [len(open_dataset("x")[split]) for split in ("train", "val")] == [400, 120]
+
+
+def test_overwrite_replaces_and_resume_with_nothing_to_resume_builds(place, monkeypatch, capsys):
+    run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --resume")
+    first = sha256("x")
+    run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --overwrite --max-tokens 64")
+    assert sha256("x") != first
+    assert sorted(path.name for path in place.iterdir()) == ["data", "x"]
+
+
+def test_progress_is_shown_where_a_person_looks_on(place):
+    """On a terminal, on standard error alone: what is printed can still be piped."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", "from chatmill.cli.main import main; main()", "prepare"]
+    with subprocess.Popen(
+        [*command, "data/conversations.jsonl", "-o", "x", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm"},
+    ) as build:
+        os.close(theirs)
+        shown = b""
+        try:
+            while piece := os.read(ours, 4096):
+                shown += piece
+        except OSError:
+            # How a terminal says that nobody writes to it any more.
+            pass
+        assert build.stdout is not None
+        assert json.loads(build.stdout.read())["path"] == "x"
+    os.close(ours)
+    assert b"render" in shown and b"Mtok/s" in shown and b"400 rows" in shown
+
+
+# The documented scripts.
+
+
+def test_the_chat_script_runs_as_documented(place, monkeypatch, capsys):
+    flags = "--input data/conversations.jsonl --output_dir data/chat_sft --val_split 0.1"
+    out = script(f"prepare_chat_sft.py {flags}").stdout
+    assert out.startswith("data/chat_sft/train: ")
+    run(monkeypatch, capsys, "prepare data/conversations.jsonl -o same --shape messages --val-split 0.1")
+    assert sha256("data/chat_sft") == sha256("same")
+
+
+def test_the_tool_script_runs_as_documented(place, monkeypatch, capsys):
+    flags = "--input data/tool_conversations.jsonl --output_dir data/tool_sft --val_split 0.1"
+    script(f"prepare_tool_sft.py {flags}")
+    run(monkeypatch, capsys, "prepare data/tool_conversations.jsonl -o same --shape tool --val-split 0.1")
+    assert sha256("data/tool_sft") == sha256("same")
+
+
+def test_the_scripts_take_their_other_flags(place, monkeypatch, capsys):
+    run(
+        monkeypatch,
+        capsys,
+        "tokenizer train data/conversations.jsonl --vocab-size 600 --format chatml -o tokenizer.json",
+    )
+    common = "--input data/conversations.jsonl --tokenization tokenizer.json --tokens_per_shard 5000"
+    told = script(f"prepare_chat_sft.py {common} --output_dir one --val_split 0.2 --seed 7 --verbose").stdout
+    summary = json.loads(told)
+    assert summary["splits"]["train"]["shards"] > 3
+    assert summary["splits"]["val"]["episodes"] == 80
+    flags = "--tokenizer tokenizer.json --shard-tokens 5000 --val-split 0.2 --split shuffle --seed 7 --shape messages"
+    run(monkeypatch, capsys, f"prepare data/conversations.jsonl -o same {flags}")
+    assert sha256("one") == sha256("same")
+    script(f"prepare_chat_sft.py {common} --output_dir two --val_file data/primer.jsonl")
+    assert len(open_dataset("two")["val"]) == 120
+
+
+def test_a_script_that_fails_says_so_in_one_line(place):
+    flags = "--input data/no.jsonl --output_dir x --val_split 0.1"
+    assert script(f"prepare_chat_sft.py {flags}", code=1).stderr == (
+        "chatmill: data/no.jsonl: no such file; expected a file or a glob\n"
+    )
+    flags = "--input data/conversations.jsonl --output_dir x --val_split 1"
+    assert script(f"prepare_chat_sft.py {flags}", code=2).stderr.count("\n") == 1
