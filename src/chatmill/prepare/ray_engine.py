@@ -55,9 +55,9 @@ class Ray:
             raise UsageError("--engine ray needs ray: pip install 'chatmill[ray]'") from None
         self._started = not ray.is_initialized()
         if self._started:
-            where = (
-                {"address": self.address} if self.address else {"num_cpus": self.workers, "include_dashboard": False}
-            )
+            # Not a cluster of somebody else that happens to run here, which Ray would join unasked.
+            own = {"address": "local", "num_cpus": self.workers, "include_dashboard": False}
+            where = {"address": self.address} if self.address else own
             try:
                 _knock(self.address)
                 ray.init(log_to_driver=False, configure_logging=False, **where)
