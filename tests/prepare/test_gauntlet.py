@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gauntlet.py"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
-def test_builds_killed_at_random_moments_lose_nothing(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("gauntlet", SCRIPT)
-    gauntlet = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gauntlet)
+def test_builds_killed_at_random_moments_lose_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import gauntlet
+
     counts = gauntlet.run(kills=8, seconds=0.5, seed=3, folder=tmp_path)
     assert counts["target absent"] + counts["target old"] + counts["target new"] == 8
     assert counts["target lost"] == 0
