@@ -73,6 +73,7 @@ FLAGS = {
     "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is below 0; give a whole number from 0 on"),
     "chat.jsonl -o x --shard-tokens 0": (2, "--shard-tokens 0 is too small; give at least 1"),
     "chat.jsonl -o x --address auto": (2, "--address is of a Ray cluster; add --engine ray"),
+    "chat.jsonl -o new/x --engine ray --address 127.0.0.1:1": (2, "no Ray cluster at 127.0.0.1:1 ("),
     "chat.jsonl -o x --fit error --max-tokens 20": (1, "chat.jsonl:1: "),
     "chat.jsonl -o x --fit drop --max-tokens 3": (1, "the split train would be empty; of its records none is left"),
     "chat.jsonl -o .": (2, ".: has no name of its own; give the folder of the dataset as NAME or DIR/NAME"),

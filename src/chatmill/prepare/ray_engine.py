@@ -63,9 +63,7 @@ class Ray:
                 ray.init(log_to_driver=False, configure_logging=False, **where)
             except (OSError, ValueError, RuntimeError) as error:
                 what = f"no Ray cluster at {self.address}" if self.address else "Ray does not start"
-                raise ChatmillError(
-                    f"{what} ({one_line(str(error), 200)}); start one with `ray start --head`"
-                ) from None
+                raise UsageError(f"{what} ({one_line(str(error), 200)}); start one with `ray start --head`") from None
         return ray
 
 
