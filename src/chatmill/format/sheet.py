@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from chatmill.format.body import Body, body_of, messages_of
 from chatmill.format.chat_format import ChatFormat
 from chatmill.format.plates import CODE, Plates
-from chatmill.records import ROLES, Message, Record
+from chatmill.records import Message, Record
 from chatmill.rows import Index, Role, offsets
 
 
@@ -64,15 +64,11 @@ def _texts(
     messages: list[Message], roles: NDArray[np.uint8], plates: Plates, bodies: dict[int, Body]
 ) -> tuple[list[str], Index]:
     """The texts to encode, and which of them each message's body is; system texts that recur stand once."""
-    prefix = dict(zip(ROLES, plates.prefix, strict=True))
-    suffix = dict(zip(ROLES, plates.suffix, strict=True))
-    if any(plates.suffix):
-        texts = [
-            prefix[message.role] + message.content + (suffix[message.role] if message.complete else "")
-            for message in messages
-        ]
-    else:
-        texts = [prefix[message.role] + message.content for message in messages]
+    texts = [message.content for message in messages]
+    for code, (prefix, suffix) in enumerate(zip(plates.prefix, plates.suffix, strict=True)):
+        if prefix or suffix:
+            for at in np.flatnonzero(roles == code).tolist():
+                texts[at] = prefix + texts[at] + (suffix if messages[at].complete else "")
     text_of = np.arange(len(texts), dtype=np.int64)
     seen: dict[str, int] = {}
     for at in np.flatnonzero(roles == Role.SYSTEM).tolist():
