@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -128,3 +130,14 @@ def test_a_full_disk_on_a_worker_is_one_line_and_the_units_are_kept(cluster, tmp
     prepare(job, tmp_path / "x", engine=Ray(), unit_bytes=9_000, resume=True)
     build(job, tmp_path / "one")
     assert digests(tmp_path / "x") == digests(tmp_path / "one")
+
+
+def test_the_command_starts_a_cluster_and_ends_it(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(conversations(60)))
+    command = [sys.executable, "-c", "from chatmill.cli.main import main; main()", "prepare", "a.jsonl", "--json"]
+    hashes = []
+    for flags in (["-o", "x", "--engine", "ray", "--workers", "2"], ["-o", "y"]):
+        done = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        hashes.append(json.loads(done.stdout)["sha256"])
+    assert hashes[0] == hashes[1]
