@@ -16,6 +16,9 @@ from typing import Any
 def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
     """The median seconds of each work, run in turns so that a slow moment of the machine meets all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
+    # What is loaded for the other side is not searched for garbage in this side's time.
+    gc.collect()
+    gc.freeze()
     for _ in range(runs):
         for name, work in works.items():
             gc.collect()

@@ -319,9 +319,11 @@ def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | No
     first, count = start[own & (length > 0)], length[own & (length > 0)]
     if np.array_equal(first[1:], first[:-1] + count[:-1]):
         # All of one run of ids in its order, with literals in between: the runs are copied as runs.
-        of_ids = np.repeat(own, length)
+        where = ragged_index(offsets(length)[:-1][~own], length[~own])
+        of_ids = np.ones(total, dtype=bool)
+        of_ids[where] = False
         out[of_ids] = ids[first[0] : first[-1] + count[-1]] if len(first) else ids[:0]
-        out[~of_ids] = literals[ragged_index(start[~own] - end, length[~own])]
+        out[where] = literals[ragged_index(start[~own] - end, length[~own])]
         return out
     index = ragged_index(start, length)
     if end:
