@@ -17,6 +17,8 @@ from measure import interleaved, machine, report
 from transformers import PreTrainedTokenizerFast
 
 from chatmill.format import ChatFormat, load_format, render_chunks
+from chatmill.format.plates import Plates
+from chatmill.format.sheet import lay_out
 from chatmill.records import Record, read
 from chatmill.rows import Rows, concat
 from chatmill.tokenizer import Tokenizer, open_tokenizer
@@ -80,7 +82,7 @@ def main() -> None:
     peer.chat_template = CHATML
     records = list(read([chat_file(args.conversations)]))
     few = records[: args.peer_rows]
-    texts = [message.content for record in records for message in record.messages]
+    texts = lay_out(records, format, Plates(format, ours)).texts
 
     few_rows = concat(list(render_chunks(few, format, ours)))
     differ = differences(few_rows, peer_rows(peer, few))

@@ -15,7 +15,6 @@ the ids of a prompt are a prefix of the ids of the training row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
@@ -77,9 +76,7 @@ def render(
     """One row for each record: its tokens, and for each of them what it is and whether it is trained."""
     if not records:
         return EMPTY
-    plates = Plates(format, tokenizer)
-    sheet = lay_out(records, format, plates)
-    return _print(sheet, plates, tokenizer, *tokenizer.encode_batch(sheet.texts), train_on=train_on)
+    return _render(records, format, Plates(format, tokenizer), tokenizer, train_on)
 
 
 def render_chunks(
@@ -88,24 +85,13 @@ def render_chunks(
     tokenizer: RenderTokenizer,
     *,
     train_on: TrainOn = "assistant",
-    chunk: int = 1024,
+    chunk: int = 512,
 ) -> Iterator[Rows]:
-    """All records, `chunk` at a time, so that memory does not grow with their number.
-
-    While one chunk is printed the next is being encoded, which needs no Python.
-    """
+    """All records, `chunk` at a time, so that memory does not grow with their number and stays in the cache."""
     plates = Plates(format, tokenizer)
     stream = iter(records)
-    with ThreadPoolExecutor(max_workers=1) as encoder:
-        ahead: tuple[Sheet, Future[tuple[Ids, Index]]] | None = None
-        while True:
-            batch = list(islice(stream, chunk))
-            sheet = lay_out(batch, format, plates) if batch else None
-            before, ahead = ahead, (sheet, encoder.submit(tokenizer.encode_batch, sheet.texts)) if sheet else None
-            if before is not None:
-                yield _print(before[0], plates, tokenizer, *before[1].result(), train_on=train_on)
-            if ahead is None:
-                return
+    while batch := list(islice(stream, chunk)):
+        yield _render(batch, format, plates, tokenizer, train_on)
 
 
 def prompt_ids(record: Record, format: ChatFormat, tokenizer: RenderTokenizer) -> list[int]:
@@ -113,6 +99,13 @@ def prompt_ids(record: Record, format: ChatFormat, tokenizer: RenderTokenizer) -
     plates = Plates(format, tokenizer)
     ids: list[int] = render([record], format, tokenizer).ids.tolist()
     return ids[: len(ids) - len(plates.fixed("assistant", END))] + plates.fixed("assistant", OPEN)
+
+
+def _render(
+    records: Sequence[Record], format: ChatFormat, plates: Plates, tokenizer: RenderTokenizer, train_on: TrainOn
+) -> Rows:
+    sheet = lay_out(records, format, plates)
+    return _print(sheet, plates, tokenizer, *tokenizer.encode_batch(sheet.texts), train_on=train_on)
 
 
 def _print(
