@@ -15,6 +15,10 @@ from chatmill.records import Message, Record
 from chatmill.rows import Index, Role, offsets
 
 
+ODD = 8
+"""Added to the role of a message that has more than a content; no role is as large."""
+
+
 @dataclass(frozen=True)
 class Sheet:
     """All messages of some records, laid out for printing."""
@@ -40,17 +44,28 @@ def lay_out(records: Sequence[Record], format: ChatFormat, plates: Plates) -> Sh
     messages: list[Message] = []
     counts = np.empty(len(records), dtype=np.int64)
     lead = np.empty(len(records), dtype=np.int64)
+    adds_system = format.default_system is not None
     for at, record in enumerate(records):
-        of_record = messages_of(record, format)
+        of_record: Sequence[Message] = record.messages
+        if record.tools or adds_system or not of_record:
+            of_record = messages_of(record, format)
         messages.extend(of_record)
         counts[at] = len(of_record)
         lead[at] = len(of_record) - len(record.messages)
-    roles = np.frombuffer(bytes([CODE[message.role] for message in messages]), dtype=np.uint8)
-    odd = [
-        at
-        for at, message in enumerate(messages)
-        if message.weight is not None or message.tool_calls or message.reasoning or not message.complete
-    ]
+    # One pass over all messages: who speaks, and whether there is more than a content.
+    kinds = np.frombuffer(
+        bytes(
+            [
+                CODE[message.role]
+                if message.weight is None and not message.tool_calls and not message.reasoning and message.complete
+                else CODE[message.role] + ODD
+                for message in messages
+            ]
+        ),
+        dtype=np.uint8,
+    )
+    odd = np.flatnonzero(kinds >= ODD).tolist()
+    roles = kinds % ODD
     bodies = {
         at: body_of(message, format, plates.prefix[roles[at]], plates.suffix[roles[at]] if message.complete else "")
         for at in odd
