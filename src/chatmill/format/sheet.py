@@ -14,7 +14,6 @@ from chatmill.format.plates import CODE, Plates
 from chatmill.records import Message, Record
 from chatmill.rows import Index, Role, offsets
 
-
 ODD = 8
 """Added to the role of a message that has more than a content; no role is as large."""
 
