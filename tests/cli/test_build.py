@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from chatmill.cli.main import main
 from chatmill.records import shuffle_split
 from chatmill.store import files
 from chatmill.store.cache import open_cache, verify_cache
 from chatmill.tokenizer import open_tokenizer
 
 USR, ASST, EOT = 261, 262, 263
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["chatmill", *args])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), out, err
-
-    return run
 
 
 def chat(*turns: tuple[str, str]) -> str:

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import typer.main
 
-from chatmill.cli.main import app, main
+from chatmill.cli.main import app
 from chatmill.tokenizer import open_tokenizer
 
 CHAT = '{"id": "c1", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n'
 BAD = '{"id": "c2", "messages": [{"role": "bot", "content": "hi"}]}\n'
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["chatmill", *args])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), out, err
-
-    return run
 
 
 def test_check_counts_what_is_there(run):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-from chatmill.cli.main import main
 
 FOUR = ["hi", "yo", "so", "what"]
 
@@ -19,17 +16,7 @@ def line(*texts: str) -> str:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["chatmill", *args])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), out, err
-
+def run(run):
     Path("chat.jsonl").write_text(line("a", "b") + line(*FOUR))
     assert run("prepare", "chat.jsonl", "-o", "v1", "--format", "primer", "--workers", "1")[0] == 0
     return run
