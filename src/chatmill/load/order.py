@@ -1,0 +1,254 @@
+"""Order: which episode stands at a position of an epoch, as a pure function that anyone can recompute.
+
+An order keeps no state: `at` answers for any positions of any epoch, at once. Its name carries a version, and
+what a name means never changes, so that a run's name, seed and number of episodes say its order for good.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from chatmill.errors import UsageError, one_line
+from chatmill.rows import Index
+
+EPOCH_LIMIT = 1 << 24
+"""Episodes that `epoch` orders at most: its permutation lies in memory, 8 bytes each, and is drawn in one go."""
+EPISODE_LIMIT = 1 << 62
+SEED_LIMIT = 1 << 32
+ROUNDS = 8
+
+Bits = NDArray[np.uint64]
+
+
+class Order(Protocol):
+    """Positions to episodes, by epoch; episodes are numbered from 0."""
+
+    @property
+    def name(self) -> str:
+        """How the order is written in a run's spec: a name and a version."""
+
+    @property
+    def num_episodes(self) -> int: ...
+
+    @property
+    def length(self) -> int | None:
+        """Positions in an epoch; None for an order that never ends, all of which is epoch 0."""
+
+    def at(self, epoch: int, positions: ArrayLike) -> Index:
+        """The episodes at these positions of an epoch."""
+
+    def block(self, epoch: int, start: int, stop: int) -> Index:
+        """The episodes at positions start to stop of an epoch."""
+
+    def find(self, epoch: int, episode: int) -> int:
+        """The position of an epoch at which this episode comes: the inverse of `at`."""
+
+
+def make_order(mode: str, num_episodes: int, *, seed: int, shuffle: bool = True) -> Order:
+    """The order of a mode: `epoch`, `feistel` or `random`.
+
+    Without `shuffle` the modes that have epochs leave episodes as they stand; `random` has none to shuffle.
+    """
+    if type(num_episodes) is not int or not 0 < num_episodes <= EPISODE_LIMIT:
+        raise UsageError(f"an order of {num_episodes} episodes; expected 1 to {EPISODE_LIMIT}")
+    _check_seed(seed)
+    if mode == "random":
+        return RandomOrder(num_episodes, seed)
+    if mode not in MODES:
+        raise UsageError(f'no order "{one_line(str(mode))}"; there are {", ".join(MODES)}')
+    if not shuffle:
+        return IdentityOrder(num_episodes)
+    if mode == "feistel":
+        return FeistelOrder(num_episodes, seed)
+    if num_episodes > EPOCH_LIMIT:
+        raise UsageError(
+            f"{num_episodes:,} episodes are more than the order epoch keeps in memory ({EPOCH_LIMIT:,}); use feistel"
+        )
+    return EpochOrder(num_episodes, seed)
+
+
+MODES = ("epoch", "feistel", "random")
+
+
+def effective_seed(seed: int, epoch: int) -> int:
+    """What an epoch is shuffled with: its number added to the seed."""
+    if type(epoch) is not int or epoch < 0:
+        raise UsageError(f"epoch {epoch}; expected a whole number from 0 on")
+    if seed + epoch >= SEED_LIMIT:
+        raise UsageError(f"seed {seed} and epoch {epoch} add up to {seed + epoch}; at most {SEED_LIMIT - 1} can be")
+    return seed + epoch
+
+
+class _Ending:
+    """What orders share that have epochs of every episode once."""
+
+    def __init__(self, num_episodes: int) -> None:
+        self.num_episodes = num_episodes
+
+    @property
+    def length(self) -> int:
+        return self.num_episodes
+
+    def block(self, epoch: int, start: int, stop: int) -> Index:
+        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
+
+    def at(self, epoch: int, positions: ArrayLike) -> Index:
+        raise NotImplementedError
+
+    def _checked(self, what: str, numbers: ArrayLike) -> Index:
+        return _checked(what, numbers, self.num_episodes)
+
+
+class IdentityOrder(_Ending):
+    """Episodes as they stand, in every epoch."""
+
+    name = "identity/1"
+
+    def at(self, epoch: int, positions: ArrayLike) -> Index:
+        effective_seed(0, epoch)
+        return self._checked("position", positions)
+
+    def find(self, epoch: int, episode: int) -> int:
+        effective_seed(0, epoch)
+        return int(self._checked("episode", episode)[0])
+
+
+class EpochOrder(_Ending):
+    """`RandomState(seed + epoch).permutation(num_episodes)`, as numpy draws it in every version."""
+
+    name = "epoch/1"
+
+    def __init__(self, num_episodes: int, seed: int) -> None:
+        super().__init__(num_episodes)
+        self._seed = seed
+        self._last: tuple[int, Index] | None = None
+
+    def at(self, epoch: int, positions: ArrayLike) -> Index:
+        return self._permutation(epoch)[self._checked("position", positions)]
+
+    def find(self, epoch: int, episode: int) -> int:
+        wanted = self._checked("episode", episode)
+        return int(np.flatnonzero(self._permutation(epoch) == wanted)[0])
+
+    def _permutation(self, epoch: int) -> Index:
+        seed = effective_seed(self._seed, epoch)
+        # Replaced as one value: a thread that reads ahead may be in another epoch than the one that trains.
+        last = self._last
+        if last is None or last[0] != epoch:
+            last = epoch, np.random.RandomState(seed).permutation(self.num_episodes).astype(np.int64, copy=False)
+            self._last = last
+        return last[1]
+
+
+class FeistelOrder(_Ending):
+    """A keyed bijection, computed for the positions that are asked for: no memory grows with the episodes.
+
+    A number is written as a pair, n = left * width + right, on a grid as nearly square as covers all episodes.
+    Eight rounds add to one half, modulo its size, a hash of the other; each is undone by subtracting. A result on the
+    few places of the grid past the last episode goes through again until it is an episode.
+    """
+
+    name = "feistel/1"
+
+    def __init__(self, num_episodes: int, seed: int) -> None:
+        super().__init__(num_episodes)
+        self._seed = seed
+        root = isqrt(num_episodes - 1) + 1
+        self._height, self._width = np.uint64(root), np.uint64(-(-num_episodes // root))
+
+    def at(self, epoch: int, positions: ArrayLike) -> Index:
+        return self._walk(self._checked("position", positions), epoch, inverse=False)
+
+    def find(self, epoch: int, episode: int) -> int:
+        return int(self._walk(self._checked("episode", episode), epoch, inverse=True)[0])
+
+    def _walk(self, numbers: Index, epoch: int, *, inverse: bool) -> Index:
+        keys = _keys(effective_seed(self._seed, epoch))
+        values = self._pass(numbers.astype(np.uint64), keys, inverse)
+        while np.any(outside := values >= self.num_episodes):
+            values[outside] = self._pass(values[outside], keys, inverse)
+        return values.astype(np.int64)
+
+    def _pass(self, values: Bits, keys: Bits, inverse: bool) -> Bits:
+        left, right = np.divmod(values, self._width)
+        for number in reversed(range(ROUNDS)) if inverse else range(ROUNDS):
+            if number % 2 == 0:
+                left = _moved(left, right, keys[number], self._height, inverse)
+            else:
+                right = _moved(right, left, keys[number], self._width, inverse)
+        return np.asarray(left * self._width + right)
+
+
+class RandomOrder:
+    """Uniform with replacement: draw p is a hash of (seed, p), scaled to the episodes. All of it is epoch 0."""
+
+    name = "random/1"
+    length = None
+
+    def __init__(self, num_episodes: int, seed: int) -> None:
+        self.num_episodes = num_episodes
+        self._key = _mixed(np.array([seed], dtype=np.uint64))
+
+    def at(self, epoch: int, positions: ArrayLike) -> Index:
+        if epoch != 0:
+            raise UsageError(f"epoch {epoch} of the order random; it has no epochs, only positions from 0 on")
+        return _scaled(_hashed(_checked("position", positions, None).astype(np.uint64), self._key), self.num_episodes)
+
+    def block(self, epoch: int, start: int, stop: int) -> Index:
+        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
+
+    def find(self, epoch: int, episode: int) -> int:
+        raise UsageError("the order random draws with replacement; an episode has no one position in it")
+
+
+def _check_seed(seed: int) -> None:
+    if type(seed) is not int or not 0 <= seed < SEED_LIMIT:
+        raise UsageError(f"seed {one_line(str(seed))}; expected a whole number from 0 to {SEED_LIMIT - 1}")
+
+
+def _checked(what: str, numbers: ArrayLike, limit: int | None) -> Index:
+    """The numbers as an array, one of them too; `UsageError` for one that is not there."""
+    chosen = np.array(numbers, dtype=np.int64, ndmin=1)
+    if chosen.size and (chosen.min() < 0 or (limit is not None and chosen.max() >= limit)):
+        wrong = chosen.min() if chosen.min() < 0 else chosen.max()
+        raise UsageError(f"{what} {wrong}; expected one from 0" + ("" if limit is None else f" to {limit - 1}"))
+    return chosen
+
+
+# Arithmetic modulo 2^64, which numpy does on arrays without a word, but not on single numbers.
+
+
+def _mixed(values: Bits) -> Bits:
+    """64 bits to 64 bits, one to one, such that each bit depends on all (the finaliser of SplitMix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ (values >> np.uint64(31)))
+
+
+def _hashed(values: Bits, key: NDArray[np.uint64] | np.uint64) -> Bits:
+    """Value n of the SplitMix64 stream that begins at `key`."""
+    return _mixed(np.asarray((values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key))
+
+
+def _keys(seed: int) -> Bits:
+    """A key for each round."""
+    return _hashed(np.arange(ROUNDS, dtype=np.uint64), _mixed(np.array([seed], dtype=np.uint64)))
+
+
+def _moved(half: Bits, other: Bits, key: np.uint64, size: np.uint64, back: bool) -> Bits:
+    step = _hashed(other, key) % size
+    return np.asarray((half + (size - step if back else step)) % size)
+
+
+def _scaled(values: Bits, count: int) -> Index:
+    """The whole part of values / 2^64 * count, exactly: the upper half of a product of 64 by 64 bits."""
+    low_mask, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    high, low = values >> half, values & low_mask
+    count_high, count_low = np.uint64(count >> 32), np.uint64(count & 0xFFFFFFFF)
+    middle = high * count_low + ((low * count_low) >> half)
+    other = low * count_high + (middle & low_mask)
+    return np.asarray(high * count_high + (middle >> half) + (other >> half)).astype(np.int64)
