@@ -1,0 +1,196 @@
+"""Mixing: every prefix has its shares, and sources run through their epochs whatever the others do."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatmill.errors import DataError, UsageError
+from chatmill.load.mix import MIX_SFT, PERIOD, MixedOrder, Schedule, Tally, row_weights, shares
+from chatmill.load.order import make_order
+
+weight_lists = st.lists(st.integers(1, 60), min_size=1, max_size=9)
+
+
+def plain_counts(sources: np.ndarray, number: int) -> np.ndarray:
+    """How many rows each source has had after every position."""
+    return np.cumsum(sources[:, None] == np.arange(number), axis=0)
+
+
+def farthest(weights: list[int], rows: int) -> Fraction:
+    """How far any source is from its share after any prefix, in rows."""
+    sources, _ = Schedule(weights).at(np.arange(rows))
+    had = plain_counts(sources, len(weights)) * sum(weights)
+    due = np.arange(1, rows + 1)[:, None] * np.array(weights)
+    return Fraction(int(np.abs(had - due).max()), sum(weights))
+
+
+@given(weight_lists)
+def test_every_prefix_has_its_share_to_less_than_a_row(weights):
+    bound = 1 - Fraction(1, 2 * len(weights) - 2) if len(weights) > 1 else 0
+    assert farthest(weights, 2 * sum(weights) + 1) <= bound
+
+
+def test_the_default_mixture_is_exact_to_a_row_at_every_prefix_of_100_000():
+    weights = row_weights(shares(MIX_SFT))
+    assert weights == {"primer": 1, "oasst1": 7, "dolly15k": 2}
+    assert farthest(list(weights.values()), 100_000) < 1
+    assert Schedule(list(weights.values())).counts(100_000).tolist() == [10_000, 70_000, 20_000]
+
+
+@pytest.mark.parametrize("small", [1, 2, 40])
+def test_long_periods_and_many_sources_keep_the_bound(small):
+    for weights in ([1] * small + [PERIOD - small], [1] * (small + 1), [PERIOD // 2 - small - 1, PERIOD // 2 + small]):
+        sources, _ = Schedule(weights).at(np.arange(PERIOD))
+        for number in {0, len(weights) // 2, len(weights) - 1}:
+            had = np.cumsum(sources == number) * sum(weights)
+            due = np.arange(1, PERIOD + 1) * weights[number]
+            assert np.abs(had - due).max() < sum(weights)
+
+
+@given(weight_lists, st.integers(0, 10**12))
+def test_turns_count_up_in_every_source_and_can_be_found_again(weights, start):
+    schedule = Schedule(weights)
+    positions = np.arange(start, start + 3 * sum(weights))
+    sources, ordinals = schedule.at(positions)
+    before = schedule.counts(start)
+    for number in range(len(weights)):
+        mine = ordinals[sources == number]
+        np.testing.assert_array_equal(mine, np.arange(before[number], before[number] + len(mine)))
+    for place in (0, len(positions) // 2, len(positions) - 1):
+        assert schedule.find(int(sources[place]), int(ordinals[place])) == positions[place]
+    np.testing.assert_array_equal(schedule.counts(start + len(positions)), before + 3 * np.array(weights))
+
+
+def test_a_golden_schedule_never_changes():
+    sources, ordinals = Schedule([1, 7, 2]).at(np.arange(12))
+    assert sources.tolist() == [1, 1, 2, 1, 1, 0, 1, 1, 2, 1, 1, 1]
+    assert ordinals.tolist() == [0, 1, 0, 2, 3, 0, 4, 5, 1, 6, 7, 8]
+
+
+@given(st.dictionaries(st.sampled_from("abcdefg"), st.floats(0.01, 100), min_size=1))
+def test_any_weights_become_turns_within_one_in_a_period(weights):
+    requested = shares(weights)
+    turns = row_weights(requested)
+    total = sum(turns.values())
+    assert total <= PERIOD
+    for name, share in requested.items():
+        assert abs(Fraction(turns[name], total) - share) <= Fraction(1, PERIOD)
+
+
+def test_a_weight_is_the_number_as_it_is_written():
+    assert shares({"a": 0.1, "b": 0.2}) == {"a": Fraction(1, 3), "b": Fraction(2, 3)}
+    assert row_weights(shares({"a": 0.3, "b": 0.15, "c": 1})) == {"a": 6, "b": 3, "c": 20}
+
+
+def test_the_mixed_order_draws_each_source_in_its_own_epochs():
+    sizes = {"primer": 7, "oasst1": 30, "dolly15k": 11}
+    weights = {"dolly15k": 2, "primer": 1, "oasst1": 7}
+    mixed = MixedOrder({name: make_order("epoch", size, seed=42) for name, size in sizes.items()}, weights)
+    episodes = mixed.block(0, 0, 400)
+    first = {"dolly15k": 0, "primer": 11, "oasst1": 18}
+    for number, name in enumerate(weights):
+        mine = episodes[mixed.source_of(episodes) == number] - first[name]
+        expected = np.concatenate([np.random.RandomState(42 + e).permutation(sizes[name]) for e in range(60)])
+        np.testing.assert_array_equal(mine, expected[: len(mine)])
+    assert mixed.num_episodes == 48 and mixed.length is None
+    assert mixed.name == "mix/1(dolly15k=2*epoch/1, primer=1*epoch/1, oasst1=7*epoch/1)"
+
+
+@pytest.mark.parametrize("mode", ["epoch", "feistel"])
+def test_any_block_of_the_mixed_order_is_a_piece_of_the_whole(mode):
+    mixed = MixedOrder({n: make_order(mode, size, seed=3) for n, size in {"a": 5, "b": 300}.items()}, {"a": 2, "b": 5})
+    whole = mixed.block(0, 0, 1000)
+
+    @given(st.integers(0, 960), st.integers(0, 40))
+    def each_block(start, length):
+        np.testing.assert_array_equal(mixed.block(0, start, start + length), whole[start : start + length])
+
+    each_block()
+
+
+def test_an_episode_is_found_in_each_epoch_of_its_source():
+    mixed = MixedOrder({n: make_order("epoch", size, seed=3) for n, size in {"a": 5, "b": 9}.items()}, {"a": 2, "b": 5})
+    episodes = mixed.block(0, 0, 100)
+    for episode in range(14):
+        found = [mixed.find(epoch, episode) for epoch in range(3)]
+        assert found == np.flatnonzero(episodes == episode)[:3].tolist()
+
+
+def test_random_sources_draw_by_the_mixed_position():
+    orders = {name: make_order("random", 1000, seed=3) for name in "ab"}
+    mixed = MixedOrder(orders, {"a": 1, "b": 1})
+    expected = orders["a"].block(0, 0, 50)
+    np.testing.assert_array_equal(mixed.block(0, 0, 50) % 1000, expected)
+
+
+@pytest.mark.parametrize("spread", [0.2, 1.0])
+def test_trained_tokens_come_within_half_a_percent_of_their_shares(spread):
+    """Sources whose rows differ sixfold in size, each with sizes of its own that scatter."""
+    draw = np.random.default_rng(7)
+    sizes = {
+        name: draw.lognormal(np.log(mean), spread, count).astype(np.int64) + 1
+        for name, mean, count in [("primer", 40, 900), ("oasst1", 240, 50_000), ("dolly15k", 90, 15_000)]
+    }
+    requested = shares(MIX_SFT)
+    weights = row_weights(requested, row_size={n: Fraction(int(s.sum()), len(s)) for n, s in sizes.items()})
+    mixed = MixedOrder({name: make_order("epoch", len(s), seed=1337) for name, s in sizes.items()}, weights)
+    episodes, tally = mixed.block(0, 0, 100_000), Tally(requested)
+    tally.add(mixed.source_of(episodes), np.concatenate(list(sizes.values()))[episodes])
+    for name, share in tally.realised().items():
+        assert abs(share - requested[name]) < Fraction(5, 1000), name
+
+
+def test_the_tally_counts_rows_or_amounts_and_can_be_resumed():
+    tally = Tally(shares({"a": 1, "b": 3}))
+    assert tally.realised() == {"a": 0, "b": 0}
+    tally.add([0, 1, 1, 0])
+    tally.add([1, 1], [10, 5])
+    assert tally.state() == {"a": 2, "b": 17}
+    resumed = Tally(shares({"a": 1, "b": 3}))
+    resumed.load_state(tally.state())
+    resumed.add([1])
+    assert resumed.realised() == {"a": Fraction(1, 10), "b": Fraction(9, 10)}
+    with pytest.raises(DataError, match="counts of x; expected a, b"):
+        resumed.load_state({"x": 1})
+
+
+def test_weights_that_mean_nothing_are_refused_together():
+    with pytest.raises(DataError) as refused:
+        shares({"a": -1, "b": float("nan"), "c": 0, "d": float("inf"), "e": True, "f\n": "1", "g": 1})
+    assert str(refused.value).split("; mix_sft: ") == [
+        "mix_sft: the weight of a is -1; a weight is over 0",
+        "the weight of b is nan; expected a finite number over 0",
+        "the weight of c is 0; leave out what is not to be mixed",
+        "the weight of d is inf; expected a finite number over 0",
+        "the weight of e is True; expected a finite number over 0",
+        r"the weight of f\n is 1; expected a finite number over 0",
+    ]
+    with pytest.raises(DataError, match="names no source"):
+        shares({})
+
+
+def test_a_source_that_cannot_be_drawn_is_named():
+    order = make_order("epoch", 3, seed=1)
+    with pytest.raises(DataError, match="no source dolly; there are primer"):
+        MixedOrder({"primer": order}, {"primer": 1, "dolly": 1})
+    with pytest.raises(DataError, match="rare comes less than once in 65536 rows"):
+        row_weights(shares({"rare": 1e-9, "b": 1}))
+    with pytest.raises(DataError, match="a holds nothing of what is mixed by"):
+        row_weights(shares({"a": 1}), row_size={"a": Fraction(0)})
+    with pytest.raises(UsageError, match="at most 65536 can be tabulated"):
+        Schedule([PERIOD, 1])
+    with pytest.raises(UsageError, match="a weight over 0"):
+        Schedule([1, 0])
+    mixed = MixedOrder({"primer": order}, {"primer": 1})
+    for wrong, line in [
+        (lambda: mixed.block(1, 0, 1), "epoch 1 of a mixed order"),
+        (lambda: mixed.block(0, -1, 1), "position -1; expected one from 0"),
+        (lambda: mixed.find(0, 3), "episode 3; expected one from 0 to 2"),
+    ]:
+        with pytest.raises(UsageError, match=line):
+            wrong()
