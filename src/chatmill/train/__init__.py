@@ -1,0 +1,9 @@
+"""Training: the model, its loss, and what surrounds them. Needs numpy, torch and safetensors, nothing more.
+
+port       what every model offers; called, it gives the losses of a batch
+gpt        chatmill's own GPT
+hf, lora   any Hugging Face causal model, and adapters on it
+attention  a token sees its own conversation alone
+loss       the weighted loss of the trained tokens, without the logits of all
+generate   answers: greedy, sampled, or the best of several beams
+"""

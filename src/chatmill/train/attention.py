@@ -1,0 +1,91 @@
+"""Attention within segments: a token sees the tokens before it in its own conversation, and no others.
+
+One mask serves all layers of a forward pass. On a GPU it is a FlexAttention block mask, so that blocks of other
+conversations are never visited; elsewhere it is a plain boolean mask for SDPA.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+"""Tokens on a side of FlexAttention's blocks."""
+
+Mask: TypeAlias = Tensor | BlockMask
+
+_compiled_flex = torch.compile(flex_attention, dynamic=False)
+
+
+def segment_mask(segments: Tensor) -> Mask:
+    """Who may see whom in rows of these segments (rows, length); tokens of one segment stand together."""
+    start = segment_start(segments)
+    return block_mask(start) if segments.is_cuda else dense_mask(start)
+
+
+def segment_start(segments: Tensor) -> Tensor:
+    """For each token the place in its row where its segment begins.
+
+    segments  0 0 0 1 1 2        start  0 0 0 3 3 5
+    """
+    places = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return torch.where(begins, places, 0).cummax(dim=1).values
+
+
+def dense_mask(start: Tensor) -> Tensor:
+    """(rows, 1, length, length), true where a query may see a key."""
+    places = torch.arange(start.shape[1], device=start.device)
+    return ((places <= places[:, None]) & (places >= start[:, :, None]))[:, None]
+
+
+def block_mask(start: Tensor) -> BlockMask:
+    """The same as `dense_mask` in blocks, without looking at every pair of tokens.
+
+    A query sees the keys from the start of its segment to itself, and starts only rise along a row. So the keys that
+    a block of queries needs are one run of blocks, of which those before the last segment's first whole block need
+    the mask, as does the block on the diagonal; the others are seen in full.
+
+                 first   whole     own
+        blocks     | mask  | full   | mask
+    """
+    length = start.shape[1]
+    count = -(-length // BLOCK)
+    own = torch.arange(count, device=start.device)
+    first = start[:, ::BLOCK] // BLOCK
+    last = (own * BLOCK + BLOCK - 1).clamp(max=length - 1)
+    whole = torch.minimum((start[:, last] + BLOCK - 1) // BLOCK, own)
+    masked = first[:, :, None] + own
+    masked = torch.where(masked < whole[:, :, None], masked, own[:, None])
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= start[row, query])
+
+    return BlockMask.from_kv_blocks(
+        *_blocks(whole - first + 1, masked),
+        *_blocks(own - whole, (whole[:, :, None] + own).clamp(max=count - 1)),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(length, length),
+    )
+
+
+def _blocks(number: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+    return number[:, None].int(), which[:, None].int().contiguous()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Attention of (rows, length, heads, size) under a mask; keys and values may have fewer heads than queries."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    shared = q.shape[1] != k.shape[1]
+    if isinstance(mask, BlockMask):
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex
+        out = flex(q, k, v, block_mask=mask, enable_gqa=shared)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared)
+    return out.transpose(1, 2)

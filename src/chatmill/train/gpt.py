@@ -1,0 +1,303 @@
+"""chatmill's own GPT: RMSNorm before each part, rotary positions, grouped queries, SwiGLU.
+
+Parameters keep the precision they were made in; the hidden states have `compute` precision, and each weight is taken
+to it where it is used. So float32 parameters with bfloat16 states are bf16 training with float32 master weights.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from chatmill.errors import DataError
+from chatmill.train.attention import Mask, attend, segment_mask
+from chatmill.train.loss import Head
+from chatmill.train.port import Cache, CausalModel
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+KIND = "chatmill-gpt"
+"""What `model_type` says in the config of a saved model."""
+
+
+@dataclass(frozen=True)
+class GPTSizes:
+    """The shape of a model; the keys of its config file."""
+
+    vocab_size: int
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_kv_head: int | None = None
+    """Heads of keys and values; None: as many as queries have."""
+    head_dim: int | None = None
+    """None: n_embd / n_head."""
+    n_ffn: int | None = None
+    """Width of the gated layer; None: 8/3 of n_embd, up to a multiple of 64."""
+    max_positions: int = 4096
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    tie_weights: bool = True
+    """The head is the embedding."""
+    qk_norm: bool = False
+    """Normalize queries and keys of each head."""
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{field.name} is {value}; at least 1"
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), int) and value < 1 and not isinstance(value, bool)
+        ]
+        if not faults and self.head_dim is None and self.n_embd % self.n_head:
+            faults.append(f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}; change one or set head_dim")
+        if not faults and self.n_head % self.kv_heads:
+            faults.append(f"n_head {self.n_head} is no multiple of n_kv_head {self.kv_heads}")
+        if not faults and self.head_size % 2:
+            faults.append(f"heads are {self.head_size} wide; rotary positions need an even width")
+        if faults:
+            raise DataError("model: " + "; ".join(faults))
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def ffn(self) -> int:
+        return self.n_ffn or -(-self.n_embd * 8 // 3 // 64) * 64
+
+
+class GPT(CausalModel):
+    """A decoder of `sizes`, with fresh weights."""
+
+    def __init__(self, sizes: GPTSizes, *, compute: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.vocab_size, self.max_positions = sizes.vocab_size, sizes.max_positions
+        self.compute = compute
+        self._checkpointed = False
+        self.embedding = nn.Embedding(sizes.vocab_size, sizes.n_embd)
+        self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layer))
+        self.norm = Norm(sizes.n_embd, sizes.norm_eps)
+        self.unembedding = None if sizes.tie_weights else Linear(sizes.n_embd, sizes.vocab_size)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew from torch's generator: normal, and smaller where layers write to the residual."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1)
+            else:
+                writes = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * self.sizes.n_layer) ** 0.5 if writes else 0.02)
+
+    def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
+        return self._run(x, positions, segment_mask(segments), None)
+
+    def head(self) -> Head:
+        return Head(self.embedding.weight if self.unembedding is None else self.unembedding.weight)
+
+    def _run(self, x: Tensor, positions: Tensor, mask: Mask, cache: KVCache | None) -> Tensor:
+        h = self.embedding(x)
+        h = h.to(self.compute or h.dtype)
+        turns = rotations(positions, self.sizes.head_size, self.sizes.rope_theta)
+        for number, block in enumerate(self.layers):
+            if cache is not None:
+                # Generation has a shape of its own at every step: never through what was compiled for training.
+                h = block.forward(h, *turns, mask, cache.layers[number])
+            elif self._checkpointed and torch.is_grad_enabled():
+                h = checkpoint(block, h, *turns, mask, use_reentrant=False)
+            else:
+                h = block(h, *turns, mask)
+        return self.norm(h)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def checkpoint_blocks(self) -> None:
+        self._checkpointed = True
+
+    def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, Cache]:
+        rows, length = ids.shape
+        cache = KVCache.empty(self, rows, length + room)
+        hidden = self._seen(ids, torch.arange(length, device=ids.device).expand(rows, -1), cache)
+        cache.lengths = lengths.clone()
+        return self.head().logits(hidden[torch.arange(rows, device=ids.device), lengths - 1]), cache
+
+    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
+        assert isinstance(cache, KVCache)
+        hidden = self._seen(tokens[:, None], cache.lengths[:, None], cache)
+        cache.lengths = cache.lengths + 1
+        return self.head().logits(hidden[:, 0])
+
+    def _seen(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        cache.positions = positions
+        slots = torch.arange(cache.size, device=ids.device)
+        return self._run(ids, positions, (slots <= positions[:, :, None])[:, None], cache)
+
+    def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+        config = {"model_type": KIND, **asdict(self.sizes)}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        weights = {name: tensor.detach().contiguous() for name, tensor in (state or self.state_dict()).items()}
+        save_file(weights, folder / WEIGHTS)
+
+    @classmethod
+    def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> GPT:
+        """Read what `save` wrote."""
+        model = cls(read_sizes(folder), compute=compute)
+        try:
+            state = load_file(folder / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{folder / WEIGHTS}: cannot be read ({error}); save the model again") from None
+        have = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        need = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        if have != need:
+            wrong = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
+            raise DataError(f"{folder / WEIGHTS}: {wrong[0]} does not fit {CONFIG} ({len(wrong)} weights in all)")
+        model.load_state_dict(state)
+        return model
+
+
+def read_sizes(folder: Path) -> GPTSizes:
+    """The sizes of a saved model."""
+    path = folder / CONFIG
+    config: dict[str, Any] = json.loads(path.read_bytes())
+    known = {field.name for field in fields(GPTSizes)}
+    if unknown := sorted(config.keys() - known - {"model_type"}):
+        raise DataError(f"{path}: unknown key {unknown[0]}; known are {', '.join(sorted(known))}")
+    try:
+        return GPTSizes(**{name: value for name, value in config.items() if name in known})
+    except TypeError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+class Block(nn.Module):
+    """Attention, then the gated layer, each added to what came in."""
+
+    def __init__(self, sizes: GPTSizes) -> None:
+        super().__init__()
+        self.attention_norm = Norm(sizes.n_embd, sizes.norm_eps)
+        self.attention = Attention(sizes)
+        self.mlp_norm = Norm(sizes.n_embd, sizes.norm_eps)
+        self.mlp = MLP(sizes)
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: LayerCache | None = None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), cos, sin, mask, cache)
+        return h + self.mlp(self.mlp_norm(h))
+
+
+class Attention(nn.Module):
+    def __init__(self, sizes: GPTSizes) -> None:
+        super().__init__()
+        self.heads = [sizes.n_head, sizes.kv_heads, sizes.kv_heads]
+        self.head_size = sizes.head_size
+        self.qkv = Linear(sizes.n_embd, sum(self.heads) * sizes.head_size)
+        self.out = Linear(sizes.n_head * sizes.head_size, sizes.n_embd)
+        self.q_norm = Norm(sizes.head_size, sizes.norm_eps) if sizes.qk_norm else None
+        self.k_norm = Norm(sizes.head_size, sizes.norm_eps) if sizes.qk_norm else None
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: LayerCache | None) -> Tensor:
+        q, k, v = self.qkv(h).unflatten(-1, (-1, self.head_size)).split(self.heads, dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.put(k, v)
+        return self.out(attend(q, k, v, mask).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, sizes: GPTSizes) -> None:
+        super().__init__()
+        self.gate_up = Linear(sizes.n_embd, 2 * sizes.ffn)
+        self.down = Linear(sizes.ffn, sizes.n_embd)
+
+    def forward(self, h: Tensor) -> Tensor:
+        gate, up = self.gate_up(h).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Linear(nn.Linear):
+    """A product with a weight of any precision, in the precision of what comes in."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return F.linear(h, self.weight.to(h.dtype))
+
+
+class Norm(nn.Module):
+    """RMSNorm, computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, h: Tensor) -> Tensor:
+        return F.rms_norm(h.float(), self.weight.shape, self.weight.float(), self.eps).to(h.dtype)
+
+
+def rotations(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (rows, length, 1, size / 2) by which heads are turned at these positions."""
+    rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
+    angles = positions[:, :, None, None].float() * rates
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + size / 2) of each head."""
+    a, b = heads.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(heads.dtype)
+
+
+class LayerCache:
+    """Keys and values of one layer, (rows, slots, heads, size); a token's slot is its position."""
+
+    def __init__(self, cache: KVCache, keys: Tensor, values: Tensor) -> None:
+        self._cache, self.keys, self.values = cache, keys, values
+
+    def put(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        positions = self._cache.positions
+        rows = torch.arange(len(positions), device=k.device)[:, None]
+        self.keys[rows, positions] = k
+        self.values[rows, positions] = v
+        return self.keys, self.values
+
+
+class KVCache:
+    """What generation has seen. Rows need no padding at their front: what lies behind a row's end is never looked at,
+    and is overwritten as the row grows."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.layers: list[LayerCache] = []
+        self.lengths = self.positions = torch.empty(0)
+
+    @classmethod
+    def empty(cls, model: GPT, rows: int, size: int) -> KVCache:
+        cache = cls(size)
+        weight = model.embedding.weight
+        shape = rows, size, model.sizes.kv_heads, model.sizes.head_size
+        for _ in model.layers:
+            keys, values = (torch.zeros(shape, dtype=model.compute or weight.dtype, device=weight.device) for _ in "kv")
+            cache.layers.append(LayerCache(cache, keys, values))
+        return cache
+
+    def take(self, rows: Tensor) -> None:
+        for layer in self.layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self.lengths = self.lengths[rows]

@@ -1,0 +1,173 @@
+"""The loss of the trained tokens: the head runs on their positions alone, some at a time, so that the logits of a
+whole batch are never held.
+
+Sums are returned, not means: the loop divides by the weight of the whole global batch, so that the result does not
+depend on how the batch is cut into micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from chatmill.load.batch import IGNORE_INDEX
+
+LOGIT_BYTES = 1 << 31
+"""Logits that are held at a time, at most."""
+MULTIPLE = 128
+"""Positions come in multiples of this, for matrix products that run well."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The trained positions of a batch, found where the batch is made so that the device is never waited for.
+
+    Positions of no weight fill them up to a multiple, and there is always one: a batch in which nothing is trained has
+    a loss of zero and zero gradients like any other.
+    """
+
+    index: Tensor
+    """int64[N]: row * length + place of each trained position."""
+    ids: Tensor
+    """int64[N]: the token that is to be predicted there."""
+    weights: Tensor
+    """float32[N]: how much it counts; 0 for what only fills up."""
+    count: int
+    """Trained positions, without those that fill up."""
+    weight: float
+    """The sum of the weights."""
+
+    @classmethod
+    def of(cls, y: Tensor, weights: Tensor, *, multiple: int = MULTIPLE) -> Targets:
+        """Of targets and weights (rows, length); y is -100 where nothing is trained."""
+        flat = y.reshape(-1)
+        index = (flat != IGNORE_INDEX).nonzero().squeeze(1)
+        count = len(index)
+        fill = -count % multiple if count else multiple
+        index = torch.cat([index, index.new_zeros(fill)])
+        weights = weights.reshape(-1)[index].float()
+        weights[count:] = 0
+        return cls(index, flat[index].clamp(min=0), weights, count, float(weights.sum(dtype=torch.float64)))
+
+    def to(self, device: torch.device | str) -> Targets:
+        """On another device, without waiting for it."""
+        index, ids, weights = (part.to(device, non_blocking=True) for part in (self.index, self.ids, self.weights))
+        return Targets(index, ids, weights, self.count, self.weight)
+
+
+class Losses(NamedTuple):
+    """What a forward pass says about its trained positions."""
+
+    total: Tensor
+    """Σ weight · loss, a float32 scalar to be divided by the weight of the whole batch."""
+    tokens: Tensor
+    """float32[N]: the loss of each position of the targets, by itself; carries no gradient."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """How logits come from hidden states: cap(scale · (h Wᵀ + bias))."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    cap: float | None = None
+    """Logits are bent to stay within ±cap: cap · tanh(z / cap)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits of a few hidden states."""
+        bias = None if self.bias is None else self.bias.to(hidden.dtype)
+        z = F.linear(hidden, self.weight.to(hidden.dtype), bias).float() * self.scale
+        return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
+
+
+def weighted_loss(hidden: Tensor, head: Head, targets: Targets) -> Losses:
+    """Σ weight · cross entropy over the targets, from hidden states (rows, length, width)."""
+    picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
+    if torch.is_grad_enabled():
+        return Losses(*_LinearCrossEntropy.apply(picked, head.weight, head.bias, head, targets))
+    return _sweep(picked, head, targets, needed=(False, False, False))[0]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Head and cross entropy in one step of the graph, with gradients that were made on the way forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Targets
+    ) -> tuple[Tensor, Tensor]:
+        losses, gradients = _sweep(hidden, head, targets, needed=ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        ctx.mark_non_differentiable(losses.tokens)
+        return losses.total, losses.tokens
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (
+            None if saved is None else (saved * grad).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return (*scaled, None, None)
+
+
+def _sweep(
+    hidden: Tensor, head: Head, targets: Targets, *, needed: tuple[bool, bool, bool]
+) -> tuple[Losses, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """Losses of the picked positions, and the gradients of their sum for hidden states, weight and bias as needed.
+
+    Gradients are made while a chunk's logits exist, in their place.
+    """
+    matrix = head.weight.to(hidden.dtype)
+    bias = None if head.bias is None else head.bias.to(hidden.dtype)
+    tokens = torch.empty_like(targets.weights)
+    grad_hidden, grad_weight, grad_bias = (
+        torch.zeros_like(tensor, dtype=torch.float32) if need and tensor is not None else None
+        for tensor, need in zip((hidden, head.weight, head.bias), needed, strict=True)
+    )
+    entropy = _compiled_entropy if hidden.is_cuda else _entropy
+    for start, stop in _chunks(len(tokens), matrix):
+        h = hidden[start:stop]
+        logits = h @ matrix.T if bias is None else torch.addmm(bias, h, matrix.T)
+        ids, weights = targets.ids[start:stop], targets.weights[start:stop]
+        tokens[start:stop] = entropy(logits, ids, weights, head.scale, head.cap)
+        # From here on `logits` holds the gradient of the chunk's logits.
+        if grad_hidden is not None:
+            grad_hidden[start:stop] = logits @ matrix
+        if grad_weight is not None:
+            grad_weight += logits.T @ h
+        if grad_bias is not None:
+            grad_bias += logits.sum(0, dtype=torch.float32)
+    return Losses((tokens * targets.weights).sum(), tokens), (grad_hidden, grad_weight, grad_bias)
+
+
+def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
+    """Runs of positions whose logits fit, as even as multiples allow."""
+    most = max(1, LOGIT_BYTES // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
+    number = -(-count // most)
+    size = -(-count // (number * MULTIPLE)) * MULTIPLE
+    return [(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _entropy(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: float | None) -> Tensor:
+    """Cross entropy of each row of logits; the logits are overwritten by the gradient of Σ weight · loss."""
+    z = logits.float() * scale
+    if cap is not None:
+        z = cap * torch.tanh(z / cap)
+    lse = torch.logsumexp(z, dim=1, keepdim=True)
+    wanted = (torch.arange(z.shape[1], device=z.device) == ids[:, None]).float()
+    grad = (torch.exp(z - lse) - wanted) * (weights * scale)[:, None]
+    if cap is not None:
+        grad = grad * (1 - (z / cap) ** 2)
+    losses = lse.squeeze(1) - z.gather(1, ids[:, None]).squeeze(1)
+    logits.copy_(grad)
+    return losses
+
+
+_compiled_entropy = torch.compile(_entropy, dynamic=True)
