@@ -314,21 +314,26 @@ def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | No
     if len(start) and total >= LONG * len(start):
         pieces = zip(start.tolist(), (start + length).tolist(), strict=True)
         return np.concatenate([ids[a:b] if a < end else literals[a - end : b - end] for a, b in pieces])
-    own = start < end
     out = np.empty(total, dtype=np.uint32)
-    first, count = start[own & (length > 0)], length[own & (length > 0)]
+    full = np.flatnonzero(length)
+    start, length = start.take(full), length.take(full)
+    foreign = start >= end
+    own = np.flatnonzero(~foreign)
+    first, count = start.take(own), length.take(own)
     if np.array_equal(first[1:], first[:-1] + count[:-1]):
         # All of one run of ids in its order, with literals in between: the runs are copied as runs.
-        where = ragged_index(offsets(length)[:-1][~own], length[~own])
+        to = (np.cumsum(length) - length)[foreign]
+        start, length = start[foreign], length[foreign]
+        where = ragged_index(to, length)
         of_ids = np.ones(total, dtype=bool)
         of_ids[where] = False
         out[of_ids] = ids[first[0] : first[-1] + count[-1]] if len(first) else ids[:0]
-        out[where] = literals[ragged_index(start[~own] - end, length[~own])]
+        out[where] = literals.take(where + np.repeat(start - end - to, length))
         return out
     index = ragged_index(start, length)
     if end:
         ids.take(index, mode="clip", out=out)
-    where = ragged_index(offsets(length)[:-1][~own], length[~own])
+    where = ragged_index(offsets(length)[:-1][foreign], length[foreign])
     out[where] = literals[index[where] - end]
     return out
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,8 @@ from chatmill.rows import (
     offsets,
     weigh,
 )
+
+SOURCE = attrgetter("source", "file")
 
 
 def renderable(
@@ -178,20 +181,20 @@ def _print(
                 rules[of_message][decided] = Rule.UNFINISHED
                 lengths[after[at] - 3 : after[at] - 1] = 0
 
-    kept = lengths > 0
-    spans = np.zeros(int(kept.sum()), dtype=SPAN)
-    spans["length"] = lengths[kept]
+    kept = np.flatnonzero(lengths)
+    spans = np.zeros(len(kept), dtype=SPAN)
+    spans["length"] = lengths.take(kept)
     numbers = np.repeat(_message_numbers(first_message, sheet.lead), widths)
     numbers[places[BEGIN]] = NO_MESSAGE
-    spans["message"] = numbers[kept]
-    spans["weight"] = weights[kept]
+    spans["message"] = numbers.take(kept)
+    spans["weight"] = weights.take(kept)
     spans["target"] = OWN_ID
     speakers = np.repeat(roles, widths)
     speakers[places[BEGIN]] = speakers[places[END]] = Role.NONE
-    spans["role"] = speakers[kept]
-    spans["part"] = parts[kept]
-    spans["rule"] = rules[kept]
-    first_span = offsets(kept)[base[first_message]]
+    spans["role"] = speakers.take(kept)
+    spans["part"] = parts.take(kept)
+    spans["rule"] = rules.take(kept)
+    first_span = np.searchsorted(kept, base[first_message])
     weigh(spans, first_span, train_on)
     origins, files = _origins(sheet.records)
     ids = copy_tokens(flat, starts, lengths, np.concatenate([plates.literals, pool]))
@@ -206,8 +209,11 @@ def _message_numbers(first_message: Index, lead: Index) -> NDArray[np.uint32]:
 
 
 def _origins(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
-    numbers: dict[tuple[str, str], int] = {}
+    sources = list(map(SOURCE, records))
+    # Files are numbered as they come; a chunk is nearly always of one.
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(sources))}
     origins = np.zeros(len(records), dtype=ORIGIN)
-    origins["file"] = [numbers.setdefault((record.source, record.file), len(numbers)) for record in records]
+    if len(numbers) > 1:
+        origins["file"] = [numbers[key] for key in sources]
     origins["line"] = [record.line for record in records]
     return origins, tuple(File(*key) for key in numbers)

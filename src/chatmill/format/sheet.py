@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,17 +41,15 @@ class Sheet:
 
 def lay_out(records: Sequence[Record], format: ChatFormat, plates: Plates) -> Sheet:
     """Everything that can be done before the texts are encoded."""
-    messages: list[Message] = []
-    counts = np.empty(len(records), dtype=np.int64)
-    lead = np.empty(len(records), dtype=np.int64)
+    written: list[Sequence[Message]] = [record.messages for record in records]
+    counts = np.fromiter(map(len, written), dtype=np.int64, count=len(written))
+    lead = np.zeros(len(records), dtype=np.int64)
     adds_system = format.default_system is not None
     for at, record in enumerate(records):
-        of_record: Sequence[Message] = record.messages
-        if record.tools or adds_system or not of_record:
-            of_record = messages_of(record, format)
-        messages.extend(of_record)
-        counts[at] = len(of_record)
-        lead[at] = len(of_record) - len(record.messages)
+        if record.tools or adds_system or not record.messages:
+            written[at] = messages_of(record, format)
+            lead[at] = len(written[at]) - counts[at]
+    messages = list(chain.from_iterable(written))
     # One pass over all messages: who speaks, and whether there is more than a content.
     kinds = np.frombuffer(
         bytes(
@@ -70,19 +69,22 @@ def lay_out(records: Sequence[Record], format: ChatFormat, plates: Plates) -> Sh
         for at in odd
         if (message := messages[at]).tool_calls or message.reasoning
     }
-    texts, text_of = _texts(messages, roles, plates, bodies)
-    return Sheet(records, messages, offsets(counts), lead, roles, odd, bodies, texts, text_of)
+    texts, text_of = _texts(messages, roles, plates, odd, bodies)
+    return Sheet(records, messages, offsets(counts + lead), lead, roles, odd, bodies, texts, text_of)
 
 
 def _texts(
-    messages: list[Message], roles: NDArray[np.uint8], plates: Plates, bodies: dict[int, Body]
+    messages: list[Message], roles: NDArray[np.uint8], plates: Plates, odd: list[int], bodies: dict[int, Body]
 ) -> tuple[list[str], Index]:
     """The texts to encode, and which of them each message's body is; system texts that recur stand once."""
     texts = [message.content for message in messages]
     for code, (prefix, suffix) in enumerate(zip(plates.prefix, plates.suffix, strict=True)):
         if prefix or suffix:
             for at in np.flatnonzero(roles == code).tolist():
-                texts[at] = prefix + texts[at] + (suffix if messages[at].complete else "")
+                texts[at] = prefix + texts[at] + suffix
+    for at in odd:
+        if not messages[at].complete:
+            texts[at] = plates.prefix[roles[at]] + messages[at].content
     text_of = np.arange(len(texts), dtype=np.int64)
     seen: dict[str, int] = {}
     for at in np.flatnonzero(roles == Role.SYSTEM).tolist():
