@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": BASE,
     "format": BASE | {"records", "tokenizer"},
     "prepare": BASE | {"records", "tokenizer", "format", "fit", "store"},
-    "load": BASE | {"store"},
+    "load": BASE | {"store", "fit"},
     "train": BASE | {"load"},
     "rollout": BASE | {"format", "fit", "tokenizer"},
     "show": BASE | {"store", "tokenizer", "load"},

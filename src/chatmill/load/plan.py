@@ -1,0 +1,225 @@
+"""The plan: which episodes stand in which rows of which batch, without a look at a single token.
+
+    order    positions of an epoch -> episodes
+    window   2^16 positions -> rows, one episode each, or packed best fit and permuted by (seed, epoch, window)
+    step     batch_size rows: the global batch, the same at any number of ranks, workers and threads
+
+A plan keeps no state. Where a run stands is a `Cursor`, and the step at a cursor says where the next one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from chatmill.errors import DataError, UsageError
+from chatmill.fit.bins import pack_lengths
+from chatmill.load.config import LoadConfig
+from chatmill.load.mix import MixedOrder, row_weights, shares
+from chatmill.load.order import IdentityOrder, Order, make_order
+from chatmill.load.read import Reader
+from chatmill.load.source import Source
+from chatmill.load.weigh import row_size
+from chatmill.rows import Index
+
+WINDOW = 1 << 16
+"""Positions of an epoch that are laid out as rows together."""
+NONE: Index = np.empty(0, dtype=np.int64)
+
+
+class Cursor(NamedTuple):
+    """Where the next batch begins: so many batches were before it, and its first row is this one of this window."""
+
+    step: int = 0
+    epoch: int = 0
+    window: int = 0
+    row: int = 0
+
+
+class Window(NamedTuple):
+    """Rows that were laid out together: row r holds episodes[first[r]:first[r + 1]]."""
+
+    episodes: Index
+    first: Index
+
+
+class Step(NamedTuple):
+    """One global batch: row r holds episodes[first[r]:first[r + 1]], by global number."""
+
+    at: Cursor
+    after: Cursor
+    episodes: Index
+    first: Index
+    begins_epoch: bool
+    ends_epoch: bool
+    dropped: Index
+    """Episodes of the rows after it that would not have filled a batch, and are in none of this epoch."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that hold something; the last batch of an epoch may have fewer than `batch_size`."""
+        return len(self.first) - 1
+
+    def rows(self, start: int, stop: int) -> Window:
+        """Some of its rows; those past the last are left out."""
+        first = self.first[start : stop + 1]
+        if not len(first):
+            return Window(NONE, np.zeros(1, dtype=np.int64))
+        return Window(self.episodes[first[0] : first[-1]], first - first[0])
+
+
+class Plan:
+    """The batches of one split, as a pure function of its sources, the config and a cursor."""
+
+    def __init__(
+        self, sources: Sequence[Source], config: LoadConfig, split: str, *, in_stored_order: bool = False
+    ) -> None:
+        """`in_stored_order`: every eligible episode once in the order of the files, and the last batch kept."""
+        self.sources = tuple(sources)
+        self.config = config
+        self.split = split
+        self.reader = Reader([source.episodes(split) for source in sources])
+        self.capacity = config.block_size + 1
+        self.drop_last = config.epoch_drop_last and not in_stored_order
+        short = [source.short(split, config.episode_min_tokens) for source in sources]
+        counts = [len(source.episodes(split)) for source in sources]
+        self.num_episodes = sum(counts)
+        firsts = np.cumsum([0, *counts])
+        self.skipped: Index = np.concatenate([found + first for found, first in zip(short, firsts, strict=False)])
+        """Episodes that are too short, by global number, rising."""
+        self._before_skipped = self.skipped - np.arange(len(self.skipped))
+        eligible = [count - len(found) for count, found in zip(counts, short, strict=True)]
+        for source, count in zip(sources, eligible, strict=True):
+            if not count:
+                raise DataError(
+                    f"{source.path}: no episode of {split} has {config.episode_min_tokens} tokens; "
+                    "lower episode_min_tokens, or use another dataset"
+                )
+        if in_stored_order:
+            self.order: Order = IdentityOrder(sum(eligible))
+        else:
+            self.order = _order(self.sources, config, split, eligible)
+        self.window = lru_cache(maxsize=4)(self._window)
+
+    @property
+    def num_eligible(self) -> int:
+        return self.num_episodes - len(self.skipped)
+
+    @property
+    def sha256(self) -> str:
+        return datasets_hash(self.sources)
+
+    def episodes(self, ordinals: Index) -> Index:
+        """The global numbers of eligible episodes, which the order counts from 0."""
+        if not len(self.skipped):
+            return ordinals
+        return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")
+
+    def first_episodes(self, epoch: int, count: int) -> Index:
+        """The first episodes of an epoch, in the order that it draws them."""
+        stop = count if self.order.length is None else min(count, self.order.length)
+        return self.episodes(self.order.block(epoch, 0, stop))
+
+    def num_windows(self) -> int | None:
+        """Windows in an epoch; None if it never ends."""
+        return None if self.order.length is None else -(-self.order.length // WINDOW)
+
+    def _window(self, epoch: int, number: int) -> Window:
+        start, stop = number * WINDOW, (number + 1) * WINDOW
+        if self.order.length is not None:
+            stop = min(stop, self.order.length)
+        episodes = self.episodes(self.order.block(epoch, start, stop))
+        if self.config.packing == "none":
+            return Window(episodes, np.arange(len(episodes) + 1, dtype=np.int64))
+        lengths = np.minimum(self.reader.locate(episodes).length, self.capacity)
+        bins = pack_lengths(lengths, self.capacity, seed=(self.config.epoch_seed, epoch, number))
+        return Window(episodes[bins.order], bins.first)
+
+    def step(self, at: Cursor) -> Step:
+        """The batch at a cursor."""
+        size, last = self.config.batch_size, self.num_windows()
+        window, row = at.window, at.row
+        parts: list[Window] = []
+        missing = size
+        while missing and (last is None or window < last):
+            laid = self.window(at.epoch, window)
+            first = laid.first[row : row + missing + 1]
+            parts.append(Window(laid.episodes[first[0] : first[-1]], first - first[0]))
+            missing -= len(first) - 1
+            row += len(first) - 1
+            if row == len(laid.first) - 1:
+                window, row = window + 1, 0
+        if missing and (self.drop_last or missing == size):
+            raise UsageError(
+                f"{self.split}: an epoch has {size - missing} rows, and a batch {size}; "
+                "lower batch_size, or set epoch_drop_last to false"
+            )
+        dropped = self._incomplete(at.epoch, window, row) if self.drop_last and last is not None else None
+        ends = dropped is not None or (last is not None and window >= last)
+        after = Cursor(at.step + 1, at.epoch + 1) if ends else Cursor(at.step + 1, at.epoch, window, row)
+        episodes, first = _joined(parts)
+        begins = at.window == 0 and at.row == 0 and (last is not None or at.step == 0)
+        return Step(at, after, episodes, first, begins, ends, NONE if dropped is None else dropped)
+
+    def _incomplete(self, epoch: int, window: int, row: int) -> Index | None:
+        """The episodes of the rows from here to the end of the epoch if they fill no batch, else None."""
+        rest: list[Index] = []
+        rows = 0
+        last = self.num_windows() or 0
+        for number in range(window, last):
+            laid = self.window(epoch, number)
+            start = row if number == window else 0
+            rows += len(laid.first) - 1 - start
+            if rows >= self.config.batch_size:
+                return None
+            rest.append(laid.episodes[laid.first[start] :])
+        return np.concatenate([NONE, *rest])
+
+    def steps(self, at: Cursor) -> Iterator[Step]:
+        """All batches from a cursor on, without end."""
+        while True:
+            step = self.step(at)
+            yield step
+            at = step.after
+
+    def check(self, at: Cursor) -> None:
+        """Raise `UsageError` unless a batch may begin there."""
+        last = self.num_windows()
+        if min(at) < 0 or (last is None and at.epoch) or (last is not None and at.window >= last):
+            raise UsageError(f"{self.split}: no batch begins at epoch {at.epoch}, window {at.window}, row {at.row}")
+        if at.row >= len(self.window(at.epoch, at.window).first) - 1:
+            raise UsageError(f"{self.split}: window {at.window} of epoch {at.epoch} has no row {at.row}")
+
+
+def _joined(parts: list[Window]) -> Window:
+    if len(parts) == 1:
+        return parts[0]
+    ends = np.cumsum([len(part.episodes) for part in parts])
+    firsts = [parts[0].first, *(part.first[1:] + end for part, end in zip(parts[1:], ends, strict=False))]
+    return Window(np.concatenate([part.episodes for part in parts]), np.concatenate(firsts))
+
+
+def _order(sources: tuple[Source, ...], config: LoadConfig, split: str, eligible: list[int]) -> Order:
+    def order(count: int) -> Order:
+        return make_order(config.batch_sampling_mode, count, seed=config.epoch_seed, shuffle=config.epoch_shuffle)
+
+    if config.mix_sft is None:
+        return order(eligible[0])
+    sizes = None
+    if config.mix_by != "rows":
+        sizes = {source.name: row_size(source, split, config) for source in sources}
+    orders = {source.name: order(count) for source, count in zip(sources, eligible, strict=True)}
+    return MixedOrder(orders, row_weights(shares(config.mix_sft), row_size=sizes))
+
+
+def datasets_hash(sources: Sequence[Source]) -> str:
+    """The hash that stands for all that a run reads."""
+    import hashlib
+    import json
+
+    if len(sources) == 1 and not sources[0].name:
+        return sources[0].sha256
+    return hashlib.sha256(json.dumps([[source.name, source.sha256] for source in sources]).encode()).hexdigest()
