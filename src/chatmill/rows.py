@@ -48,6 +48,18 @@ class Part(IntEnum):
     EOS = 5
     INJECTED = 6
     PAD = 7
+    PREFIX = 8
+    """What a rollout wrote, kept as it is."""
+    SLOT = 9
+    """A coordinate of the rollout that is trained toward the object it was matched to."""
+    STRUCTURE = 10
+    """Keys and punctuation of an entry that was appended to a rollout."""
+    VALUE = 11
+    """A text of such an entry: a description, a field."""
+    COORDINATE = 12
+    """A coordinate of such an entry."""
+    BRACE = 13
+    """The brace that closes the answer."""
 
 
 class Rule(IntEnum):
@@ -70,6 +82,16 @@ class Rule(IntEnum):
     """A copy that begins a cut turn anew."""
     EARLIER_WINDOW = 8
     """Trained in the row before; here it is context for what follows."""
+    PROMPT = 9
+    """What a rollout answers, whoever said it."""
+    ROLLOUT = 10
+    """What the model wrote itself is context, never trained as text."""
+    MATCHED = 11
+    """A slot of an object that was matched: the target is the true value."""
+    MISSED = 12
+    """What the rollout did not find, or how its answer should have ended."""
+    VALUES_OFF = 13
+    """The texts of appended entries, where they are not to be trained."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)

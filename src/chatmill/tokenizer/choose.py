@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,19 @@ _LARGEST = 2**24
 
 
 def open_tokenizer(
-    spec: str | Path, *, control: Mapping[str, str] | None = None, add_tokens: bool = False
+    spec: str | Path,
+    *,
+    control: Mapping[str, str] | None = None,
+    besides: Sequence[str] = (),
+    add_tokens: bool = False,
 ) -> Tokenizer:
     """The tokenizer at a path, or the one named `bytes`, with the control tokens of a format (key to token).
 
-    Tokens the vocabulary lacks are an error, unless `add_tokens` says to give them the ids after its end.
+    `besides` are control tokens that no format writes, such as coordinates. Tokens the vocabulary lacks are an
+    error, unless `add_tokens` says to give them the ids after its end.
     """
     control = control or {}
+    wanted = [*control.values(), *besides]
     if spec == "bytes":
         name, place = "bytes", "bytes"
         backend: Backend = ByteLevel()
@@ -38,10 +44,11 @@ def open_tokenizer(
     else:
         path = Path(spec)
         name, place = one_line(path.name or str(path), 200), one_line(str(path), 300)
-        backend, beside = _open_path(path, place, control.values())
-    missing = [token for token in dict.fromkeys(control.values()) if token not in {**backend.control, **beside}]
+        backend, beside = _open_path(path, place, wanted)
+    known = {**backend.control, **beside}
+    missing = [token for token in dict.fromkeys(wanted) if token not in known]
     if missing and not add_tokens:
-        tokens = " ".join(one_line(token) for token in missing)
+        tokens = " ".join(one_line(token) for token in missing[:8]) + (" …" if len(missing) > 8 else "")
         raise UsageError(f"{place}: the vocabulary lacks the control tokens {tokens}; add them with --add-tokens")
     first = max([backend.vocab_size, *(id + 1 for id in beside.values())])
     if first > _LARGEST:

@@ -29,6 +29,7 @@ class Tokenizer:
         self.vocab_size = max([backend.vocab_size, *(id + 1 for id in beside.values())])
         self.sha256 = _with_tokens(backend.sha256, beside)
         self._backend = backend
+        self._ids = ids
         self._special = {key: ids[token] for key, token in control.items()}
         self._tokens = {id: token for token, id in ids.items()}
         self._is_control = np.zeros(self.vocab_size, dtype=np.bool_)
@@ -81,6 +82,10 @@ class Tokenizer:
             return self._tokens[id].encode()
         with faults_of(self.name, f"no token has id {id}", f"ids run from 0 to {self.vocab_size - 1}, with holes"):
             return self._backend.piece(id)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a control token by its name, of whatever format; None if the vocabulary has none of that name."""
+        return self._ids.get(token)
 
     def special_token_ids(self) -> dict[str, int]:
         """The ids of the control tokens of the format this was opened with, by the format's keys."""
