@@ -1,0 +1,212 @@
+"""Match: which of the found objects is which of the true ones.
+
+Pairs whose overlap is under the gate cannot be; of all assignments of the others the one with the largest sum of
+overlaps is taken, and of several such the one that gives the first found object the first true one, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import UsageError
+
+GATE = 0.3
+STEPS = 2**30
+"""Overlaps are compared in steps of 1/STEPS: whole numbers add up alike in every order, so that ties are ties."""
+
+Floats = NDArray[np.float64]
+Steps = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Numbers of found and true objects: each is in a pair, or among the false positives or the missed."""
+
+    pairs: tuple[tuple[int, int], ...]
+    """(found, true), in the order of the found ones."""
+    false_positives: tuple[int, ...]
+    missed: tuple[int, ...]
+    gated: int = 0
+    """Pairs that overlap, but less than the gate asks for."""
+
+
+def match_objects(
+    predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, gate: float = GATE
+) -> Matching:
+    """The best assignment of found to true objects by their overlap; what they are called does not count.
+
+    Objects have `bbox_2d` [x1, y1, x2, y2] or `poly` [x1, y1, x2, y2, …], in whole numbers.
+    """
+    if not 0 < gate <= 1:
+        raise UsageError(f"a gate of {gate:g} cannot be; give a number over 0, up to 1")
+    overlap = overlaps(predicted, truth)
+    feasible = overlap >= gate
+    steps = np.where(feasible, np.rint(overlap * STEPS), 0).astype(np.int64)
+    return _matching(_assign(steps, feasible), *overlap.shape, gated=int(np.count_nonzero((overlap > 0) & ~feasible)))
+
+
+def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
+    """Each found thing with the first equal true one that is left. Things are compared by what JSON they are."""
+    left: dict[Any, list[int]] = {}
+    for number in range(len(truth) - 1, -1, -1):
+        left.setdefault(_identity(truth[number]), []).append(number)
+    pairs = []
+    for number, thing in enumerate(predicted):
+        if same := left.get(_identity(thing)):
+            pairs.append((number, same.pop()))
+    return _matching(pairs, len(predicted), len(truth))
+
+
+def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
+    """Intersection over union of each found object with each true one, exactly; shapes without area overlap themselves.
+
+    Only pairs whose bounding boxes meet are looked at more closely.
+    """
+    left, right = _bounds(predicted), _bounds(truth)
+    low = np.maximum(left[:, None, :2], right[None, :, :2])
+    high = np.minimum(left[:, None, 2:], right[None, :, 2:])
+    out = np.zeros((len(left), len(right)))
+    near = np.argwhere(np.all(low <= high, axis=2))
+    if not len(near):
+        return out
+    found, true = near.T
+    boxes = _are_boxes(predicted)[found] & _are_boxes(truth)[true]
+    out[found[boxes], true[boxes]] = _ratio(
+        np.prod(high - low, axis=2)[found[boxes], true[boxes]],
+        _areas(left)[found[boxes]],
+        _areas(right)[true[boxes]],
+        np.all(left[found[boxes]] == right[true[boxes]], axis=1),
+    )
+    if not boxes.all():
+        found, true = found[~boxes], true[~boxes]
+        out[found, true] = _polygon_overlaps(predicted, truth, found, true)
+    return out
+
+
+def _bounds(things: Sequence[Mapping[str, Any]]) -> Floats:
+    """x1, y1, x2, y2 of the smallest box around each thing."""
+    out = np.empty((len(things), 4))
+    for at, thing in enumerate(things):
+        points = thing.get("bbox_2d") or thing["poly"]
+        out[at] = min(points[::2]), min(points[1::2]), max(points[::2]), max(points[1::2])
+    return out
+
+
+def _are_boxes(things: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_]:
+    return np.array(["bbox_2d" in thing for thing in things], dtype=np.bool_)
+
+
+def _areas(bounds: Floats) -> Floats:
+    sizes: Floats = np.prod(bounds[:, 2:] - bounds[:, :2], axis=1)
+    return sizes
+
+
+def _ratio(shared: Floats, one: Floats, other: Floats, equal: NDArray[np.bool_]) -> Floats:
+    union = one + other - shared
+    # Two points or lines have no area: they are the same thing or they are not.
+    return np.where(union > 0, shared / np.where(union > 0, union, 1), equal)
+
+
+def _polygon_overlaps(
+    predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], found: NDArray[Any], true: NDArray[Any]
+) -> Floats:
+    import shapely
+
+    def shapes(things: Sequence[Mapping[str, Any]], wanted: NDArray[Any]) -> NDArray[Any]:
+        numbers, which = np.unique(wanted, return_inverse=True)
+        rings = [_ring(things[number]) for number in numbers]
+        corners = np.concatenate(rings)
+        of_ring = np.repeat(np.arange(len(rings)), [len(ring) for ring in rings])
+        # What crosses itself has the area that an odd number of its edges surround.
+        made = shapely.make_valid(shapely.polygons(shapely.linearrings(corners, indices=of_ring)))
+        return np.asarray(made, dtype=object)[which]
+
+    one, other = shapes(predicted, found), shapes(truth, true)
+    shared = shapely.area(shapely.intersection(one, other))
+    return _ratio(shared, shapely.area(one), shapely.area(other), shapely.equals(one, other))
+
+
+def _ring(thing: Mapping[str, Any]) -> Floats:
+    if "poly" in thing:
+        return np.array(thing["poly"], dtype=np.float64).reshape(-1, 2)
+    x1, y1, x2, y2 = thing["bbox_2d"]
+    return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.float64)
+
+
+def _matching(pairs: Sequence[tuple[int, int]], found: int, true: int, *, gated: int = 0) -> Matching:
+    taken, given = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
+    return Matching(
+        tuple(pairs),
+        tuple(number for number in range(found) if number not in taken),
+        tuple(number for number in range(true) if number not in given),
+        gated,
+    )
+
+
+def _assign(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The best pairs, found object by found object; objects that share no rival are assigned apart."""
+    pairs: list[tuple[int, int]] = []
+    for rows, columns in _groups(feasible):
+        here = np.ix_(rows, columns)
+        chosen = _assign_group(steps[here], feasible[here])
+        pairs += [(rows[row], columns[column]) for row, column in chosen]
+    return sorted(pairs)
+
+
+def _groups(feasible: NDArray[np.bool_]) -> list[tuple[list[int], list[int]]]:
+    """The connected parts of what can be paired: their rows and columns."""
+    of_row: dict[int, tuple[set[int], set[int]]] = {}
+    of_column: dict[int, tuple[set[int], set[int]]] = {}
+    for row, column in np.argwhere(feasible).tolist():
+        one = of_row.get(row) or ({row}, set[int]())
+        other = of_column.get(column) or (set[int](), {column})
+        joined = one if one is other else (one[0] | other[0], one[1] | other[1])
+        of_row |= dict.fromkeys(joined[0], joined)
+        of_column |= dict.fromkeys(joined[1], joined)
+    groups = {id(group): group for group in of_row.values()}
+    return [(sorted(rows), sorted(columns)) for rows, columns in groups.values()]
+
+
+def _assign_group(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """The pairs of the largest sum; of several, row after row the first column that still allows it."""
+    if min(steps.shape) == 1:
+        return [divmod(int(np.argmax(np.where(feasible, steps, -1))), steps.shape[1])]
+    allowed = feasible.copy()
+    best = _largest_sum(steps, allowed)
+    pairs = []
+    for row in range(len(steps)):
+        options = np.flatnonzero(allowed[row]).tolist()
+        others = np.arange(len(steps)) > row
+        for column in options:
+            tried = allowed.copy()
+            tried[row], tried[:, column] = False, False
+            if steps[row, column] + _largest_sum(steps[others], tried[others]) == best:
+                best -= int(steps[row, column])
+                allowed = tried
+                pairs.append((row, column))
+                break
+        # A row for which no column keeps the sum stays alone.
+        allowed[row] = False
+    return pairs
+
+
+def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> int:
+    """The largest sum of any assignment; a row left alone adds nothing, as if paired with a dummy of its own."""
+    if not allowed.any():
+        return 0
+    from scipy.optimize import linear_sum_assignment
+
+    worth = np.where(allowed, steps, 0)
+    return int(worth[linear_sum_assignment(worth, maximize=True)].sum())
+
+
+def _identity(thing: Any) -> Any:
+    """Something that can be a key, equal for equal JSON: true is not 1, and the order of fields does not count."""
+    if isinstance(thing, Mapping):
+        return frozenset((key, _identity(value)) for key, value in thing.items())
+    return (type(thing).__name__, thing)

@@ -1,0 +1,226 @@
+"""Schema: what an entry of an answer must be, read strictly, written in one way, and matched to the truth.
+
+    "object_3": {"desc": "black cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}
+
+Objects are plain data: {"desc": "black cat", "bbox_2d": [1, 2, 3, 4]}, or {"desc": …, "poly": [x1, y1, x2, …]}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from chatmill.errors import DataError, UsageError, one_line
+from chatmill.rollout.match import GATE, Matching, match_equal, match_objects
+from chatmill.rollout.scan import parse_json
+from chatmill.rollout.vocabulary import COORDINATE, COORDINATES
+from chatmill.rows import Part
+
+Object = dict[str, Any]
+
+
+class Piece(NamedTuple):
+    """A stretch of what is appended; a coordinate is one token, set by its id."""
+
+    text: str
+    part: Part
+    coordinate: int = -1
+
+
+class UnfitError(Exception):
+    """An entry that is not as the schema says, with the reason it is counted under."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Schema(Protocol):
+    @property
+    def uses_coordinates(self) -> bool: ...
+
+    def read(self, body: Object) -> Object:
+        """The object that an entry says; `UnfitError` if it says none."""
+
+    def check(self, thing: Mapping[str, Any]) -> Object:
+        """A true object as it will be written; `DataError` if it does not fit."""
+
+    def write(self, thing: Object) -> Iterator[Piece]:
+        """The body of an entry."""
+
+    def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching: ...
+
+
+def read_body(body: bytes, schema: Schema) -> Object:
+    """The object that the body of an entry says; `UnfitError` with the reason if there is none."""
+    try:
+        parsed = parse_json(body, object_pairs_hook=_no_key_twice)
+    except ValueError:
+        raise UnfitError("not_json") from None
+    return schema.read(parsed)
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> Object:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise UnfitError("key_twice")
+    return found
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Things with a description and a box or a polygon, in coordinates from 0 to 999; matched by overlap."""
+
+    gate: float = GATE
+    """Pairs that overlap less are never matched."""
+    uses_coordinates = True
+
+    def read(self, body: Object) -> Object:
+        for key in body:
+            if key not in ("desc", "bbox_2d", "poly"):
+                raise UnfitError("other_key")
+        desc = body.get("desc")
+        if not isinstance(desc, str) or not desc.strip():
+            raise UnfitError("desc")
+        if ("bbox_2d" in body) == ("poly" in body):
+            raise UnfitError("geometry")
+        if "poly" in body:
+            return {"desc": desc, "poly": _polygon(body["poly"])}
+        return {"desc": desc, "bbox_2d": _box(body["bbox_2d"])}
+
+    def check(self, thing: Mapping[str, Any]) -> Object:
+        """Coordinates of a true object may be numbers or tokens."""
+        try:
+            return self.read({key: _as_tokens(value) if key != "desc" else value for key, value in thing.items()})
+        except UnfitError as error:
+            right = 'expected "desc" and one of "bbox_2d" [x1, y1, x2, y2] and "poly" [x1, y1, …], each from 0 to 999'
+            raise DataError(f"a true object does not fit ({_WORDS[error.reason]}): {_shown(thing)}; {right}") from None
+
+    def write(self, thing: Object) -> Iterator[Piece]:
+        yield Piece('{"desc": "', Part.STRUCTURE)
+        yield Piece(_inside(thing["desc"]), Part.VALUE)
+        if "bbox_2d" in thing:
+            yield Piece('", "bbox_2d": ["', Part.STRUCTURE)
+            yield from _coordinates(thing["bbox_2d"], ('", "',))
+            yield Piece('"]}', Part.STRUCTURE)
+        else:
+            yield Piece('", "poly": [["', Part.STRUCTURE)
+            yield from _coordinates(thing["poly"], ('", "', '"], ["'))
+            yield Piece('"]]}', Part.STRUCTURE)
+
+    def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching:
+        return match_objects(predicted, truth, gate=self.gate)
+
+
+_WORDS = {
+    "other_key": "it has a key that objects have not",
+    "desc": "its desc is no text, or blank",
+    "geometry": "it has no geometry, or two",
+    "coordinate": "a coordinate is not a whole number from 0 to 999",
+    "length": "it has not the right number of coordinates",
+    "reversed": "the box ends before it begins",
+}
+
+
+def _coordinates(points: Sequence[int], between: tuple[str, ...]) -> Iterator[Piece]:
+    """Coordinates, and what stands between them in turns."""
+    for at, k in enumerate(points):
+        if at:
+            yield Piece(between[(at - 1) % len(between)], Part.STRUCTURE)
+        yield Piece(COORDINATES[k], Part.COORDINATE, k)
+
+
+def _box(items: Any) -> list[int]:
+    box = _places(items)
+    if len(box) != 4:
+        raise UnfitError("length")
+    if box[0] > box[2] or box[1] > box[3]:
+        raise UnfitError("reversed")
+    return box
+
+
+def _polygon(items: Any) -> list[int]:
+    """x1, y1, x2, y2 … of a polygon that is written flat or as pairs."""
+    if isinstance(items, list) and items and all(isinstance(item, list) for item in items):
+        if any(len(item) != 2 for item in items):
+            raise UnfitError("length")
+        items = [part for item in items for part in item]
+    polygon = _places(items)
+    if len(polygon) < 6 or len(polygon) % 2:
+        raise UnfitError("length")
+    return polygon
+
+
+def _places(items: Any) -> list[int]:
+    """The k of each coordinate of a list."""
+    if not isinstance(items, list):
+        raise UnfitError("coordinate")
+    places = [COORDINATE.get(item) if isinstance(item, str) else None for item in items]
+    found = [place for place in places if place is not None]
+    if len(found) < len(places):
+        raise UnfitError("coordinate")
+    return found
+
+
+def _as_tokens(items: Any) -> Any:
+    """Numbers from 0 to 999 as tokens, in lists and lists of lists."""
+    if isinstance(items, list | tuple):
+        return [_as_tokens(item) for item in items]
+    return COORDINATES[items] if type(items) is int and 0 <= items < len(COORDINATES) else items
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Entries that all have the same fields, each a text, a number, true, false or null; matched if all are equal."""
+
+    names: tuple[str, ...]
+    uses_coordinates = False
+
+    def __post_init__(self) -> None:
+        if not self.names or len(set(self.names)) < len(self.names):
+            raise UsageError(f"fields {', '.join(self.names) or '(none)'}; give at least one, and none twice")
+
+    def read(self, body: Object) -> Object:
+        if any(key not in self.names for key in body):
+            raise UnfitError("other_key")
+        if any(name not in body for name in self.names):
+            raise UnfitError("field_missing")
+        if any(isinstance(value, dict | list) for value in body.values()):
+            raise UnfitError("not_plain")
+        return {name: body[name] for name in self.names}
+
+    def check(self, thing: Mapping[str, Any]) -> Object:
+        right = f"expected the fields {', '.join(self.names)}, each a text, a number, true, false or null"
+        try:
+            json.dumps(thing, allow_nan=False)
+            return self.read(dict(thing))
+        except (UnfitError, TypeError, ValueError):
+            raise DataError(f"a true object does not fit: {_shown(thing)}; {right}") from None
+
+    def write(self, thing: Object) -> Iterator[Piece]:
+        before = "{"
+        for name in self.names:
+            value = thing[name]
+            yield Piece(f'{before}"{_inside(name)}": ', Part.STRUCTURE)
+            if isinstance(value, str):
+                yield Piece('"', Part.STRUCTURE)
+                yield Piece(_inside(value), Part.VALUE)
+                yield Piece('"', Part.STRUCTURE)
+            else:
+                yield Piece(json.dumps(value), Part.VALUE)
+            before = ", "
+        yield Piece("}", Part.STRUCTURE)
+
+    def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching:
+        return match_equal(predicted, truth)
+
+
+def _inside(text: str) -> str:
+    """A text as JSON writes it, without the quotes; what is not ASCII stays as it is."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _shown(thing: Any) -> str:
+    return one_line(json.dumps(thing, ensure_ascii=False, default=str))

@@ -1,0 +1,359 @@
+"""Target: one answer to train on, made of what the model wrote and of what it missed.
+
+    rollout  {"object_1": {…cat…}, "object_2": {…dog…}, "object_3": {"desc": "b
+    target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
+             kept: context, but matched coordinates    appended: trained
+
+No token before the cut is changed. Where the cut falls inside a token, that one is written anew, shorter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chatmill.errors import DataError, UsageError, one_line
+from chatmill.rollout.match import Matching
+from chatmill.rollout.scan import STOP_TEXTS, Entry, Scan, parse_json, scan
+from chatmill.rollout.schema import Detection, Object, Piece, Schema, UnfitError, read_body
+from chatmill.rollout.vocabulary import RolloutTokenizer, Vocabulary, vocabulary_of
+from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule, offsets
+
+DETECTION = Detection()
+SPACE = " \t\n\r"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An answer to train on, and how it came about."""
+
+    ids: list[int]
+    """The kept prefix, what was appended, and EOS."""
+    prefix_ids: list[int]
+    prefix_text: str
+    appended_text: str
+    start_index: int
+    """n of the first appended key object_{n}."""
+    valid_objects: list[Object]
+    """What the rollout found, in its order."""
+    dropped: dict[str, int]
+    """Entries of the rollout that are no valid object, by reason."""
+    matched: tuple[tuple[int, int], ...]
+    """Numbers of (valid object, true object)."""
+    missed: tuple[int, ...]
+    """Numbers of the true objects that were appended."""
+    truncated: bool
+    """The tokens of the rollout ended before its answer did."""
+    fallback: str | None
+    """Why nothing of the rollout was kept, if so: empty, no_brace, array_root, text_before or no_cut."""
+    target_is_json: bool
+    kept: int
+    """Tokens of the rollout that were kept unchanged."""
+    slots: int
+    """Coordinates of the rollout that are trained toward a true value."""
+    gated: int
+    """Pairs of a found and a true object that overlap too little to be matched."""
+    rows: Rows
+    """The one row, without a prompt."""
+
+    @property
+    def false_positives(self) -> tuple[int, ...]:
+        """Numbers of the valid objects that match none of the true ones."""
+        matched = {found for found, _ in self.matched}
+        return tuple(number for number in range(len(self.valid_objects)) if number not in matched)
+
+
+def build_target(
+    rollout_ids: Sequence[int],
+    objects: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: RolloutTokenizer,
+    schema: Schema = DETECTION,
+    eos_id: int | None = None,
+    stop_ids: Collection[int] | None = None,
+    stop_texts: Sequence[str] = STOP_TEXTS,
+    train_values: bool = True,
+) -> Target:
+    """The target of one rollout and the true objects it should have named.
+
+    `eos_id` is the end of turn of the format that the tokenizer was opened for, unless given; `stop_ids` are that
+    one, unless given. Without `train_values` the texts of appended entries are context. Whatever the rollout is,
+    nothing is raised for it; a true object that does not fit the schema is a `DataError`.
+    """
+    vocabulary = vocabulary_of(tokenizer)
+    truth = [schema.check(thing) for thing in objects]
+    eos = end_of_turn(tokenizer) if eos_id is None else eos_id
+    ids = [int(id) for id in rollout_ids]
+    found = scan(ids, vocabulary, stop_ids={eos} if stop_ids is None else stop_ids, stop_texts=stop_texts)
+    cut = _cut(ids, found, vocabulary)
+    entries, valid, dropped = _read(found, schema, cut)
+    matching = schema.match(valid, truth)
+    slots = _slots(found, ids, matching, entries, valid, truth, vocabulary) if schema.uses_coordinates else {}
+
+    prefix = vocabulary.text(cut.ids)
+    prefix_text = prefix.decode("utf-8", "replace")
+    start_index = 1 + max((entry.largest for entry in cut.entries if entry.largest > 0), default=0)
+    pieces = append_pieces([truth[number] for number in matching.missed], start_index, prefix_text, schema)
+    appended_text = "".join(piece.text for piece in pieces)
+    appended, parts = _encode(pieces, vocabulary)
+    all_ids = [*cut.ids, *appended, eos]
+    all_parts = [*[Part.PREFIX] * len(cut.ids), *parts, Part.EOS]
+    return Target(
+        ids=all_ids,
+        prefix_ids=cut.ids,
+        prefix_text=prefix_text,
+        appended_text=appended_text,
+        start_index=start_index,
+        valid_objects=valid,
+        dropped=dropped,
+        matched=matching.pairs,
+        missed=matching.missed,
+        truncated=found.ended == "open",
+        fallback=cut.fallback,
+        target_is_json=_is_json(prefix + appended_text.encode()),
+        kept=cut.kept,
+        slots=len(slots),
+        gated=matching.gated,
+        rows=_rows(all_ids, all_parts, slots, train_values=train_values),
+    )
+
+
+def build_answer(
+    objects: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: RolloutTokenizer,
+    schema: Schema = DETECTION,
+    eos_id: int | None = None,
+    train_values: bool = True,
+) -> Rows:
+    """The whole answer that names these objects, trained from its first brace on: what SFT teaches before rollouts."""
+    vocabulary = vocabulary_of(tokenizer)
+    truth = [schema.check(thing) for thing in objects]
+    ids, parts = _encode([Piece("{", Part.STRUCTURE), *append_pieces(truth, 1, "{", schema)], vocabulary)
+    eos = end_of_turn(tokenizer) if eos_id is None else eos_id
+    return _rows([*ids, eos], [*parts, Part.EOS], {}, train_values=train_values)
+
+
+def serialize_append(
+    objects: Sequence[Mapping[str, Any]], start_index: int, prefix_text: str, *, schema: Schema = DETECTION
+) -> str:
+    """What follows a prefix to name these objects and close the answer; `DataError` if the prefix cannot go on.
+
+    {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
+    """
+    pieces = append_pieces([schema.check(thing) for thing in objects], start_index, prefix_text, schema)
+    return "".join(piece.text for piece in pieces)
+
+
+def append_pieces(objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema) -> list[Piece]:
+    """The same, piece by piece, of objects that the schema has checked."""
+    last = prefix_text.rstrip(SPACE)[-1:]
+    if last not in ("{", ",", "}"):
+        shown = f'"{one_line(prefix_text[-20:])}"'
+        raise DataError(
+            f"a prefix that ends in {shown} cannot be appended to; expected its end to be {{, a comma or }}"
+        )
+    before = ", " if last == "}" else ""
+    pieces: list[Piece] = []
+    for number, thing in enumerate(objects, start=start_index):
+        pieces += [Piece(f'{before}"object_{number}": ', Part.STRUCTURE), *schema.write(thing)]
+        before = ", "
+    return [*pieces, Piece("}", Part.BRACE)]
+
+
+def end_of_turn(tokenizer: RolloutTokenizer) -> int:
+    """The id that ends an answer, where the format that the tokenizer was opened for names it `eot`."""
+    ids = tokenizer.special_token_ids()
+    if "eot" not in ids:
+        raise UsageError(f"{tokenizer.name}: was not opened with an end of turn (eot); give eos_id")
+    return int(ids["eot"])
+
+
+# Where the rollout is cut, and what it found.
+
+
+class _Cut(NamedTuple):
+    ids: list[int]
+    """The prefix."""
+    kept: int
+    """How many of them are the rollout's own."""
+    entries: tuple[Entry, ...]
+    """Those in the prefix."""
+    fallback: str | None
+
+
+def _cut(ids: list[int], found: Scan, vocabulary: Vocabulary) -> _Cut:
+    """The prefix up to the last complete object, or to the opening brace; `{` alone if there can be none."""
+    if found.root < 0:
+        return _Cut(vocabulary.exact(["{"])[0], 0, (), _why_no_root(found.data))
+    ends = [entry.stop for entry in found.entries if entry.complete and entry.is_object and entry.number is not None]
+    end = ends[-1] if ends else found.root + 1
+    stop = int(np.searchsorted(found.token_start, end, side="left"))
+    prefix = ids[:stop]
+    if found.token_start[stop] > end:
+        # The cut falls inside a token, which is the only one that is written anew.
+        stop -= 1
+        shorter = vocabulary.cut(found.data[found.token_start[stop] : end])
+        if shorter is None:
+            return _Cut(vocabulary.exact(["{"])[0], 0, (), "no_cut")
+        prefix = ids[:stop] + shorter
+    return _Cut(prefix, stop, tuple(entry for entry in found.entries if entry.stop <= end), None)
+
+
+def _why_no_root(data: bytes) -> str:
+    text = data.strip(SPACE.encode())
+    if not text:
+        return "empty"
+    if text.startswith(b"["):
+        return "array_root"
+    return "text_before" if b"{" in text else "no_brace"
+
+
+def _read(found: Scan, schema: Schema, cut: _Cut) -> tuple[list[Entry], list[Object], dict[str, int]]:
+    """The entries that are valid objects, those objects, and how many others there are for which reason."""
+    entries: list[Entry] = []
+    valid: list[Object] = []
+    dropped: Counter[str] = Counter()
+    for entry in found.entries:
+        try:
+            thing = _object(entry, found.data, schema, cut)
+        except UnfitError as error:
+            dropped[error.reason] += 1
+            continue
+        entries.append(entry)
+        valid.append(thing)
+    return entries, valid, dict(dropped)
+
+
+def _object(entry: Entry, data: bytes, schema: Schema, cut: _Cut) -> Object:
+    for reason, holds in (
+        ("incomplete", not entry.complete),
+        ("fallback", cut.fallback is not None),
+        ("key", entry.number is None),
+        ("not_object", not entry.is_object),
+    ):
+        if holds:
+            raise UnfitError(reason)
+    return read_body(data[entry.value_start : entry.stop], schema)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        # Numbers stay text: however long one is, it is JSON.
+        parse_json(text, parse_int=str)
+    except ValueError:
+        return False
+    return True
+
+
+# Coordinates of the rollout that have a true value.
+
+
+def _slots(
+    found: Scan,
+    ids: list[int],
+    matching: Matching,
+    entries: Sequence[Entry],
+    valid: Sequence[Object],
+    truth: Sequence[Object],
+    vocabulary: Vocabulary,
+) -> dict[int, int]:
+    """The id that each slot is trained toward, by the place of its token.
+
+    A slot is one token, the coordinate's own, in an object whose geometry has as many points of the same kind as
+    the true one.
+    """
+    places: list[tuple[int, int, int]] = []
+    for number, true in matching.pairs:
+        wanted = _aligned(valid[number], truth[true])
+        coordinates = entries[number].coordinates
+        if wanted is not None and len(wanted) == len(coordinates):
+            places += [(start, k, value) for (start, k), value in zip(coordinates, wanted, strict=True)]
+    if not places:
+        return {}
+    start, k, value = np.array(places, dtype=np.int64).T
+    token = np.searchsorted(found.token_start, start, side="left")
+    token = np.minimum(token, len(ids) - 1)
+    is_slot = np.array(ids, dtype=np.int64)[token] == vocabulary.coordinates[k]
+    is_slot &= found.token_start[token] == start
+    return dict(zip(token[is_slot].tolist(), vocabulary.coordinates[value[is_slot]].tolist(), strict=True))
+
+
+def _aligned(thing: Object, true: Object) -> list[int] | None:
+    """The coordinates of the true object in the order of the found one's; None where they do not correspond.
+
+    The corners of a polygon may begin anywhere and go round either way: the nearest order counts.
+    """
+    if "bbox_2d" in thing and "bbox_2d" in true:
+        box: list[int] = true["bbox_2d"]
+        return box
+    if "poly" not in thing or "poly" not in true or len(thing["poly"]) != len(true["poly"]):
+        return None
+    corners, wanted = np.array(thing["poly"]).reshape(-1, 2), np.array(true["poly"]).reshape(-1, 2)
+    turns = np.add.outer(np.arange(len(wanted)), np.arange(len(wanted))) % len(wanted)
+    orders = np.concatenate([turns, turns[:, ::-1]])
+    far = np.abs(wanted[orders] - corners).sum(axis=(1, 2))
+    nearest: list[int] = wanted[orders[int(far.argmin())]].ravel().tolist()
+    return nearest
+
+
+# Tokens and spans.
+
+
+def _encode(pieces: Sequence[Piece], vocabulary: Vocabulary) -> tuple[list[int], list[Part]]:
+    """The ids of what is appended, and which part each is: text between two coordinates is encoded as one."""
+    runs = [
+        (of_coordinates, list(run)) for of_coordinates, run in groupby(pieces, key=lambda piece: piece.coordinate >= 0)
+    ]
+    texts = dict.fromkeys("".join(piece.text for piece in run) for of_coordinates, run in runs if not of_coordinates)
+    encoded = dict(zip(texts, vocabulary.exact(list(texts)), strict=True))
+    ids: list[int] = []
+    parts: list[Part] = []
+    for of_coordinates, run in runs:
+        if of_coordinates:
+            ids += vocabulary.coordinates[[piece.coordinate for piece in run]].tolist()
+            parts += [Part.COORDINATE] * len(run)
+        else:
+            tokens = encoded["".join(piece.text for piece in run)]
+            ids += tokens
+            parts += _parts(tokens, run, vocabulary)
+    return ids, parts
+
+
+def _parts(tokens: list[int], run: Sequence[Piece], vocabulary: Vocabulary) -> list[Part]:
+    """The part of each token of a run; one that holds any byte of a value counts as that value."""
+    if all(piece.part == Part.STRUCTURE for piece in run):
+        return [Part.STRUCTURE] * len(tokens)
+    rank = [Part.STRUCTURE, Part.BRACE, Part.VALUE]
+    ranks = np.repeat([rank.index(piece.part) for piece in run], [len(piece.text.encode()) for piece in run])
+    lengths = np.fromiter((len(piece or b"") for piece in vocabulary.pieces(tokens)), dtype=np.int64)
+    starts = np.minimum(offsets(lengths)[:-1], len(ranks) - 1)
+    return [rank[of_token] for of_token in np.maximum.reduceat(ranks, starts).tolist()]
+
+
+def _rows(ids: list[int], parts: list[Part], slots: Mapping[int, int], *, train_values: bool) -> Rows:
+    part = np.array(parts, dtype=np.uint8)
+    places = np.fromiter(slots, dtype=np.int64)
+    part[places] = Part.SLOT
+    target = np.full(len(ids), OWN_ID, dtype=np.int32)
+    target[places] = np.fromiter(slots.values(), dtype=np.int32)
+    begins = np.append(True, (part[1:] != part[:-1]) | (part[1:] == Part.SLOT))
+    start = np.flatnonzero(begins)
+    spans = np.zeros(len(start), dtype=SPAN)
+    spans["length"] = np.diff(np.append(start, len(ids)))
+    spans["part"], spans["target"], spans["role"] = part[start], target[start], Role.ASSISTANT
+    rule = np.full(256, Rule.MISSED, dtype=np.uint8)
+    rule[Part.PREFIX], rule[Part.SLOT] = Rule.ROLLOUT, Rule.MATCHED
+    if not train_values:
+        rule[Part.VALUE] = Rule.VALUES_OFF
+    spans["rule"] = rule[spans["part"]]
+    spans["weight"] = ~np.isin(spans["rule"], (Rule.ROLLOUT, Rule.VALUES_OFF))
+    origins = np.zeros(1, dtype=ORIGIN)
+    origins["file"] = NO_FILE
+    one = np.array([0, 1], dtype=np.int64)
+    return Rows(np.array(ids, dtype=np.uint32), spans, np.array([0, len(spans)], dtype=np.int64), origins, one)
