@@ -26,6 +26,8 @@ from chatmill.load.config import LoadConfig
 from chatmill.load.plan import Cursor, Plan, Step, Window, datasets_hash
 from chatmill.load.prefetch import Ahead
 from chatmill.load.source import open_sources
+from chatmill.load.tally import tally
+from chatmill.rows import Index
 
 try:
     import torch
@@ -52,8 +54,11 @@ class Listener(Protocol):
     def epoch_started(self, plan: Plan, epoch: int) -> None:
         """The first batch of an epoch is about to be handed out."""
 
-    def delivered(self, plan: Plan, step: Step, digest: NDArray[np.uint64]) -> None:
-        """A batch is handed out; `digest` is the sum of the digests of this rank's rows, as they really are."""
+    def delivered(self, plan: Plan, step: Step, digest: NDArray[np.uint64], given: Index | None) -> None:
+        """A batch is handed out; `digest` is the sum of the digests of this rank's rows, as they really are.
+
+        `given` is what each source has in them, where sources are mixed.
+        """
 
     def epoch_completed(self, plan: Plan, epoch: int, step: Step) -> None:
         """The last batch of an epoch was handed out; `step.dropped` did not fill another."""
@@ -66,6 +71,7 @@ class Item(NamedTuple):
     batch: Batch
     counts: Counts
     digest: NDArray[np.uint64] | None
+    given: Index | None
 
 
 class EpisodeLoader(IterableDataset):
@@ -214,7 +220,7 @@ class EpisodeLoader(IterableDataset):
             if step.begins_epoch:
                 self._listener.epoch_started(plan, step.at.epoch)
             assert item.digest is not None
-            self._listener.delivered(plan, step, item.digest)
+            self._listener.delivered(plan, step, item.digest, item.given)
         self._cursors[split] = step.after
         self._counts[split] = self.counts(split).plus(item.counts)
         if self._listener is not None and step.ends_epoch:
@@ -334,11 +340,12 @@ def _maker(
                 pad_token_id=pad,
                 use_loss_mask=config.use_loss_mask,
             )
-            digest = None
+            digest = given = None
             if with_digests:
+                given = tally(plan, rows, batch)
                 rows_ = row_digests(batch, step=step.at.step, first_row=rank * num_rows)
                 digest = rows_.sum(axis=0, dtype=np.uint64)
-            items.append(Item(step, output(batch), counts, digest))
+            items.append(Item(step, output(batch), counts, digest, given))
         return items
 
     return make

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.order import Order
@@ -225,30 +225,3 @@ def _running(order: Order, ordinals: Index, positions: Index) -> Index:
         there = epochs == epoch
         episodes[there] = order.at(epoch, within[there])
     return episodes
-
-
-class Tally:
-    """What each source has really given, to be held against what was requested."""
-
-    def __init__(self, requested: Mapping[str, Fraction]) -> None:
-        self.requested = dict(requested)
-        self._amounts = np.zeros(len(requested), dtype=np.int64)
-
-    def add(self, sources: ArrayLike, amounts: ArrayLike | None = None) -> None:
-        """Count rows of these sources, or amounts of tokens, one for each row."""
-        chosen: NDArray[np.int64] = np.asarray(sources, dtype=np.int64)
-        given = np.ones(len(chosen), dtype=np.int64) if amounts is None else np.asarray(amounts, dtype=np.int64)
-        np.add.at(self._amounts, chosen, given)
-
-    def realised(self) -> dict[str, Fraction]:
-        """The share each source has had so far; 0 for all before anything was counted."""
-        total = int(self._amounts.sum()) or 1
-        return {name: Fraction(int(amount), total) for name, amount in zip(self.requested, self._amounts, strict=True)}
-
-    def state(self) -> dict[str, int]:
-        return dict(zip(self.requested, self._amounts.tolist(), strict=True))
-
-    def load_state(self, state: Mapping[str, int]) -> None:
-        if list(state) != list(self.requested):
-            raise DataError(f"counts of {', '.join(state)}; expected {', '.join(self.requested)}")
-        self._amounts = np.array(list(state.values()), dtype=np.int64)

@@ -31,6 +31,10 @@ class Disk:
         """A new, empty file, open for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
 
+    def append(self, path: Path) -> int:
+        """A file that is there, open for writing at its end."""
+        return os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0))
+
     def write(self, fd: int, data: Any) -> int:
         return os.write(fd, data)
 
