@@ -70,10 +70,9 @@ class Counts(NamedTuple):
 
 
 def shift(
-    ids: NDArray[np.int64],
+    ids: NDArray[Any],
     trained: NDArray[np.bool_],
     *,
-    targets: NDArray[np.int64] | None = None,
     segments: NDArray[Any] | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
@@ -83,14 +82,30 @@ def shift(
         trained   0 0 1 1 1        y  - c - e      - is `ignore_index`
         segments  0 0 0 1 1
 
-    The first token of a segment is never predicted from the segment before it, whatever its weight. `targets` say
-    what a token is to be predicted as, where that is not the token itself.
+    The first token of a segment is never predicted from the segment before it, whatever its weight.
     """
     loss_mask = trained[:, 1:]
     if segments is not None:
         loss_mask = loss_mask & (segments[:, 1:] == segments[:, :-1])
-    wanted = ids if targets is None else targets
-    return ids[:, :-1], np.where(loss_mask, wanted[:, 1:], ignore_index), loss_mask
+    return *_pair(ids, loss_mask, ignore_index), loss_mask
+
+
+def _pair(
+    ids: NDArray[Any], loss_mask: NDArray[np.bool_], ignore_index: int = IGNORE_INDEX
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """x and y: the tokens before and after each step, y only where the loss mask says so."""
+    x = ids[:, :-1].astype(np.int64)
+    y = np.full(loss_mask.shape, ignore_index, dtype=np.int64)
+    np.copyto(y, ids[:, 1:], where=loss_mask)
+    return x, y
+
+
+class Layout(NamedTuple):
+    """How to fill rows: which tokens come before padding, and which of them count."""
+
+    block_size: int
+    pad_token_id: int
+    use_loss_mask: bool
 
 
 def assemble(
@@ -103,82 +118,126 @@ def assemble(
     pad_token_id: int,
     use_loss_mask: bool,
 ) -> tuple[Batch, Counts]:
-    """Rows of `block_size` tokens, of which row r holds episodes[first[r]:first[r + 1]]; those after the last are empty.
+    """One batch, of which row r holds episodes[first[r]:first[r + 1]]; rows after those are empty."""
+    first = np.append(first, np.repeat(first[-1:], num_rows - (len(first) - 1)))
+    return lay_out(reader, episodes, first, Layout(block_size, pad_token_id, use_loss_mask)).take(0, num_rows)
+
+
+def lay_out(reader: Reader, episodes: Index, first: Index, layout: Layout) -> Made:
+    """Rows of `block_size` tokens, of which row r holds episodes[first[r]:first[r + 1]] and then padding.
 
     Of an episode that is longer than a row the last tokens stay.
     """
-    capacity = block_size + 1
+    capacity, num_rows = layout.block_size + 1, len(first) - 1
     places = reader.locate(episodes)
     kept = np.minimum(places.length, capacity)
     cut = places.length - kept
-    begin = offsets(kept)
-    filled = np.diff(begin[first])
-    row = np.repeat(np.arange(len(first) - 1), np.diff(first))
-    to = row * capacity + begin[:-1] - begin[first[:-1]][row]
+    filled = _sums(kept, first)
+    room = capacity - filled
 
-    ids = np.full(num_rows * capacity, pad_token_id, dtype=np.int64)
-    reader.copy("tokens.bin", places, places.start + cut, kept, to, ids)
+    pieces = _Runs(first)
+    ids = reader.tokens(
+        pieces.put(places.shard, -1),
+        pieces.put(places.start + cut, 0),
+        pieces.put(places.start + places.length, room),
+        pad=layout.pad_token_id,
+        longest=capacity,
+    ).reshape(num_rows, capacity)
 
-    spans = reader.spans(places)
-    owner = np.repeat(np.arange(len(episodes)), np.diff(spans.first))
-    end = np.cumsum(spans.length) - offsets(places.length)[owner]
-    length = np.minimum(spans.length, np.maximum(end - cut[owner], 0))
-    weight = spans.weight if use_loss_mask else (~spans.is_padding).astype(np.float32)
+    spans = reader.spans(places, cut)
+    weight = spans.weight if layout.use_loss_mask else (~spans.is_padding).astype(np.float32)
+    of_rows = _Runs(spans.first[first])
+    # The first token of a row is never predicted.
+    length = of_rows.put(spans.length, room)
+    length[of_rows.begin] -= 1
+    weights = np.repeat(of_rows.put(weight, 0), length).reshape(num_rows, layout.block_size)
 
-    room = np.full(num_rows, capacity, dtype=np.int64)
-    room[: len(filled)] -= filled
-    per_row = np.zeros(num_rows, dtype=np.int64)
-    per_row[: len(filled)] = np.diff(spans.first[first])
-    pads = np.cumsum(per_row + 1) - 1
-    is_pad = np.zeros(len(length) + num_rows, dtype=np.bool_)
-    is_pad[pads] = True
+    first_of_row = np.searchsorted(spans.first_of_segment, spans.first[first])
+    segments = _Runs(first_of_row)
+    sizes = _sums(spans.length, spans.first_of_segment)
+    begin = offsets(sizes)
+    row = np.repeat(np.arange(num_rows), np.diff(first_of_row))
+    inside = begin[:-1] - begin[first_of_row][row]
+    number = np.arange(len(sizes)) - first_of_row[row]
+    # No loss crosses a border: neither is the first token of any other segment.
+    later = number > 0
+    weights[row[later], inside[later] - 1] = 0
+    loss_mask = weights > 0
 
-    def with_pads(values: NDArray[Any], pad: Any) -> NDArray[Any]:
-        out = np.empty(len(is_pad), dtype=values.dtype)
-        out[is_pad], out[~is_pad] = pad, values
-        return out
+    x, y = _pair(ids, loss_mask)
+    if spans.target is not None:
+        target = np.repeat(of_rows.put(spans.target, -1), length).reshape(y.shape)
+        np.copyto(y, target, where=loss_mask & (target >= 0))
 
-    lengths = with_pads(length, room)
-    weights = np.repeat(with_pads(weight, 0), lengths).reshape(num_rows, capacity)
-    # A segment of which a cut left nothing does not count.
-    span_segment = np.cumsum(spans.begins_segment) - 1
-    segment_length = np.bincount(span_segment, weights=length, minlength=0).astype(np.int64)
-    segment_episode = episodes[owner[spans.begins_segment]]
-    segment_row = row[owner[spans.begins_segment]]
-    real = segment_length > 0
-    segment_length, segment_episode, segment_row = segment_length[real], segment_episode[real], segment_row[real]
-    per_row_segments = np.bincount(segment_row, minlength=num_rows)
-    number = np.arange(len(segment_row)) - offsets(per_row_segments)[segment_row]
-    pads = np.cumsum(per_row_segments + 1) - 1
-    is_pad = np.zeros(len(segment_length) + num_rows, dtype=np.bool_)
-    is_pad[pads] = True
-    lengths_s = with_pads(segment_length, room)
-    segments = np.repeat(with_pads(number.astype(np.int32), per_row_segments), lengths_s).reshape(num_rows, capacity)
-    starts = offsets(lengths_s)[:-1]
-    positions = (np.arange(num_rows * capacity) - np.repeat(starts, lengths_s)).astype(np.int32)
-    positions = positions.reshape(num_rows, capacity)
-    episode_ids = np.full((num_rows, max(1, int(per_row_segments.max(initial=0)))), -1, dtype=np.int64)
-    episode_ids[segment_row, number] = segment_episode
-
-    targets = None
-    if reader.has_targets and np.any(spans.target >= 0):
-        is_pad = np.zeros(len(length) + num_rows, dtype=np.bool_)
-        is_pad[np.cumsum(per_row + 1) - 1] = True
-        named = np.repeat(with_pads(spans.target, -1), lengths)
-        targets = np.where(named >= 0, named, ids).reshape(num_rows, capacity)
-    x, y, loss_mask = shift(ids.reshape(num_rows, capacity), weights > 0, targets=targets, segments=segments)
+    # The last token of a row is not in x.
+    length = segments.put(sizes, room)
+    length[segments.end - (room == 0)] -= 1
+    numbers = np.repeat(segments.put(number, np.diff(first_of_row)).astype(np.int32), length)
+    starts = np.repeat(segments.put(inside, filled).astype(np.int32), length)
+    column = np.arange(layout.block_size, dtype=np.int32)
+    episode_ids = np.full((num_rows, max(1, int(np.diff(first_of_row).max(initial=0)))), -1, dtype=np.int64)
+    owner = np.searchsorted(spans.first, spans.first_of_segment[:-1], side="right") - 1
+    episode_ids[row, number] = episodes[owner]
     batch = Batch(
-        np.ascontiguousarray(x),
+        x,
         y,
         loss_mask,
-        np.where(loss_mask, weights[:, 1:], np.float32(0)),
-        np.ascontiguousarray(positions[:, :-1]),
-        np.ascontiguousarray(segments[:, :-1]),
+        weights,
+        column - starts.reshape(x.shape),
+        numbers.reshape(x.shape),
         episode_ids,
     )
-    long = cut > 0
-    counts = Counts(len(first) - 1, int(kept.sum()), int(np.count_nonzero(loss_mask)), int(long.sum()), int(cut.sum()))
-    return batch, counts
+    return Made(batch, filled, _sums(cut > 0, first), _sums(cut, first), np.diff(first_of_row))
+
+
+class Made(NamedTuple):
+    """Rows for one or several batches, and what became of the tokens of each."""
+
+    batch: Batch
+    tokens: Index
+    cut_episodes: Index
+    cut_tokens: Index
+    segments: Index
+
+    def take(self, start: int, stop: int) -> tuple[Batch, Counts]:
+        """The batch of some of these rows: the same, whatever other rows were made with them."""
+        rows = slice(start, stop)
+        *arrays, episode_ids = (array[rows] for array in self.batch)
+        most = max(1, int(self.segments[rows].max(initial=0)))
+        tokens = self.tokens[rows]
+        counts = Counts(
+            int(np.count_nonzero(tokens)),
+            int(tokens.sum()),
+            int(np.count_nonzero(self.batch.loss_mask[rows])),
+            int(self.cut_episodes[rows].sum()),
+            int(self.cut_tokens[rows].sum()),
+        )
+        return Batch(*arrays, np.ascontiguousarray(episode_ids[:, :most])), counts
+
+
+class _Runs:
+    """Places for runs of several rows one after the other, each followed by one of padding.
+
+    first 0 2 3  ->  a a - b -
+    """
+
+    def __init__(self, first: Index) -> None:
+        count = np.diff(first)
+        edges = offsets(count + 1)
+        self.begin, self.end = edges[:-1], edges[1:] - 1
+        """The first run of each row, and its padding."""
+        self._real = np.ones(edges[-1], dtype=np.bool_)
+        self._real[self.end] = False
+
+    def put(self, values: NDArray[Any], padding: NDArray[Any] | int) -> NDArray[Any]:
+        out = np.empty(len(self._real), dtype=values.dtype)
+        out[self._real], out[self.end] = values, padding
+        return out
+
+
+def _sums(values: NDArray[Any], first: Index) -> Index:
+    """The sum of each range of values."""
+    return np.diff(offsets(values)[first])
 
 
 def row_digests(batch: Batch, *, step: int, first_row: int) -> NDArray[np.uint64]:

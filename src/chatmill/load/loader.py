@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import UsageError, one_line
-from chatmill.load.batch import Batch, Counts, assemble, row_digests
+from chatmill.load.batch import Batch, Counts, lay_out, row_digests
 from chatmill.load.config import LoadConfig
-from chatmill.load.plan import Cursor, Plan, Step, Window, datasets_hash
+from chatmill.load.plan import Cursor, Plan, Step, datasets_hash, fill, join
 from chatmill.load.prefetch import Ahead
 from chatmill.load.source import open_sources
 from chatmill.load.tally import tally
@@ -323,28 +323,20 @@ def _maker(
     plan: Plan, rank: int, num_rows: int, with_digests: bool, output: Callable[[Batch], Batch]
 ) -> Callable[[list[Step]], list[Item]]:
     """What turns steps into batches of one rank, several at once."""
-    config = plan.config
-    assert config.pad_token_id is not None
-    pad = config.pad_token_id
+    layout = plan.layout
 
     def make(steps: list[Step]) -> list[Item]:
+        parts = [step.rows(rank * num_rows, (rank + 1) * num_rows) for step in steps]
+        together = join([fill(part, num_rows) for part in parts])
+        made = lay_out(plan.reader, together.episodes, together.first, layout)
         items = []
-        for step in steps:
-            rows: Window = step.rows(rank * num_rows, (rank + 1) * num_rows)
-            batch, counts = assemble(
-                plan.reader,
-                rows.episodes,
-                rows.first,
-                num_rows=num_rows,
-                block_size=config.block_size,
-                pad_token_id=pad,
-                use_loss_mask=config.use_loss_mask,
-            )
+        for number, (step, rows) in enumerate(zip(steps, parts, strict=True)):
+            batch, counts = made.take(number * num_rows, (number + 1) * num_rows)
             digest = given = None
             if with_digests:
                 given = tally(plan, rows, batch)
-                rows_ = row_digests(batch, step=step.at.step, first_row=rank * num_rows)
-                digest = rows_.sum(axis=0, dtype=np.uint64)
+                digests = row_digests(batch, step=step.at.step, first_row=rank * num_rows)
+                digest = digests.sum(axis=0, dtype=np.uint64)
             items.append(Item(step, output(batch), counts, digest, given))
         return items
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from chatmill.errors import DataError, UsageError
 from chatmill.fit.bins import pack_lengths
+from chatmill.load.batch import Layout
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MixedOrder, row_weights, shares
 from chatmill.load.order import IdentityOrder, Order, make_order
@@ -109,6 +110,14 @@ class Plan:
         return self.num_episodes - len(self.skipped)
 
     @property
+    def layout(self) -> Layout:
+        """How its rows are filled."""
+        pad = self.config.pad_token_id
+        if pad is None:
+            raise UsageError("pad_token_id is null; a plan takes the config that open_sources gives")
+        return Layout(self.config.block_size, pad, self.config.use_loss_mask)
+
+    @property
     def sha256(self) -> str:
         return datasets_hash(self.sources)
 
@@ -160,7 +169,7 @@ class Plan:
         dropped = self._incomplete(at.epoch, window, row) if self.drop_last and last is not None else None
         ends = dropped is not None or (last is not None and window >= last)
         after = Cursor(at.step + 1, at.epoch + 1) if ends else Cursor(at.step + 1, at.epoch, window, row)
-        episodes, first = _joined(parts)
+        episodes, first = join(parts)
         begins = at.window == 0 and at.row == 0 and (last is not None or at.step == 0)
         return Step(at, after, episodes, first, begins, ends, NONE if dropped is None else dropped)
 
@@ -194,7 +203,14 @@ class Plan:
             raise UsageError(f"{self.split}: window {at.window} of epoch {at.epoch} has no row {at.row}")
 
 
-def _joined(parts: list[Window]) -> Window:
+def fill(rows: Window, count: int) -> Window:
+    """The same with as many rows without an episode as are missing."""
+    missing = count - (len(rows.first) - 1)
+    return rows if not missing else Window(rows.episodes, np.append(rows.first, np.repeat(rows.first[-1:], missing)))
+
+
+def join(parts: list[Window]) -> Window:
+    """The rows of several windows, one after the other."""
     if len(parts) == 1:
         return parts[0]
     ends = np.cumsum([len(part.episodes) for part in parts])

@@ -1,11 +1,12 @@
-"""Reading for batches: where episodes lie, and their tokens, weights, targets and segments, copied slice by slice.
+"""Reading for batches: where episodes lie, their tokens, and the spans that say which of them are trained.
 
-Episodes are numbered over all sources and shards, one after the other. Memory is that of what is read.
+Episodes are numbered over all sources and shards, one after the other. What is read is sliced out of the mapped files
+and joined as bytes: no token is touched in Python, and no index of tokens is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,206 +14,244 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError
 from chatmill.rows import OWN_ID, Index, Part, Table, as_bytes, offsets, ragged_index
-from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, STORED_SPAN, TARGETS, TOKENS
 from chatmill.store.read import Episodes
+
+Where = slice | Index
 
 
 class Places(NamedTuple):
-    """Where episodes lie: the shard, counted over all sources, and the tokens in it."""
+    """Where episodes lie: the shard, counted over all sources, their number in it, and their tokens in it."""
 
     shard: Index
-    local: Index
-    """The episode's number in its shard."""
+    number: Index
     start: Index
     length: Index
 
+    def take(self, where: Where) -> Places:
+        return Places(*(column[where] for column in self))
+
 
 class Spans(NamedTuple):
-    """The spans of some episodes, one episode after the other."""
+    """The spans of some episodes, one episode after the other; none is empty."""
 
     length: Index
     weight: NDArray[np.float32]
     is_padding: NDArray[np.bool_]
-    target: Index
-    """-1 where tokens are predicted as they are."""
-    begins_segment: NDArray[np.bool_]
+    target: Index | None
+    """-1 where tokens are predicted as they are; None if all of them are."""
     first: Index
-    """Where the spans of each episode begin, and where the last ones end."""
+    """The first span of each episode, and the number of all."""
+    first_of_segment: Index
+    """The first span of each segment, and the number of all."""
 
 
 class Reader:
     """Reads the episodes of several splits by one numbering."""
 
     def __init__(self, parts: Sequence[Episodes]) -> None:
-        self.shards = [(part, number) for part in parts for number in range(len(part.shards))]
-        infos = [part.shards[number] for part, number in self.shards]
+        self._shards = [(part, number) for part in parts for number in range(len(part.shards))]
+        infos = [part.shards[number] for part, number in self._shards]
         self._first = offsets(np.array([info.num_episodes for info in infos], dtype=np.int64))
-        self._tokens = np.array([info.num_tokens for info in infos], dtype=np.int64)
-        self.has_spans = [SPANS in info.records for info in infos]
-        self.has_targets = any(TARGETS in info.records for info in infos)
-        self.one_segment = [info.records.get(ORIGINS, info.num_episodes) == info.num_episodes for info in infos]
+        self._num_tokens = np.array([info.num_tokens for info in infos], dtype=np.int64)
+        self._records = [info.records for info in infos]
+        self.dtype = max((info.dtype for info in infos), key=lambda dtype: dtype.itemsize)
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def locate(self, episodes: Index) -> Places:
-        """Where these episodes lie; `DataError` if the index points beyond the tokens."""
-        shard = np.searchsorted(self._first, episodes, side="right") - 1
-        local = episodes - self._first[shard]
-        entries = np.empty((len(episodes), 2), dtype=np.int64)
-        for number, where in _groups(shard):
-            entries[where] = self.array(number, INDEX).view("<i8").reshape(-1, 2)[local[where]]
-        start, length = entries[:, 0], entries[:, 1]
-        room = self._tokens[shard]
-        wrong = (start < 0) | (length < 0) | (start > room) | (length > room - start)
-        if wrong.any():
-            part, number = self.shards[int(shard[wrong.argmax()])]
-            raise DataError(f"{part.shards[number].folder}: the index points beyond the tokens; run chatmill verify")
-        return Places(shard, local, start, length)
-
     def array(self, shard: int, name: str) -> NDArray[Any]:
         """One file of a shard, mapped."""
-        part, number = self.shards[shard]
+        part, number = self._shards[shard]
         return part.array(number, name)
 
-    def copy(self, name: str, places: Places, start: Index, length: Index, to: Index, out: NDArray[Any]) -> None:
-        """Copy so much of each episode, from `start` in its shard, to its place in a flat array."""
-        shards = places.shard.tolist()
-        file: NDArray[Any] | None = None
-        last = -1
-        for shard, a, n, b in zip(shards, start.tolist(), length.tolist(), to.tolist(), strict=True):
-            if shard != last:
-                file, last = self.array(shard, name), shard
-            assert file is not None
-            out[b : b + n] = file[a : a + n]
+    def locate(self, episodes: Index) -> Places:
+        """Where these episodes lie; `DataError` if an index points beyond its tokens."""
+        shard = np.searchsorted(self._first, episodes, side="right") - 1
+        number = episodes - self._first[shard]
+        entries = np.empty((len(episodes), 2), dtype=np.uint64)
+        for of, where in _by_shard(shard):
+            entries[where] = self.array(of, INDEX).view("<u8").reshape(-1, 2)[number[where]]
+        start, length, room = entries[:, 0], entries[:, 1], self._num_tokens.view(np.uint64)[shard]
+        wrong = (start > room) | (length > room - start)
+        if wrong.any():
+            raise self._fault(int(shard[wrong.argmax()]), "the index points beyond the tokens")
+        return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
-    def spans(self, places: Places) -> Spans:
-        """The span tables of these episodes. An episode of a shard that has none is made of its mask."""
+    def tokens(self, shard: Index, start: Index, stop: Index, *, pad: int, longest: int) -> NDArray[np.unsignedinteger]:
+        """Pieces of shards one after the other; a piece of shard -1 is padding, from 0 to at most `longest`."""
+        found = [of for of in _distinct(shard) if of >= 0]
+        views = [memoryview(self.array(of, TOKENS)) for of in found]
+        views.append(memoryview(np.full(longest, pad, dtype=self.dtype)))
+        # -1, the last of them, is the padding.
+        which = np.where(shard < 0, -1, np.searchsorted(found, shard))
+        return _joined(views, which, start, stop, self.dtype)
+
+    def spans(self, places: Places, cut: Index) -> Spans:
+        """The spans of these episodes without so many tokens of their beginnings.
+
+        An episode of which only the mask is stored has a span for every run of it.
+        """
         count = len(places.shard)
-        parts: list[tuple[Index, Spans]] = []
-        for shard, where in _groups(places.shard):
-            numbers = np.arange(count)[where]
-            read = self._stored if self.has_spans[shard] else self._from_mask
-            parts.append((numbers, read(shard, *(column[where] for column in places[1:]))))
-        if len(parts) == 1:
-            return parts[0][1]
-        return _interleaved(parts, count)
-
-    def _stored(self, shard: int, local: Index, start: Index, length: Index) -> Spans:
-        origins, table = self.array(shard, ORIGINS), self.array(shard, SPANS)
-        if self.one_segment[shard] and bool(np.all(length > 0)):
-            # As many segments as episodes, and none without: each has its own.
-            begin, end = local, local + 1
-        else:
-            row = origins["row"]
-            begin, end = _lower_bounds(row, local), _lower_bounds(row, local + 1)
-        segments = ragged_index(begin, end - begin)
-        edges = np.append(segments, end[-1:] if len(end) else 0)
-        first_span = _first_span(origins, len(table))
-        span_begin, span_end = first_span(segments), first_span(segments + 1)
-        counts = span_end - span_begin
-        if np.any(counts < 0) or np.any(span_end > len(table)):
-            raise self._untiled(shard)
-        del edges
-        index = ragged_index(span_begin, counts)
-        chosen = as_bytes(table).take(index).view(table.dtype)
-        begins = np.zeros(len(index), dtype=np.bool_)
-        begins[offsets(counts)[:-1][counts > 0]] = True
-        first = offsets(counts)[offsets(end - begin)]
+        begin, end = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+        segments: list[tuple[Index, Index, Index]] = []
+        views = []
+        which = np.zeros(count, dtype=np.int64)
+        for at, (shard, where) in enumerate(_by_shard(places.shard)):
+            here = places.take(where)
+            if SPANS in self._records[shard]:
+                table = self.array(shard, SPANS)
+                begin[where], end[where], several = self._span_ranges(shard, here)
+                if several is not None:
+                    segments.append((np.arange(count)[where], *several))
+            else:
+                table, edges = self._of_mask(shard, here)
+                begin[where], end[where] = edges[:-1], edges[1:]
+            views.append(memoryview(as_bytes(table)))
+            which[where] = at
+        stored = _joined(views, which, begin, end, STORED_SPAN)
+        first = offsets(end - begin)
+        length = stored["length"].astype(np.int64)
+        edges = offsets(length)[first]
+        if not np.array_equal(edges[1:] - edges[:-1], places.length):
+            wrong = int((edges[1:] - edges[:-1] != places.length).argmax())
+            raise self._fault(int(places.shard[wrong]), "spans do not tile the tokens of their rows")
         spans = Spans(
-            chosen["length"].astype(np.int64),
-            chosen["weight"].astype(np.float32),
-            chosen["part"] == Part.PAD,
-            self._targets(shard, index),
-            begins,
+            length,
+            stored["weight"].astype(np.float32),
+            stored["part"] == Part.PAD,
+            self._targets(places.shard, begin, end),
             first,
+            _first_of_segment(first, segments),
         )
-        if not np.array_equal(offsets(spans.length)[first], offsets(length)):
-            raise self._untiled(shard)
-        return spans
+        return _without(spans, cut) if cut.any() else spans
 
-    def _targets(self, shard: int, index: Index) -> Index:
-        target = np.full(len(index), int(OWN_ID), dtype=np.int64)
-        part, number = self.shards[shard]
-        if TARGETS in part.shards[number].records and len(index):
-            stored = self.array(shard, TARGETS)
-            at = _lower_bounds(stored["span"], index)
-            found = at < len(stored)
-            found[found] = stored["span"][at[found]] == index[found]
-            target[found] = stored["target"][at[found]]
+    def _span_ranges(self, shard: int, here: Places) -> tuple[Index, Index, tuple[Index, Index] | None]:
+        """The spans of these episodes in their shard; and, unless each has one segment, how many and their spans."""
+        origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
+        if len(origins) == self._records[shard][INDEX] and _own_segment(origins, here.number):
+            begin, end = _first_spans(origins, np.stack([here.number, here.number + 1]), most)
+            return begin, end, None
+        row = origins["row"]
+        low, high = _lower_bounds(row, here.number), _lower_bounds(row, here.number + 1)
+        begin, end = _first_spans(origins, np.stack([low, high]), most)
+        inside = _first_spans(origins, ragged_index(low, high - low), most)
+        return begin, end, (high - low, inside - np.repeat(begin, high - low))
+
+    def _of_mask(self, shard: int, here: Places) -> tuple[Table, Index]:
+        """Spans of episodes of which no more is known than their mask, and where those of each begin."""
+        edges = offsets(here.length)
+        mask = np.ones(int(edges[-1]), dtype=np.bool_)
+        if MASK in self._records[shard]:
+            view = [memoryview(self.array(shard, MASK))]
+            none = np.zeros(len(here.start), dtype=np.int64)
+            mask = _joined(view, none, here.start, here.start + here.length, np.dtype("u1")) > 0
+        begins = np.zeros(len(mask) + 1, dtype=np.bool_)
+        np.not_equal(mask[1:], mask[:-1], out=begins[1:-1])
+        begins[edges] = True
+        start = np.flatnonzero(begins)
+        table = np.zeros(len(start) - 1, dtype=STORED_SPAN)
+        table["length"], table["weight"], table["part"] = np.diff(start), mask[start[:-1]], Part.CONTENT
+        return table, np.searchsorted(start, edges)
+
+    def _targets(self, shard: Index, begin: Index, end: Index) -> Index | None:
+        """What the spans from `begin` to `end` of these shards are predicted as."""
+        if not any(TARGETS in self._records[of] for of in _distinct(shard)):
+            return None
+        first = offsets(end - begin)
+        target = np.full(first[-1], int(OWN_ID), dtype=np.int64)
+        for of, where in _by_shard(shard):
+            if TARGETS in self._records[of]:
+                stored = self.array(of, TARGETS)
+                index = ragged_index(begin[where], (end - begin)[where])
+                at = np.minimum(_lower_bounds(stored["span"], index), len(stored) - 1)
+                named = stored["span"][at] == index
+                place = ragged_index(first[:-1][where], (end - begin)[where])
+                target[place[named]] = stored["target"][at[named]]
         return target
 
-    def _from_mask(self, shard: int, local: Index, start: Index, length: Index) -> Spans:
-        part, number = self.shards[shard]
-        if MASK in part.shards[number].records:
-            mask = np.empty(int(length.sum()), dtype=np.bool_)
-            places = Places(np.full(len(local), shard), local, start, length)
-            self.copy(MASK, places, start, length, offsets(length)[:-1], mask)
-        else:
-            mask = np.ones(int(length.sum()), dtype=np.bool_)
-        row_start = offsets(length)
-        begins = np.zeros(len(mask) + 1, dtype=np.bool_)
-        begins[1:-1] = mask[1:] != mask[:-1]
-        begins[row_start] = True
-        at = np.flatnonzero(begins)
-        first = np.searchsorted(at, row_start)
-        opens = np.zeros(len(at) - 1, dtype=np.bool_)
-        opens[first[:-1][length > 0]] = True
-        none = np.zeros(len(at) - 1, dtype=np.bool_)
-        return Spans(
-            np.diff(at),
-            mask[at[:-1]].astype(np.float32),
-            none,
-            np.full(len(at) - 1, int(OWN_ID), dtype=np.int64),
-            opens,
-            first,
-        )
-
-    def _untiled(self, shard: int) -> DataError:
-        part, number = self.shards[shard]
-        return DataError(
-            f"{part.shards[number].folder}: spans do not tile the tokens of their rows; run chatmill verify"
-        )
+    def _fault(self, shard: int, what: str) -> DataError:
+        part, number = self._shards[shard]
+        return DataError(f"{part.shards[number].folder}: {what}; run chatmill verify")
 
 
-def _groups(shard: Index) -> Iterator[tuple[int, Any]]:
-    """Each shard that occurs, and where: a slice if it is all of them, else their numbers."""
+def _distinct(shard: Index) -> list[int]:
+    """Every shard that occurs, rising."""
+    return sorted(set(shard.tolist()))
+
+
+def _by_shard(shard: Index) -> Iterator[tuple[int, Where]]:
+    """Each shard that occurs, and where: a slice if it is everywhere, else places."""
     if not len(shard):
         return
-    if shard[0] == shard[-1] and (shard == shard[0]).all():
+    if bool((shard == shard[0]).all()):
         yield int(shard[0]), slice(None)
         return
-    by_shard = np.argsort(shard, kind="stable")
-    ordered = shard[by_shard]
-    begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), len(shard)], strict=True):
-        yield int(ordered[begin]), by_shard[begin:end]
+    order = np.argsort(shard, kind="stable")
+    ordered = shard[order]
+    edges = np.flatnonzero(np.diff(ordered, prepend=-1, append=-1))
+    for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        yield int(ordered[begin]), order[begin:end]
 
 
-def _interleaved(parts: list[tuple[Index, Spans]], count: int) -> Spans:
-    """Spans that were read shard by shard, in the order of the episodes."""
-    counts = np.empty(count, dtype=np.int64)
-    begin = np.empty(count, dtype=np.int64)
-    at = 0
-    for numbers, spans in parts:
-        counts[numbers] = np.diff(spans.first)
-        begin[numbers] = spans.first[:-1] + at
-        at += len(spans.length)
-    index = ragged_index(begin, counts)
-    columns = [np.concatenate([spans[column] for _, spans in parts])[index] for column in range(5)]
-    return Spans(*columns, offsets(counts))
+def _joined(views: list[memoryview], which: Index, start: Index, stop: Index, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Slices of several arrays one after the other, copied as bytes."""
+    if len(views) == 1:
+        view = views[0]
+        pieces = [view[a:b] for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
+    else:
+        columns = zip(which.tolist(), start.tolist(), stop.tolist(), strict=True)
+        pieces = [views[of][a:b] for of, a, b in columns]
+    return np.frombuffer(b"".join(pieces), dtype=dtype)
 
 
-def _first_span(origins: Table, end: int) -> Callable[[Index], Index]:
+def _own_segment(origins: Table, episodes: Index) -> bool:
+    """Whether each of these episodes is one segment, and that with its own number."""
+    around = np.stack([episodes - 1, episodes, episodes + 1])
+    before, row, after = _records(origins, around)["row"].astype(np.int64)
+    alone = (row == episodes) & ((before < row) | (row == 0)) & ((after > row) | (row == len(origins) - 1))
+    return bool(alone.all())
+
+
+def _records(table: Table, numbers: Index) -> Table:
+    """Records of a mapped table, whole: an index on a field that is not aligned in the file is slow."""
+    return as_bytes(table).take(numbers.ravel(), mode="clip").view(table.dtype).reshape(numbers.shape)
+
+
+def _first_spans(origins: Table, segments: Index, end: int) -> Index:
     """The first span of each segment; `end` for the number after the last segment."""
+    if not len(origins):
+        return np.full(segments.shape, end, dtype=np.int64)
+    found = _records(origins, segments)["first_span"]
+    return np.where(segments < len(origins), found.astype(np.int64), end)
 
-    def first(segments: Index) -> Index:
-        if not len(origins):
-            return np.full(len(segments), end, dtype=np.int64)
-        known = origins["first_span"][np.minimum(segments, len(origins) - 1)].astype(np.int64)
-        return np.where(segments < len(origins), known, end)
 
-    return first
+def _first_of_segment(first: Index, several: list[tuple[Index, Index, Index]]) -> Index:
+    """The first span of each segment: that of its episode, but for those that are told to have several (or none)."""
+    if not several:
+        begins: Index = first[:-1][first[1:] > first[:-1]]
+        return np.append(begins, first[-1])
+    counts = (first[1:] > first[:-1]).astype(np.int64)
+    for episodes, number, _ in several:
+        counts[episodes] = number
+    edges = offsets(counts)
+    found = np.repeat(first[:-1], counts)
+    for episodes, number, inside in several:
+        found[ragged_index(edges[:-1][episodes], number)] += inside
+    return np.append(found, first[-1])
+
+
+def _without(spans: Spans, cut: Index) -> Spans:
+    """The same without so many tokens of each episode's beginning, and without spans and segments that this empties."""
+    owner = np.repeat(np.arange(len(cut)), np.diff(spans.first))
+    edges = offsets(spans.length)
+    gone = edges[spans.first[:-1]] + cut
+    length = np.minimum(spans.length, np.maximum(edges[1:] - gone[owner], 0))
+    kept = length > 0
+    new = offsets(kept)
+    of_segment = np.unique(new[spans.first_of_segment])
+    target = None if spans.target is None else spans.target[kept]
+    return Spans(length[kept], spans.weight[kept], spans.is_padding[kept], target, new[spans.first], of_segment)
 
 
 def _lower_bounds(column: NDArray[Any], values: Index) -> Index:
@@ -220,11 +259,9 @@ def _lower_bounds(column: NDArray[Any], values: Index) -> Index:
 
     `np.searchsorted` would copy the whole column first, because it lies strided in the mapped file.
     """
-    low = np.zeros(len(values), dtype=np.int64)
-    high = np.full(len(values), len(column), dtype=np.int64)
-    while np.any(open_ := low < high):
+    low, high = np.zeros(len(values), dtype=np.int64), np.full(len(values), len(column), dtype=np.int64)
+    while np.any(low < high):
         middle = (low + high) // 2
-        below = column[np.minimum(middle, len(column) - 1)].astype(np.int64) < values
-        low = np.where(open_ & below, middle + 1, low)
-        high = np.where(open_ & ~below, middle, high)
+        below = (low < high) & (column[np.minimum(middle, len(column) - 1)].astype(np.int64) < values)
+        low, high = np.where(below, middle + 1, low), np.where(below, high, middle)
     return low
