@@ -1,0 +1,131 @@
+"""Matching against brute force: every assignment is tried, and areas are counted cell by cell."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import combinations, permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chatmill.errors import UsageError
+from chatmill.rollout.match import match_equal, match_objects, overlaps
+
+# Few places, so that ties, touching edges and boxes without area are common.
+place_ = st.integers(0, 5)
+
+
+@st.composite
+def boxes_(draw):
+    xs, ys = sorted(draw(st.tuples(place_, place_))), sorted(draw(st.tuples(place_, place_)))
+    return {"desc": "x", "bbox_2d": [xs[0], ys[0], xs[1], ys[1]]}
+
+
+def cells(box):
+    x1, y1, x2, y2 = box["bbox_2d"]
+    return {(x, y) for x in range(x1, x2) for y in range(y1, y2)}
+
+
+def box_overlap(one, other):
+    union = cells(one) | cells(other)
+    return Fraction(len(cells(one) & cells(other)), len(union)) if union else Fraction(int(one == other))
+
+
+def brute_force(predicted, truth, gate):
+    """The best assignment over all there are, the first one of them in the order of pairs."""
+    best, chosen = Fraction(-1), None
+    for size in range(min(len(predicted), len(truth)), -1, -1):
+        for rows in combinations(range(len(predicted)), size):
+            for columns in permutations(range(len(truth)), size):
+                pairs = list(zip(rows, columns, strict=True))
+                values = [box_overlap(predicted[row], truth[column]) for row, column in pairs]
+                if all(value >= gate for value in values):
+                    # Of equal sums: row by row the lowest column, a row without one counting as the highest.
+                    of_row = dict(pairs)
+                    rank = [of_row.get(row, len(truth)) for row in range(len(predicted))]
+                    if chosen is None or (sum(values), [-r for r in rank]) > (best, [-r for r in chosen[1]]):
+                        best, chosen = sum(values), (pairs, rank)
+    return chosen[0]
+
+
+@settings(max_examples=60)
+@given(st.lists(boxes_(), max_size=4), st.lists(boxes_(), max_size=4), st.sampled_from([0.2, 0.3, 0.5]))
+def test_the_matching_is_the_first_of_the_best_of_all_assignments(predicted, truth, gate):
+    found = match_objects(predicted, truth, gate=gate)
+    assert list(found.pairs) == brute_force(predicted, truth, Fraction(gate).limit_denominator(10))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_six_by_six_crowded_boxes_match_as_by_brute_force(seed):
+    draw = np.random.default_rng(seed)
+    corners = np.sort(draw.integers(0, 4, (12, 2, 2)), axis=1)
+    things = [{"desc": "x", "bbox_2d": [int(a) for a in (x1, y1, x2, y2)]} for (x1, y1), (x2, y2) in corners]
+    found = match_objects(things[:6], things[6:], gate=0.3)
+    best = {}
+    for columns in permutations(range(6)):
+        values = [box_overlap(things[row], things[6 + column]) for row, column in enumerate(columns)]
+        kept = tuple((row, column) for row, column in enumerate(columns) if values[row] >= Fraction(3, 10))
+        best[kept] = sum((values[row] for row, _ in kept), Fraction())
+    most = max(best.values())
+    assert sum(box_overlap(things[row], things[6 + column]) for row, column in found.pairs) == most
+    ranks = [[dict(pairs).get(row, 6) for row in range(6)] for pairs, value in best.items() if value == most]
+    assert [dict(found.pairs).get(row, 6) for row in range(6)] == min(ranks)
+
+
+@given(st.lists(boxes_(), max_size=5), st.lists(boxes_(), max_size=5))
+def test_every_object_is_paired_false_or_missed(predicted, truth):
+    found = match_objects(predicted, truth)
+    assert sorted([row for row, _ in found.pairs] + list(found.false_positives)) == list(range(len(predicted)))
+    assert sorted([column for _, column in found.pairs] + list(found.missed)) == list(range(len(truth)))
+    weak = sum(0 < box_overlap(one, other) < Fraction(3, 10) for one in predicted for other in truth)
+    assert found.gated == weak
+
+
+def polygon(*points):
+    return {"desc": "x", "poly": list(points)}
+
+
+def test_polygons_overlap_by_their_exact_areas():
+    square, triangle = polygon(0, 0, 10, 0, 10, 10, 0, 10), polygon(0, 0, 10, 0, 0, 10)
+    turned = polygon(10, 0, 10, 10, 0, 10)
+    box, far = {"desc": "x", "bbox_2d": [0, 0, 10, 5]}, polygon(100, 100, 200, 100, 200, 200)
+    bow_tie = polygon(0, 0, 10, 10, 10, 0, 0, 10)
+    # The bow tie is two triangles of 25 each; the box cuts the triangle's tip of 12.5 off.
+    found = overlaps([square, triangle, bow_tie], [triangle, turned, box, far, bow_tie])
+    expected = [[0.5, 0.5, 0.5, 0, 0.5], [1, 0, 37.5 / 62.5, 0, 1 / 3], [1 / 3, 1 / 3, 25 / 75, 0, 1]]
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_shapes_without_area_overlap_themselves_alone():
+    line, other = polygon(0, 0, 5, 5, 9, 9), polygon(0, 0, 5, 5, 8, 8)
+    point = {"desc": "x", "bbox_2d": [3, 3, 3, 3]}
+    assert overlaps([line, point], [line, other, point]).tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+def test_boxes_and_the_same_boxes_as_polygons_overlap_alike():
+    draw = np.random.default_rng(1)
+    corners = np.sort(draw.integers(0, 999, (20, 2, 2)), axis=1)
+    boxes = [{"desc": "x", "bbox_2d": [int(a) for a in (x1, y1, x2, y2)]} for (x1, y1), (x2, y2) in corners]
+    polygons = [polygon(*(int(a) for a in (x1, y1, x2, y1, x2, y2, x1, y2))) for (x1, y1), (x2, y2) in corners]
+    np.testing.assert_allclose(overlaps(boxes, boxes), overlaps(polygons, boxes), rtol=1e-9)
+
+
+def test_the_gate_itself_is_enough():
+    half = {"desc": "x", "bbox_2d": [0, 0, 5, 10]}
+    whole = {"desc": "x", "bbox_2d": [0, 0, 10, 10]}
+    assert match_objects([half], [whole], gate=0.5).pairs == ((0, 0),)
+    assert match_objects([half], [whole], gate=0.51).pairs == ()
+
+
+@pytest.mark.parametrize("gate", [0, -1, 1.5, float("nan")])
+def test_a_gate_lies_between_nothing_and_all(gate):
+    with pytest.raises(UsageError, match="gate"):
+        match_objects([], [], gate=gate)
+
+
+def test_equal_things_are_paired_in_order_and_types_count():
+    found = match_equal([{"a": 1}, {"a": True}, {"a": 1}, {"a": "1"}], [{"a": "1"}, {"a": 1}, {"a": 1.0}, {"a": 1}])
+    assert found.pairs == ((0, 1), (2, 3), (3, 0))
+    assert (found.false_positives, found.missed) == ((1,), (2,))

@@ -1,0 +1,110 @@
+"""The scan: where entries stand in characters and tokens, however the text is cut into tokens."""
+
+from __future__ import annotations
+
+import pytest
+from rollout_material import FIRST_COORDINATE, Toy, box
+
+from chatmill.rollout.scan import scan
+from chatmill.rollout.vocabulary import Vocabulary
+
+
+def read(toy, ids, **options):
+    return scan(ids, Vocabulary(toy), **options)
+
+
+def test_entries_come_in_order_with_their_places_in_characters_and_tokens():
+    toy = Toy()
+    ids = [*toy.encode('{"é": '), toy.token(b'1, "ob'), toy.token(b'ject_2": {"a": "'), 0xF0, 0x9F, 0x98, 0x80]
+    ids += [toy.token(b'"}, "object'), *toy.encode("_3"), *toy.encode('": {"x')]
+    found = read(toy, ids)
+    text = '{"é": 1, "object_2": {"a": "😀"}, "object_3": {"x'
+    assert found.data.decode() == text
+    assert [(entry.key, entry.number, entry.is_object, entry.complete) for entry in found.entries] == [
+        ("é", None, False, True),
+        ("object_2", 2, True, True),
+        ("object_3", 3, True, False),
+    ]
+    characters = [found.characters(entry.start, entry.stop) for entry in found.entries]
+    assert [text[start:stop] for start, stop in characters] == [
+        '"é": 1',
+        '"object_2": {"a": "😀"}',
+        '"object_3": {"x',
+    ]
+    # Eight bytes stand before the first fused token, é being two of them; an entry holds every token it touches.
+    assert [found.tokens(entry.start, entry.stop) for entry in found.entries] == [(1, 8), (7, 14), (13, len(ids))]
+    assert found.ended == "open"
+
+
+def test_coordinates_are_placed_only_where_an_array_holds_them():
+    toy = Toy()
+    text = f'{{{box(1, "<|coord_7|>", 1, 2, 3, 4)}, "object_2": {{"bbox_2d": "<|coord_8|>", "x": ["a<|coord_9|>"]}}}}'
+    ids = toy.rollout(text)
+    first, second = read(toy, ids).entries
+    assert second.coordinates == ()
+    starts = [start for start, _ in first.coordinates]
+    assert [k for _, k in first.coordinates] == [1, 2, 3, 4]
+    assert [text.encode()[start : start + 11] for start in starts] == [f"<|coord_{k}|>".encode() for k in (1, 2, 3, 4)]
+    assert [ids[read(toy, ids).tokens(start, start + 1)[0]] for start in starts] == [
+        FIRST_COORDINATE + k for k in (1, 2, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "keys"),
+    [
+        ('{"a": 1}', "closed", ["a"]),
+        ("{}x", "closed", []),
+        ("{", "open", []),
+        ("{ ", "open", []),
+        ('{"a', "open", [""]),
+        ('{"a"', "open", [""]),
+        ('{"a" ', "open", [""]),
+        ('{"a":', "open", ["a"]),
+        ('{"a": tru', "open", ["a"]),
+        ('{"a": -', "open", ["a"]),
+        ('{"a": "x\\', "open", ["a"]),
+        ('{"a": 1', "open", ["a"]),
+        ('{"a": 1,', "open", ["a"]),
+        ('{"a": {"b": "}', "open", ["a"]),
+        ('{"a": [1, "]', "open", ["a"]),
+        ('{"a" 1}', "fault", [""]),
+        ("{'a': 1}", "fault", []),
+        ('{"a": 1,}', "fault", ["a"]),
+        ('{"a": 1 "b": 2}', "fault", ["a"]),
+        ('{"a": tru}', "fault", ["a"]),
+        ('{"a": 01}', "fault", ["a"]),
+        ('{"a": NaN}', "fault", ["a"]),
+        ('{"a": [1}]', "fault", ["a"]),
+        ('{"a": [1 2]}', "fault", ["a"]),
+        ('{"a": [NaN]}', "fault", ["a"]),
+        ('{"a": "\\x"}', "fault", ["a"]),
+        ('{"a": "x\ny"}', "fault", ["a"]),
+        ('{"\\x": 1}', "fault", [""]),
+        ("[1]", "no_root", []),
+        ("", "no_root", []),
+    ],
+)
+def test_how_a_root_ends_is_told_apart(text, ended, keys):
+    toy = Toy()
+    found = read(toy, toy.encode(text))
+    assert (found.ended, [entry.key for entry in found.entries]) == (ended, keys)
+
+
+def test_bytes_that_are_no_text_end_nothing_inside_a_body_and_everything_in_a_key():
+    toy = Toy()
+    ids = [*toy.encode('{"object_1": {"desc": "'), 0xFF, 0xC3, *toy.encode('"}, "b'), 0xFF, *toy.encode('": 1}')]
+    found = read(toy, ids)
+    assert [(entry.key, entry.complete) for entry in found.entries] == [("object_1", True), ("", False)]
+    assert found.ended == "fault"
+    assert found.characters(found.entries[0].start, found.entries[0].stop) == (1, 27)
+
+
+def test_very_deep_nesting_is_read():
+    toy = Toy()
+    deep = 50_000
+    body = '{"object_1": ' + '{"a": ' * deep + "1" + "}" * deep + ', "object_2": {'
+    found = read(toy, list(body.encode()))
+    assert [entry.complete for entry in found.entries] == [True, False]
+    array = '{"a": ' + "[" * deep + "]" * deep + ', "object_2": {}}'
+    assert read(toy, list(array.encode())).ended == "fault"
