@@ -164,7 +164,8 @@ class Audit:
             self._log.add(action, said, durable=durable)
 
     def _covers(self) -> dict[str, Any]:
-        return {"world_size": self._world, "ranks": "all" if self._reduce or self._world == 1 else "0"}
+        ranks = "all" if self._reduce is not None or self._world == 1 else "0"
+        return {"world_size": self._world, "ranks": ranks, "digest_steps": self._every}
 
 
 def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:

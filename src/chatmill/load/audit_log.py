@@ -64,7 +64,7 @@ def write_line(time: datetime, action: str, fields: Mapping[str, Any], previous:
     for name, value in {"action": action, **fields, PREVIOUS: previous}.items():
         if not NAME.match(name):
             raise ValueError(f"{name!r} cannot name a field")
-        parts.append(f"{name}={_written(value)}")
+        parts.append(f"{name}={_escaped(written(value))}")
     return BETWEEN.join(parts).encode("ascii")
 
 
@@ -90,12 +90,13 @@ def parse_line(raw: bytes) -> Line:
     return Line(raw, time, action, fields, previous)
 
 
-def _written(value: Any) -> str:
-    if not isinstance(value, str):
-        value = json.dumps(value)
-    if PLAIN.match(value):
-        return str(value)
-    return json.dumps(value).replace("|", "\\u007c")
+def written(value: Any) -> str:
+    """A value as text: texts as they are, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _escaped(text: str) -> str:
+    return text if PLAIN.match(text) else json.dumps(text).replace("|", "\\u007c")
 
 
 @dataclass(frozen=True)
