@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"__main__"}
 
-HEAVY = {"torch", "transformers"}
+HEAVY = {"torch", "transformers", "peft"}
 HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout"}
 HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft"}
 

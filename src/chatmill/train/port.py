@@ -68,6 +68,10 @@ class CausalModel(nn.Module):
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write the model into a folder that exists: safetensors and JSON. `state` stands for its own weights."""
 
+    def trained_state(self) -> dict[str, Tensor]:
+        """The weights that training changes, by name: all of them, or the adapters of a model that has some."""
+        return {name: parameter.detach() for name, parameter in self.named_parameters() if parameter.requires_grad}
+
     def compile_blocks(self) -> None:
         """Compile each block; they share one compilation. Shapes are taken as fixed."""
         for block in self.blocks():

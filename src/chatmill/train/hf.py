@@ -1,0 +1,256 @@
+"""Any Hugging Face causal model from a folder, behind the same port as chatmill's own.
+
+transformers builds its masks from positions that begin anew with each conversation. Whether an architecture really
+keeps conversations apart, and whether its logits are what its head says, is tried out when a model is opened.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chatmill.errors import DataError, UsageError
+from chatmill.train.loss import Head
+from chatmill.train.port import Cache, CausalModel
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.jinja",
+    "*.model",
+)
+"""What is copied from the folder a model came from to the folder it is saved in."""
+CLOSE = 1e-3
+"""Largest difference of logits, beside their size, that is rounding."""
+
+
+class HFModel(CausalModel):
+    """A causal model of transformers. Parameters stay float32; with `compute` the forward pass is autocast to it."""
+
+    def __init__(self, lm: Any, *, source: Path | None = None, compute: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.lm = lm
+        self.source = source
+        self.compute = compute
+        text = lm.config.get_text_config()
+        self.vocab_size = int(text.vocab_size)
+        self.max_positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
+        self._check_head()
+        self.separates = self._separates()
+        """Whether the architecture keeps the conversations of a packed row apart; if not, rows are taken apart."""
+
+    @classmethod
+    def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> HFModel:
+        """Read a folder that `save_pretrained` wrote; code that comes with a model is not run."""
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError:
+            raise UsageError(f"{folder}: is a Hugging Face model; pip install 'chatmill[hf]' to train it") from None
+        try:
+            lm = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise DataError(f"{folder}: transformers cannot open it as a causal model ({reason})") from None
+        return cls(lm, source=folder, compute=compute)
+
+    def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
+        self._attend_by(self._training_attention(x))
+        if self.separates:
+            return self._states(x, positions)
+        index, lengths = _apart(segments)
+        states = self._states(x.flatten()[index], positions.flatten()[index])
+        inside = torch.arange(index.shape[1], device=x.device) < lengths[:, None]
+        return states[inside].view(*x.shape, -1)
+
+    def head(self) -> Head:
+        layer, config = self.lm.get_output_embeddings(), self.lm.config.get_text_config()
+        scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        return Head(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
+
+    def _states(self, x: Tensor, positions: Tensor) -> Tensor:
+        with self._cast():
+            out = self.lm.base_model(input_ids=x, position_ids=positions, use_cache=False)
+        states = out.last_hidden_state
+        return states.to(self.compute or states.dtype)
+
+    def _cast(self) -> AbstractContextManager[Any]:
+        if self.compute in (None, torch.float32):
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute)
+
+    def blocks(self) -> list[nn.Module]:
+        depth = self.lm.config.get_text_config().num_hidden_layers
+        for module in self.lm.base_model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == depth:
+                return list(module)
+        raise UsageError(f"{self._name}: its layers cannot be told one by one; neither compile nor shard it")
+
+    def checkpoint_blocks(self) -> None:
+        self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, Cache]:
+        from transformers import DynamicCache
+
+        if getattr(self.lm, "_is_stateful", False):
+            replay = Replay(ids, lengths)
+            return self._replayed(replay), replay
+        length = ids.shape[1]
+        # transformers wants prompts that end together.
+        places = torch.arange(length, device=ids.device) - (length - lengths[:, None])
+        cache = HFCache(DynamicCache(config=self.lm.config), lengths, seen=places >= 0)
+        ids = ids.gather(1, places.clamp(min=0))
+        return self._next(ids, places.clamp(min=0), cache), cache
+
+    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
+        if isinstance(cache, Replay):
+            cache.append(tokens)
+            return self._replayed(cache)
+        assert isinstance(cache, HFCache)
+        positions = cache.lengths[:, None]
+        cache.lengths = cache.lengths + 1
+        cache.seen = torch.cat([cache.seen, torch.ones_like(positions, dtype=torch.bool)], dim=1)
+        return self._next(tokens[:, None], positions, cache)
+
+    def _next(self, ids: Tensor, positions: Tensor, cache: HFCache) -> Tensor:
+        self._attend_by("sdpa")
+        with self._cast():
+            out = self.lm(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=cache.seen.long(),
+                past_key_values=cache.past,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return out.logits[:, -1].float()
+
+    def _replayed(self, cache: Replay) -> Tensor:
+        positions = torch.arange(cache.ids.shape[1], device=cache.ids.device).expand_as(cache.ids)
+        states = self._states(cache.ids, positions)
+        return self.head().logits(states[torch.arange(len(states), device=states.device), cache.lengths - 1])
+
+    def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+        weights = None if state is None else {name.removeprefix("lm."): tensor for name, tensor in state.items()}
+        self.lm.save_pretrained(folder, state_dict=weights)
+        for pattern in TOKENIZER_FILES if self.source is not None else ():
+            for path in sorted((self.source or folder).glob(pattern)):
+                shutil.copy(path, folder / path.name)
+
+    # Attention.
+
+    def _training_attention(self, x: Tensor) -> str:
+        config = self.lm.config.get_text_config()
+        dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
+        if x.is_cuda and self.separates and not dropout and getattr(self.lm, "_supports_flex_attn", False):
+            return _registered_flex()
+        return "sdpa"
+
+    def _attend_by(self, name: str) -> None:
+        if self.lm.config._attn_implementation not in (name, "eager"):
+            self.lm.set_attn_implementation(name)
+
+    # What is tried out.
+
+    def _check_head(self) -> None:
+        layer = self.lm.get_output_embeddings()
+        if type(layer) is not nn.Linear:
+            raise DataError(
+                f"{self._name}: its head is a {type(layer).__name__}; only a plain linear head can be trained"
+            )
+        with _Trying(self.lm), torch.inference_mode():
+            x = torch.arange(4)[None] % self.vocab_size
+            whole = self.lm(input_ids=x).logits
+            ours = self.head().logits(self.lm.base_model(input_ids=x).last_hidden_state)
+        if not _close(whole, ours):
+            raise DataError(
+                f"{self._name}: its logits are not those of its head; this architecture cannot be trained here"
+            )
+
+    def _separates(self) -> bool:
+        x = torch.tensor([[1, 2, 3, 0, 3, 2, 1]]) % self.vocab_size
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+        with _Trying(self.lm), torch.inference_mode():
+            packed = self._states(x, positions)[:, 3:]
+            alone = self._states(x[:, 3:], positions[:, 3:])
+        return _close(packed, alone)
+
+    @property
+    def _name(self) -> str:
+        return str(self.source or type(self.lm).__name__)
+
+
+class HFCache:
+    """transformers' cache; prompts stand at the right, so which places hold tokens is kept beside it."""
+
+    def __init__(self, past: Any, lengths: Tensor, *, seen: Tensor) -> None:
+        self.past, self.lengths, self.seen = past, lengths, seen
+
+    def take(self, rows: Tensor) -> None:
+        self.past.reorder_cache(rows)
+        self.lengths, self.seen = self.lengths[rows], self.seen[rows]
+
+
+class Replay:
+    """For models that keep a state instead of keys and values: the tokens themselves, read again at every step."""
+
+    def __init__(self, ids: Tensor, lengths: Tensor) -> None:
+        self.ids, self.lengths = ids, lengths
+
+    def append(self, tokens: Tensor) -> None:
+        self.ids = torch.cat([self.ids, torch.zeros_like(self.ids[:, :1])], dim=1)
+        self.ids = self.ids.scatter(1, self.lengths[:, None], tokens[:, None])
+        self.lengths = self.lengths + 1
+
+    def take(self, rows: Tensor) -> None:
+        self.ids, self.lengths = self.ids[rows], self.lengths[rows]
+
+
+class _Trying:
+    """Without dropout for a moment."""
+
+    def __init__(self, lm: Any) -> None:
+        self._lm, self._training = lm, lm.training
+
+    def __enter__(self) -> None:
+        self._lm.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self._lm.train(self._training)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= CLOSE * b.abs().max())
+
+
+def _apart(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """For each segment the places of its tokens in the flattened rows, filled up at the end, and its length."""
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    start = begins.flatten().nonzero().squeeze(1)
+    lengths = torch.diff(start, append=start.new_tensor([segments.numel()]))
+    index = start[:, None] + torch.arange(int(lengths.max()), device=segments.device)
+    return index.clamp(max=segments.numel() - 1), lengths
+
+
+def _registered_flex() -> str:
+    """The name under which transformers finds FlexAttention that takes what autocast left in several precisions."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.flex_attention import flex_attention_forward
+    from transformers.masking_utils import flex_attention_mask
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return flex_attention_forward(module, q.to(v.dtype), k.to(v.dtype), v, *args, **kwargs)
+
+    AttentionInterface.register("chatmill_flex", attention)
+    AttentionMaskInterface.register("chatmill_flex", flex_attention_mask)
+    return "chatmill_flex"
