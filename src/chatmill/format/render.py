@@ -27,6 +27,7 @@ from chatmill.format.chat_format import ChatFormat
 from chatmill.format.plates import BEGIN, CLOSE, END, OPEN, PARTS, REST, Plates, RenderTokenizer
 from chatmill.format.sheet import Sheet, lay_out
 from chatmill.records import Record
+from chatmill.records.record import ROLES
 from chatmill.rows import (
     EMPTY,
     NO_MESSAGE,
@@ -53,6 +54,9 @@ def renderable(
     records: Iterable[Record], format: ChatFormat, on_reject: Callable[[RecordError], None] | None = None
 ) -> Iterator[Record]:
     """The records that the format can write; the others go to `on_reject`, or raise if there is none."""
+    if format.turns.keys() >= set(ROLES):
+        yield from records
+        return
     for record in records:
         for number, message in enumerate(record.messages):
             if message.role not in format.turns:

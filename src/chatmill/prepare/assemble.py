@@ -42,13 +42,17 @@ Numbers = NDArray[np.uint32]
 class StagedFile:
     path: Path
     only_val: bool
+    lines_before: int
+
+    def open(self) -> Staged:
+        return Staged(self.path, lines_before=self.lines_before)
 
 
 @dataclass(frozen=True)
 class Chosen:
     """Rows of one staged file that go to one split."""
 
-    path: Path
+    file: StagedFile
     rows: Numbers
 
 
@@ -97,7 +101,7 @@ def _split(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> dict[str, 
     chosen: dict[str, list[Chosen]] = {"train": [], "val": []}
     first = first_with_rows = 0
     for file in staged:
-        unit = Staged(file.path)
+        unit = file.open()
         if file.only_val:
             val = np.ones(len(unit), dtype=bool)
         elif shuffled is not None:
@@ -115,14 +119,14 @@ def _split(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> dict[str, 
                 ledger.add("dropped", "duplicate", rows=len(gone), tokens=len(gone.ids), trained=trained_tokens(gone))
         for name, those in (("train", kept & ~val), ("val", kept & val)):
             if those.any():
-                chosen[name].append(Chosen(file.path, np.flatnonzero(those).astype(np.uint32)))
+                chosen[name].append(Chosen(file, np.flatnonzero(those).astype(np.uint32)))
         first += unit.extra["records"]
     return chosen
 
 
 def _shuffled(staged: Sequence[StagedFile], job: Job) -> Flags:
     """Whether each record is one of the first of a shuffled list: the split of the primer cache."""
-    count = sum(Staged(file.path).extra["records"] for file in staged)
+    count = sum(file.open().extra["records"] for file in staged)
     val = np.zeros(count, dtype=bool)
     val[shuffle_split(count, job.val_split, seed=job.seed).val] = True
     return val
@@ -139,10 +143,10 @@ def _duplicates(staged: Sequence[StagedFile]) -> Flags:
 
     Keys are compared a sixteenth of them at a time, so that there is little besides the 16 bytes of each.
     """
-    count = sum(int(_begins(Staged(file.path)).sum()) for file in staged)
+    count = sum(int(_begins(file.open()).sum()) for file in staged)
     keys, filled = np.empty((count, 2), dtype="<u8"), 0
     for file in staged:
-        unit = Staged(file.path)
+        unit = file.open()
         own = unit.origins["key"][_begins(unit)]
         keys[filled : filled + len(own)] = own
         filled += len(own)
@@ -169,7 +173,7 @@ def _made(chosen: Iterable[Chosen], job: Job, ledger: Ledger) -> Iterator[Rows]:
 
 def _plain(chosen: Iterable[Chosen]) -> Iterator[Rows]:
     for part in chosen:
-        rows = Staged(part.path).rows()
+        rows = part.file.open().rows()
         yield rows if len(part.rows) == len(rows) else rows.take(part.rows)
 
 
@@ -180,7 +184,7 @@ def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[Rows]:
     for part in chosen:
         rest = part.rows
         while len(rest):
-            window.append(Chosen(part.path, rest[:room]))
+            window.append(Chosen(part.file, rest[:room]))
             rest, room = rest[room:], room - len(window[-1].rows)
             if not room:
                 yield from _pack_window(window, capacity)
@@ -192,8 +196,8 @@ def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[Rows]:
 def _pack_window(window: Sequence[Chosen], capacity: int) -> Iterator[Rows]:
     part_of = np.repeat(np.arange(len(window)), [len(part.rows) for part in window])
     row_of = np.concatenate([part.rows for part in window])
-    tokens, spans = np.concatenate([_sizes(Staged(part.path), part.rows) for part in window], axis=1)
-    opened = lru_cache(MAPPED)(Staged)
+    tokens, spans = np.concatenate([_sizes(part.file.open(), part.rows) for part in window], axis=1)
+    opened = lru_cache(MAPPED)(StagedFile.open)
     bins = pack_lengths(tokens, capacity)
     until = np.cumsum(np.add.reduceat(tokens[bins.order], bins.first[:-1]))
     first = 0
@@ -204,7 +208,7 @@ def _pack_window(window: Sequence[Chosen], capacity: int) -> Iterator[Rows]:
         out = _Table(tokens[items], spans[items])
         by_part = np.argsort(part_of[items], kind="stable")
         for here in np.split(by_part, np.flatnonzero(np.diff(part_of[items[by_part]])) + 1):
-            out.put(here, opened(window[part_of[items[here[0]]]].path), row_of[items[here]])
+            out.put(here, opened(window[part_of[items[here[0]]]].file), row_of[items[here]])
         yield out.rows(bins.first[first : last + 1] - bins.first[first])
         first = last
 

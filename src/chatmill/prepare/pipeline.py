@@ -62,9 +62,9 @@ def prepare(
     with workplace(target, _fingerprint(job, tools, units, identity), resume=resume, overwrite=overwrite) as place:
         ledger, staged = Ledger(), list[StagedFile]()
         with closing(_render(units, job, tools, place, engine or Local(), on_progress)) as rendered:
-            for unit, done in zip(units, rendered, strict=True):
+            for unit, (done, before) in zip(units, rendered, strict=True):
                 ledger.merge(done.ledger)
-                staged += [StagedFile(unit.path(place.units, n), unit.only_val) for n in range(done.files)]
+                staged += [StagedFile(unit.path(place.units, n), unit.only_val, before) for n in range(done.files)]
                 for fault in done.faults:
                     on_fault(fault)
         if (now := _identity(units)) != identity:
@@ -104,19 +104,31 @@ def _render(
     place: Workplace,
     engine: Engine,
     on_progress: Callable[[Progress], None],
-) -> Generator[Done, None, None]:
-    """What each unit leaves, in order; of an interrupted build, those that are whole are not run again."""
+) -> Generator[tuple[Done, int], None, None]:
+    """What each unit leaves, in order, and how many lines of its file came before it.
+
+    Of an interrupted build, those that are whole are not run again.
+    """
     there = {unit.number: done for unit in units if place.found and (done := finished(unit, place.units)) is not None}
     left = [unit for unit in units if unit.number not in there]
-    total, seen, rows, tokens = sum(unit.size for unit in units), 0, 0, 0
+    total, seen, rows, tokens, before = sum(unit.size for unit in units), 0, 0, 0, 0
     with closing(engine.run(left, job, tools, place.units)) as running:
         for unit in units:
-            done = there[unit.number] if unit.number in there else next(running)
+            if not unit.part.start:
+                before = 0
+            try:
+                done = there[unit.number] if unit.number in there else next(running)
+            except RecordError as fault:
+                fault.line += before
+                raise
+            for passed in done.faults:
+                passed.line += before
             seen += unit.size
             rows += done.ledger.total("rendered").rows
             tokens += done.ledger.total("rendered").tokens
             on_progress(Progress("render", seen, total, rows, tokens))
-            yield done
+            yield done, before
+            before += done.lines
 
 
 def _write(

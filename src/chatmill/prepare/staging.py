@@ -37,10 +37,11 @@ _DTYPES = (SPAN, _LONG, _LONG, ORIGIN, _LONG)
 class Staged:
     """Rows of one conversation each, mapped; `record` says which of the records behind this file each was made from.
 
-    A map holds a file descriptor, so that only some are held at a time.
+    `lines_before` is how many lines of its file come before those of its unit, which numbered them from 1. A map holds
+    a file descriptor, so that only some are held at a time.
     """
 
-    def __init__(self, path: Path, *, check: bool = False) -> None:
+    def __init__(self, path: Path, *, lines_before: int = 0, check: bool = False) -> None:
         with path.open("rb") as file:
             prefix = file.read(PREFIX)
             if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
@@ -58,6 +59,9 @@ class Staged:
         ]
         self.ids = arrays[0]
         self.spans, self.first_span, self.row_start, self.origins, self.record = arrays[1:]
+        if lines_before:
+            self.origins = self.origins.copy()
+            self.origins["line"] += lines_before
         self.files = tuple(File(*names) for names in header["files"])
         self.extra: Any = header["extra"]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count as numbers
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,6 +61,8 @@ class Done:
 
     number: int
     files: int
+    lines: int
+    """How many it has. It numbers its own from 1; where they stand in the file is known when those before are done."""
     ledger: Ledger
     faults: tuple[RecordError, ...]
 
@@ -91,7 +94,7 @@ def run_unit(unit: Unit, job: Job, tools: Tools, folder: Path) -> Done:
         out.add(rows, source, count)
     if records.stopped_by is not None:
         raise records.stopped_by
-    return Done(unit.number, out.close(records.ledger), records.ledger, tuple(records.faults))
+    return Done(unit.number, out.close(records), records.lines, records.ledger, tuple(records.faults))
 
 
 def finished(unit: Unit, folder: Path) -> Done | None:
@@ -104,7 +107,9 @@ def finished(unit: Unit, folder: Path) -> Done | None:
         if (counts := staged.extra["ledger"]) is not None:
             ledger = Ledger.from_json(counts)
             # Faults are to be reported, and are not kept.
-            return None if ledger.total("rejected").rows else Done(unit.number, number + 1, ledger, ())
+            if ledger.total("rejected").rows:
+                return None
+            return Done(unit.number, number + 1, staged.extra["lines"], ledger, ())
     raise AssertionError
 
 
@@ -118,18 +123,23 @@ class _Records:
     def __init__(self, unit: Unit, job: Job, tools: Tools) -> None:
         self.ledger = Ledger()
         self.faults: list[RecordError] = []
+        self.lines = 0
         self.stopped_by: RecordError | None = None
         self._unit, self._job, self._format = unit, job, tools.format
         self._keys = bytearray()
 
     def __iter__(self) -> Iterator[Record]:
         try:
-            for record in renderable(read_part(self._unit.part, on_fault=self._fault), self._format, self._fault):
+            records = read_part(self._unit.part, on_fault=self._fault, on_end=self._end)
+            for record in renderable(records, self._format, self._fault):
                 self._keys += record_key(record)
                 yield record
         except RecordError as fault:
             # Records are read ahead of the rows that are made of them, where an earlier fault may still be found.
             self.stopped_by = fault
+
+    def _end(self, lines: int) -> None:
+        self.lines = lines
 
     def _fault(self, fault: RecordError) -> None:
         if self._job.on_error == "stop":
@@ -167,16 +177,18 @@ class _Files:
         self._records += records
         self._tokens += len(rows.ids)
 
-    def close(self, ledger: Ledger) -> int:
+    def close(self, records: _Records) -> int:
         """Write the last file; how many there are."""
-        self._save(ledger)
+        self._save(records)
         return self._number
 
-    def _save(self, ledger: Ledger | None) -> None:
+    def _save(self, finished: _Records | None) -> None:
         rows = concat(self._rows)
         rows = replace(rows, files=tuple(File(file.source, self._unit.name) for file in rows.files))
         record = np.concatenate([np.empty(0, dtype=np.int64), *self._record])
-        extra = {"records": self._records, "ledger": None if ledger is None else ledger.to_json()}
+        extra: dict[str, Any] = {"records": self._records, "ledger": None, "lines": None}
+        if finished is not None:
+            extra |= {"ledger": finished.ledger.to_json(), "lines": finished.lines}
         save(self._unit.path(self._folder, self._number), rows, record, tokens=self._dtype, extra=extra)
         self._number += 1
         self._begin()
@@ -186,5 +198,5 @@ def _check_ids(rows: Rows, vocab_size: int) -> None:
     """Before ids are narrowed: one beyond the vocabulary would become another token."""
     if len(rows.ids) and (largest := int(rows.ids.max())) >= vocab_size:
         origin = rows.origins[np.searchsorted(rows.segment_start, int(rows.ids.argmax()), side="right") - 1]
-        place = f"{rows.files[origin['file']].path}:{origin['line']}"
-        raise DataError(f"{place}: token id {largest}; the vocabulary has {vocab_size}")
+        fault = RecordError(f"token id {largest}", f"the vocabulary has {vocab_size}", kind="vocabulary")
+        raise fault.at(rows.files[origin["file"]].path, int(origin["line"]))

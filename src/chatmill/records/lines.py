@@ -10,21 +10,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from chatmill.records.files import Units, open_bytes
+from chatmill.records.files import CountedUnits, Units, open_bytes
 from chatmill.records.shapes.transcript import EOS
 
 _CHUNK = 1 << 18
 
 
-def lines(path: Path, *, limit: int, start: int = 0, stop: int | None = None, first_line: int = 1) -> Units:
-    """The lines that begin in bytes [start, stop) with their numbers, without line ends; blank ones left out.
+def lines(path: Path, *, limit: int, start: int = 0, stop: int | None = None) -> CountedUnits:
+    """The lines that begin in bytes [start, stop), numbered from 1, without line ends; blank ones left out.
 
-    `start` is where line `first_line` begins, as `cut` gives it.
+    `start` is where a line begins, as `cut` gives it. Returns how many lines there are, blank ones included.
     """
+    number = 0
     with open_bytes(path) as file:
         if start:
             file.seek(start)
-        position, number = file.tell(), first_line - 1
+        position = file.tell()
+        if stop is not None and stop - position <= limit:
+            # No line can be too long, so all are read at once.
+            block = file.read(stop - position).replace(b"\r\n", b"\n")
+            for line in block.removesuffix(b"\n").split(b"\n") if block else ():
+                number += 1
+                if line and not line.isspace():
+                    yield number, line
+            return number
         # Two more than the limit, for a line end of two bytes.
         while (stop is None or position < stop) and (line := file.readline(limit + 2)):
             number += 1
@@ -35,22 +44,23 @@ def lines(path: Path, *, limit: int, start: int = 0, stop: int | None = None, fi
                 position += _skip_line(file)
             if line and not line.isspace():
                 yield number, line
+    return number
 
 
-def cut(path: Path, *, size: int) -> Iterator[tuple[int, int, int]]:
-    """Cut an uncompressed file of lines into pieces of at least `size` bytes: (start, stop, first line) each."""
+def cut(path: Path, *, size: int) -> Iterator[tuple[int, int]]:
+    """Cut an uncompressed file of lines into pieces of at least `size` bytes: (start, stop) each.
+
+    Only the ends of the pieces are read, so that a plan for a very large file costs nothing.
+    """
+    end = path.stat().st_size
     with path.open("rb") as file:
-        start, line = 0, 1
-        while start < path.stat().st_size:
-            stop, ends = start, 0
-            while stop - start < size and (chunk := file.read(min(_CHUNK, size - (stop - start)))):
-                stop += len(chunk)
-                ends += chunk.count(b"\n")
-            if not chunk.endswith(b"\n"):
-                stop += _skip_line(file)
-                ends += 1
-            yield start, stop, line
-            start, line = stop, line + ends
+        start = 0
+        while start < end:
+            # From the last byte that the piece must have on, to the end of the line it is of.
+            stop = file.seek(min(start + size, end) - 1)
+            stop += _skip_line(file)
+            yield start, stop
+            start = stop
 
 
 def conversations(path: Path, *, limit: int, chunk: int = _CHUNK) -> Units:

@@ -26,14 +26,13 @@ OnReject = Callable[[RecordError], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One file of one shape, or of a file of lines those that begin in bytes [start, stop)."""
+    """One file of one shape, or of a file of lines those that begin in bytes [start, stop), numbered from 1."""
 
     path: Path
     shape: str
     source: str
     start: int = 0
     stop: int | None = None
-    first_line: int = 1
 
     def cut(self, size: int) -> list[Part]:
         """Parts of at least `size` bytes that hold the same records in the same order.
@@ -43,8 +42,7 @@ class Part:
         of_lines = files.suffix(self.path) in (".jsonl", ".txt")
         if not of_lines or self.shape in ("oasst1", "transcript-stream"):
             return [self]
-        pieces = lines.cut(self.path, size=size)
-        return [replace(self, start=start, stop=stop, first_line=line) for start, stop, line in pieces]
+        return [replace(self, start=start, stop=stop) for start, stop in lines.cut(self.path, size=size)]
 
 
 def read(
@@ -82,16 +80,26 @@ def plan(
     ]
 
 
-def read_part(part: Part, *, on_fault: OnReject, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Record]:
-    """The records of one part. Each fault goes to `on_fault`, which raises it to stop, or returns to go on."""
+def read_part(
+    part: Part,
+    *,
+    on_fault: OnReject,
+    on_end: Callable[[int], None] = lambda lines: None,
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> Iterator[Record]:
+    """The records of one part. Each fault goes to `on_fault`, which raises it to stop, or returns to go on.
+
+    `on_end` is told how many lines the part has, so that those of the next can be numbered on.
+    """
     file = str(part.path)
     parse = parser(part.shape, file=file, source=part.source, limit=max_line_bytes)
-    line = part.first_line - 1
+    line = 0
     with closing(_units(part, max_line_bytes)) as units:
         while True:
             try:
                 line, data = next(units)
-            except StopIteration:
+            except StopIteration as end:
+                on_end(end.value or 0)
                 return
             except RecordError as fault:
                 # The file itself is broken from here on; where it knows no line, it is after the last one read.
@@ -105,8 +113,9 @@ def read_part(part: Part, *, on_fault: OnReject, max_line_bytes: int = MAX_LINE_
             yield from records
 
 
-def _units(part: Part, limit: int) -> files.Units:
+def _units(part: Part, limit: int) -> files.CountedUnits:
     ending = files.suffix(part.path).removesuffix(".gz")
+    found: files.CountedUnits
     if ending == ".parquet":
         found = parquet.rows(part.path)
     elif part.shape == "transcript-stream":
@@ -114,7 +123,7 @@ def _units(part: Part, limit: int) -> files.Units:
     elif ending == ".json":
         found = array.units(part.path, limit=limit)
     else:
-        found = lines.lines(part.path, limit=limit, start=part.start, stop=part.stop, first_line=part.first_line)
+        found = lines.lines(part.path, limit=limit, start=part.start, stop=part.stop)
     return oasst.grouped(found, limit=limit) if part.shape == "oasst1" else found
 
 
@@ -135,7 +144,7 @@ def _shape(path: Path, shape: str | None, limit: int) -> str:
     return "transcript-lines" if shape == "transcript" else shape
 
 
-def _readable(units: files.Units) -> Iterator[tuple[int, bytes]]:
+def _readable(units: files.CountedUnits) -> Iterator[tuple[int, bytes]]:
     """Units up to where the file breaks: reading will report that, telling the shape need not."""
     try:
         yield from units
