@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,12 +62,12 @@ class Counts(NamedTuple):
     """Tokens in them, padding left out."""
     trained: int = 0
     """Positions of y that are predicted."""
-    cut_rows: int = 0
+    cut_episodes: int = 0
     """Episodes that were longer than a row, of which the last tokens stay."""
     cut_tokens: int = 0
 
     def plus(self, other: Counts) -> Counts:
-        return Counts(*(mine + yours for mine, yours in zip(self, other, strict=True)))
+        return Counts(*map(add, self, other))
 
 
 def shift(
@@ -120,7 +121,7 @@ def assemble(
 ) -> tuple[Batch, Counts]:
     """One batch, of which row r holds episodes[first[r]:first[r + 1]]; rows after those are empty."""
     first = np.append(first, np.repeat(first[-1:], num_rows - (len(first) - 1)))
-    return lay_out(reader, episodes, first, Layout(block_size, pad_token_id, use_loss_mask)).take(0, num_rows)
+    return lay_out(reader, episodes, first, Layout(block_size, pad_token_id, use_loss_mask)).split(num_rows)[0]
 
 
 def lay_out(reader: Reader, episodes: Index, first: Index, layout: Layout) -> Made:
@@ -173,20 +174,12 @@ def lay_out(reader: Reader, episodes: Index, first: Index, layout: Layout) -> Ma
     length = segments.put(sizes, room)
     length[segments.end - (room == 0)] -= 1
     numbers = np.repeat(segments.put(number, np.diff(first_of_row)).astype(np.int32), length)
-    starts = np.repeat(segments.put(inside, filled).astype(np.int32), length)
-    column = np.arange(layout.block_size, dtype=np.int32)
+    positions = np.repeat(segments.put(inside, filled).astype(np.int32), length).reshape(x.shape)
+    np.subtract(np.arange(layout.block_size, dtype=np.int32), positions, out=positions)
     episode_ids = np.full((num_rows, max(1, int(np.diff(first_of_row).max(initial=0)))), -1, dtype=np.int64)
     owner = np.searchsorted(spans.first, spans.first_of_segment[:-1], side="right") - 1
     episode_ids[row, number] = episodes[owner]
-    batch = Batch(
-        x,
-        y,
-        loss_mask,
-        weights,
-        column - starts.reshape(x.shape),
-        numbers.reshape(x.shape),
-        episode_ids,
-    )
+    batch = Batch(x, y, loss_mask, weights, positions, numbers.reshape(x.shape), episode_ids)
     return Made(batch, filled, _sums(cut > 0, first), _sums(cut, first), np.diff(first_of_row))
 
 
@@ -199,20 +192,34 @@ class Made(NamedTuple):
     cut_tokens: Index
     segments: Index
 
-    def take(self, start: int, stop: int) -> tuple[Batch, Counts]:
-        """The batch of some of these rows: the same, whatever other rows were made with them."""
-        rows = slice(start, stop)
-        *arrays, episode_ids = (array[rows] for array in self.batch)
-        most = max(1, int(self.segments[rows].max(initial=0)))
-        tokens = self.tokens[rows]
-        counts = Counts(
-            int(np.count_nonzero(tokens)),
-            int(tokens.sum()),
-            int(np.count_nonzero(self.batch.loss_mask[rows])),
-            int(self.cut_episodes[rows].sum()),
-            int(self.cut_tokens[rows].sum()),
-        )
-        return Batch(*arrays, np.ascontiguousarray(episode_ids[:, :most])), counts
+    def split(self, size: int) -> list[tuple[Batch, Counts]]:
+        """Batches of so many rows each: the same, whatever other rows were made with them."""
+        count = len(self.tokens) // size
+        *arrays, episode_ids = (array.reshape(count, size, -1) for array in self.batch)
+        by_batch = [column.reshape(count, size) for column in self[1:]]
+        most = np.maximum(by_batch[-1].max(axis=1), 1).tolist()
+        sums = [np.count_nonzero(by_batch[0], axis=1), *(column.sum(axis=1) for column in by_batch[:-1])]
+        columns = zip(*arrays, episode_ids, most, *(column.tolist() for column in sums), strict=True)
+        return [
+            (
+                Batch(x, y, loss_mask, weights, positions, segments, np.ascontiguousarray(ids[:, :width])),
+                Counts(rows, tokens, int(np.count_nonzero(loss_mask)), cut_episodes, cut_tokens),
+            )
+            for (
+                x,
+                y,
+                loss_mask,
+                weights,
+                positions,
+                segments,
+                ids,
+                width,
+                rows,
+                tokens,
+                cut_episodes,
+                cut_tokens,
+            ) in columns
+        ]
 
 
 class _Runs:

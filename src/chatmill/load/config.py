@@ -11,17 +11,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from chatmill.errors import ChatmillError, UsageError, one_line
-from chatmill.load.mix import MIX_BY, MixBy, shares
+from chatmill.load.mix import MIX_BY, shares
 from chatmill.load.order import MODES, SEED_LIMIT
 
 INHERITS = "inherits"
 LONGEST = 1 << 31
 """No count in a configuration is larger."""
 
-Packing = Literal["none", "bins"]
 T = TypeVar("T")
 
 
@@ -83,11 +82,11 @@ class LoadConfig:
     epoch_drop_last: bool = key(True, "drop the incomplete last batch of an epoch", flag())
     pad_token_id: int | None = key(None, "what rows are filled up with; null: the end of turn", optional(whole(0)))
     episode_min_tokens: int = key(2, "episodes with fewer tokens are skipped", whole(0))
-    packing: Packing = key("none", "one episode a row, or several that share it (bins)", one_of("none", "bins"))
+    packing: str = key("none", "one episode a row, or several that share it (bins)", one_of("none", "bins"))
     mix_sft: Mapping[str, float] | None = key(
         None, "sources and their weights", optional(Right("an object of sources and weights", _is_mix))
     )
-    mix_by: MixBy = key("rows", "what the weights of sources count", one_of(*MIX_BY))
+    mix_by: str = key("rows", "what the weights of sources count", one_of(*MIX_BY))
 
     def __post_init__(self) -> None:
         if faults := faults_of(type(self), vars(self)) or list(self.conflicts()):
@@ -109,7 +108,7 @@ class LoadConfig:
                 yield str(error)
 
     def order_part(self) -> dict[str, Any]:
-        """The keys on which it depends which episodes stand in which batch: two runs that agree in these agree there."""
+        """The keys that decide which episodes stand in which batch: runs that agree in them agree there."""
         names = [
             "batch_size",
             "batch_sampling_mode",

@@ -41,7 +41,7 @@ except ImportError:
 
 
 STATE_VERSION = 1
-SLAB = 1 << 15
+SLAB = 1 << 17
 """Positions of x that are made together: many small batches cost little more than one."""
 
 
@@ -330,8 +330,7 @@ def _maker(
         together = join([fill(part, num_rows) for part in parts])
         made = lay_out(plan.reader, together.episodes, together.first, layout)
         items = []
-        for number, (step, rows) in enumerate(zip(steps, parts, strict=True)):
-            batch, counts = made.take(number * num_rows, (number + 1) * num_rows)
+        for step, rows, (batch, counts) in zip(steps, parts, made.split(num_rows), strict=True):
             digest = given = None
             if with_digests:
                 given = tally(plan, rows, batch)

@@ -9,6 +9,8 @@ A plan keeps no state. Where a run stands is a `Cursor`, and the step at a curso
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,7 +26,7 @@ from chatmill.load.order import IdentityOrder, Order, make_order
 from chatmill.load.read import Reader
 from chatmill.load.source import Source
 from chatmill.load.weigh import row_size
-from chatmill.rows import Index
+from chatmill.rows import Index, offsets
 
 WINDOW = 1 << 16
 """Positions of an epoch that are laid out as rows together."""
@@ -46,6 +48,17 @@ class Window(NamedTuple):
     episodes: Index
     first: Index
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.first) - 1
+
+    def rows(self, start: int, stop: int) -> Window:
+        """Some of these rows; those past the last are left out."""
+        first = self.first[start : stop + 1]
+        if not len(first):
+            return Window(NONE, np.zeros(1, dtype=np.int64))
+        return Window(self.episodes[first[0] : first[-1]], first - first[0])
+
 
 class Step(NamedTuple):
     """One global batch: row r holds episodes[first[r]:first[r + 1]], by global number."""
@@ -66,10 +79,8 @@ class Step(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Window:
         """Some of its rows; those past the last are left out."""
-        first = self.first[start : stop + 1]
-        if not len(first):
-            return Window(NONE, np.zeros(1, dtype=np.int64))
-        return Window(self.episodes[first[0] : first[-1]], first - first[0])
+        window = Window(self.episodes, self.first)
+        return window if start == 0 and stop >= window.num_rows else window.rows(start, stop)
 
 
 class Plan:
@@ -151,15 +162,20 @@ class Plan:
         """The batch at a cursor."""
         size, last = self.config.batch_size, self.num_windows()
         window, row = at.window, at.row
+        laid = self.window(at.epoch, window)
+        if row + 2 * size <= laid.num_rows:
+            # The common case, deep inside a window: another whole batch follows in it.
+            part = laid.rows(row, row + size)
+            after = Cursor(at.step + 1, at.epoch, window, row + size)
+            return Step(at, after, *part, self._begins(at), False, NONE)
         parts: list[Window] = []
         missing = size
         while missing and (last is None or window < last):
             laid = self.window(at.epoch, window)
-            first = laid.first[row : row + missing + 1]
-            parts.append(Window(laid.episodes[first[0] : first[-1]], first - first[0]))
-            missing -= len(first) - 1
-            row += len(first) - 1
-            if row == len(laid.first) - 1:
+            parts.append(laid.rows(row, row + missing))
+            missing -= parts[-1].num_rows
+            row += parts[-1].num_rows
+            if row == laid.num_rows:
                 window, row = window + 1, 0
         if missing and (self.drop_last or missing == size):
             raise UsageError(
@@ -170,8 +186,10 @@ class Plan:
         ends = dropped is not None or (last is not None and window >= last)
         after = Cursor(at.step + 1, at.epoch + 1) if ends else Cursor(at.step + 1, at.epoch, window, row)
         episodes, first = join(parts)
-        begins = at.window == 0 and at.row == 0 and (last is not None or at.step == 0)
-        return Step(at, after, episodes, first, begins, ends, NONE if dropped is None else dropped)
+        return Step(at, after, episodes, first, self._begins(at), ends, NONE if dropped is None else dropped)
+
+    def _begins(self, at: Cursor) -> bool:
+        return at.window == 0 and at.row == 0
 
     def _incomplete(self, epoch: int, window: int, row: int) -> Index | None:
         """The episodes of the rows from here to the end of the epoch if they fill no batch, else None."""
@@ -181,7 +199,7 @@ class Plan:
         for number in range(window, last):
             laid = self.window(epoch, number)
             start = row if number == window else 0
-            rows += len(laid.first) - 1 - start
+            rows += laid.num_rows - start
             if rows >= self.config.batch_size:
                 return None
             rest.append(laid.episodes[laid.first[start] :])
@@ -199,13 +217,13 @@ class Plan:
         last = self.num_windows()
         if min(at) < 0 or (last is None and at.epoch) or (last is not None and at.window >= last):
             raise UsageError(f"{self.split}: no batch begins at epoch {at.epoch}, window {at.window}, row {at.row}")
-        if at.row >= len(self.window(at.epoch, at.window).first) - 1:
+        if at.row >= self.window(at.epoch, at.window).num_rows:
             raise UsageError(f"{self.split}: window {at.window} of epoch {at.epoch} has no row {at.row}")
 
 
 def fill(rows: Window, count: int) -> Window:
     """The same with as many rows without an episode as are missing."""
-    missing = count - (len(rows.first) - 1)
+    missing = count - rows.num_rows
     return rows if not missing else Window(rows.episodes, np.append(rows.first, np.repeat(rows.first[-1:], missing)))
 
 
@@ -213,9 +231,11 @@ def join(parts: list[Window]) -> Window:
     """The rows of several windows, one after the other."""
     if len(parts) == 1:
         return parts[0]
-    ends = np.cumsum([len(part.episodes) for part in parts])
-    firsts = [parts[0].first, *(part.first[1:] + end for part, end in zip(parts[1:], ends, strict=False))]
-    return Window(np.concatenate([part.episodes for part in parts]), np.concatenate(firsts))
+    before = offsets(np.array([len(part.episodes) for part in parts], dtype=np.int64))
+    counts = [part.num_rows for part in parts]
+    first = np.concatenate([np.zeros(1, dtype=np.int64), *(part.first[1:] for part in parts)])
+    first[1:] += np.repeat(before[:-1], counts)
+    return Window(np.concatenate([part.episodes for part in parts]), first)
 
 
 def _order(sources: tuple[Source, ...], config: LoadConfig, split: str, eligible: list[int]) -> Order:
@@ -233,9 +253,6 @@ def _order(sources: tuple[Source, ...], config: LoadConfig, split: str, eligible
 
 def datasets_hash(sources: Sequence[Source]) -> str:
     """The hash that stands for all that a run reads."""
-    import hashlib
-    import json
-
     if len(sources) == 1 and not sources[0].name:
         return sources[0].sha256
     return hashlib.sha256(json.dumps([[source.name, source.sha256] for source in sources]).encode()).hexdigest()

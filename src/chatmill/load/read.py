@@ -81,8 +81,8 @@ class Reader:
     def tokens(self, shard: Index, start: Index, stop: Index, *, pad: int, longest: int) -> NDArray[np.unsignedinteger]:
         """Pieces of shards one after the other; a piece of shard -1 is padding, from 0 to at most `longest`."""
         found = [of for of in _distinct(shard) if of >= 0]
-        views = [memoryview(self.array(of, TOKENS)) for of in found]
-        views.append(memoryview(np.full(longest, pad, dtype=self.dtype)))
+        views = [self.array(of, TOKENS).data for of in found]
+        views.append(np.full(longest, pad, dtype=self.dtype).data)
         # -1, the last of them, is the padding.
         which = np.where(shard < 0, -1, np.searchsorted(found, shard))
         return _joined(views, which, start, stop, self.dtype)
@@ -107,7 +107,7 @@ class Reader:
             else:
                 table, edges = self._of_mask(shard, here)
                 begin[where], end[where] = edges[:-1], edges[1:]
-            views.append(memoryview(as_bytes(table)))
+            views.append(as_bytes(table).data)
             which[where] = at
         stored = _joined(views, which, begin, end, STORED_SPAN)
         first = offsets(end - begin)
@@ -143,7 +143,7 @@ class Reader:
         edges = offsets(here.length)
         mask = np.ones(int(edges[-1]), dtype=np.bool_)
         if MASK in self._records[shard]:
-            view = [memoryview(self.array(shard, MASK))]
+            view = [self.array(shard, MASK).data]
             none = np.zeros(len(here.start), dtype=np.int64)
             mask = _joined(view, none, here.start, here.start + here.length, np.dtype("u1")) > 0
         begins = np.zeros(len(mask) + 1, dtype=np.bool_)
