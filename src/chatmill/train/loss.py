@@ -7,6 +7,7 @@ depend on how the batch is cut into micro-batches and ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,6 +87,16 @@ class Head:
         return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
 
 
+def by_segment(losses: Losses, targets: Targets, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Σ weight · loss and Σ weight of each segment, (rows, count): divided, the loss of each conversation by itself."""
+    place = targets.index
+    cell = place // segments.shape[1] * count + segments.flatten()[place]
+    sums = (values.new_zeros(len(segments) * count) for values in (losses.tokens, targets.weights))
+    parts = (losses.tokens * targets.weights, targets.weights)
+    total, weight = (out.index_add(0, cell, part).view(-1, count) for out, part in zip(sums, parts, strict=True))
+    return total, weight
+
+
 def weighted_loss(hidden: Tensor, head: Head, targets: Targets) -> Losses:
     """Σ weight · cross entropy over the targets, from hidden states (rows, length, width)."""
     picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
@@ -131,12 +142,12 @@ def _sweep(
         torch.zeros_like(tensor, dtype=torch.float32) if need and tensor is not None else None
         for tensor, need in zip((hidden, head.weight, head.bias), needed, strict=True)
     )
-    entropy = _compiled_entropy if hidden.is_cuda else _entropy
+    entropy_in_place = _on_gpu() if hidden.is_cuda else entropy
     for start, stop in _chunks(len(tokens), matrix):
         h = hidden[start:stop]
         logits = h @ matrix.T if bias is None else torch.addmm(bias, h, matrix.T)
         ids, weights = targets.ids[start:stop], targets.weights[start:stop]
-        tokens[start:stop] = entropy(logits, ids, weights, head.scale, head.cap)
+        tokens[start:stop] = entropy_in_place(logits, ids, weights, head.scale, head.cap)
         # From here on `logits` holds the gradient of the chunk's logits.
         if grad_hidden is not None:
             grad_hidden[start:stop] = logits @ matrix
@@ -155,7 +166,7 @@ def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
     return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _entropy(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: float | None) -> Tensor:
+def entropy(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: float | None) -> Tensor:
     """Cross entropy of each row of logits; the logits are overwritten by the gradient of Σ weight · loss."""
     z = logits.float() * scale
     if cap is not None:
@@ -170,4 +181,7 @@ def _entropy(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: fl
     return losses
 
 
-_compiled_entropy = torch.compile(_entropy, dynamic=True)
+def _on_gpu() -> Callable[..., Tensor]:
+    from chatmill.train.entropy_kernel import entropy_in_place
+
+    return entropy_in_place
