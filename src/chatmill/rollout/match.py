@@ -90,11 +90,13 @@ def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str
 
 def _bounds(things: Sequence[Mapping[str, Any]]) -> Floats:
     """x1, y1, x2, y2 of the smallest box around each thing."""
-    out = np.empty((len(things), 4))
-    for at, thing in enumerate(things):
-        points = thing.get("bbox_2d") or thing["poly"]
-        out[at] = min(points[::2]), min(points[1::2]), max(points[::2]), max(points[1::2])
-    return out
+    around = [thing.get("bbox_2d") or _around(thing["poly"]) for thing in things]
+    return np.array(around, dtype=np.float64).reshape(-1, 4)
+
+
+def _around(points: Sequence[int]) -> list[int]:
+    xs, ys = points[::2], points[1::2]
+    return [min(xs), min(ys), max(xs), max(ys)]
 
 
 def _are_boxes(things: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_]:
@@ -151,31 +153,34 @@ def _matching(pairs: Sequence[tuple[int, int]], found: int, true: int, *, gated:
 def _assign(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """The best pairs, found object by found object; objects that share no rival are assigned apart."""
     pairs: list[tuple[int, int]] = []
-    for rows, columns in _groups(feasible):
-        here = np.ix_(rows, columns)
-        chosen = _assign_group(steps[here], feasible[here])
-        pairs += [(rows[row], columns[column]) for row, column in chosen]
+    for group in _groups(np.argwhere(feasible).tolist()):
+        rows, columns = ({pair[side] for pair in group} for side in (0, 1))
+        if min(len(rows), len(columns)) == 1:
+            pairs.append(max(group, key=lambda pair: (int(steps[pair]), -pair[0], -pair[1])))
+        else:
+            here = np.ix_(sorted(rows), sorted(columns))
+            chosen = _assign_group(steps[here], feasible[here])
+            pairs += [(sorted(rows)[row], sorted(columns)[column]) for row, column in chosen]
     return sorted(pairs)
 
 
-def _groups(feasible: NDArray[np.bool_]) -> list[tuple[list[int], list[int]]]:
-    """The connected parts of what can be paired: their rows and columns."""
-    of_row: dict[int, tuple[set[int], set[int]]] = {}
-    of_column: dict[int, tuple[set[int], set[int]]] = {}
-    for row, column in np.argwhere(feasible).tolist():
-        one = of_row.get(row) or ({row}, set[int]())
-        other = of_column.get(column) or (set[int](), {column})
-        joined = one if one is other else (one[0] | other[0], one[1] | other[1])
-        of_row |= dict.fromkeys(joined[0], joined)
-        of_column |= dict.fromkeys(joined[1], joined)
-    groups = {id(group): group for group in of_row.values()}
-    return [(sorted(rows), sorted(columns)) for rows, columns in groups.values()]
+def _groups(pairs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Pairs that can be, in the groups in which they compete."""
+    of_row: dict[int, list[tuple[int, int]]] = {}
+    of_column: dict[int, list[tuple[int, int]]] = {}
+    for row, column in pairs:
+        one, other = of_row.setdefault(row, []), of_column.setdefault(column, [])
+        if one is not other:
+            for pair in other:
+                of_row[pair[0]] = of_column[pair[1]] = one
+            of_column[column] = one
+            one += other
+        one.append((row, column))
+    return list({id(group): group for group in of_row.values()}.values())
 
 
 def _assign_group(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, int]]:
     """The pairs of the largest sum; of several, row after row the first column that still allows it."""
-    if min(steps.shape) == 1:
-        return [divmod(int(np.argmax(np.where(feasible, steps, -1))), steps.shape[1])]
     allowed = feasible.copy()
     best = _largest_sum(steps, allowed)
     pairs = []

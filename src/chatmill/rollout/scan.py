@@ -18,13 +18,15 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from chatmill.rollout.vocabulary import COORDINATE, Vocabulary
-from chatmill.rows import Index, offsets
+from chatmill.rollout.vocabulary import COORDINATE, Vocabulary, sizes_to_starts
+from chatmill.rows import Index
 
 STOP_TEXTS = ("<|im_end|>",)
 
 # A string, its closing quote if it has one, and the colon that makes it a key; or a bracket of either kind.
 _LEXEME = re.compile(rb'"([^"\\]*+(?:\\.[^"\\]*+)*+\\?)("?)([ \t\n\r]*+:)?|[{}\[\]]', re.DOTALL)
+# Everything up to the next brace outside of strings.
+_TO_BRACE = re.compile(rb'[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+', re.DOTALL)
 _SCALAR = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _WORD = re.compile(rb"[-+.0-9A-Za-z]*+")
 _SPACE = re.compile(rb"[ \t\n\r]*+")
@@ -50,8 +52,6 @@ class Entry:
     is_object: bool
     """The value begins as an object."""
     complete: bool
-    coordinates: tuple[tuple[int, int], ...] = ()
-    """Where a coordinate's text begins, and its k, for every array item of the body that is one."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,18 @@ class Scan:
     entries: tuple[Entry, ...]
     ended: Ended
     """How: the root closed, it was still open when the tokens ended, it broke, or it never was."""
+
+    def coordinates(self, entry: Entry) -> list[tuple[int, int]]:
+        """Where a coordinate's text begins, and its k, for every item of an array in the entry that is one."""
+        found: list[tuple[int, int]] = []
+        brackets = 0
+        for lexeme in _LEXEME.finditer(self.data, entry.value_start, entry.stop):
+            raw = lexeme[1]
+            if raw is None:
+                brackets += {b"[": 1, b"]": -1}.get(lexeme[0], 0)
+            elif brackets > 0 and not lexeme[3] and raw in _COORDINATE:
+                found.append((lexeme.start(1), _COORDINATE[raw]))
+        return found
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
         """The tokens, half-open, that hold bytes of a range."""
@@ -90,13 +102,15 @@ def scan(
     the vocabulary does not have.
     """
     pieces = vocabulary.pieces(ids)
-    end = next((at for at, id in enumerate(ids) if id in stop_ids or pieces[at] is None), len(ids))
-    said = [piece or b"" for piece in pieces[:end]]
+    stops = [ids.index(id) for id in set(stop_ids).intersection(ids)]
+    if None in pieces:
+        stops.append(pieces.index(None))
+    said = [piece or b"" for piece in pieces[: min(stops, default=len(ids))]]
     data = b"".join(said)
     for text in stop_texts:
         if (at := data.find(text.encode())) >= 0:
             data = data[:at]
-    token_start = offsets(np.fromiter(map(len, said), dtype=np.int64, count=len(said)))
+    token_start = sizes_to_starts(said)
     root = _space(data, 0)
     if data[root : root + 1] != b"{":
         return Scan(data, token_start, -1, (), "no_root")
@@ -110,17 +124,19 @@ def number_of(key: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def parse_json(text: str | bytes, **hooks: Any) -> Any:
-    """JSON as the standard has it: UTF-8, no NaN; `ValueError` for anything else."""
-    try:
-        decoded = text.decode() if isinstance(text, bytes) else text
-        return json.loads(decoded, parse_constant=_refuse, **hooks)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+JSON = json.JSONDecoder(parse_constant=_refuse)
+
+
+def parse_json(text: str | bytes, decoder: json.JSONDecoder = JSON) -> Any:
+    """JSON as the standard has it: UTF-8, no NaN; `ValueError` for anything else."""
+    try:
+        return decoder.decode(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _space(data: bytes, at: int) -> int:
@@ -140,7 +156,6 @@ class _Value(NamedTuple):
     stop: int
     is_object: bool = False
     largest: int = -1
-    coordinates: tuple[tuple[int, int], ...] = ()
 
 
 def _entries(data: bytes, at: int) -> tuple[list[Entry], Ended]:
@@ -161,7 +176,7 @@ def _entries(data: bytes, at: int) -> tuple[list[Entry], Ended]:
             return entries, end.ended
         number = number_of(key)
         largest = found.largest if number is None else max(number, found.largest)
-        entries.append(Entry(key, number, largest, start, value, found.stop, found.is_object, True, found.coordinates))
+        entries.append(Entry(key, number, largest, start, value, found.stop, found.is_object, True))
         at = _space(data, found.stop)
         if data[at : at + 1] != b",":
             return entries, "closed" if data[at : at + 1] == b"}" else _at_end(data, at)
@@ -209,35 +224,27 @@ def _value(data: bytes, at: int) -> _Value:
 
 def _body(data: bytes, at: int) -> _Value:
     """An object, up to where its braces balance, whatever stands between them."""
-    largest, braces, brackets = -1, 0, 0
-    coordinates: list[tuple[int, int]] = []
-    for found in _LEXEME.finditer(data, at):
-        raw, closing, colon = found.groups()
-        if raw is None:
-            what = data[found.start()]
-            if what == 0x7D:
-                braces -= 1
-                if not braces:
-                    return _Value(found.end(), True, largest, tuple(coordinates))
-            elif what == 0x7B:
-                braces += 1
-            else:
-                brackets += 1 if what == 0x5B else -1
-        elif not closing:
-            break
-        elif colon:
-            largest = max(largest, _number_in(raw))
-        elif brackets > 0 and (k := _COORDINATE.get(raw)) is not None:
-            coordinates.append((found.start(1), k))
-    raise _EndError("open")
+    depth, stop = 0, at
+    while True:
+        found = _TO_BRACE.match(data, stop)
+        stop = len(data) if found is None else found.end() + 1
+        what = data[stop - 1 : stop] if stop <= len(data) else b""
+        if what == b"{":
+            depth += 1
+        elif what == b"}":
+            depth -= 1
+            if not depth:
+                return _Value(stop, True, _largest(data, at, stop))
+        else:
+            # The end, or a quote that never closes.
+            raise _EndError("open")
 
 
 def _array(data: bytes, at: int) -> _Value:
     """An array, which must be JSON: what stands before the last object must leave the root readable."""
-    largest, stack = -1, list[int]()
+    stack: list[int] = []
     for found in _LEXEME.finditer(data, at):
-        raw, closing, colon = found.groups()
-        if raw is None:
+        if found[1] is None:
             what = data[found.start()]
             if what in b"{[":
                 stack.append(what + 2)  # The code of the bracket that closes it.
@@ -248,12 +255,19 @@ def _array(data: bytes, at: int) -> _Value:
                     parse_json(data[at : found.end()])
                 except ValueError:
                     raise _EndError("fault") from None
-                return _Value(found.end(), False, largest)
-        elif not closing:
+                return _Value(found.end(), False, _largest(data, at, found.end()))
+        elif not found[2]:
             break
-        elif colon:
-            largest = max(largest, _number_in(raw))
     raise _EndError("open")
+
+
+def _largest(data: bytes, start: int, stop: int) -> int:
+    """The largest n of all keys object_{n} in a value; -1 for none."""
+    # Most values hold no such key, which is quickly seen.
+    if data.find(b"object_", start, stop) < 0 and data.find(b"\\", start, stop) < 0:
+        return -1
+    keys = [found[1] for found in _LEXEME.finditer(data, start, stop) if found[3]]
+    return max((number for key in keys if (number := number_of(_string(key) or "")) is not None), default=-1)
 
 
 def _string(raw: bytes) -> str | None:
@@ -264,11 +278,3 @@ def _string(raw: bytes) -> str | None:
         return text if "\\" not in text and text.isprintable() else parse_json(f'"{text}"')
     except ValueError:
         return None
-
-
-def _number_in(raw: bytes) -> int:
-    """n of a key object_{n} as it is written; -1 for any other."""
-    if not raw.startswith(b"object_") and b"\\" not in raw:
-        return -1
-    number = number_of(_string(raw) or "")
-    return -1 if number is None else number

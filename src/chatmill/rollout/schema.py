@@ -14,11 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.rollout.match import GATE, Matching, match_equal, match_objects
-from chatmill.rollout.scan import parse_json
+from chatmill.rollout.scan import JSON, parse_json
 from chatmill.rollout.vocabulary import COORDINATE, COORDINATES
 from chatmill.rows import Part
 
 Object = dict[str, Any]
+KEYS = {"desc", "bbox_2d", "poly"}
+PLACES: Mapping[Any, int] = {**COORDINATE, **{k: k for k in COORDINATE.values()}}
+"""What names a coordinate of a true object: a token, or its number."""
 
 
 class Piece(NamedTuple):
@@ -53,20 +56,23 @@ class Schema(Protocol):
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching: ...
 
 
-def read_body(body: bytes, schema: Schema) -> Object:
-    """The object that the body of an entry says; `UnfitError` with the reason if there is none."""
-    try:
-        parsed = parse_json(body, object_pairs_hook=_no_key_twice)
-    except ValueError:
-        raise UnfitError("not_json") from None
-    return schema.read(parsed)
-
-
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> Object:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise UnfitError("key_twice")
     return found
+
+
+BODY = json.JSONDecoder(object_pairs_hook=_no_key_twice, parse_constant=JSON.parse_constant)
+
+
+def read_body(body: bytes, schema: Schema) -> Object:
+    """The object that the body of an entry says; `UnfitError` with the reason if there is none."""
+    try:
+        parsed = parse_json(body, BODY)
+    except ValueError:
+        raise UnfitError("not_json") from None
+    return schema.read(parsed)
 
 
 @dataclass(frozen=True)
@@ -78,22 +84,24 @@ class Detection:
     uses_coordinates = True
 
     def read(self, body: Object) -> Object:
-        for key in body:
-            if key not in ("desc", "bbox_2d", "poly"):
-                raise UnfitError("other_key")
+        return self._read(body, COORDINATE)
+
+    def _read(self, body: Mapping[str, Any], places: Mapping[Any, int]) -> Object:
+        if not body.keys() <= KEYS:
+            raise UnfitError("other_key")
         desc = body.get("desc")
         if not isinstance(desc, str) or not desc.strip():
             raise UnfitError("desc")
         if ("bbox_2d" in body) == ("poly" in body):
             raise UnfitError("geometry")
         if "poly" in body:
-            return {"desc": desc, "poly": _polygon(body["poly"])}
-        return {"desc": desc, "bbox_2d": _box(body["bbox_2d"])}
+            return {"desc": desc, "poly": _polygon(body["poly"], places)}
+        return {"desc": desc, "bbox_2d": _box(body["bbox_2d"], places)}
 
     def check(self, thing: Mapping[str, Any]) -> Object:
         """Coordinates of a true object may be numbers or tokens."""
         try:
-            return self.read({key: _as_tokens(value) if key != "desc" else value for key, value in thing.items()})
+            return self._read(thing, PLACES)
         except UnfitError as error:
             right = 'expected "desc" and one of "bbox_2d" [x1, y1, x2, y2] and "poly" [x1, y1, …], each from 0 to 999'
             raise DataError(f"a true object does not fit ({_WORDS[error.reason]}): {_shown(thing)}; {right}") from None
@@ -132,8 +140,8 @@ def _coordinates(points: Sequence[int], between: tuple[str, ...]) -> Iterator[Pi
         yield Piece(COORDINATES[k], Part.COORDINATE, k)
 
 
-def _box(items: Any) -> list[int]:
-    box = _places(items)
+def _box(items: Any, places: Mapping[Any, int]) -> list[int]:
+    box = _places(items, places)
     if len(box) != 4:
         raise UnfitError("length")
     if box[0] > box[2] or box[1] > box[3]:
@@ -141,34 +149,26 @@ def _box(items: Any) -> list[int]:
     return box
 
 
-def _polygon(items: Any) -> list[int]:
+def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
     """x1, y1, x2, y2 … of a polygon that is written flat or as pairs."""
-    if isinstance(items, list) and items and all(isinstance(item, list) for item in items):
+    if isinstance(items, list | tuple) and items and all(isinstance(item, list | tuple) for item in items):
         if any(len(item) != 2 for item in items):
             raise UnfitError("length")
         items = [part for item in items for part in item]
-    polygon = _places(items)
+    polygon = _places(items, places)
     if len(polygon) < 6 or len(polygon) % 2:
         raise UnfitError("length")
     return polygon
 
 
-def _places(items: Any) -> list[int]:
+def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
     """The k of each coordinate of a list."""
-    if not isinstance(items, list):
+    if not isinstance(items, list | tuple):
         raise UnfitError("coordinate")
-    places = [COORDINATE.get(item) if isinstance(item, str) else None for item in items]
-    found = [place for place in places if place is not None]
-    if len(found) < len(places):
+    found = [places.get(item, -1) if type(item) in (str, int) else -1 for item in items]
+    if -1 in found:
         raise UnfitError("coordinate")
     return found
-
-
-def _as_tokens(items: Any) -> Any:
-    """Numbers from 0 to 999 as tokens, in lists and lists of lists."""
-    if isinstance(items, list | tuple):
-        return [_as_tokens(item) for item in items]
-    return COORDINATES[items] if type(items) is int and 0 <= items < len(COORDINATES) else items
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ No token before the cut is changed. Where the cut falls inside a token, that one
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,17 @@ import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.rollout.match import Matching
-from chatmill.rollout.scan import STOP_TEXTS, Entry, Scan, parse_json, scan
+from chatmill.rollout.scan import JSON, STOP_TEXTS, Entry, Scan, parse_json, scan
 from chatmill.rollout.schema import Detection, Object, Piece, Schema, UnfitError, read_body
 from chatmill.rollout.vocabulary import RolloutTokenizer, Vocabulary, vocabulary_of
-from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule, offsets
+from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule
 
 DETECTION = Detection()
 SPACE = " \t\n\r"
+ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
+"""Numbers stay text: however long one is, it is JSON."""
+RANKED = (Part.STRUCTURE, Part.COORDINATE, Part.BRACE, Part.VALUE)
+"""What a token that holds bytes of several parts counts as: the last of them here."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ def build_target(
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
-    ids = [int(id) for id in rollout_ids]
+    ids: list[int] = np.asarray(rollout_ids, dtype=np.int64).tolist()
     found = scan(ids, vocabulary, stop_ids={eos} if stop_ids is None else stop_ids, stop_texts=stop_texts)
     cut = _cut(ids, found, vocabulary)
     entries, valid, dropped = _read(found, schema, cut)
@@ -244,8 +249,7 @@ def _object(entry: Entry, data: bytes, schema: Schema, cut: _Cut) -> Object:
 
 def _is_json(text: bytes) -> bool:
     try:
-        # Numbers stay text: however long one is, it is JSON.
-        parse_json(text, parse_int=str)
+        parse_json(text, ANY_NUMBER)
     except ValueError:
         return False
     return True
@@ -271,17 +275,18 @@ def _slots(
     places: list[tuple[int, int, int]] = []
     for number, true in matching.pairs:
         wanted = _aligned(valid[number], truth[true])
-        coordinates = entries[number].coordinates
+        coordinates = found.coordinates(entries[number])
         if wanted is not None and len(wanted) == len(coordinates):
             places += [(start, k, value) for (start, k), value in zip(coordinates, wanted, strict=True)]
     if not places:
         return {}
-    start, k, value = np.array(places, dtype=np.int64).T
-    token = np.searchsorted(found.token_start, start, side="left")
-    token = np.minimum(token, len(ids) - 1)
-    is_slot = np.array(ids, dtype=np.int64)[token] == vocabulary.coordinates[k]
-    is_slot &= found.token_start[token] == start
-    return dict(zip(token[is_slot].tolist(), vocabulary.coordinates[value[is_slot]].tolist(), strict=True))
+    tokens = np.searchsorted(found.token_start, [start for start, _, _ in places], side="left").tolist()
+    coordinate, token_start = vocabulary.coordinate_ids, found.token_start
+    return {
+        token: coordinate[value]
+        for token, (start, k, value) in zip(tokens, places, strict=True)
+        if token_start[token] == start and ids[token] == coordinate[k]
+    }
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
@@ -306,34 +311,23 @@ def _aligned(thing: Object, true: Object) -> list[int] | None:
 
 
 def _encode(pieces: Sequence[Piece], vocabulary: Vocabulary) -> tuple[list[int], list[Part]]:
-    """The ids of what is appended, and which part each is: text between two coordinates is encoded as one."""
+    """The ids of what is appended, and which part each is: text between two coordinates is encoded as one.
+
+    A token that holds any byte of a value counts as that value.
+    """
     runs = [
-        (of_coordinates, list(run)) for of_coordinates, run in groupby(pieces, key=lambda piece: piece.coordinate >= 0)
+        list(run) if is_coordinate else "".join([piece.text for piece in run])
+        for is_coordinate, run in groupby(pieces, key=lambda piece: piece.coordinate >= 0)
     ]
-    texts = dict.fromkeys("".join(piece.text for piece in run) for of_coordinates, run in runs if not of_coordinates)
-    encoded = dict(zip(texts, vocabulary.exact(list(texts)), strict=True))
+    texts = list(dict.fromkeys(run for run in runs if isinstance(run, str)))
+    encoded = dict(zip(texts, vocabulary.exact(texts), strict=True))
     ids: list[int] = []
-    parts: list[Part] = []
-    for of_coordinates, run in runs:
-        if of_coordinates:
-            ids += vocabulary.coordinates[[piece.coordinate for piece in run]].tolist()
-            parts += [Part.COORDINATE] * len(run)
-        else:
-            tokens = encoded["".join(piece.text for piece in run)]
-            ids += tokens
-            parts += _parts(tokens, run, vocabulary)
-    return ids, parts
-
-
-def _parts(tokens: list[int], run: Sequence[Piece], vocabulary: Vocabulary) -> list[Part]:
-    """The part of each token of a run; one that holds any byte of a value counts as that value."""
-    if all(piece.part == Part.STRUCTURE for piece in run):
-        return [Part.STRUCTURE] * len(tokens)
-    rank = [Part.STRUCTURE, Part.BRACE, Part.VALUE]
-    ranks = np.repeat([rank.index(piece.part) for piece in run], [len(piece.text.encode()) for piece in run])
-    lengths = np.fromiter((len(piece or b"") for piece in vocabulary.pieces(tokens)), dtype=np.int64)
-    starts = np.minimum(offsets(lengths)[:-1], len(ranks) - 1)
-    return [rank[of_token] for of_token in np.maximum.reduceat(ranks, starts).tolist()]
+    for run in runs:
+        ids += encoded[run] if isinstance(run, str) else [vocabulary.coordinate_ids[piece.coordinate] for piece in run]
+    sizes = [len(piece.text.encode()) for piece in pieces]
+    ranks = np.repeat([RANKED.index(piece.part) for piece in pieces], sizes)
+    starts = np.minimum(vocabulary.starts(ids)[:-1], len(ranks) - 1)
+    return ids, [RANKED[rank] for rank in np.maximum.reduceat(ranks, starts).tolist()]
 
 
 def _rows(ids: list[int], parts: list[Part], slots: Mapping[int, int], *, train_values: bool) -> Rows:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.rows import Ids
+from chatmill.rows import Ids, Index, offsets
 
 COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 """The tokens of the places 0 to 999 along an axis."""
@@ -55,16 +55,25 @@ class Vocabulary:
 
     def text(self, ids: Sequence[int]) -> bytes:
         """The bytes of ids that the tokenizer has."""
-        return b"".join(piece or b"" for piece in self.pieces(ids))
+        return b"".join([piece or b"" for piece in self.pieces(ids)])
 
     def exact(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, which say just its bytes, whatever the tokenizer does to texts of its own accord.
 
         `DataError` for a text that no tokens of the vocabulary say.
         """
-        flat, offsets = self._tokenizer.encode_batch(texts)
-        found = [flat[start:stop].tolist() for start, stop in pairwise(offsets)]
-        return [self._mended(ids, text) for ids, text in zip(found, texts, strict=True)]
+        flat, first = self._tokenizer.encode_batch(texts)
+        ids = flat.tolist()
+        found = [ids[start:stop] for start, stop in pairwise(first.tolist())]
+        # Nearly always all of them are exact, which is quicker to see at once.
+        raw = [text.encode() for text in texts]
+        if self.text(ids) == b"".join(raw) and np.array_equal(self.starts(ids)[first], sizes_to_starts(raw)):
+            return found
+        return [self._mended(of_text, text) for of_text, text in zip(found, texts, strict=True)]
+
+    def starts(self, ids: Sequence[int]) -> Index:
+        """Where each token begins in the bytes they all say, and their end."""
+        return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
         """Ids that say the first bytes of a token; None if there are none."""
@@ -75,14 +84,14 @@ class Vocabulary:
             return self._segment(kept)
 
     @cached_property
-    def coordinates(self) -> NDArray[np.int64]:
+    def coordinate_ids(self) -> list[int]:
         """The ids of `<|coord_0|>` to `<|coord_999|>`."""
         found = [self._tokenizer.token_id(token) for token in COORDINATES]
         ids = [id for id in found if id is not None]
         if len(ids) < len(found):
             missing = COORDINATES[found.index(None)]
             raise UsageError(f"{self._tokenizer.name}: the vocabulary lacks {missing}; add the coordinate tokens to it")
-        return np.array(ids, dtype=np.int64)
+        return ids
 
     def _mended(self, ids: list[int], text: str) -> list[int]:
         said, wanted = self.text(ids), text.encode()
@@ -128,6 +137,11 @@ class Vocabulary:
             if piece and self._tokenizer.token_id(piece.decode("utf-8", "replace")) != id:
                 ids.setdefault(piece, id)
         return ids, max(map(len, ids), default=0)
+
+
+def sizes_to_starts(pieces: Sequence[bytes]) -> Index:
+    """Where each of several pieces begins if they stand one after the other, and their end."""
+    return offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
 
 
 @lru_cache(maxsize=8)

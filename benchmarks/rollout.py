@@ -1,0 +1,122 @@
+"""Targets from rollouts, a second, on one core: long answers of many objects, half of which match.
+
+    python benchmarks/rollout.py [--runs N] [--targets N] [--json]
+
+The exit code is 1 if a promise fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+from measure import interleaved, machine, report
+
+from chatmill.format import load_format
+from chatmill.rollout.scan import scan
+from chatmill.rollout.target import build_answer, build_target
+from chatmill.rollout.vocabulary import COORDINATES, vocabulary_of
+from chatmill.tokenizer import Tokenizer, open_tokenizer, train_bpe
+
+TOKENS, OBJECTS = 1500, 50
+LEAST = 200
+WORDS = (
+    "small",
+    "large",
+    "red",
+    "green",
+    "black",
+    "wooden",
+    "cat",
+    "dog",
+    "bird",
+    "chair",
+    "lamp",
+    "cup",
+    "near",
+    "the",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Rollout targets a second, on one core.")
+    parser.add_argument("--runs", type=int, default=5, help="runs, of which the median counts")
+    parser.add_argument("--targets", type=int, default=100, help="targets a run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    tokenizer = tokenizer_with_coordinates()
+    draw = random.Random(0)
+    work = [rollout(draw, tokenizer) for _ in range(args.targets)]
+    vocabulary = vocabulary_of(tokenizer)
+
+    def targets() -> None:
+        for ids, truth in work:
+            build_target(ids, truth, tokenizer=tokenizer)
+
+    def scans() -> None:
+        for ids, _ in work:
+            scan(ids, vocabulary)
+
+    first = build_target(*work[0], tokenizer=tokenizer)
+    seconds = interleaved(args.runs, targets=targets, scans=scans)
+    speed = len(work) / seconds["targets"]
+    tokens = sum(len(ids) for ids, _ in work) / len(work)
+    report(
+        f"rollout targets, one core; {machine('chatmill', 'scipy', 'shapely')}",
+        [
+            ("tokens a rollout, objects found and true", f"{tokens:.0f}, {len(first.valid_objects)} and {OBJECTS}"),
+            ("of the first: matched, missed", f"{len(first.matched)}, {len(first.missed)}"),
+            ("targets a second", f"{speed:,.0f}"),
+            ("of these the scan, rollouts a second", f"{len(work) / seconds['scans']:,.0f}"),
+            (f"{'kept' if speed >= LEAST else 'BROKEN'}: at least {LEAST} targets a second", f"{speed:,.0f}"),
+        ],
+        {"targets_per_second": speed, "tokens": tokens, "objects": OBJECTS, "kept": speed >= LEAST},
+        as_json=args.json,
+    )
+    return int(speed < LEAST)
+
+
+def tokenizer_with_coordinates() -> Tokenizer:
+    format = load_format("chatml")
+    draw = random.Random(1)
+    texts = [
+        f'{{"desc": "{description(draw)}", "bbox_2d": ["", ""]}}, "poly": [[""], [""]], "object_{n}": '
+        for n in range(2000)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        path.write_bytes(train_bpe(texts, vocab_size=2000, control=list(format.tokens.values())))
+        return open_tokenizer(path, control=format.tokens, besides=COORDINATES, add_tokens=True)
+
+
+def rollout(draw: random.Random, tokenizer: Tokenizer) -> tuple[list[int], list[dict[str, object]]]:
+    """An answer of about `TOKENS` tokens with `OBJECTS` objects, and as many true ones: half of them were found."""
+    found, truth = [], []
+    for number in range(OBJECTS):
+        x, y = draw.randrange(850), draw.randrange(850)
+        width, height = draw.randrange(30, 140), draw.randrange(30, 140)
+        thing = {"desc": description(draw), "bbox_2d": [x, y, x + width, y + height]}
+        truth.append(thing)
+        if number % 2:
+            nudged = [min(999, place + draw.randrange(5)) for place in (x, y, x + width + 5, y + height + 5)]
+            found.append({"desc": thing["desc"], "bbox_2d": nudged})
+        elif number % 25:
+            found.append({"desc": description(draw), "bbox_2d": [0, 0, 5, 5]})
+        else:
+            # Some polygons, so that the slow way is in it.
+            found.append({"desc": description(draw), "poly": [x, y, x + width, y, x + width, y + height]})
+    ids: list[int] = build_answer(found, tokenizer=tokenizer).ids.tolist()
+    return ids, truth
+
+
+def description(draw: random.Random) -> str:
+    return " ".join(draw.choice(WORDS) for _ in range(draw.randrange(1, 3)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
