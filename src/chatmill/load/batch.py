@@ -121,7 +121,8 @@ def assemble(
 ) -> tuple[Batch, Counts]:
     """One batch, of which row r holds episodes[first[r]:first[r + 1]]; rows after those are empty."""
     first = np.append(first, np.repeat(first[-1:], num_rows - (len(first) - 1)))
-    return lay_out(reader, episodes, first, Layout(block_size, pad_token_id, use_loss_mask)).split(num_rows)[0]
+    made = lay_out(reader, episodes, first, Layout(block_size, pad_token_id, use_loss_mask))
+    return made.split(num_rows)[0], made.counts(num_rows)[0]
 
 
 def lay_out(reader: Reader, episodes: Index, first: Index, layout: Layout) -> Made:
@@ -192,34 +193,21 @@ class Made(NamedTuple):
     cut_tokens: Index
     segments: Index
 
-    def split(self, size: int) -> list[tuple[Batch, Counts]]:
+    def split(self, size: int) -> list[Batch]:
         """Batches of so many rows each: the same, whatever other rows were made with them."""
-        count = len(self.tokens) // size
-        *arrays, episode_ids = (array.reshape(count, size, -1) for array in self.batch)
-        by_batch = [column.reshape(count, size) for column in self[1:]]
-        most = np.maximum(by_batch[-1].max(axis=1), 1).tolist()
-        sums = [np.count_nonzero(by_batch[0], axis=1), *(column.sum(axis=1) for column in by_batch[:-1])]
-        columns = zip(*arrays, episode_ids, most, *(column.tolist() for column in sums), strict=True)
-        return [
-            (
-                Batch(x, y, loss_mask, weights, positions, segments, np.ascontiguousarray(ids[:, :width])),
-                Counts(rows, tokens, int(np.count_nonzero(loss_mask)), cut_episodes, cut_tokens),
-            )
-            for (
-                x,
-                y,
-                loss_mask,
-                weights,
-                positions,
-                segments,
-                ids,
-                width,
-                rows,
-                tokens,
-                cut_episodes,
-                cut_tokens,
-            ) in columns
-        ]
+        shape = len(self.tokens) // size, size, -1
+        *arrays, episode_ids = (array.reshape(shape) for array in self.batch)
+        most = np.maximum(self.segments.reshape(shape[:2]).max(axis=1), 1).tolist()
+        if min(most) < episode_ids.shape[2]:
+            episode_ids = [ids[:, :width] for ids, width in zip(episode_ids, most, strict=True)]
+        return [Batch(*columns) for columns in zip(*arrays, episode_ids, strict=True)]
+
+    def counts(self, size: int) -> list[Counts]:
+        """What became of the tokens of each of these batches."""
+        by_batch = [column.reshape(-1, size) for column in (self.tokens > 0, *self[1:-1])]
+        rows, tokens, *cut = (column.sum(axis=1).tolist() for column in by_batch)
+        trained = [int(np.count_nonzero(mask)) for mask in self.batch.loss_mask.reshape(len(rows), -1)]
+        return [Counts(*columns) for columns in zip(rows, tokens, trained, *cut, strict=True)]
 
 
 class _Runs:

@@ -8,41 +8,38 @@ What comes when is the plan's; the loader reads it ahead, hands it out, and reme
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.errors import UsageError, one_line
-from chatmill.load.batch import Batch, Counts, lay_out, row_digests
+from chatmill.errors import UsageError
+from chatmill.load import state as states
+from chatmill.load.batch import Batch, Counts
 from chatmill.load.config import LoadConfig
-from chatmill.load.plan import Cursor, Plan, Step, datasets_hash, fill, join
+from chatmill.load.make import Item, Maker, Output, as_arrays
+from chatmill.load.plan import Cursor, Plan, Step, datasets_hash
 from chatmill.load.prefetch import Ahead
 from chatmill.load.source import open_sources
-from chatmill.load.tally import tally
 from chatmill.rows import Index
 
 try:
-    import torch
     from torch.utils.data import IterableDataset, get_worker_info
+
+    from chatmill.load.tensors import Tensors
+
+    HAS_TORCH = True
 except ImportError:
-    torch = None
+    HAS_TORCH = False
     IterableDataset = object
 
     def get_worker_info() -> Any:
         return None
-
-
-STATE_VERSION = 1
-SLAB = 1 << 17
-"""Positions of x that are made together: many small batches cost little more than one."""
 
 
 class Listener(Protocol):
@@ -64,22 +61,12 @@ class Listener(Protocol):
         """The last batch of an epoch was handed out; `step.dropped` did not fill another."""
 
 
-class Item(NamedTuple):
-    """A batch that is ready, and what is to be told when it is handed out."""
-
-    step: Step
-    batch: Batch
-    counts: Counts
-    digest: NDArray[np.uint64] | None
-    given: Index | None
-
-
 class EpisodeLoader(IterableDataset):
-    """Batches of a dataset, a cache, or a folder of caches that are mixed; never ends unless `epochs` says when.
+    """Batches of a dataset, a cache, or a folder of caches that are mixed; without end unless `epochs` are given.
 
     Each rank gets its rows of the global batch, in order: batch_size / world_size of them. Arrays are tensors if
-    torch is installed, unless `tensors` says otherwise; with a `device` they are moved there ahead of time.
-    `ahead` is how many slabs of batches a thread reads ahead; 0 reads when asked.
+    torch is installed, unless `tensors` is false; with a `device` they are moved there ahead of time. A thread
+    reads `ahead` slabs of batches ahead; with 0 they are read when asked for.
     """
 
     def __init__(
@@ -92,8 +79,9 @@ class EpisodeLoader(IterableDataset):
         world_size: int = 1,
         epochs: int | None = None,
         listener: Listener | None = None,
-        tensors: bool | None = None,
+        tensors: bool = HAS_TORCH,
         device: Any = None,
+        pin_memory: bool = False,
         ahead: int = 2,
     ) -> None:
         super().__init__()
@@ -101,19 +89,16 @@ class EpisodeLoader(IterableDataset):
         self.sources, self.config = open_sources(dataset_dir, _config(config))
         self.split, self.rank, self.world_size, self.epochs = split, rank, world_size, epochs
         self._check_world()
-        if tensors is None:
-            tensors = torch is not None
-        if (tensors or device is not None) and torch is None:
-            raise UsageError("tensors are asked for, and torch is not installed; pip install 'chatmill[train]'")
-        self._tensors, self._device, self._ahead = tensors or device is not None, device, ahead
+        self._output = _output(tensors, device, pin_memory)
+        self._ahead, self._listener = ahead, listener
         self._plans: dict[str, Plan] = {}
         self._cursors: dict[str, Cursor] = {}
         self._counts: dict[str, Counts] = {}
-        self._reading: dict[str, Iterator[Item]] = {}
-        self._process = os.getpid()
+        self._reading: dict[str, _Reading] = {}
         self._skip: int | None = None
-        self._listener = listener
-        self.plan(split)
+        """In a worker: batches that others make before its next; None before the first."""
+        if epochs is not None and self.plan(split).order.length is None:
+            raise UsageError(f"epochs is {epochs}, and {self.plan(split).order.name} has none; leave it out")
         if listener is not None:
             listener.loaded(self)
 
@@ -177,8 +162,17 @@ class EpisodeLoader(IterableDataset):
     def get_batch(self, split: str | None = None) -> Batch:
         """The next batch of a split, by its own cursor."""
         name = split or self.split
-        plan = self.plan(name)
-        return self._hand_out(plan, next(self._items(plan)))
+        reading = self._reading.get(name)
+        if reading is None or reading.process != os.getpid():
+            plan = self.plan(name)
+            reading = self._reading[name] = _Reading(self._maker(plan), plan.steps(self.cursor(name)), self._ahead)
+        try:
+            item = next(reading.items)
+        except BaseException:
+            # What failed is tried again, not taken for the end.
+            self._reading.pop(name).close()
+            raise
+        return self._hand_out(reading.plan, item)
 
     def one_pass(self, split: str) -> Iterator[Batch]:
         """Every eligible episode once, in the order of the files; moves no cursor, and leaves nothing out.
@@ -186,33 +180,17 @@ class EpisodeLoader(IterableDataset):
         The last batch is filled up with empty rows, so that all ranks get equally many.
         """
         plan = Plan(self.sources, self.config, split, in_stored_order=True)
-        for step in plan.steps(Cursor()):
-            yield self._made(plan, [step])[0].batch
-            if step.ends_epoch:
-                return
+        reading = _Reading(self._maker(plan, listened=False), plan.one_epoch(), self._ahead)
+        try:
+            for item in reading.items:
+                if item.ready is not None:
+                    item.ready()
+                yield item.batch
+        finally:
+            reading.close()
 
-    def _items(self, plan: Plan) -> Iterator[Item]:
-        if self._process != os.getpid():
-            # Threads do not follow into a forked process.
-            self._process, self._reading = os.getpid(), {}
-        if plan.split not in self._reading:
-            made = self._slabs(plan, plan.steps(self.cursor(plan.split)))
-            self._reading[plan.split] = _flat(Ahead(made, self._ahead) if self._ahead else made)
-        return self._reading[plan.split]
-
-    def _slabs(self, plan: Plan, steps: Iterator[Step]) -> Iterator[list[Item]]:
-        size = max(1, SLAB // (self.num_rows * self.config.block_size))
-        # Not through self: the thread that runs this must not keep a forgotten loader alive.
-        make = _maker(plan, self.rank, self.num_rows, self._listener is not None, self._output())
-        return (make(chunk) for chunk in _chunks(steps, size))
-
-    def _made(self, plan: Plan, steps: list[Step]) -> list[Item]:
-        return _maker(plan, self.rank, self.num_rows, False, self._output())(steps)
-
-    def _output(self) -> Callable[[Batch], Batch]:
-        if not self._tensors:
-            return lambda batch: batch
-        return lambda batch: batch.each(torch.from_numpy)
+    def _maker(self, plan: Plan, *, listened: bool = True) -> Maker:
+        return Maker(plan, self.rank, self.num_rows, listened and self._listener is not None, self._output)
 
     def _hand_out(self, plan: Plan, item: Item) -> Batch:
         split, step = plan.split, item.step
@@ -221,6 +199,8 @@ class EpisodeLoader(IterableDataset):
                 self._listener.epoch_started(plan, step.at.epoch)
             assert item.digest is not None
             self._listener.delivered(plan, step, item.digest, item.given)
+        if item.ready is not None:
+            item.ready()
         self._cursors[split] = step.after
         self._counts[split] = self.counts(split).plus(item.counts)
         if self._listener is not None and step.ends_epoch:
@@ -232,124 +212,71 @@ class EpisodeLoader(IterableDataset):
         if self._listener is not None:
             raise UsageError("a loader with a listener runs in the process that trains; give DataLoader no workers")
         plan = self.plan(self.split)
-        skip = number if self._skip is None else self._skip
-        steps = islice(plan.steps(self.cursor()), skip, None, workers)
-        for step in steps:
-            if self.epochs is not None and step.at.epoch >= self.epochs:
+        steps = islice(plan.steps(self.cursor()), self._skipped(number), None, workers)
+        for item in chain.from_iterable(self._maker(plan).slabs(steps)):
+            if self.epochs is not None and item.step.at.epoch >= self.epochs:
                 return
-            item = self._made(plan, [step])[0]
             self._skip = workers - 1
             yield self._hand_out(plan, item)
+
+    def _skipped(self, number: int) -> int:
+        return number if self._skip is None else self._skip
 
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """Where every split stands, as JSON holds it; the same on all ranks."""
-        order = self.config.order_part()
-        state: dict[str, Any] = {
-            "version": STATE_VERSION,
-            "dataset_sha256": self.sha256,
-            "config": order,
-            "config_sha256": _sha256(order),
-            "cursors": {split: cursor._asdict() for split, cursor in sorted(self._cursors.items())},
-        }
-        worker = get_worker_info()
-        if worker is not None:
-            skip = worker.id if self._skip is None else self._skip
-            state["worker"] = {"number": worker.id, "workers": worker.num_workers, "skip": skip}
-        return state
+        return states.save(self._cursors, **self._identity())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another loader stood, at any number of ranks; `UsageError` says what differs."""
-        cursors, skip = self._checked(state)
+        cursors, skip = states.restore(state, **self._identity())
+        for split, cursor in cursors.items():
+            self.plan(split).check(cursor)
         self.close()
         self._cursors, self._skip = cursors, skip
 
-    def _checked(self, state: Mapping[str, Any]) -> tuple[dict[str, Cursor], int | None]:
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if version != STATE_VERSION:
-            raise UsageError(
-                f"the state of a loader has version {one_line(str(version))}; this chatmill reads {STATE_VERSION}"
-            )
-        faults = []
-        if state.get("dataset_sha256") != self.sha256:
-            saved = one_line(str(state.get("dataset_sha256")), 12)
-            faults.append(f"the dataset was {saved}, {self.dataset_dir} is {self.sha256[:12]}…")
-        mine, theirs = self.config.order_part(), state.get("config")
-        if not isinstance(theirs, Mapping) or state.get("config_sha256") != _sha256(dict(theirs)):
-            faults.append("its config does not have the hash it names")
-            theirs = mine
-        for name in sorted(mine.keys() | theirs.keys()):
-            if mine.get(name) != theirs.get(name):
-                faults.append(f"{one_line(name)} was {_shown(theirs.get(name))}, is {_shown(mine.get(name))}")
-        if faults:
-            raise UsageError(f"the state of a loader does not fit: {'; '.join(faults)}")
-        try:
-            cursors = {
-                split: Cursor(**{key: _whole(at[key]) for key in Cursor._fields})
-                for split, at in state["cursors"].items()
-            }
-        except (AttributeError, KeyError, TypeError):
-            raise UsageError("the state of a loader is damaged: its cursors cannot be read") from None
-        for split, cursor in cursors.items():
-            self.plan(split).check(cursor)
-        return cursors, self._checked_worker(state.get("worker"))
-
-    def _checked_worker(self, saved: Any) -> int | None:
-        """Batches to skip before the first of this worker; None if the state is not that of a worker."""
-        if saved is None:
-            return None
+    def _identity(self) -> dict[str, Any]:
         worker = get_worker_info()
-        mine = (worker.id, worker.num_workers) if worker is not None else (0, 0)
-        if not isinstance(saved, Mapping) or (saved.get("number"), saved.get("workers")) != mine:
-            raise UsageError(
-                f"the state is that of worker {_shown(saved)}; it fits the same worker of as many, "
-                "and a loader without workers takes the state of one without"
-            )
-        return _whole(saved.get("skip"))
+        return {
+            "dataset_sha256": self.sha256,
+            "order": self.config.order_part(),
+            "worker": worker and states.Worker(worker.id, worker.num_workers, self._skipped(worker.id)),
+        }
 
     def close(self) -> None:
         """End the threads that read ahead; the loader can go on after it."""
-        for items in self._reading.values():
-            items.close()  # type: ignore[attr-defined]
+        for reading in self._reading.values():
+            reading.close()
         self._reading = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process: all but what is being read ahead, and the plans with their caches."""
+        """What travels to another process: all but what is being read ahead, and the plans with what they remember."""
         return {**vars(self), "_reading": {}, "_plans": {}}
 
 
-def _maker(
-    plan: Plan, rank: int, num_rows: int, with_digests: bool, output: Callable[[Batch], Batch]
-) -> Callable[[list[Step]], list[Item]]:
-    """What turns steps into batches of one rank, several at once."""
-    layout = plan.layout
+class _Reading:
+    """Batches of a split as they are made, by a thread if any are to be made ahead."""
 
-    def make(steps: list[Step]) -> list[Item]:
-        parts = [step.rows(rank * num_rows, (rank + 1) * num_rows) for step in steps]
-        together = join([fill(part, num_rows) for part in parts])
-        made = lay_out(plan.reader, together.episodes, together.first, layout)
-        items = []
-        for step, rows, (batch, counts) in zip(steps, parts, made.split(num_rows), strict=True):
-            digest = given = None
-            if with_digests:
-                given = tally(plan, rows, batch)
-                digests = row_digests(batch, step=step.at.step, first_row=rank * num_rows)
-                digest = digests.sum(axis=0, dtype=np.uint64)
-            items.append(Item(step, output(batch), counts, digest, given))
-        return items
+    def __init__(self, maker: Maker, steps: Iterator[Step], ahead: int) -> None:
+        self.plan = maker.plan
+        # Threads do not follow into a forked process.
+        self.process = os.getpid()
+        slabs = maker.slabs(steps)
+        self._thread = Ahead(slabs, ahead) if ahead else None
+        self.items = chain.from_iterable(self._thread or slabs)
 
-    return make
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
 
 
-def _chunks(steps: Iterator[Step], size: int) -> Iterator[list[Step]]:
-    while chunk := list(islice(steps, size)):
-        yield chunk
-
-
-def _flat(slabs: Iterator[list[Item]]) -> Iterator[Item]:
-    for slab in slabs:
-        yield from slab
+def _output(tensors: bool, device: Any, pin_memory: bool) -> Output:
+    if not (tensors or pin_memory or device is not None):
+        return as_arrays
+    if not HAS_TORCH:
+        raise UsageError("tensors are asked for, and torch is not installed; pip install 'chatmill[train]'")
+    return Tensors(device, pin_memory=pin_memory)
 
 
 def _config(config: LoadConfig | Mapping[str, Any] | str | Path | None) -> LoadConfig:
@@ -358,17 +285,3 @@ def _config(config: LoadConfig | Mapping[str, Any] | str | Path | None) -> LoadC
     if isinstance(config, str | Path):
         return LoadConfig.from_file(config)
     return LoadConfig.from_mapping(config or {})
-
-
-def _sha256(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _shown(value: Any) -> str:
-    return one_line(json.dumps(value, default=str))
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise UsageError(f"the state of a loader is damaged: {_shown(value)} is no whole number from 0 on")
-    return value

@@ -212,6 +212,13 @@ class Plan:
             yield step
             at = step.after
 
+    def one_epoch(self, epoch: int = 0) -> Iterator[Step]:
+        """The batches of one epoch."""
+        for step in self.steps(Cursor(epoch=epoch)):
+            yield step
+            if step.ends_epoch:
+                return
+
     def check(self, at: Cursor) -> None:
         """Raise `UsageError` unless a batch may begin there."""
         last = self.num_windows()

@@ -84,11 +84,6 @@ class Source:
     def has_mask(self) -> bool:
         return all(MASK in shard.records for name in self.dataset.splits for shard in self.dataset[name].shards)
 
-    def has_padding(self) -> bool:
-        """Whether rows may hold padding that was stored with them."""
-        metadata = self.dataset.metadata
-        return metadata is not None and metadata.ledger.total("padding").tokens > 0
-
     def short(self, split: str, least: int) -> Index:
         """The episodes with fewer tokens, rising. Shards of which the metadata says that none is are not looked at."""
         episodes = self.dataset[split]
@@ -124,8 +119,10 @@ def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Sou
     elif is_cache(folder):
         sources = (Source("", open_cache(folder)),)
     else:
-        config = replace(config, mix_sft=dict(config.mix_sft or MIX_SFT))
-        sources = _mixed(folder, config.mix_sft or {})
+        # By name, so that it does not matter in which order a config names them.
+        mix = dict(sorted((config.mix_sft or MIX_SFT).items()))
+        config = replace(config, mix_sft=mix)
+        sources = _mixed(folder, mix)
     if config.mix_sft is not None and sources[0].name == "":
         raise UsageError(
             f"{folder}: is one dataset, and mix_sft names {', '.join(map(one_line, config.mix_sft))}; "
