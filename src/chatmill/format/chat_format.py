@@ -73,6 +73,19 @@ class ChatFormat:
         """The key of the token that ends an assistant turn: what a server stops at."""
         return next(key for key, _ in self.split(self.turns["assistant"].close) if key is not None)
 
+    def to_json(self) -> dict[str, Any]:
+        """All that decides how conversations are written, as a dataset remembers it."""
+        return {
+            "name": self.name,
+            "tokens": dict(self.tokens),
+            "turns": {role: [turn.open, turn.close] for role, turn in self.turns.items()},
+            "trained": list(self.trained),
+            "default_system": self.default_system,
+            "begin": self.begin,
+            "end": self.end,
+            "body": dict(self.body),
+        }
+
 
 def load_format(spec: str | Path) -> ChatFormat:
     """A preset by its name, or a user's TOML file by its path."""

@@ -157,9 +157,9 @@ def _write(
     return write_metadata(
         place.staging,
         vocab_size=vocab_size,
-        format=_format_json(tools),
+        format=tools.format.to_json(),
         tokenizer={"name": tools.tokenizer.name, "sha256": tools.tokenizer.sha256},
-        tokenizer_state=_tokenizer_state(job, tools),
+        tokenizer_state=tools.tokenizer.state(added_tokens=job.add_tokens),
         special_token_ids=special,
         pad_token_id=special[tools.format.eot],
         splits=splits,
@@ -173,7 +173,7 @@ def _fingerprint(job: Job, tools: Tools, units: Sequence[Unit], identity: dict[s
     parts = [(str(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
     agreed = {
         "job": job.to_json(),
-        "format": _format_json(tools),
+        "format": tools.format.to_json(),
         "tokenizer": tools.tokenizer.sha256,
         "parts": parts,
         "files": identity,
@@ -197,31 +197,6 @@ def _refuse_output_in_input(units: Sequence[Unit], target: Path) -> None:
 def _check_vocabulary(tools: Tools) -> None:
     if (size := tools.tokenizer.vocab_size) > WIDE:
         raise DataError(f"{tools.tokenizer.name}: a vocabulary of {size} ids; at most {WIDE} can be stored")
-
-
-def _format_json(tools: Tools) -> dict[str, Any]:
-    format = tools.format
-    return {
-        "name": format.name,
-        "tokens": dict(format.tokens),
-        "turns": {role: [turn.open, turn.close] for role, turn in format.turns.items()},
-        "trained": list(format.trained),
-        "default_system": format.default_system,
-        "begin": format.begin,
-        "end": format.end,
-        "body": dict(format.body),
-    }
-
-
-def _tokenizer_state(job: Job, tools: Tools) -> dict[str, Any]:
-    return {
-        "name": tools.tokenizer.name,
-        "sha256": tools.tokenizer.sha256,
-        "vocab_size": tools.tokenizer.vocab_size,
-        "special_token_ids": tools.tokenizer.special_token_ids(),
-        "control": dict(tools.format.tokens),
-        "added_tokens": job.add_tokens,
-    }
 
 
 def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,7 @@ class Tokenizer:
         self.sha256 = _with_tokens(backend.sha256, beside)
         self._backend = backend
         self._ids = ids
+        self._beside = list(beside)
         self._special = {key: ids[token] for key, token in control.items()}
         self._tokens = {id: token for token, id in ids.items()}
         self._is_control = np.zeros(self.vocab_size, dtype=np.bool_)
@@ -90,6 +92,19 @@ class Tokenizer:
     def special_token_ids(self) -> dict[str, int]:
         """The ids of the control tokens of the format this was opened with, by the format's keys."""
         return dict(self._special)
+
+    def state(self, *, added_tokens: bool) -> dict[str, Any]:
+        """What a dataset remembers of its tokenizer; `besides` are added tokens that no format writes, if any."""
+        besides = [token for token in self._beside if token not in self.control.values()]
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "vocab_size": self.vocab_size,
+            "special_token_ids": self.special_token_ids(),
+            "control": dict(self.control),
+            "added_tokens": added_tokens,
+            **({"besides": besides} if besides else {}),
+        }
 
     def _holds_control(self, ids: Ids) -> bool:
         """Whether any id is a control token's: they lie in few ranges, which are quicker to ask than a table."""
