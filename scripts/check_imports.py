@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prepare": BASE | {"records", "tokenizer", "format", "fit", "store"},
     "load": BASE | {"store", "fit"},
     "train": BASE | {"load"},
-    "rollout": BASE | {"format", "fit", "tokenizer"},
+    "rollout": BASE | {"records", "format", "fit", "tokenizer"},
     "show": BASE | {"store", "tokenizer", "load"},
     "sft": BASE | {"records", "tokenizer", "format", "fit", "load"},
     "__init__": BASE | {"sft"},
@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"__main__"}
 
-HEAVY = {"torch", "transformers", "peft"}
+HEAVY = {"torch", "transformers", "peft", "triton"}
 HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout"}
 HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft"}
 

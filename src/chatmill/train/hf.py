@@ -79,7 +79,7 @@ class HFModel(CausalModel):
 
     def _states(self, x: Tensor, positions: Tensor) -> Tensor:
         with self._cast():
-            out = self.lm.base_model(input_ids=x, position_ids=positions, use_cache=False)
+            out = self.lm.base_model(input_ids=x, position_ids=positions.long(), use_cache=False)
         states = out.last_hidden_state
         return states.to(self.compute or states.dtype)
 

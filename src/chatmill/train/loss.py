@@ -56,9 +56,17 @@ class Targets:
         return cls(index, flat[index].clamp(min=0), weights, count, float(weights.sum(dtype=torch.float64)))
 
     def to(self, device: torch.device | str) -> Targets:
-        """On another device, without waiting for it."""
-        index, ids, weights = (part.to(device, non_blocking=True) for part in (self.index, self.ids, self.weights))
+        """The same targets on another device."""
+        index, ids, weights = (moved(part, device) for part in (self.index, self.ids, self.weights))
         return Targets(index, ids, weights, self.count, self.weight)
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor on another device."""
+    # From memory that is not pinned, the host would wait until the GPU has done all the work it was given.
+    if torch.device(device).type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Losses(NamedTuple):

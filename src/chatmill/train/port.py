@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from chatmill.train.loss import Head, Losses, Targets, weighted_loss
+from chatmill.load.batch import Batch
+from chatmill.train.loss import Head, Losses, Targets, moved, weighted_loss
+
+
+class Inputs(NamedTuple):
+    """What a model is called with: `model(*inputs)`."""
+
+    x: Tensor
+    positions: Tensor
+    segments: Tensor
+    targets: Targets
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device | str) -> Inputs:
+        """A batch from the loader, which lies in the host's memory, on the model's device."""
+        x, y, weights, positions, segments = (
+            torch.as_tensor(part) for part in (batch.x, batch.y, batch.weights, batch.positions, batch.segments)
+        )
+        targets = Targets.of(y, weights).to(device)
+        return cls(moved(x, device), moved(positions, device), moved(segments, device), targets)
 
 
 class Cache(Protocol):
