@@ -92,7 +92,8 @@ class Audit:
             self._log, left = AuditLog.reopen(path, head=self._state["head"], clock=self._clock)
             self._log.add("resume", {**left, **self._at._asdict()}, durable=True)
         said = dataset_fields(loader.sources, self._plan, loader.splits)
-        self._log.add("dataset_load", {"dataset": str(loader.dataset_dir), **said, **self._covers()}, durable=True)
+        said |= {"dataset": str(loader.dataset_dir), **self._covers()}
+        self._log.add("dataset_load", said, durable=True)
 
     def epoch_started(self, plan: Plan, epoch: int) -> None:
         if plan is self._plan:

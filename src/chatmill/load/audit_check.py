@@ -20,6 +20,8 @@ from chatmill.load.plan import Cursor, Plan, Step
 from chatmill.load.source import open_sources
 from chatmill.load.tally import tally
 from chatmill.rows import Index
+from chatmill.store.cache import Cache, verify_cache
+from chatmill.store.verify import verify
 
 
 @dataclass
@@ -49,7 +51,7 @@ def verify_log(
     heads: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Checked:
-    """Recompute every line of a log from a dataset (None: the one that it names).
+    """Recompute every line of a log from a dataset (None: the one that it names), every byte of which is checked too.
 
     `heads` are the hashes that checkpoints keep, by a name for each. `progress` is told of steps that were read.
     """
@@ -77,6 +79,7 @@ def verify_log(
     result.torn += [len(found)] if torn else []
     result.steps = checker.steps
     result.fault, result.unanchored = _anchors(place, found, heads or {})
+    result.fault = result.fault or checker.changed_file()
     return result
 
 
@@ -104,6 +107,7 @@ class _Run(NamedTuple):
     """Steps that a digest covers at most."""
     rows: int | None
     """Rows of a step that it covers: those of rank 0, or None for all."""
+    said: Mapping[str, str]
 
 
 def _loaded(line: Line, dataset: str | Path | None) -> _Run:
@@ -118,7 +122,7 @@ def _loaded(line: Line, dataset: str | Path | None) -> _Run:
     plan = Plan(sources, config, line.fields.get("split", ""))
     told = {name: line.fields.get(name, "") for name in ("dataset", "world_size", "ranks", "digest_steps")}
     _compare(line, {**audit.dataset_fields(sources, plan, splits), **told})
-    return _Run(plan, every, None if told["ranks"] == "all" else config.batch_size // world)
+    return _Run(plan, every, None if told["ranks"] == "all" else config.batch_size // world, line.fields)
 
 
 class _Reached(NamedTuple):
@@ -154,8 +158,10 @@ class _Checker:
             left = self._resume(line, torn)
         elif self._due and self._due[0][0] != line.action:
             raise MismatchError(f"is {one_line(line.action)}; expected {self._due[0][0]}")
-        elif line.action == "dataset_load":
-            self._run = _loaded(line, self._dataset)
+        elif self._due and line.action == "dataset_load":
+            # A run that goes on mostly says what the one before it said, and need not be opened again.
+            if self._run is None or line.fields != self._run.said:
+                self._run = _loaded(line, self._dataset)
             del self._due[0]
         elif self._due:
             _compare(line, self._due[0][1])
@@ -167,6 +173,14 @@ class _Checker:
         if line.action == "checkpoint":
             self._checkpoints[line.sha256] = self.lines, self._reached
         return left
+
+    def changed_file(self) -> str | None:
+        """A file of the dataset that is not what its metadata says: rows that no step had are held against that."""
+        for source in self._run.plan.sources if self._run is not None else ():
+            check = verify_cache if isinstance(source.dataset, Cache) else verify
+            for fault in check(source.path, full=True).faults:
+                return fault
+        return None
 
     def _resume(self, line: Line, torn: Sequence[Torn]) -> int:
         head = line.fields.get("head", "")
@@ -306,7 +320,9 @@ def replay(log: str | Path, step: int, dataset: str | Path | None = None) -> Rep
             covered = max(covered, stop)
             if not first <= step < stop:
                 continue
-            plan, _, rows = _loaded(loaded, dataset)
+            plan, every, rows, _ = _loaded(loaded, dataset)
+            if stop > first + every:
+                raise MismatchError(f"holds steps {first} to {stop}; expected at most {every}")
             at = Cursor(first, *(_number(line, name, 0) for name in ("epoch", "window", "row")))
             plan.check(at)
             made = Recomputed(plan, at, stop, rows=rows)

@@ -27,6 +27,7 @@ START = "0" * 64
 PREVIOUS = "previous"
 PLAIN = re.compile(r"[A-Za-z0-9_.:/+@-]+\Z")
 NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+HASH = re.compile(r"[0-9a-f]{64}\Z")
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
 BETWEEN = " | "
 
@@ -81,6 +82,9 @@ def parse_line(raw: bytes) -> Line:
         action, previous = fields.pop("action"), fields.pop(PREVIOUS)
         if not TIME.match(time) or (category, level) != ("TRAINING", "INFO"):
             raise ValueError("it does not begin with time, TRAINING and INFO")
+        if not HASH.match(previous):
+            # The last field: a line that breaks off anywhere does not have it whole.
+            raise ValueError("it does not end with a whole hash")
         if write_line(datetime.fromisoformat(time), action, fields, previous) != raw:
             raise ValueError("it is not written as chatmill writes it")
     except KeyError as error:

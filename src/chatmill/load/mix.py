@@ -220,8 +220,9 @@ def _running(order: Order, ordinals: Index, positions: Index) -> Index:
     if order.length is None:
         return order.at(0, positions)
     epochs, within = np.divmod(ordinals, order.length)
+    by_epoch = np.argsort(epochs, kind="stable")
+    begins = np.flatnonzero(np.diff(epochs[by_epoch], prepend=-1))
     episodes = np.empty(len(ordinals), dtype=np.int64)
-    for epoch in np.unique(epochs).tolist():
-        there = epochs == epoch
-        episodes[there] = order.at(epoch, within[there])
+    for there in np.split(by_epoch, begins[1:]) if len(ordinals) else ():
+        episodes[there] = order.at(int(epochs[there[0]]), within[there])
     return episodes

@@ -1,0 +1,94 @@
+"""`chatmill order`: which episodes come first in an epoch, and where in it one of them comes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from chatmill.cli.options import AsJson, echo_json
+from chatmill.errors import UsageError
+from chatmill.load.config import LoadConfig
+from chatmill.load.order import MODES
+from chatmill.load.plan import Plan
+from chatmill.load.source import open_sources
+
+DEFAULT = LoadConfig()
+
+
+def order(
+    dataset: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A dataset, a cache, or a folder of caches.", show_default=False)
+    ],
+    seed: Annotated[
+        int | None, typer.Option(help="The base seed: epoch_seed of a config.", show_default="1337")
+    ] = None,
+    epoch: Annotated[int, typer.Option(min=0, help="Which epoch; of a source, where sources are mixed.")] = 0,
+    first: Annotated[int, typer.Option(min=0, metavar="N", help="Print so many episodes.")] = 10,
+    find: Annotated[
+        int | None, typer.Option(metavar="EPISODE", help="Print the position of this episode instead.")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help=f"The order: {', '.join(MODES)}.", show_default=DEFAULT.batch_sampling_mode)
+    ] = None,
+    split: Annotated[str, typer.Option(help="train or val.")] = "train",
+    config: Annotated[Path | None, typer.Option(help="The config of a run; flags win over it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Recompute the order of an epoch: the numbers of its first episodes, or the position of one.
+
+    Episodes are numbered over all shards, and over all sources in the order of mix_sft. Those with fewer tokens
+    than episode_min_tokens (2) are in no epoch. With packing this is the order in which episodes are packed.
+
+    \b
+    Examples:
+      chatmill order data/chat_sft --seed 42 --epoch 3
+      chatmill order data/chat_sft --seed 42 --epoch 3 --find 173
+      chatmill order data/chat_sft --config configs/sft1/150M.json --first 100 --json
+    """
+    chosen = {"epoch_seed": seed, "batch_sampling_mode": mode}
+    changes = {name: value for name, value in chosen.items() if value is not None}
+    settings = LoadConfig.from_mapping(changes) if config is None else LoadConfig.from_file(config, **changes)
+    # What rows are padded with is nothing to their order: a dataset that does not say it has one all the same.
+    sources, settings = open_sources(dataset, replace(settings, pad_token_id=0))
+    plan = Plan(sources, settings, split)
+    said = {
+        "order": plan.order.name,
+        "seed": settings.epoch_seed,
+        "epoch": epoch,
+        "split": split,
+        "num_episodes": plan.num_eligible,
+        "num_skipped": len(plan.skipped),
+    }
+    if find is not None:
+        answer: dict[str, object] = {"episode": find, "position": _position(plan, epoch, find)}
+    else:
+        answer = {"episodes": plan.first_episodes(epoch, first).tolist()}
+    if as_json:
+        echo_json({**said, **answer})
+        return
+    skipped = f", {len(plan.skipped):,} too short" if len(plan.skipped) else ""
+    typer.echo(
+        f"{plan.order.name}, seed {settings.epoch_seed}, epoch {epoch}: "
+        f"{plan.num_eligible:,} episodes of {split}{skipped}"
+    )
+    if find is not None:
+        typer.echo(f"episode {find} is at position {answer['position']}")
+    else:
+        typer.echo(" ".join(map(str, plan.first_episodes(epoch, first))))
+
+
+def _position(plan: Plan, epoch: int, episode: int) -> int:
+    """Where an episode comes in an epoch, given by its number among all."""
+    if not 0 <= episode < plan.num_episodes:
+        raise UsageError(f"episode {episode}; {plan.split} has 0 to {plan.num_episodes - 1}")
+    before = int(np.searchsorted(plan.skipped, episode))
+    if before < len(plan.skipped) and plan.skipped[before] == episode:
+        least = plan.config.episode_min_tokens
+        raise UsageError(
+            f"episode {episode} has fewer than {least} tokens and comes in no epoch; see episode_min_tokens"
+        )
+    return plan.order.find(epoch, episode - before)

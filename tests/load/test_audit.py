@@ -1,0 +1,423 @@
+"""What is logged is what was handed out, and whatever was changed afterwards is found."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import threading
+
+import numpy as np
+import pytest
+from audit_material import SMALL, make_dataset, rechained, run
+
+from chatmill.errors import DataError, UsageError
+from chatmill.load.audit import Audit
+from chatmill.load.audit_check import replay, verify_log
+from chatmill.load.audit_log import AuditError, Line, read_log
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.read import Reader
+from chatmill.store import files
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "chat", train=50)
+
+
+@pytest.fixture(scope="module")
+def documented(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "chat", train=504, val=56)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder of two sources."""
+    folder = tmp_path_factory.mktemp("data")
+    make_dataset(folder / "a", train=20, seed=1)
+    make_dataset(folder / "b", train=33, seed=2)
+    return folder
+
+
+def head_of(state):
+    return {"the checkpoint": state["audit"]["head"]}
+
+
+def actions(log):
+    return [line.action for line in read_log(log) if isinstance(line, Line)]
+
+
+# What is written.
+
+
+def test_the_documented_example_reproduces_its_lines(documented, tmp_path):
+    audit, _ = run(documented, tmp_path / "logs" / "audit", 127, config={"epoch_shuffle": True})
+    load, start = (line.raw.decode().split(" | ", 3) for line in read_log(audit.path)[:2])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", load[0])
+    assert load[1:3] == start[1:3] == ["TRAINING", "INFO"]
+    assert load[3].startswith(
+        "action=dataset_load | epoch_seed=42 | epoch_shuffle=true | num_train_episodes=504 | num_val_episodes=56 | "
+        "num_episodes=504 | "
+    )
+    assert start[3].startswith(
+        'action=epoch_start | epoch=0 | seed=42 | first_episode_ids="[173, 274, 489, 72, 305, 76, 475, 140, 469, 498]"'
+        " | num_episodes=504 | "
+    )
+    complete = next(line for line in read_log(audit.path) if line.action == "epoch_complete")
+    assert complete.fields == {"epoch": "0", "seed_used": "42", "episodes_seen": "504", "step": "126"}
+    assert audit.path.match("logs/audit/audit_*.log")
+
+
+def test_the_documented_reconstruction_is_the_loaders_order(documented):
+    loader = EpisodeLoader(documented, SMALL, tensors=False)
+    for epoch in range(2):
+        seen = [loader.get_batch().episode_ids[:, 0] for _ in range(126)]
+        np.testing.assert_array_equal(np.concatenate(seen), np.random.RandomState(42 + epoch).permutation(504))
+
+
+def test_dropped_episodes_are_named_and_the_rest_is_counted(dataset, tmp_path):
+    audit, _ = run(dataset, tmp_path, 13, config={"batch_size": 8})
+    order = np.random.RandomState(42).permutation(50)
+    lines = {line.action: line.fields for line in reversed(read_log(audit.path))}
+    assert lines["drop_last"] == {"epoch": "0", "num_episodes": "2", "episode_ids": str(order[48:].tolist())}
+    assert lines["epoch_complete"]["episodes_seen"] == "48"
+
+
+CONFIGS = {
+    "epoch": {},
+    "stored order": {"epoch_shuffle": False},
+    "feistel": {"batch_sampling_mode": "feistel"},
+    "random": {"batch_sampling_mode": "random"},
+    "last batch kept": {"batch_size": 8, "epoch_drop_last": False},
+    "last batch dropped": {"batch_size": 8},
+    "packed": {"packing": "bins", "block_size": 120},
+    "short ones skipped": {"episode_min_tokens": 40},
+    "all trained": {"use_loss_mask": False},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_untouched_log_verifies(dataset, tmp_path, name):
+    audit, states = run(dataset, tmp_path, 31, checkpoints=(10, 31), config=CONFIGS[name], close=False)
+    checked = verify_log(audit.path, dataset, heads=head_of(states[31]))
+    assert (checked.fault, checked.steps, checked.abandoned, checked.torn, checked.unanchored) == (None, 31, 0, [], 0)
+
+
+@pytest.mark.parametrize("mix_by", ["rows", "tokens", "trained_tokens"])
+@pytest.mark.parametrize("packing", ["none", "bins"])
+def test_a_mixed_run_logs_what_every_source_gave(root, tmp_path, mix_by, packing):
+    config = {"mix_sft": {"b": 0.75, "a": 0.25}, "mix_by": mix_by, "packing": packing, "block_size": 120}
+    audit, states = run(root, tmp_path, 40, checkpoints=(20, 40), config=config)
+    assert verify_log(audit.path, root, heads=head_of(states[40])).fault is None
+    lines = read_log(audit.path)
+    given = [json.loads(line.fields["given"]) for line in lines if line.action == "steps"]
+    mixes = [line.fields for line in lines if line.action == "mix"]
+    total = {name: sum(each[name] for each in given) for name in "ba"}
+    assert mixes[-1]["mix_by"] == mix_by and json.loads(mixes[-1]["requested"]) == {"b": 0.75, "a": 0.25}
+    realised = json.loads(mixes[-1]["realised"])
+    assert realised == {name: round(total[name] / sum(total.values()), 6) for name in "ba"}
+    assert realised["b"] == pytest.approx(0.75, abs=0.03 if packing == "none" else 0.06)
+    assert total == counted(root, config, 40)
+
+
+def counted(root, config, steps):
+    """Rows, tokens or trained tokens of each source, counted one by one from batches and stored episodes."""
+    loader = EpisodeLoader(root, {**SMALL, **config}, tensors=False)
+    stored = {
+        source.name: [source.episodes("train").rows([n]) for n in range(len(source.episodes("train")))]
+        for source in loader.sources
+    }
+    episodes = [(name, rows) for name, found in stored.items() for rows in found]
+    total = dict.fromkeys(stored, 0)
+    for _ in range(steps):
+        batch = loader.get_batch()
+        for number in batch.episode_ids[batch.episode_ids >= 0].tolist():
+            name, rows = episodes[number]
+            kept = min(len(rows.ids), 121)
+            trained = rows.mask()[len(rows.ids) - kept :][1:].sum()
+            total[name] += {"rows": 1, "tokens": kept, "trained_tokens": int(trained)}[config["mix_by"]]
+    return total
+
+
+def test_evaluation_is_not_in_the_log(dataset, tmp_path):
+    audit = Audit(tmp_path, every=2)
+    loader = EpisodeLoader(dataset, SMALL, listener=audit)
+    for _ in range(4):
+        loader.get_batch()
+        loader.get_batch("val")
+    list(loader.one_pass("val"))
+    audit.close()
+    assert actions(audit.path) == ["dataset_load", "epoch_start", "steps", "steps"]
+    assert verify_log(audit.path, dataset).steps == 4
+
+
+# Ranks.
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_digests_cover_the_rows_of_all_ranks_that_can_be_added_up(dataset, tmp_path, shared):
+    lane = threading.Barrier(2)
+    slots: list[np.ndarray] = [np.zeros(0)] * 2
+
+    def reduce_on(rank):
+        def reduce(values):
+            slots[rank] = values
+            lane.wait()
+            total = slots[0] + slots[1]
+            lane.wait()
+            return total
+
+        return reduce
+
+    audits = [Audit(tmp_path, every=3, reduce=reduce_on(rank) if shared else None) for rank in range(2)]
+
+    def train(rank):
+        loader = EpisodeLoader(dataset, SMALL, rank=rank, world_size=2, listener=audits[rank])
+        for _ in range(20):
+            loader.get_batch()
+        audits[rank].checkpoint()
+        audits[rank].close()
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert audits[1].path is None and len(list(tmp_path.iterdir())) == 1
+    fields = read_log(audits[0].path)[0].fields
+    assert (fields["world_size"], fields["ranks"]) == ("2", "all" if shared else "0")
+    assert verify_log(audits[0].path, dataset).steps == 20
+    alone, _ = run(dataset, tmp_path / "alone", 20, every=3, checkpoints=(20,))
+    digests = [
+        [line.fields["digest"] for line in read_log(log) if line.action == "steps"]
+        for log in (audits[0].path, alone.path)
+    ]
+    assert (digests[0] == digests[1]) == shared
+
+
+# What is found.
+
+
+def test_a_reader_that_swaps_two_episodes_beneath_the_order_is_found(dataset, tmp_path, monkeypatch):
+    """The loader believes that all is well, and its episode ids say so."""
+    real = Reader.locate
+
+    def swapping(self, episodes):
+        swapped = np.where(episodes == 7, 31, np.where(episodes == 31, 7, episodes))
+        return real(self, swapped)
+
+    monkeypatch.setattr(Reader, "locate", swapping)
+    audit, states = run(dataset, tmp_path, 12, checkpoints=(12,), every=1)
+    monkeypatch.undo()
+    fault = verify_log(audit.path, dataset, heads=head_of(states[12])).fault
+    order = np.random.RandomState(42).permutation(50)
+    step = min(np.flatnonzero(np.isin(order, [7, 31]))) // 4
+    assert re.fullmatch(
+        rf"{re.escape(str(audit.path))}:{step + 3}: steps says digest [0-9a-f]{{32}}; the dataset gives [0-9a-f]{{32}}",
+        fault,
+    )
+
+
+def test_a_changed_dataset_is_found(dataset, tmp_path):
+    audit, _ = run(dataset, tmp_path / "logs", 12)
+    other = make_dataset(tmp_path / "other", train=50, seed=3)
+    assert ":1: dataset_load says dataset_sha256 " in verify_log(audit.path, other).fault
+    smaller = make_dataset(tmp_path / "smaller", train=49)
+    assert ":1: dataset_load says num_train_episodes 50; the dataset gives 49" in verify_log(audit.path, smaller).fault
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_change_that_the_metadata_knows_nothing_of_is_found(dataset, tmp_path, split):
+    audit, _ = run(dataset, tmp_path / "logs", 25)
+    changed = tmp_path / "changed"
+    shutil.copytree(dataset, changed)
+    tokens = changed / split / "shard_00000" / "tokens.bin"
+    raw = bytearray(tokens.read_bytes())
+    raw[-20] ^= 1
+    tokens.write_bytes(raw)
+    fault = verify_log(audit.path, changed).fault
+    # In a row that was handed out the line shows it; what no row had, the hash of its file.
+    assert re.search(r":\d+: steps says digest " if split == "train" else r"val/shard_00000/tokens\.bin: ", fault)
+
+
+def test_300_tamperings_are_all_found(dataset, tmp_path):
+    """Half of them with every hash after the change made anew."""
+    config = {"batch_size": 8}
+    audit, states = run(dataset, tmp_path, 9, checkpoints=(4,), config=config, every=2)
+    audit, states = run(dataset, tmp_path, 15, checkpoints=(9, 15), config=config, every=2, saved=states[4])
+    log, heads = audit.path, head_of(states[15])
+    lines = log.read_bytes().split(b"\n")[:-1]
+    assert set(actions(log)) == {
+        "dataset_load", "epoch_start", "steps", "drop_last", "epoch_complete", "checkpoint", "resume"
+    }  # fmt: skip
+    assert verify_log(log, dataset, heads=heads).fault is None
+    rng, found = random.Random(5), {}
+    for number in range(300):
+        kind = ("change", "field", "insert", "remove", "reorder", "cut")[number // 2 % 6]
+        changed = lines
+        while changed == lines:
+            # Making the hashes anew may undo a change that was in one.
+            changed, first = tampered(lines, kind, rng)
+            changed = rechained(changed, first) if number % 2 else changed
+        log.write_bytes(b"".join(line + b"\n" for line in changed))
+        checked = verify_log(log, dataset, heads=heads)
+        # A line that was put after the one that a checkpoint vouches for is reported as such; before it there is none.
+        assert checked.fault is not None or (kind == "insert" and checked.unanchored), (kind, number, first)
+        found[kind] = found.get(kind, 0) + 1
+    assert sum(found.values()) == 300 and len(found) == 6
+
+
+def tampered(lines, kind, rng):
+    """The lines after one change, and the first that differs."""
+    at = rng.randrange(len(lines))
+    changed = list(lines)
+    if kind == "change":
+        place = rng.randrange(len(lines[at]))
+        byte = bytes([rng.choice([b for b in range(32, 127) if b != lines[at][place]])])
+        changed[at] = lines[at][:place] + byte + lines[at][place + 1 :]
+    elif kind == "field":
+        # A number that is still one: what a forger would write.
+        digits = [m.span() for m in re.finditer(rb"(?<==)\d+(?= \|)", lines[at])] or [(0, 4)]
+        start, stop = rng.choice(digits)
+        value = int(lines[at][start:stop]) + rng.choice([-1, 1, 7])
+        changed[at] = lines[at][:start] + str(max(value, 0) if value else 3).encode() + lines[at][stop:]
+    elif kind == "insert":
+        changed.insert(at, rng.choice(lines))
+    elif kind == "remove":
+        del changed[at]
+    elif kind == "reorder":
+        at = rng.randrange(len(lines) - 1)
+        other = rng.randrange(at + 1, len(lines))
+        changed[at], changed[other] = lines[other], lines[at]
+    else:
+        del changed[at:]
+    return changed, at
+
+
+def test_a_cut_end_is_found_up_to_the_last_head_and_later_lines_are_unanchored(dataset, tmp_path):
+    audit, states = run(dataset, tmp_path, 20, checkpoints=(10,), every=2)
+    raw = audit.path.read_bytes()
+    lines = raw.split(b"\n")[:-1]
+    at = actions(audit.path).index("checkpoint")
+    assert verify_log(audit.path, dataset, heads=head_of(states[10])).unanchored == len(lines) - at - 1
+    assert verify_log(audit.path, dataset).unanchored == len(lines)
+    for kept in range(len(lines)):
+        audit.path.write_bytes(b"".join(line + b"\n" for line in lines[:kept]))
+        checked = verify_log(audit.path, dataset, heads=head_of(states[10]))
+        assert (checked.fault is None) == (kept > at)
+        if 0 < kept <= at:
+            assert "that the checkpoint keeps; lines of it are changed or gone" in checked.fault
+
+
+# Going on.
+
+
+def test_a_resumed_run_names_the_head_and_leaves_lines_behind(dataset, tmp_path):
+    audit, states = run(dataset, tmp_path, 18, checkpoints=(8,), every=2)
+    before = audit.path.read_bytes()
+    audit, later = run(dataset, tmp_path, 24, checkpoints=(24,), every=2, saved=states[8])
+    assert audit.path.read_bytes().startswith(before)
+    assert len(list(tmp_path.iterdir())) == 1
+    lines = read_log(audit.path)
+    at = [line.action for line in lines].index("resume")
+    left = at - [line.sha256 for line in lines].index(states[8]["audit"]["head"]) - 1
+    assert lines[at].fields == {
+        "head": states[8]["audit"]["head"], "abandoned": str(left),
+        **{name: str(value) for name, value in states[8]["loader"]["cursors"]["train"].items()},
+    }  # fmt: skip
+    assert lines[at + 1].action == "dataset_load"
+    checked = verify_log(audit.path, dataset, heads=head_of(later[24]))
+    assert (checked.fault, checked.abandoned, checked.unanchored) == (None, left, 0)
+
+
+def test_a_torn_line_is_reported_and_the_log_goes_on(dataset, tmp_path):
+    audit, states = run(dataset, tmp_path, 15, checkpoints=(8,), every=2)
+    audit.path.write_bytes(audit.path.read_bytes()[:-30])
+    last = len(read_log(audit.path))
+    checked = verify_log(audit.path, dataset, heads=head_of(states[8]))
+    assert (checked.fault, checked.torn) == (None, [last])
+    audit, later = run(dataset, tmp_path, 24, checkpoints=(24,), every=2, saved=states[8])
+    checked = verify_log(audit.path, dataset, heads=head_of(later[24]))
+    assert (checked.fault, checked.torn, checked.unanchored) == (None, [last], 0)
+    # Bytes that no crash left are no torn line.
+    lines = audit.path.read_bytes().split(b"\n")
+    lines[last - 1] = lines[last - 1][:-1]
+    audit.path.write_bytes(b"\n".join(lines))
+    assert f":{last + 1}: resume says torn_bytes" in verify_log(audit.path, dataset).fault
+    lines.insert(3, b"garbage")
+    audit.path.write_bytes(b"\n".join(lines))
+    assert ":4: is no line of an audit log" in verify_log(audit.path, dataset).fault
+
+
+def test_a_world_of_another_size_goes_on_in_the_same_log(dataset, tmp_path):
+    _, states = run(dataset, tmp_path, 9, checkpoints=(9,), every=2)
+    audit, later = run(dataset, tmp_path, 20, checkpoints=(20,), every=2, saved=states[9], world_size=2)
+    assert verify_log(audit.path, dataset, heads=head_of(later[20])).fault is None
+
+
+def test_a_loader_that_stands_elsewhere_than_its_log_is_refused(dataset, tmp_path):
+    _, states = run(dataset, tmp_path, 9, checkpoints=(9,))
+    loader = EpisodeLoader(dataset, SMALL, listener=Audit(tmp_path))
+    loader.load_state_dict(states[9]["loader"])
+    with pytest.raises(AuditError, match="the loader stands at step 9, its audit log at 0; give Audit the state"):
+        loader.get_batch()
+
+
+@pytest.mark.parametrize("state", [{}, {"log": "../x", "head": "", "cursor": {}, "given": {}}, [], "no"])
+def test_a_damaged_state_is_one_line(tmp_path, state):
+    with pytest.raises(AuditError, match="the state of the audit log is damaged"):
+        Audit(tmp_path, state=state)
+
+
+def test_a_line_that_cannot_be_written_stops_the_run_before_its_batch_is_out(dataset, tmp_path, monkeypatch):
+    audit = Audit(tmp_path, every=2)
+    loader = EpisodeLoader(dataset, SMALL, listener=audit)
+    loader.get_batch()
+
+    def full(self, fd, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.Disk, "write", full)
+    for _ in range(2):
+        with pytest.raises(AuditError):
+            loader.get_batch()
+        assert loader.cursor().step == 1
+
+
+# Replay.
+
+
+def test_a_step_is_replayed_as_it_was_handed_out(dataset, tmp_path):
+    config = {"packing": "bins", "block_size": 120}
+    audit, states = run(dataset, tmp_path, 8, checkpoints=(5,), config=config, every=3)
+    audit, _ = run(dataset, tmp_path, 12, config=config, every=3, saved=states[5])
+    loader = EpisodeLoader(dataset, {**SMALL, **config}, tensors=False)
+    for step in range(12):
+        delivered, replayed = loader.get_batch(), replay(audit.path, step)
+        assert replayed.step.at.step == step
+        for mine, theirs in zip(delivered, replayed.batch, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_what_cannot_be_replayed_is_one_line(dataset, tmp_path):
+    audit, _ = run(dataset, tmp_path / "logs", 12)
+    with pytest.raises(UsageError, match="step 12 is not in it; expected one below 12"):
+        replay(audit.path, 12)
+    other = make_dataset(tmp_path / "other", train=50, seed=3)
+    with pytest.raises(DataError, match=":3: dataset_load says dataset_sha256"):
+        replay(audit.path, 0, other)
+    with pytest.raises(DataError, match="cannot be read"):
+        replay(tmp_path / "none.log", 0)
+
+
+def test_no_log_at_all_is_one_line(dataset, tmp_path):
+    with pytest.raises(DataError, match=r"none\.log: cannot be read"):
+        verify_log(tmp_path / "none.log", dataset)
+    (tmp_path / "empty.log").write_bytes(b"")
+    assert (
+        verify_log(tmp_path / "empty.log", dataset).fault
+        == f"{tmp_path / 'empty.log'}: holds no line; expected an audit log"
+    )
