@@ -7,7 +7,21 @@ from typing import Annotated
 import typer
 
 from chatmill import __version__
-from chatmill.cli import build, check, diff, export, formats, prepare, render, reweigh, tokenizer, verify
+from chatmill.cli import (
+    audit,
+    build,
+    check,
+    diff,
+    export,
+    formats,
+    order,
+    prepare,
+    render,
+    reweigh,
+    rollout,
+    tokenizer,
+    verify,
+)
 from chatmill.cli.guard import guarded
 
 app = typer.Typer(
@@ -26,11 +40,14 @@ app.command("prepare")(prepare.prepare_command)
 app.command("verify")(verify.verify)
 app.command("reweigh")(reweigh.reweigh)
 app.command("diff")(diff.diff)
+app.command("order")(order.order)
 app.command("build-sft-primer")(build.build_sft_primer)
 app.command("build-sft-oasst1")(build.build_sft_oasst1)
 app.command("build-sft-dolly15k")(build.build_sft_dolly15k)
+app.add_typer(audit.app, name="audit")
 app.add_typer(tokenizer.app, name="tokenizer")
 app.add_typer(export.app, name="export")
+app.add_typer(rollout.app, name="rollout")
 
 
 @app.callback(invoke_without_command=True)

@@ -19,6 +19,8 @@ GATE = 0.3
 STEPS = 2**30
 """Overlaps are compared in steps of 1/STEPS: whole numbers add up alike in every order, so that ties are ties."""
 
+MISSING = "matching needs {}: pip install 'chatmill[rollout]'"
+
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
 
@@ -117,7 +119,10 @@ def _ratio(shared: Floats, one: Floats, other: Floats, equal: NDArray[np.bool_])
 def _polygon_overlaps(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], found: NDArray[Any], true: NDArray[Any]
 ) -> Floats:
-    import shapely
+    try:
+        import shapely
+    except ImportError:
+        raise UsageError(MISSING.format("shapely")) from None
 
     def shapes(things: Sequence[Mapping[str, Any]], wanted: NDArray[Any]) -> NDArray[Any]:
         numbers, which = np.unique(wanted, return_inverse=True)
@@ -204,8 +209,10 @@ def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> int:
     """The largest sum of any assignment; a row left alone adds nothing, as if paired with a dummy of its own."""
     if not allowed.any():
         return 0
-    from scipy.optimize import linear_sum_assignment
-
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ImportError:
+        raise UsageError(MISSING.format("scipy")) from None
     worth = np.where(allowed, steps, 0)
     return int(worth[linear_sum_assignment(worth, maximize=True)].sum())
 

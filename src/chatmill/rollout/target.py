@@ -23,7 +23,7 @@ from chatmill.rollout.match import Matching
 from chatmill.rollout.scan import JSON, STOP_TEXTS, Entry, Scan, parse_json, scan
 from chatmill.rollout.schema import Detection, Object, Piece, Schema, UnfitError, read_body
 from chatmill.rollout.vocabulary import RolloutTokenizer, Vocabulary, vocabulary_of
-from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule
+from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Part, Role, Rows, Rule, Table
 
 DETECTION = Detection()
 SPACE = " \t\n\r"
@@ -347,7 +347,11 @@ def _rows(ids: list[int], parts: list[Part], slots: Mapping[int, int], *, train_
         rule[Part.VALUE] = Rule.VALUES_OFF
     spans["rule"] = rule[spans["part"]]
     spans["weight"] = ~np.isin(spans["rule"], (Rule.ROLLOUT, Rule.VALUES_OFF))
+    return one_row(np.array(ids, dtype=np.uint32), spans)
+
+
+def one_row(ids: Ids, spans: Table) -> Rows:
+    """Tokens and their spans as one conversation that comes from nowhere."""
     origins = np.zeros(1, dtype=ORIGIN)
     origins["file"] = NO_FILE
-    one = np.array([0, 1], dtype=np.int64)
-    return Rows(np.array(ids, dtype=np.uint32), spans, np.array([0, len(spans)], dtype=np.int64), origins, one)
+    return Rows(ids, spans, np.array([0, len(spans)], dtype=np.int64), origins, np.array([0, 1], dtype=np.int64))

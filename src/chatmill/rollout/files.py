@@ -1,0 +1,131 @@
+"""Files of rollouts and of the truth they are held against, and the log that a run can be replayed from.
+
+    truth     {"id": "7", "messages": [{"role": "user", "content": "…"}], "objects": [{"desc": …, "bbox_2d": …}]}
+    rollouts  {"id": "7", "response_token_ids": [123, 34, …], "prompt_token_ids": [256, …], "step": 0, "row": 3}
+
+A rollout names its record; prompt, step and row may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from chatmill.errors import DataError, RecordError
+from chatmill.records import MAX_LINE_BYTES, Record
+from chatmill.records.files import expand, source_name
+from chatmill.records.lines import lines
+from chatmill.records.shapes.decode import decode_object, named
+from chatmill.records.shapes.fields import record_id
+from chatmill.records.shapes.messages import careful
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A conversation that asks for an answer, and the objects it should name."""
+
+    record: Record
+    objects: tuple[Mapping[str, Any], ...]
+
+
+class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One answer as it was generated."""
+
+    id: str
+    response_token_ids: list[int]
+    prompt_token_ids: list[int] | None = None
+    step: int | None = None
+    row: int | None = None
+
+
+def read_truth(path: str | Path) -> Iterator[Truth]:
+    """The records of a .jsonl file, each with an id of its own; a fault is a `RecordError` with its line."""
+    seen: dict[str, int] = {}
+    [file] = expand([path])
+    name, source = _name(file), source_name(file)
+    for line, data in lines(file, limit=MAX_LINE_BYTES):
+        id = None
+        try:
+            record = decode_object(data)
+            id = record_id(record)
+            turns, _, tools = careful(record)
+            objects = record.get("objects")
+            if id is None:
+                raise RecordError("the record has no id", 'expected "id", which rollouts name it by', kind="id")
+            if id in seen:
+                raise RecordError(f"the id is that of line {seen[id]}", "expected another for every record", kind="id")
+            if not isinstance(objects, list):
+                what = f"objects is {named(objects)}" if "objects" in record else "the record has no objects"
+                raise RecordError(what, "expected a list of objects, which may be empty", kind="objects")
+            for number, thing in enumerate(objects):
+                if not isinstance(thing, dict):
+                    raise RecordError(f"object {number} is {named(thing)}", "expected an object", kind="objects")
+            if turns[-1].role == "assistant":
+                right = "expected a question at the end: the answer is the model's, the truth is in objects"
+                raise RecordError("the last message is an answer", right, kind="answered")
+        except RecordError as fault:
+            raise fault.at(name, line, id) from None
+        seen[id] = line
+        yield Truth(Record(turns, id, tools, source, name, line), tuple(objects))
+
+
+_ROLLOUT = msgspec.json.Decoder(Rollout)
+
+
+def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
+    """The rollouts of a .jsonl file with their lines."""
+    [file] = expand([path])
+    for line, data in lines(file, limit=MAX_LINE_BYTES):
+        try:
+            yield line, _ROLLOUT.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            right = 'expected {"id": "…", "response_token_ids": [1, 2, …]}'
+            raise RecordError(f"no rollout ({error})", right, kind="rollout").at(_name(file), line) from None
+
+
+class RolloutLog:
+    """Writes every rollout of a run as it is made, each on a line of its own."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def add(
+        self, step: int, ids: Sequence[str], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> None:
+        for row, (id, prompt, answer) in enumerate(zip(ids, prompts, answers, strict=True)):
+            self._file.write(msgspec.json.encode(Rollout(id, list(answer), list(prompt), step, row)) + b"\n")
+        self._file.flush()
+
+
+class Replay:
+    """Answers as a log has them: a `Generator` that generates nothing."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self._logged: dict[tuple[int, int], Rollout] = {}
+        for line, rollout in read_rollouts(path):
+            if rollout.step is None or rollout.row is None:
+                raise DataError(f"{path}:{line}: the rollout has no step or row; expected the log of a run")
+            self._logged[rollout.step, rollout.row] = rollout
+
+    def __call__(self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
+        answers = []
+        for row, prompt in enumerate(prompts, start=first_row):
+            found = self._logged.get((step, row))
+            if found is None:
+                raise DataError(f"{self._path}: has no rollout of step {step}, row {row}; the run asks for another one")
+            if found.prompt_token_ids is not None and found.prompt_token_ids != list(prompt):
+                raise DataError(
+                    f"{self._path}: step {step}, row {row} answers another prompt; use the data of that run"
+                )
+            answers.append(found.response_token_ids)
+        return answers
+
+
+def _name(path: Path) -> str:
+    """A name for the file that is the same wherever it lies."""
+    return path.name if path.is_absolute() else str(path)

@@ -1,0 +1,103 @@
+"""Loss: one number from the logits of the trained positions, whatever they are trained on.
+
+Text is trained by cross entropy. A coordinate is a place on an axis of 1000, where near is nearly right:
+
+    soft         cross entropy toward a Gaussian around the true place, among coordinates
+    wasserstein  how far probability must be carried to become that Gaussian; all of the axis is 1
+    outside      -log of the probability that all coordinates have together
+
+Sums are returned, not means, so that rows may be packed or cut into batches in any way.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from chatmill.errors import UsageError
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """How much each term counts, and how wide the Gaussian is, in places of the axis."""
+
+    text: float = 1.0
+    soft: float = 1.0
+    wasserstein: float = 1.0
+    outside: float = 1.0
+    sigma: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0) or (field.name == "sigma" and value == 0):
+                right = "a number over 0" if field.name == "sigma" else "a number from 0 on"
+                raise UsageError(f"{field.name} is {value}; expected {right}")
+
+
+class RolloutLoss(NamedTuple):
+    """Sums over the trained positions, each times its weight."""
+
+    total: Tensor
+    """The terms as they count, added up: the one that is trained."""
+    text: Tensor
+    soft: Tensor
+    wasserstein: Tensor
+    outside: Tensor
+    """Each term by itself, without gradient."""
+
+
+class Axis(NamedTuple):
+    """The coordinates of a vocabulary: their ids in order, and for every id its place, -1 for text."""
+
+    ids: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, coordinate_ids: list[int], vocab_size: int, device: torch.device | str = "cpu") -> Axis:
+        """`vocab_size` is the model's: it may have more ids than the tokenizer."""
+        ids = torch.tensor(coordinate_ids, dtype=torch.long)
+        places = torch.full((vocab_size,), -1, dtype=torch.long)
+        places[ids] = torch.arange(len(ids))
+        return cls(ids.to(device), places.to(device))
+
+
+def rollout_loss(logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | None, terms: LossTerms) -> RolloutLoss:
+    """The loss of logits (positions, vocabulary) against the ids that should come there.
+
+    A position whose id is a coordinate of the axis is trained as one; without an axis all are text.
+    """
+    logits = logits.float()
+    everything = torch.logsumexp(logits, dim=1)
+    places = torch.full_like(ids, -1) if axis is None else axis.places[ids]
+    of_text = weights * (places < 0)
+    text = (of_text * (everything - logits.gather(1, ids[:, None]).squeeze(1))).sum()
+    nothing = text.new_zeros(())
+    soft, wasserstein, outside = nothing, nothing, nothing
+    chosen = (places >= 0).nonzero().squeeze(1)
+    if axis is not None and len(chosen):
+        weight = weights[chosen]
+        along = logits[chosen][:, axis.ids]
+        inside = torch.logsumexp(along, dim=1)
+        log_share = along - inside[:, None]
+        wanted = gaussian(places[chosen], len(axis.ids), terms.sigma)
+        soft = -(weight * (wanted * log_share).sum(1)).sum()
+        # On a line, what must be carried past a point is the difference of what lies before it.
+        carried = (log_share.exp() - wanted).cumsum(1)[:, :-1].abs().sum(1) / (len(axis.ids) - 1)
+        wasserstein = (weight * carried).sum()
+        outside = (weight * (everything[chosen] - inside)).sum()
+    total = (
+        terms.text * text + terms.soft * soft + terms.wasserstein * wasserstein + terms.outside * outside
+    )  # fmt: skip
+    return RolloutLoss(total, *(term.detach() for term in (text, soft, wasserstein, outside)))
+
+
+def gaussian(places: Tensor, size: int, sigma: float) -> Tensor:
+    """A Gaussian around each place, over `size` places, that adds up to 1: (places, size)."""
+    along = torch.arange(size, device=places.device)
+    heights = torch.exp(-0.5 * ((along - places[:, None]) / sigma) ** 2)
+    return heights / heights.sum(1, keepdim=True)

@@ -1,0 +1,85 @@
+"""Prompts: what a rollout answers, as the rows it is generated from and trained behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from chatmill.errors import DataError
+from chatmill.fit.plan import Plan, gather
+from chatmill.format import ChatFormat, render
+from chatmill.format.plates import END, OPEN, Plates, RenderTokenizer
+from chatmill.records import Record
+from chatmill.rollout.target import one_row
+from chatmill.rows import OWN_ID, SPAN, Part, Role, Rows, Rule, concat
+
+
+def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: RenderTokenizer) -> Rows:
+    """One row a record: its messages and the opening of the answer to them, all of it context.
+
+    The ids of a row are what `prompt_ids` gives for its record.
+    """
+    rendered = render(records, format, tokenizer)
+    plates = Plates(format, tokenizer)
+    opening = np.array(plates.fixed("assistant", OPEN), dtype=np.uint32)
+    ending = len(plates.fixed("assistant", END))
+    spans = np.zeros(1, dtype=SPAN)
+    spans["length"], spans["target"] = len(opening), OWN_ID
+    spans["role"], spans["part"] = Role.ASSISTANT, Part.OPEN
+    count, here = len(rendered), len(rendered.ids)
+    rows = gather(
+        rendered,
+        Plan(
+            start=np.stack([rendered.row_start[:-1], np.full(count, here)], axis=1).ravel(),
+            stop=np.stack([rendered.row_start[1:] - ending, np.full(count, here + len(opening))], axis=1).ravel(),
+            first_piece=2 * np.arange(count + 1, dtype=np.int64),
+            origin=np.arange(count, dtype=np.int64),
+            first_segment=np.arange(count + 1, dtype=np.int64),
+        ),
+        one_row(opening, spans),
+    )
+    rows.spans["message"][rows.first_span[1:] - 1] = [len(record.messages) for record in records]
+    rows.spans["weight"], rows.spans["rule"] = 0, Rule.PROMPT
+    return rows
+
+
+def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
+    """Each prompt with its answer behind it, as one conversation of where the prompt came from."""
+    if len(prompts) != len(answers):
+        raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer a prompt")
+    source = concat([prompts, *answers])
+    count = len(prompts)
+    both = np.stack([np.arange(count), np.arange(count) + count], axis=1).ravel()
+    rows = gather(
+        source,
+        Plan(
+            start=source.row_start[:-1][both],
+            stop=source.row_start[1:][both],
+            first_piece=2 * np.arange(count + 1, dtype=np.int64),
+            origin=np.arange(count, dtype=np.int64),
+            first_segment=np.arange(count + 1, dtype=np.int64),
+        ),
+    )
+    # An answer is the message that its prompt opens.
+    opened = prompts.spans["message"][prompts.first_span[1:] - 1]
+    of_answer = rows.spans["rule"] != Rule.PROMPT
+    rows.spans["message"] = np.where(of_answer, np.repeat(opened, np.diff(rows.first_span)), rows.spans["message"])
+    return rows
+
+
+def check_prompts(
+    rows: Rows, prompts: Sequence[Sequence[int]], where: Callable[[int], str] = lambda row: f"row {row}"
+) -> None:
+    """Raise unless every row begins with the ids it was generated from and trains nothing before their end."""
+    mask = rows.mask()
+    for row, (start, prompt) in enumerate(zip(rows.row_start[:-1].tolist(), prompts, strict=True)):
+        stop = start + len(prompt)
+        if rows.ids[start:stop].tolist() != list(prompt):
+            raise DataError(
+                f"{where(row)}: training would use another prompt than generation did; "
+                "use the format, the tokenizer and the messages that it was generated with"
+            )
+        if mask[start:stop].any():
+            token = int(mask[start:stop].argmax())
+            raise DataError(f"{where(row)}: token {token} of the prompt is trained; only the answer may be")

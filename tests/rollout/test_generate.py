@@ -1,0 +1,157 @@
+"""The port to a server, against a real one that speaks HTTP on this machine; and answers from a log."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from chatmill.errors import DataError, UsageError
+from chatmill.rollout.files import Replay, RolloutLog
+from chatmill.rollout.generate import Server
+
+
+def completion(request):
+    """Echoes the prompt twice, cut as asked, as vLLM lays its answers out."""
+    ids = (request["prompt"] * 2)[: request["max_tokens"]]
+    return 200, {
+        "object": "text_completion",
+        "model": request["model"],
+        "choices": [{"index": 0, "text": "…", "token_ids": ids, "prompt_token_ids": request["prompt"]}],
+    }
+
+
+@contextmanager
+def serving(answer):
+    """A server in a thread; what it was asked is in `asked`."""
+    asked = []
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                asked.append((self.path, dict(self.headers), request))
+                number = len(asked)
+            status, reply = answer(request) if answer.__code__.co_argcount == 1 else answer(request, number)
+            data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_server_answers_ids_with_ids_in_the_order_of_the_prompts():
+    with serving(completion) as (url, asked):
+        generate = Server(url, "m", 5, end_ids=(9,), temperature=0.7, top_p=0.9, seed=3, headers={"X-Key": "k"})
+        prompts = [[number, number + 1, number + 2] for number in range(40)]
+        answers = generate(prompts, step=2, first_row=10)
+    assert answers == [(prompt * 2)[:5] for prompt in prompts]
+    assert {path for path, _, _ in asked} == {"/v1/completions"}
+    assert {headers["X-Key"] for _, headers, _ in asked} == {"k"}
+    request = next(request for _, _, request in asked if request["prompt"] == [0, 1, 2])
+    seed = request.pop("seed")
+    assert request == {
+        "model": "m",
+        "prompt": [0, 1, 2],
+        "max_tokens": 5,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "stop_token_ids": [9],
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+    }
+    assert 0 <= seed < 2**31
+
+
+def test_the_seed_of_a_request_depends_on_seed_step_and_row_alone():
+    def seeds(generate, step, first_row, count):
+        generate([[7]] * count, step=step, first_row=first_row)
+        return sorted(request["seed"] for _, _, request in asked[-count:])
+
+    with serving(completion) as (url, asked):
+        one, other = Server(url, "m", 1, seed=1), Server(url, "m", 1, seed=2)
+        whole = seeds(one, 0, 0, 4)
+        assert len(set(whole)) == 4
+        assert sorted(seeds(one, 0, 0, 2) + seeds(one, 0, 2, 2)) == whole
+        assert not set(seeds(one, 1, 0, 4)) & set(whole)
+        assert not set(seeds(other, 0, 0, 4)) & set(whole)
+
+
+def test_a_fault_that_may_pass_is_tried_again():
+    def unsteady(request, number):
+        return completion(request) if number > 2 else (503, {"error": "starting"})
+
+    with serving(unsteady) as (url, asked):
+        assert Server(url, "m", 3, pause=0.01)([[1, 2]], step=0) == [[1, 2, 1]]
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda request: (404, {"error": "no model m"}), "status 404: .*no model m.*serves m"),
+        (lambda request: (500, {"error": "broken"}), "status 500"),
+        (lambda request: (200, b"<html>"), "no JSON object"),
+        (lambda request: (200, b"[1]"), "no JSON object"),
+        (lambda request: (200, {"choices": []}), "no token ids; .*return_token_ids"),
+        (lambda request: (200, {"choices": [{"text": "only text"}]}), "no token ids"),
+        (lambda request: (200, {"choices": [{"token_ids": ["1"]}]}), "no token ids"),
+        (lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}), "another prompt"),
+    ],
+)
+def test_a_server_that_is_none_is_one_line(answer, said):
+    with serving(answer) as (url, _), pytest.raises(DataError, match=said) as caught:
+        Server(url, "m", 3, attempts=2, pause=0.01)([[1, 2], [3]], step=0)
+    assert str(caught.value).startswith(url)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_server_at_all_is_one_line():
+    with serving(completion) as (url, _):
+        pass
+    with pytest.raises(DataError, match="no answer"):
+        Server(url, "m", 3, attempts=2, pause=0.01)([[1]], step=0)
+    with pytest.raises(UsageError, match="is no server"):
+        Server("file:///etc", "m", 3)
+
+
+# Logs.
+
+
+def test_a_logged_run_is_answered_again_from_its_log(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    with path.open("wb") as file:
+        log = RolloutLog(file)
+        log.add(0, ["a", "b"], [[1], [2]], [[5, 6], []])
+        log.add(4, ["b", "a"], [[2], [1]], [[7], [8]])
+    replay = Replay(path)
+    assert replay([[1], [2]], step=0) == [[5, 6], []]
+    assert replay([[1]], step=4, first_row=1) == [[8]]
+    with pytest.raises(DataError, match="no rollout of step 1, row 0"):
+        replay([[1]], step=1)
+    with pytest.raises(DataError, match="step 0, row 1 answers another prompt"):
+        replay([[1], [3]], step=0)
+
+
+def test_rollouts_without_a_place_cannot_be_replayed(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text('{"id": "a", "response_token_ids": [1]}\n')
+    with pytest.raises(DataError, match=r"rollouts.jsonl:1: the rollout has no step or row"):
+        Replay(path)

@@ -1,0 +1,91 @@
+"""Prompts: the same ids for generation and training, and nothing in them is trained."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from chatmill.errors import DataError
+from chatmill.format import PRESETS, load_format, prompt_ids, render
+from chatmill.records import Message, Record
+from chatmill.rollout.prompt import check_prompts, join_prompts, prompt_rows
+from chatmill.rollout.target import build_answer, build_target
+from chatmill.rollout.vocabulary import COORDINATES
+from chatmill.rows import NO_MESSAGE, Rule
+from chatmill.tokenizer import open_tokenizer
+
+RECORDS = [
+    Record([Message("user", "what is here?")], "a", source="s", file="t.jsonl", line=4),
+    Record(
+        [Message("system", "s"), Message("user", "q"), Message("assistant", "early"), Message("user", "and?")],
+        "b",
+        source="s",
+        file="u.jsonl",
+        line=9,
+    ),
+]
+CAT = {"desc": "cat", "bbox_2d": [1, 2, 3, 4]}
+
+
+@pytest.fixture(params=PRESETS)
+def tools(request):
+    format = load_format(request.param)
+    return format, open_tokenizer("bytes", control=format.tokens, besides=COORDINATES, add_tokens=True)
+
+
+def test_a_prompt_is_what_a_server_is_fed_and_all_of_it_is_context(tools):
+    rows = prompt_rows(RECORDS, *tools)
+    rows.check()
+    assert [rows.ids[start:stop].tolist() for start, stop in pairwise(rows.row_start)] == [
+        prompt_ids(record, *tools) for record in RECORDS
+    ]
+    assert not rows.mask().any()
+    assert set(rows.spans["rule"].tolist()) == {int(Rule.PROMPT)}
+    assert not rows.reweigh("all").mask().any()
+    assert [(rows.files[origin["file"]].path, int(origin["line"])) for origin in rows.origins] == [
+        ("t.jsonl", 4),
+        ("u.jsonl", 9),
+    ]
+
+
+def test_an_answer_follows_its_prompt_as_the_next_message_of_the_same_conversation(tools):
+    prompts = prompt_rows(RECORDS, *tools)
+    answers = [build_target([], [CAT], tokenizer=tools[1]).rows, build_answer([CAT], tokenizer=tools[1])]
+    rows = join_prompts(prompts, answers)
+    rows.check()
+    for row, (record, answer) in enumerate(zip(RECORDS, answers, strict=True)):
+        one, prompt = rows[row : row + 1], prompt_ids(record, *tools)
+        assert one.ids.tolist() == prompt + answer.ids.tolist()
+        assert one.weights().tolist() == [0.0] * len(prompt) + answer.weights().tolist()
+        messages = one.per_token(one.spans["message"])
+        assert set(messages[len(prompt) :].tolist()) == {len(record.messages)}
+        known = [number for number in dict.fromkeys(messages.tolist()) if number != NO_MESSAGE]
+        assert known == list(range(len(record.messages) + 1))
+        assert len(one.origins) == 1 and one.origins["line"][0] == record.line
+
+
+def test_the_tokens_of_an_answer_begin_where_those_of_a_rendered_one_do(tools):
+    """What is trained behind the prompt stands at the place of a rendered answer's content."""
+    full = Record([*RECORDS[0].messages, Message("assistant", "x")])
+    rendered = render([full], *tools).ids.tolist()
+    prompt = prompt_rows(RECORDS[:1], *tools).ids.tolist()
+    assert rendered[: len(prompt)] == prompt
+    assert bytes([rendered[len(prompt)]]) == b"x"
+
+
+def test_another_prompt_or_a_trained_one_is_found():
+    format = load_format("primer")
+    tokenizer = open_tokenizer("bytes", control=format.tokens, besides=COORDINATES, add_tokens=True)
+    prompts = prompt_rows(RECORDS, format, tokenizer)
+    rows = join_prompts(prompts, [build_answer([], tokenizer=tokenizer)] * 2)
+    own = [prompt_ids(record, format, tokenizer) for record in RECORDS]
+    check_prompts(rows, own)
+    with pytest.raises(DataError, match="row 1: training would use another prompt"):
+        check_prompts(rows, [own[0], [*own[1][:-1], 7]])
+    rows.spans["weight"] = np.where(np.arange(len(rows.spans)) == 1, 1, rows.spans["weight"])
+    with pytest.raises(DataError, match="row 0: token 1 of the prompt is trained"):
+        check_prompts(rows, own)
+    with pytest.raises(DataError, match="2 prompts and 1 answers"):
+        join_prompts(prompts, [build_answer([], tokenizer=tokenizer)])
