@@ -56,7 +56,7 @@ class Part(IntEnum):
     """Keys and punctuation of an entry that was appended to a rollout."""
     VALUE = 11
     """A text of such an entry: a description, a field."""
-    COORDINATE = 12
+    COORD = 12
     """A coordinate of such an entry."""
     BRACE = 13
     """The brace that closes the answer."""

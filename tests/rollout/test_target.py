@@ -296,7 +296,7 @@ def test_appended_structure_coordinates_brace_and_end_are_trained_and_values_by_
     texts = [(Part.PREFIX, "{", 0.0, Rule.ROLLOUT), (Part.STRUCTURE, '"object_1": {"desc": "', 1.0, Rule.MISSED)]
     texts += [(Part.VALUE, "dog", *value), (Part.STRUCTURE, '", "bbox_2d": ["', 1.0, Rule.MISSED)]
     for k in (500, 500, 700, 800):
-        texts += [(Part.COORDINATE, f"<|coord_{k}|>", 1.0, Rule.MISSED), (Part.STRUCTURE, '", "', 1.0, Rule.MISSED)]
+        texts += [(Part.COORD, f"<|coord_{k}|>", 1.0, Rule.MISSED), (Part.STRUCTURE, '", "', 1.0, Rule.MISSED)]
     texts[-1:] = [(Part.STRUCTURE, '"]}', 1.0, Rule.MISSED), (Part.BRACE, "}", 1.0, Rule.MISSED)]
     texts += [(Part.EOS, "<|im_end|>", 1.0, Rule.MISSED)]
     toy = Toy()

@@ -137,7 +137,7 @@ def _coordinates(points: Sequence[int], between: tuple[str, ...]) -> Iterator[Pi
     for at, k in enumerate(points):
         if at:
             yield Piece(between[(at - 1) % len(between)], Part.STRUCTURE)
-        yield Piece(COORDINATES[k], Part.COORDINATE, k)
+        yield Piece(COORDINATES[k], Part.COORD, k)
 
 
 def _box(items: Any, places: Mapping[Any, int]) -> list[int]:

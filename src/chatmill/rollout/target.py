@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ DETECTION = Detection()
 SPACE = " \t\n\r"
 ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
 """Numbers stay text: however long one is, it is JSON."""
-RANKED = (Part.STRUCTURE, Part.COORDINATE, Part.BRACE, Part.VALUE)
+RANKED = (Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE)
 """What a token that holds bytes of several parts counts as: the last of them here."""
 
 
@@ -63,7 +63,7 @@ class Target:
     """Coordinates of the rollout that are trained toward a true value."""
     gated: int
     """Pairs of a found and a true object that overlap too little to be matched."""
-    rows: Rows
+    rows: Rows = field(repr=False)
     """The one row, without a prompt."""
 
     @property

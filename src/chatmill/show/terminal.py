@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from chatmill.errors import one_line
-from chatmill.rows import NO_FILE, NO_MESSAGE, Part, Role, Rows, Rule
+from chatmill.rows import NO_FILE, NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule
 from chatmill.tokenizer import Tokenizer
 
 COLOURS = {Role.SYSTEM: "magenta", Role.USER: "cyan", Role.ASSISTANT: "green", Role.TOOL: "yellow"}
+# Of a rollout: what the model wrote, what of that is corrected, and what it missed.
+PART_COLOURS = {Part.PREFIX: "blue", Part.SLOT: "yellow", Part.VALUE: "bright_green", Part.COORD: "magenta"}
 
 
 def row_title(rows: Rows, row: int) -> str:
@@ -34,5 +36,8 @@ def span_lines(rows: Rows, row: int, tokenizer: Tokenizer, *, width: int = 100) 
         number = "-" if span["message"] == NO_MESSAGE else str(span["message"])
         what = f"{role.name:<9} {Part(span['part']).name:<9} {Rule(span['rule']).name:<10}".lower()
         text = one_line(tokenizer.decode(one.ids[start:stop].tolist()), width)
-        style = f"bold {COLOURS.get(role, '')}" if weight > 0 else "dim"
+        if span["target"] != OWN_ID:
+            text += f" → {one_line(tokenizer.decode([int(span['target'])]))}"
+        colour = PART_COLOURS.get(Part(span["part"]), COLOURS.get(role, "") if weight > 0 else "")
+        style = f"{'bold' if weight > 0 else 'dim'} {colour}".strip()
         yield Text(f"  {mark:>4} {number:>2} {what} ").append(text, style=style)
