@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -95,16 +95,23 @@ def tell_losses(ledger: Ledger, *, err: bool = False) -> None:
 
 def progress(things: Iterable[T], what: str) -> Iterator[T]:
     """The things themselves, counted on standard error where a person looks on."""
+    with counting(what) as advance:
+        for thing in things:
+            yield thing
+            advance(1)
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int], None]]:
+    """What is told of so many things more, and counts them on standard error where a person looks on."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield from things
+        yield lambda count: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
-        for thing in things:
-            yield thing
-            bar.advance(task)
+        yield lambda count: bar.advance(task, count)
 
 
 def echo_json(value: Any) -> None:

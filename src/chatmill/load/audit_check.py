@@ -94,8 +94,8 @@ def _anchors(place: Path, found: Sequence[Line | Torn], heads: Mapping[str, str]
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
     for name, head in heads.items():
         if head not in numbers:
-            since = f"after line {last}" if last else "of it"
-            return f"{place}: no line has the hash {head[:12]}… that {name} keeps; lines {since} are changed or gone", 0
+            lines = f"lines after {last}" if last else "some of its lines"
+            return f"{place}: no line has the hash {head[:12]}… that {name} keeps; {lines} are changed or gone", 0
     return None, sum(number > last for number in numbers.values())
 
 
