@@ -6,6 +6,8 @@ conversations are never visited; elsewhere it is a plain boolean mask for SDPA.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -17,9 +19,6 @@ BLOCK = 128
 """Tokens on a side of FlexAttention's blocks."""
 
 Mask: TypeAlias = Tensor | BlockMask
-
-_compiled_flex = torch.compile(flex_attention, dynamic=False)
-
 
 def segment_mask(segments: Tensor) -> Mask:
     """Who may see whom in rows of these segments (rows, length); tokens of one segment stand together."""
@@ -84,8 +83,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex
+        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
         out = flex(q, k, v, block_mask=mask, enable_gqa=shared)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=shared)
     return out.transpose(1, 2)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention for a caller that is not compiled itself; without a compiler it would hold all scores."""
+    return torch.compile(flex_attention, dynamic=False)

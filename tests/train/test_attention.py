@@ -1,0 +1,92 @@
+"""Who sees whom: only earlier tokens of one's own conversation, in the plain mask and in the one made of blocks."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_mask
+
+from chatmill.train import attention
+from chatmill.train.attention import attend, block_mask, dense_mask, segment_start
+
+
+def rows_of(lengths: list[list[int]], size: int) -> torch.Tensor:
+    """Segment numbers of rows, whatever they are, cut or filled to one size."""
+    rows = []
+    for row in lengths:
+        numbers = [number % 5 for number, length in enumerate(row) for _ in range(length)]
+        rows.append((numbers + [7] * size)[:size])
+    return torch.tensor(rows)
+
+
+def plain_mask(segments: torch.Tensor) -> torch.Tensor:
+    """The rule, pair by pair: equal numbers all the way from the key to the query."""
+    rows, size = segments.shape
+    mask = torch.zeros(rows, 1, size, size, dtype=torch.bool)
+    for row in range(rows):
+        for query in range(size):
+            for key in range(query, -1, -1):
+                if segments[row, key] != segments[row, query]:
+                    break
+                mask[row, 0, query, key] = True
+    return mask
+
+
+def test_the_picture_in_the_docstring_is_true():
+    assert segment_start(torch.tensor([[0, 0, 0, 1, 1, 2]])).tolist() == [[0, 0, 0, 3, 3, 5]]
+
+
+rows_ = st.lists(st.lists(st.integers(1, 23), min_size=1, max_size=8), min_size=1, max_size=3)
+
+
+@given(rows_, st.integers(1, 40))
+def test_the_plain_mask_is_the_rule(lengths, size):
+    segments = rows_of(lengths, size)
+    assert torch.equal(dense_mask(segment_start(segments)), plain_mask(segments))
+
+
+@given(rows_, st.integers(1, 70), st.sampled_from([4, 16]))
+@settings(max_examples=60)
+def test_the_mask_of_blocks_visits_what_is_needed_and_calls_full_what_is_full(lengths, size, block):
+    segments = rows_of(lengths, size)
+    start = segment_start(segments)
+    wanted = dense_mask(start)
+    saved, attention.BLOCK = attention.BLOCK, block
+    try:
+        mask = block_mask(start)
+    finally:
+        attention.BLOCK = saved
+    count = -(-size // block)
+    padded = torch.zeros(len(segments), 1, count * block, count * block, dtype=torch.bool)
+    padded[:, :, :size, :size] = wanted
+    tiles = padded.unflatten(3, (count, block)).unflatten(2, (count, block))
+    assert torch.equal(mask.to_dense().bool(), tiles.any(dim=5).any(dim=3))
+    # Beyond the row's end a block may be called full: there is nothing to see, nor anyone to see it.
+    ends = torch.arange(count * block) >= size
+    beyond = (ends[:, None] | ends).unflatten(1, (count, block)).unflatten(0, (count, block))
+    full = _full(mask, count)
+    assert bool((tiles | beyond).all(dim=5).all(dim=3)[full].all())
+    # Every pair that the kernel would look at is decided by the same rule.
+    assert torch.equal(create_mask(mask.mask_mod, len(segments), 1, size, size, device="cpu"), wanted)
+
+
+def _full(mask, count: int) -> torch.Tensor:
+    full = torch.zeros(*mask.full_kv_num_blocks.shape, count, dtype=torch.bool)
+    for place in torch.cartesian_prod(*map(torch.arange, mask.full_kv_num_blocks.shape)).tolist():
+        at = tuple(place)
+        full[at][mask.full_kv_indices[at][: mask.full_kv_num_blocks[at]].long()] = True
+    return full
+
+
+def test_long_conversations_are_mostly_blocks_that_need_no_mask():
+    mask = block_mask(segment_start(torch.zeros(1, 1024, dtype=torch.long)))
+    assert mask.kv_num_blocks.flatten().tolist() == [1] * 8
+    assert mask.full_kv_num_blocks.flatten().tolist() == list(range(8))
+
+
+def test_fewer_heads_of_keys_serve_several_heads_of_queries():
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+    mask = dense_mask(segment_start(torch.zeros(2, 5, dtype=torch.long)))
+    repeated = (heads.repeat_interleave(2, dim=2) for heads in (k, v))
+    assert torch.allclose(attend(q, k, v, mask), attend(q, *repeated, mask), atol=1e-6)

@@ -1,0 +1,166 @@
+"""Answers: the cache changes nothing, keys alone decide a draw, and the best beam is the best."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from chatmill.errors import DataError
+from chatmill.train.beams import beam_search
+from chatmill.train.generate import Sampling, choose, generate, generate_steps
+from chatmill.train.gpt import GPT, GPTSizes
+from model_material import small_gpt
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 1, 2, 3, 1]]
+END = 0
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return small_gpt(GPTSizes(vocab_size=8, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, max_positions=24))
+
+
+def logprobs(model: GPT, ids: list[int]) -> torch.Tensor:
+    """After each of these ids, from scratch."""
+    x = torch.tensor([ids])
+    with torch.no_grad():
+        logits = model.logits(x, torch.arange(len(ids))[None], torch.zeros_like(x))
+    return logits[0].double().log_softmax(dim=1)
+
+
+def greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
+    ids: list[int] = []
+    while len(ids) < count and END not in ids:
+        ids.append(int(logprobs(model, prompt + ids)[-1].argmax()))
+    return ids
+
+
+def test_greedy_answers_are_what_reading_everything_again_gives(model):
+    answers = generate(model, PROMPTS, max_tokens=12, end_ids=[END])
+    assert answers == [greedy(model, prompt, 12) for prompt in PROMPTS]
+    assert len({tuple(answer) for answer in answers}) > 1
+
+
+def test_an_answer_stops_at_any_end_token_and_holds_it(model):
+    free = generate(model, PROMPTS, max_tokens=8, end_ids=[])
+    ends = [free[0][2], 7]
+    stopped = generate(model, PROMPTS, max_tokens=8, end_ids=ends)
+    for answer, whole in zip(stopped, free, strict=True):
+        cut = next((at + 1 for at, token in enumerate(whole) if token in ends), 8)
+        assert answer == whole[:cut]
+
+
+def test_an_answer_stops_where_the_positions_end(model):
+    lengths = [len(answer) for answer in generate(model, [[1] * 20, [2]], max_tokens=50, end_ids=[])]
+    assert lengths == [4, 23]
+
+
+def test_steps_come_one_token_a_row_as_long_as_it_goes_on(model):
+    steps = list(generate_steps(model, PROMPTS, max_tokens=6, end_ids=[END], sampling=Sampling()))
+    answers = generate(model, PROMPTS, max_tokens=6, end_ids=[END])
+    rebuilt = [[step[row] for step in steps if row in step] for row in range(3)]
+    assert rebuilt == answers
+
+
+HOT = Sampling(temperature=1.0, seed=5)
+
+
+def test_a_sampled_answer_depends_on_its_key_and_not_on_its_company(model):
+    together = generate(model, PROMPTS, max_tokens=10, end_ids=[END], sampling=HOT)
+    apart = [
+        generate(model, [prompt], max_tokens=10, end_ids=[END], sampling=HOT, first_row=row)[0]
+        for row, prompt in enumerate(PROMPTS)
+    ]
+    assert together == apart == generate(model, PROMPTS, max_tokens=10, end_ids=[END], sampling=HOT, batch_size=2)
+
+
+@pytest.mark.parametrize("other", [{"seed": 6}, {"step": 1}, {"first_row": 1}])
+def test_another_seed_step_or_row_is_another_draw(model, other):
+    key = {"seed": 5, "step": 0, "first_row": 0} | other
+    answers = [
+        generate(
+            model,
+            [[1, 2]],
+            max_tokens=20,
+            end_ids=[],
+            sampling=Sampling(temperature=2.0, seed=k["seed"], step=k["step"]),
+            first_row=k["first_row"],
+        )
+        for k in ({"seed": 5, "step": 0, "first_row": 0}, key)
+    ]
+    assert answers[0] != answers[1]
+
+
+def test_draws_follow_the_probabilities():
+    logits = torch.tensor([[0.1, 2.0, -1.0, 0.7]])
+    draws = (np.arange(20_000) + 0.5) / 20_000
+    tokens = choose(logits.expand(20_000, -1), Sampling(temperature=0.5), draws)
+    shares = torch.bincount(tokens, minlength=4) / 20_000
+    assert torch.allclose(shares, (logits[0] / 0.5).softmax(dim=0), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(temperature=1.0, top_k=2), {1, 3}),
+        (Sampling(temperature=1.0, top_p=0.6), {1}),
+        (Sampling(temperature=1.0, top_p=0.75), {1, 3}),
+        (Sampling(temperature=1.0, top_p=0.0), {1}),
+        (Sampling(temperature=1.0, top_k=3, top_p=0.99), {0, 1, 3}),
+        (Sampling(), {1}),
+    ],
+)
+def test_unlikely_tokens_are_left_out(sampling, kept):
+    # 0.1, 0.6, 0.05 and 0.25.
+    logits = torch.tensor([[0.1, 0.6, 0.05, 0.25]]).log().expand(1001, -1)
+    draws = np.append(np.linspace(0, 1, 1000, endpoint=False), np.nextafter(1, 0))
+    assert set(choose(logits, sampling, draws).tolist()) == kept
+
+
+def every_answer(model: GPT, prompt: list[int], count: int) -> dict[tuple[int, ...], float]:
+    """Each answer that ends or is as long as may be, with its log-likelihood."""
+    found: dict[tuple[int, ...], float] = {}
+    for ids in product(range(8), repeat=count):
+        cut = ids[: ids.index(END) + 1] if END in ids else ids
+        if cut not in found:
+            known = logprobs(model, prompt + list(cut))
+            found[cut] = sum(known[len(prompt) - 1 + at, token].item() for at, token in enumerate(cut))
+    return found
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0, -1.0])
+def test_with_beams_enough_the_best_of_all_answers_is_found(model, penalty):
+    best = []
+    for prompt in PROMPTS:
+        scores = every_answer(model, prompt, 3)
+        best.append(list(max(scores, key=lambda ids: scores[ids] / len(ids) ** penalty)))
+    found = beam_search(model, PROMPTS, beams=64, max_tokens=3, end_ids=[END], length_penalty=penalty)
+    assert found == best
+
+
+def test_one_beam_of_plain_likelihood_is_greedy(model):
+    answers = beam_search(model, PROMPTS, beams=1, max_tokens=9, end_ids=[], batch_size=2)
+    assert answers == generate(model, PROMPTS, max_tokens=9, end_ids=[])
+
+
+def test_prompts_are_searched_together_as_alone(model):
+    together = beam_search(model, PROMPTS, beams=3, max_tokens=7, end_ids=[END])
+    assert together == [
+        beam_search(model, [prompt], beams=3, max_tokens=7, end_ids=[END])[0] for prompt in PROMPTS
+    ]
+
+
+def test_prompts_that_leave_no_room_are_one_line(model):
+    with pytest.raises(DataError, match="prompt 1 has 24 tokens; it and its answer have 24 positions"):
+        generate(model, [[1], [2] * 24], max_tokens=3, end_ids=[])
+    with pytest.raises(DataError, match="prompt 1 is empty"):
+        generate(model, [[1], []], max_tokens=3, end_ids=[])
+
+
+def test_the_model_trains_on_after_it_has_answered(model):
+    model.train()
+    generate(model, PROMPTS, max_tokens=2, end_ids=[])
+    assert model.training

@@ -1,0 +1,196 @@
+"""chatmill's own GPT: held to transformers' Qwen3, blind to other conversations, saved and read back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from chatmill.errors import DataError
+from chatmill.train.folder import open_model
+from chatmill.train.gpt import GPT, GPTSizes
+from model_material import SIZES, VOCAB, conversation, gradients, inputs, packed, small_gpt
+
+CHATS = [conversation(length, seed=length) for length in (6, 11, 9)]
+
+
+def logits_of(model: GPT, batch) -> Tensor:
+    with torch.no_grad():
+        return model.logits(batch.x, batch.positions, batch.segments)
+
+
+def alone(model: GPT, ids: list[int]) -> Tensor:
+    return logits_of(model, packed([[(ids, [0.0] * len(ids))]], len(ids)))[0]
+
+
+@pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, tie_weights=False, head_dim=16, n_kv_head=None)])
+def test_logits_are_those_of_transformers_qwen3_with_the_same_weights(sizes):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = small_gpt(sizes)
+    theirs = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=sizes.n_embd,
+            intermediate_size=sizes.ffn,
+            num_hidden_layers=sizes.n_layer,
+            num_attention_heads=sizes.n_head,
+            num_key_value_heads=sizes.kv_heads,
+            head_dim=sizes.head_size,
+            rms_norm_eps=sizes.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+            tie_word_embeddings=sizes.tie_weights,
+            max_position_embeddings=sizes.max_positions,
+        )
+    )
+    state = {"model.embed_tokens.weight": model.embedding.weight, "model.norm.weight": model.norm.weight}
+    state["lm_head.weight"] = model.head().weight
+    for number, block in enumerate(model.layers):
+        q, k, v = block.attention.qkv.weight.split([heads * sizes.head_size for heads in block.attention.heads])
+        state |= {
+            f"model.layers.{number}.{name}.weight": weight
+            for name, weight in {
+                "input_layernorm": block.attention_norm.weight,
+                "self_attn.q_proj": q,
+                "self_attn.k_proj": k,
+                "self_attn.v_proj": v,
+                "self_attn.o_proj": block.attention.out.weight,
+                "self_attn.q_norm": block.attention.q_norm.weight,
+                "self_attn.k_norm": block.attention.k_norm.weight,
+                "post_attention_layernorm": block.mlp_norm.weight,
+                "mlp.gate_proj": block.mlp.gate.weight,
+                "mlp.up_proj": block.mlp.up.weight,
+                "mlp.down_proj": block.mlp.down.weight,
+            }.items()
+        }
+    theirs.load_state_dict(state)
+    ids = torch.tensor([chat[0] + [0] * (11 - len(chat[0])) for chat in CHATS])
+    with torch.no_grad():
+        wanted = theirs(input_ids=ids).logits
+    ours = torch.stack([alone(model, row) for row in ids.tolist()])
+    assert torch.allclose(ours, wanted, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return small_gpt()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
+@settings(max_examples=25)
+def test_other_conversations_and_padding_never_change_a_logit(model, lengths, data):
+    chats = [conversation(length, seed=length) for length in lengths]
+    batch = packed([chats], sum(lengths) + data.draw(st.integers(0, 5)))
+    mine = data.draw(st.integers(0, len(chats) - 1))
+    others = batch.segments[0] != mine
+    changed = batch.x.clone()
+    changed[0, others] = torch.randint(0, VOCAB, (int(others.sum()),))
+    before, after = logits_of(model, batch)[0], logits_of(model, batch._replace(x=changed))[0]
+    # To the last bit, where they stand; to rounding, wherever they stand.
+    assert torch.equal(before[~others], after[~others])
+    assert torch.allclose(before[~others], alone(model, chats[mine][0]), atol=1e-4)
+
+
+def test_an_earlier_token_of_the_same_conversation_does_change_them(model):
+    batch = packed([CHATS], 30)
+    changed = batch.x.clone()
+    changed[0, 6] = (changed[0, 6] + 1) % VOCAB
+    moved = (logits_of(model, batch) != logits_of(model, batch._replace(x=changed)))[0].any(dim=1)
+    assert moved.tolist() == [False] * 6 + [True] * 11 + [False] * 13
+
+
+def test_without_its_borders_a_row_does_mix_its_conversations(model):
+    batch = packed([CHATS], 30)
+    borderless = batch._replace(segments=torch.zeros_like(batch.segments))
+    apart, mixed = logits_of(model, batch)[0], logits_of(model, borderless)[0]
+    assert torch.equal(apart[:6], mixed[:6]) and not torch.allclose(apart[6:26], mixed[6:26], atol=0.1)
+
+
+def test_checkpointed_blocks_have_the_same_gradients():
+    model = small_gpt()
+    given_ = inputs(packed([CHATS], 30))
+    wanted = gradients(model, model(*given_).total)
+    model.checkpoint_blocks()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, model(*given_).total), wanted, strict=True))
+
+
+def test_states_may_be_bfloat16_while_weights_and_gradients_stay_float32():
+    exact, rough = small_gpt(), small_gpt()
+    rough.compute = torch.bfloat16
+    given_ = inputs(packed([CHATS], 30))
+    assert rough.hidden(*given_[:3]).dtype == torch.bfloat16
+    a, b = exact(*given_).total, rough(*given_).total
+    assert a.item() != b.item() and b.item() == pytest.approx(a.item(), rel=0.02)
+    found = gradients(rough, b)
+    assert {gradient.dtype for gradient in found} == {torch.float32}
+    for ours, wanted in zip(found, gradients(exact, a), strict=True):
+        assert torch.nn.functional.cosine_similarity(ours.flatten(), wanted.flatten(), dim=0) > 0.97
+
+
+def test_fresh_models_know_nothing_and_are_made_from_the_seed():
+    torch.manual_seed(1)
+    model = GPT(SIZES)
+    torch.manual_seed(1)
+    again = GPT(SIZES)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    given_ = inputs(packed([CHATS], 30))
+    with torch.no_grad():
+        mean = model(*given_).total.item() / given_.targets.weight
+    assert mean == pytest.approx(torch.tensor(float(VOCAB)).log().item(), abs=0.1)
+
+
+def test_the_documented_sizes_have_the_parameters_they_are_named_for():
+    qwen = GPTSizes(151936, 28, 1024, 16, n_kv_head=8, head_dim=128, n_ffn=3072, qk_norm=True)
+    with torch.device("meta"):
+        assert GPT(qwen).num_parameters == 596_049_920
+
+
+def test_a_saved_model_is_read_back_bit_by_bit(tmp_path):
+    model = small_gpt(replace(SIZES, tie_weights=False))
+    model.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    again = open_model(tmp_path)
+    assert isinstance(again, GPT) and again.sizes == model.sizes
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_folder_that_holds_no_model_is_one_line(tmp_path):
+    with pytest.raises(DataError, match=r"has no config.json"):
+        open_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(DataError, match=r"does not say what model it is"):
+        open_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"n_embd": 64}, r"model.safetensors: .* does not fit config.json"),
+        ({"n_heads": 4}, r"unknown key n_heads; known are"),
+        ({"n_layer": None}, r"n_layer"),
+        ({"n_embd": 33}, r"n_embd 33 is no multiple of n_head 4"),
+        ({"n_kv_head": 3}, r"n_head 4 is no multiple of n_kv_head 3"),
+        ({"head_dim": 5}, r"heads are 5 wide"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_one_line(tmp_path, change, says):
+    small_gpt().save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {name: value for name, value in {**config, **change}.items() if value is not None or name not in change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=says) as caught:
+        open_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_cut_short_are_one_line(tmp_path):
+    small_gpt().save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"model.safetensors: cannot be read"):
+        open_model(tmp_path)
