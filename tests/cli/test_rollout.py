@@ -108,6 +108,17 @@ def test_the_same_files_give_the_same_bytes_and_values_may_be_left_out(run, file
     assert values["weight"].tolist() == [0.0]
 
 
+def test_true_answers_become_a_dataset_to_begin_with(run, files, tokenizer):
+    code, out, _ = run("rollout", "answers", "truth.jsonl", "-o", "out", "--add-tokens")
+    assert code == 0 and "out/train: 2 episodes" in out
+    assert run("verify", "out", "--full")[0] == 0
+    rows = open_dataset("out")["train"].rows([0, 1])
+    answer = build_answer([CAT, DOG], tokenizer=tokenizer)
+    assert rows[:1].ids.tolist()[-len(answer.ids) :] == answer.ids.tolist()
+    assert rows[:1].mask().tolist() == [False] * (len(rows[:1].ids) - len(answer.ids)) + [True] * len(answer.ids)
+    assert tokenizer.decode(rows[1:2].ids.tolist()).endswith("assistant\n{}<|im_end|>")
+
+
 def test_fields_need_no_coordinates(run, tmp_path):
     chat = [{"role": "user", "content": "who?"}]
     write(tmp_path / "truth.jsonl", [{"id": 1, "messages": chat, "objects": [{"name": "Ada", "born": 1815}]}])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +23,7 @@ from chatmill.rollout.health import Health
 from chatmill.rollout.match import GATE
 from chatmill.rollout.prompt import check_prompts, join_prompts, prompt_rows
 from chatmill.rollout.schema import Detection, Fields, Schema
-from chatmill.rollout.target import Target, build_target
+from chatmill.rollout.target import build_answer, build_target
 from chatmill.rollout.vocabulary import COORDINATES
 from chatmill.rows import Rows
 from chatmill.store.layout import METADATA
@@ -32,6 +34,19 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 app = typer.Typer(help="Train on the model's own answers.", no_args_is_help=True, rich_markup_mode=None)
 CHUNK = 256
+
+TruthFile = Annotated[
+    Path, typer.Argument(metavar="TRUTH", help="A .jsonl of records: id, messages, objects.", show_default=False)
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")]
+FieldNames = Annotated[
+    str | None,
+    typer.Option(
+        "--fields", help="Entries have these fields, with commas between, matched if equal. Left out: desc and boxes."
+    ),
+]
+ShardTokens = Annotated[int, typer.Option(min=1, help="Tokens in a shard.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the dataset if it is there.")]
 
 
 @app.callback()
@@ -49,25 +64,18 @@ def build(
             show_default=False,
         ),
     ],
-    truth: Annotated[
-        Path, typer.Argument(metavar="TRUTH", help="A .jsonl of records: id, messages, objects.", show_default=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")],
+    truth: TruthFile,
+    output: Output,
     tokenizer: TokenizerName = "bytes",
     format: FormatName = "chatml",
     add_tokens: AddTokens = False,
-    fields: Annotated[
-        str | None,
-        typer.Option(
-            help="Entries have these fields, with commas between, matched if equal. Left out: desc and boxes."
-        ),
-    ] = None,
+    fields: FieldNames = None,
     gate: Annotated[float, typer.Option(help="Boxes that overlap less are not matched.")] = GATE,
     train_values: Annotated[
         bool, typer.Option(help="Whether the texts of appended entries are trained; all else that is appended is.")
     ] = True,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = SHARD_TOKENS,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the dataset if it is there.")] = False,
+    shard_tokens: ShardTokens = SHARD_TOKENS,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a dataset of targets from stored rollouts: each answer's prefix is kept, what it missed is appended.
@@ -79,90 +87,176 @@ def build(
       chatmill rollout build rollouts.jsonl truth.jsonl -o data/stage2 --add-tokens
       chatmill rollout build rollouts.jsonl truth.jsonl -o data/people --fields name,born
     """
+    task = open_task(tokenizer, format, fields=fields, gate=gate, add_tokens=add_tokens)
+    known = {found.record.id or "": found for found in read_truth(truth)}
+    health, ledger = Health(), Ledger()
+
+    def rows() -> Iterator[Rows]:
+        stream = progress(_pairs(rollouts, known), "rollouts")
+        while chunk := list(islice(stream, CHUNK)):
+            yield target_rows(chunk, task, health, train_values=train_values)
+        if not health.rollouts:
+            raise DataError(f"{rollouts}: holds no rollout; expected at least one")
+        for reason, count in {"truncated": health.truncated, "broken": health.broken, **health.fallback}.items():
+            if count:
+                ledger.add("noted", reason, rows=count)
+
+    config = {"gate": gate, "train_values": train_values, "shard_tokens": shard_tokens}
+    metadata = _write(
+        output,
+        rows(),
+        task,
+        ledger,
+        config={"made_by": "rollout build", "fields": fields, **config},
+        source=truth,
+        overwrite=overwrite,
+    )
+    _tell(output, metadata, health, as_json=as_json)
+
+
+@app.command("answers")
+def answers(
+    truth: TruthFile,
+    output: Output,
+    tokenizer: TokenizerName = "bytes",
+    format: FormatName = "chatml",
+    add_tokens: AddTokens = False,
+    fields: FieldNames = None,
+    shard_tokens: ShardTokens = SHARD_TOKENS,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a dataset of the true answers, for the fine-tuning that comes before rollouts.
+
+    Each record is answered with all its objects in their order, coordinates as tokens of their own; the whole
+    answer is trained.
+
+    \b
+    Example:
+      chatmill rollout answers truth.jsonl -o data/stage1 --add-tokens
+    """
+    task = open_task(tokenizer, format, fields=fields, add_tokens=add_tokens)
+
+    def rows() -> Iterator[Rows]:
+        stream = progress(read_truth(truth), "records")
+        seen = False
+        while chunk := list(islice(stream, CHUNK)):
+            seen = True
+            yield answer_rows(chunk, task)
+        if not seen:
+            raise DataError(f"{truth}: holds no record; expected at least one")
+
+    config = {"made_by": "rollout answers", "fields": fields, "shard_tokens": shard_tokens}
+    metadata = _write(output, rows(), task, Ledger(), config=config, source=truth, overwrite=overwrite)
+    _tell(output, metadata, None, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What answers look like: as conversations, as tokens, and as objects."""
+
+    format: ChatFormat
+    tokenizer: Tokenizer
+    schema: Schema
+    add_tokens: bool
+
+    @property
+    def eos_id(self) -> int:
+        return self.tokenizer.special_token_ids()[self.format.eot]
+
+
+def open_task(
+    tokenizer: str, format: str, *, fields: str | None = None, gate: float = GATE, add_tokens: bool = False
+) -> Task:
     schema: Schema = Detection(gate) if fields is None else Fields(tuple(name.strip() for name in fields.split(",")))
     chosen = load_format(format)
     besides = COORDINATES if schema.uses_coordinates else ()
     opened = open_tokenizer(tokenizer, control=chosen.tokens, besides=besides, add_tokens=add_tokens)
-    known = {found.record.id or "": found for found in read_truth(truth)}
-    health, ledger = Health(), Ledger()
-    with building(output, "rollout", overwrite=overwrite, marker=METADATA, source=truth) as staging:
-        with SplitWriter(staging / "train", vocab_size=opened.vocab_size, shard_tokens=shard_tokens) as writer:
-            pairs = progress(_pairs(rollouts, known), "rollouts")
-            for rows in target_rows(pairs, chosen, opened, schema, health, train_values=train_values):
-                writer.append(rows)
-                trained = int(rows.mask().sum())
-                ledger.add("read", rows=len(rows))
-                ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained)
-                ledger.add("stored", rows=len(rows), tokens=len(rows.ids), trained=trained)
-            split = writer.close()
-        if not split.num_episodes:
-            raise DataError(f"{rollouts}: holds no rollout; expected at least one")
-        for reason, count in (("truncated", health.truncated), ("broken", health.broken)):
-            if count:
-                ledger.add("noted", reason, rows=count)
-        for reason, count in sorted(health.fallback.items()):
-            ledger.add("noted", f"fallback_{reason}", rows=count)
-        special = opened.special_token_ids()
-        metadata = write_metadata(
-            staging,
-            vocab_size=opened.vocab_size,
-            format=chosen.to_json(),
-            tokenizer={"name": opened.name, "sha256": opened.sha256},
-            tokenizer_state=opened.state(added_tokens=add_tokens),
-            special_token_ids=special,
-            pad_token_id=special[chosen.eot],
-            splits={"train": split},
-            ledger=ledger,
-            config={
-                "made_by": "rollout build",
-                "fields": None if fields is None else list(fields.split(",")),
-                "gate": gate,
-                "train_values": train_values,
-                "shard_tokens": shard_tokens,
-                "health": health.to_json(),
-            },
-        )
-    _tell(output, metadata, health, as_json=as_json)
+    return Task(chosen, opened, schema, add_tokens)
+
+
+def task_prompts(truths: Sequence[Truth], task: Task) -> Rows:
+    """The prompt of each record, with the key of what it says."""
+    prompts = prompt_rows([truth.record for truth in truths], task.format, task.tokenizer)
+    keys = b"".join(record_key(truth.record) for truth in truths)
+    prompts.origins["key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
+    return prompts
 
 
 def target_rows(
-    pairs: Iterable[tuple[Truth, Rollout]],
-    format: ChatFormat,
-    tokenizer: Tokenizer,
-    schema: Schema,
-    health: Health,
+    pairs: Sequence[tuple[Truth, Rollout]], task: Task, health: Health, *, train_values: bool = True
+) -> Rows:
+    """Prompts with their targets; every rollout is counted."""
+    prompts = task_prompts([truth for truth, _ in pairs], task)
+    made = []
+    for truth, rollout in pairs:
+        with _faults_of(truth):
+            target = build_target(
+                rollout.response_token_ids,
+                truth.objects,
+                tokenizer=task.tokenizer,
+                schema=task.schema,
+                eos_id=task.eos_id,
+                train_values=train_values,
+            )
+        health.add(target, len(rollout.response_token_ids))
+        made.append(target.rows)
+    rows = join_prompts(prompts, made)
+    own = [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
+    said = [rollout.prompt_token_ids or own[row] for row, (_, rollout) in enumerate(pairs)]
+    check_prompts(rows, said, lambda row: _place(pairs[row][0]))
+    return rows
+
+
+def answer_rows(truths: Sequence[Truth], task: Task) -> Rows:
+    """Prompts with the true answers."""
+    made = []
+    for truth in truths:
+        with _faults_of(truth):
+            made.append(build_answer(truth.objects, tokenizer=task.tokenizer, schema=task.schema, eos_id=task.eos_id))
+    return join_prompts(task_prompts(truths, task), made)
+
+
+def _write(
+    output: Path,
+    parts: Iterable[Rows],
+    task: Task,
+    ledger: Ledger,
     *,
-    train_values: bool,
-) -> Iterator[Rows]:
-    """Prompts with their targets, some at a time; every rollout is counted."""
-    stream = iter(pairs)
-    eos = tokenizer.special_token_ids()[format.eot]
-    while chunk := list(islice(stream, CHUNK)):
-        prompts = prompt_rows([truth.record for truth, _ in chunk], format, tokenizer)
-        keys = b"".join(record_key(truth.record) for truth, _ in chunk)
-        prompts.origins["key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
-        targets = [_target(truth, rollout, tokenizer, schema, eos, train_values) for truth, rollout in chunk]
-        for target, (_, rollout) in zip(targets, chunk, strict=True):
-            health.add(target, len(rollout.response_token_ids))
-        rows = join_prompts(prompts, [target.rows for target in targets])
-        own = [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
-        said = [rollout.prompt_token_ids or own[row] for row, (_, rollout) in enumerate(chunk)]
-        check_prompts(rows, said, lambda row: _place(chunk[row][0]))
-        yield rows
-
-
-def _target(
-    truth: Truth, rollout: Rollout, tokenizer: Tokenizer, schema: Schema, eos: int, train_values: bool
-) -> Target:
-    try:
-        return build_target(
-            rollout.response_token_ids,
-            truth.objects,
-            tokenizer=tokenizer,
-            schema=schema,
-            eos_id=eos,
-            train_values=train_values,
+    config: Mapping[str, Any],
+    source: Path,
+    overwrite: bool,
+) -> Metadata:
+    """All rows as the split `train` of a dataset, which appears whole or not at all."""
+    tokenizer, special = task.tokenizer, task.tokenizer.special_token_ids()
+    with building(output, "rollout", overwrite=overwrite, marker=METADATA, source=source) as staging:
+        shard_tokens = config["shard_tokens"]
+        with SplitWriter(staging / "train", vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens) as writer:
+            for rows in parts:
+                writer.append(rows)
+                counts = {"rows": len(rows), "tokens": len(rows.ids), "trained": int(rows.mask().sum())}
+                ledger.add("read", rows=len(rows))
+                ledger.add("rendered", "", **counts)
+                ledger.add("stored", "", **counts)
+            split = writer.close()
+        return write_metadata(
+            staging,
+            vocab_size=tokenizer.vocab_size,
+            format=task.format.to_json(),
+            tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+            tokenizer_state=tokenizer.state(added_tokens=task.add_tokens),
+            special_token_ids=special,
+            pad_token_id=special[task.format.eot],
+            splits={"train": split},
+            ledger=ledger,
+            config=config,
         )
+
+
+@contextmanager
+def _faults_of(truth: Truth) -> Iterator[None]:
+    try:
+        yield
     except DataError as error:
         raise DataError(f"{_place(truth)}: {error}") from None
 
@@ -180,7 +274,7 @@ def _pairs(path: Path, known: dict[str, Truth]) -> Iterator[tuple[Truth, Rollout
         yield known[rollout.id], rollout
 
 
-def _tell(output: Path, metadata: Metadata, health: Health, *, as_json: bool) -> None:
+def _tell(output: Path, metadata: Metadata, health: Health | None, *, as_json: bool) -> None:
     split = metadata.splits["train"]
     if as_json:
         counts: dict[str, Any] = {
@@ -188,13 +282,14 @@ def _tell(output: Path, metadata: Metadata, health: Health, *, as_json: bool) ->
             "tokens": split.num_tokens,
             "trained_tokens": split.num_trained_tokens,
         }
-        echo_json({"path": str(output), "sha256": metadata.sha256, "train": counts, "health": health.to_json()})
+        of_rollouts = {} if health is None else {"health": health.to_json()}
+        echo_json({"path": str(output), "sha256": metadata.sha256, "train": counts, **of_rollouts})
         return
     typer.echo(
         f"{output}/train: {split.num_episodes:,} episodes, {split.num_tokens:,} tokens, "
         f"{split.num_trained_tokens / split.num_tokens:.1%} trained"
     )
-    for line in health_lines(health):
+    for line in () if health is None else health_lines(health):
         typer.echo(line)
 
 
