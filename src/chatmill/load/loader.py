@@ -97,8 +97,9 @@ class EpisodeLoader(IterableDataset):
         self._reading: dict[str, _Reading] = {}
         self._skip: int | None = None
         """In a worker: batches that others make before its next; None before the first."""
-        if epochs is not None and self.plan(split).order.length is None:
-            raise UsageError(f"epochs is {epochs}, and {self.plan(split).order.name} has none; leave it out")
+        order = self.plan(split).order
+        if epochs is not None and order.length is None:
+            raise UsageError(f"epochs is {epochs}, and the order {order.name} has none; leave it out")
         if listener is not None:
             listener.loaded(self)
 

@@ -17,6 +17,8 @@ from chatmill.rows import Index
 
 SLAB = 1 << 17
 """Positions of x that are made together: many small batches cost little more than one."""
+MOST = 32
+"""Batches that are made together at most, however small."""
 
 Output = Callable[[Batch], tuple[Batch, Callable[[], None] | None]]
 """Arrays to what is handed out, and what is to be called then, if anything."""
@@ -47,7 +49,7 @@ class Maker:
     output: Output
 
     def slabs(self, steps: Iterator[Step]) -> Iterator[list[Item]]:
-        size = max(1, SLAB // (self.num_rows * self.plan.config.block_size))
+        size = min(MOST, max(1, SLAB // (self.num_rows * self.plan.config.block_size)))
         while chunk := list(islice(steps, size)):
             yield self.make(chunk)
 

@@ -238,7 +238,8 @@ def _first_of_segment(first: Index, several: list[tuple[Index, Index, Index]]) -
     found = np.repeat(first[:-1], counts)
     for episodes, number, inside in several:
         found[ragged_index(edges[:-1][episodes], number)] += inside
-    return np.append(found, first[-1])
+    # A segment without a span begins where the next one does, and counts for nothing.
+    return np.unique(np.append(found, first[-1]))
 
 
 def _without(spans: Spans, cut: Index) -> Spans:

@@ -1,0 +1,113 @@
+"""Batches against an oracle that works one token at a time; what is cut, packed, padded and trained."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from load_material import (
+    PAD,
+    expected,
+    listed,
+    same,
+    talks,
+    together,
+    write_plain_files,
+    write_rows,
+    write_source,
+)
+from plain_rows import build, rows_
+
+from chatmill.errors import ChatmillError, DataError, UsageError
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.plan import WINDOW
+from chatmill.rows import Rows
+
+numbers = count()
+
+
+def order(seed: int, epoch: int, eligible: list[int]) -> list[int]:
+    """The documented reconstruction, over the episodes that are long enough."""
+    return [eligible[at] for at in np.random.RandomState(seed + epoch).permutation(len(eligible))]
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The longest first, each into the fullest bin that has room, of equals the one opened first."""
+    bins: list[tuple[int, list[int]]] = []
+    for item in sorted(range(len(lengths)), key=lambda at: (-lengths[at], at)):
+        fits = [number for number, (used, _) in enumerate(bins) if used + lengths[item] <= capacity]
+        if fits:
+            best = max(fits, key=lambda number: (bins[number][0], -number))
+            bins[best] = (bins[best][0] + lengths[item], [*bins[best][1], item])
+        else:
+            bins.append((lengths[item], [item]))
+    return [sorted(items) for _, items in bins]
+
+
+def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:
+    """The episodes of every row of an epoch of fewer than 2^16 episodes."""
+    lengths = rows.lengths.tolist()
+    eligible = [at for at, length in enumerate(lengths) if length >= config["episode_min_tokens"]]
+    episodes = order(config["epoch_seed"], epoch, eligible)
+    if config["packing"] == "none":
+        return [[episode] for episode in episodes]
+    capacity = config["block_size"] + 1
+    bins = best_fit([min(lengths[episode], capacity) for episode in episodes], capacity)
+    raw = np.random.PCG64((config["epoch_seed"], epoch, 0)).random_raw(len(bins))
+    places = np.argsort(raw, kind="stable").tolist()
+    placed: list[list[int]] = [[] for _ in bins]
+    for place, items in zip(places, bins, strict=True):
+        placed[place] = [episodes[item] for item in items]
+    return placed
+
+
+@settings(max_examples=60)
+@given(
+    plain=rows_,
+    more=rows_,
+    shard_tokens=st.sampled_from([1, 12, 1000]),
+    world_size=st.sampled_from([1, 2]),
+    config=st.fixed_dictionaries(
+        {
+            "batch_size": st.sampled_from([2, 4]),
+            "block_size": st.integers(1, 12),
+            "packing": st.sampled_from(["none", "bins"]),
+            "use_loss_mask": st.booleans(),
+            "epoch_drop_last": st.booleans(),
+            "episode_min_tokens": st.integers(1, 3),
+            "epoch_seed": st.integers(0, 5),
+        }
+    ),
+)
+def test_every_batch_of_two_epochs_is_what_the_oracle_says(plain, more, shard_tokens, world_size, config):
+    rows = build(plain + more)
+    with tempfile.TemporaryDirectory() as folder:
+        target = write_rows(Path(folder) / "d", {"train": rows}, vocab_size=2**32, shard_tokens=shard_tokens)
+        if not any(length >= config["episode_min_tokens"] for length in rows.lengths):
+            with pytest.raises(DataError):
+                EpisodeLoader(target, config)
+            return
+        ranks = [
+            EpisodeLoader(target, config, rank=rank, world_size=world_size, epochs=2, tensors=False, ahead=rank)
+            for rank in range(world_size)
+        ]
+        wanted = []
+        for epoch in range(2):
+            of_epoch = rows_of_epoch(rows, config, epoch)
+            size = config["batch_size"]
+            batches = [of_epoch[at : at + size] for at in range(0, len(of_epoch), size)]
+            if config["epoch_drop_last"]:
+                batches = [batch for batch in batches if len(batch) == size]
+            wanted += [batch + [[]] * (size - len(batch)) for batch in batches]
+        if not wanted:
+            with pytest.raises(UsageError, match="lower batch_size"):
+                next(iter(ranks[0]))
+            return
+        found = [listed(together(parts)) for parts in zip(*ranks, strict=True)]
+        arrays = {"block_size": config["block_size"], "use_loss_mask": config["use_loss_mask"]}
+        assert found == [expected(rows, batch, **arrays) for batch in wanted]
