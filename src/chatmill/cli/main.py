@@ -12,6 +12,7 @@ from chatmill.cli import (
     build,
     check,
     diff,
+    explain,
     export,
     formats,
     order,
@@ -19,6 +20,8 @@ from chatmill.cli import (
     render,
     reweigh,
     rollout,
+    show,
+    stats,
     tokenizer,
     verify,
 )
@@ -41,6 +44,9 @@ app.command("verify")(verify.verify)
 app.command("reweigh")(reweigh.reweigh)
 app.command("diff")(diff.diff)
 app.command("order")(order.order)
+app.command("show")(show.show)
+app.command("explain")(explain.explain)
+app.command("stats")(stats.stats)
 app.command("build-sft-primer")(build.build_sft_primer)
 app.command("build-sft-oasst1")(build.build_sft_oasst1)
 app.command("build-sft-dolly15k")(build.build_sft_dolly15k)

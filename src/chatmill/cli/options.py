@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from chatmill.errors import RecordError
 from chatmill.ledger import Ledger
@@ -91,6 +93,28 @@ def tell_losses(ledger: Ledger, *, err: bool = False) -> None:
         if bucket in ("repeated", "truncated", "dropped", "noted"):
             rows = f"{entry.rows:,} rows, " if entry.rows else ""
             typer.echo(f"  {bucket} {reason}: {rows}{entry.tokens:,} tokens", err=err)
+
+
+def tell_ledger(ledger: Ledger) -> None:
+    """Every bucket with its reason and counts, one below the other."""
+    tell_table(
+        ("", "reason"),
+        ("rows", "tokens", "trained"),
+        [
+            (bucket, reason, f"{entry.rows:,}", f"{entry.tokens:,}", f"{entry.trained:,}")
+            for bucket, reason, entry in ledger
+        ],
+    )
+
+
+def tell_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table of some columns of words and some of numbers; cells are text, whatever stands in them."""
+    table = Table(*words, box=None, pad_edge=False, header_style="")
+    for column in numbers:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console(highlight=False).print(table)
 
 
 def progress(things: Iterable[T], what: str) -> Iterator[T]:

@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from chatmill.cli.guard import guarded
 from chatmill.cli.options import (
@@ -27,6 +26,7 @@ from chatmill.cli.options import (
     Shape,
     TokenizerName,
     echo_json,
+    tell_ledger,
 )
 from chatmill.errors import ChatmillError, RecordError, UsageError
 from chatmill.ledger import Ledger
@@ -258,12 +258,7 @@ def _tell(output: Path, metadata: Metadata) -> None:
             f"{output}/{name}: {split['episodes']:,} episodes, {split['tokens']:,} tokens, "
             f"{share:.1%} trained, longest {split['longest']:,}, shards {split['shards']}"
         )
-    table = Table("", "reason", box=None, pad_edge=False, header_style="")
-    for column in ("rows", "tokens", "trained"):
-        table.add_column(column, justify="right")
-    for bucket, reason, entry in metadata.ledger:
-        table.add_row(bucket, reason, f"{entry.rows:,}", f"{entry.tokens:,}", f"{entry.trained:,}")
-    Console(highlight=False).print(table)
+    tell_ledger(metadata.ledger)
     for line in warnings_of(metadata.ledger):
         typer.echo(f"look: {line}")
 

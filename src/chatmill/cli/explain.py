@@ -1,0 +1,45 @@
+"""`chatmill explain`: one token, and why it is trained or is not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from chatmill.cli.options import AsJson, echo_json
+from chatmill.cli.show import Dataset, ItsTokenizer, Split
+from chatmill.errors import UsageError, one_line
+from chatmill.show import explain as shown_explain
+from chatmill.show.dataset import open_shown, split_of
+
+
+def explain(
+    dataset: Dataset,
+    token: Annotated[
+        str, typer.Argument(metavar="EPISODE:TOKEN", help="An episode, and a token of it, from 0.", show_default=False)
+    ],
+    split: Split = None,
+    tokenizer: ItsTokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say in one sentence what a token is, where it came from, and which rule decided whether it is trained.
+
+    \b
+    Examples:
+      chatmill explain data/chat_sft 3:17
+      chatmill explain data/chat_sft 3:17 --split val --json
+    """
+    numbers = re.fullmatch(r"(\d{1,18}):(\d{1,18})", token, re.ASCII)
+    if numbers is None:
+        raise UsageError(f'"{one_line(token)}" is no token; expected EPISODE:TOKEN, such as 3:17')
+    shown = open_shown(dataset, tokenizer)
+    name, _ = split_of(shown, split)
+    found = shown_explain.explain(shown, name, int(numbers[1]), int(numbers[2]))
+    if as_json:
+        echo_json(asdict(found))
+        return
+    typer.echo(found.sentence)
+    if shown.without_text is not None:
+        typer.echo(f"chatmill: tokens are shown as ids: {shown.without_text}", err=True)
