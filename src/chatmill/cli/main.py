@@ -23,6 +23,7 @@ from chatmill.cli import (
     show,
     stats,
     tokenizer,
+    train,
     verify,
 )
 from chatmill.cli.guard import guarded
@@ -47,6 +48,7 @@ app.command("order")(order.order)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
 app.command("stats")(stats.stats)
+app.command("train", context_settings=train.CONTEXT)(train.train)
 app.command("build-sft-primer")(build.build_sft_primer)
 app.command("build-sft-oasst1")(build.build_sft_oasst1)
 app.command("build-sft-dolly15k")(build.build_sft_dolly15k)

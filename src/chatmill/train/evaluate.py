@@ -1,0 +1,61 @@
+"""Evaluation: the exact loss over the trained tokens of a split, each counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chatmill.load.loader import EpisodeLoader
+from chatmill.train.port import Inputs
+from chatmill.train.world import World
+
+
+class Evaluation(NamedTuple):
+    """What a model makes of a split."""
+
+    loss: float
+    """The weighted mean over trained tokens; nan if there are none."""
+    trained: int
+    """Trained tokens that it is over."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluate(
+    module: nn.Module, loader: EpisodeLoader, world: World, *, split: str = "val", batches: int | None = None
+) -> Evaluation:
+    """The loss of a split in the order of its files, or of its first batches; moves no cursor. All ranks call this."""
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    weight, trained = 0.0, 0
+    with without_training(module):
+        for batch in islice(loader.one_pass(split), batches):
+            for part in batch.split(loader.config.gradient_accumulation_steps):
+                inputs = Inputs.of(part, world.device)
+                total += module(*inputs).total
+                weight += inputs.targets.weight
+                trained += inputs.targets.count
+    if world.size > 1:
+        dist.all_reduce(total)
+    weights, counts = world.sums([weight, trained])
+    return Evaluation(float(total) / weights if weights else math.nan, int(counts))
+
+
+@contextmanager
+def without_training(module: nn.Module) -> Iterator[None]:
+    """No gradients and no dropout."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(training)

@@ -1,0 +1,103 @@
+"""What a run writes line by line: its metrics, and the losses of single conversations.
+
+A line is a JSON object with its step. A run that goes on from a checkpoint first takes back what came after it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from chatmill.errors import DataError, UsageError
+from chatmill.store import files
+from chatmill.train.step import RowLoss
+
+METRICS = "metrics.jsonl"
+ROWS = "rows"
+"""The folder of the losses of conversations, a file for each rank."""
+
+
+class Journal:
+    """A file that lines are added to."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def rewind(path: Path, step: int) -> None:
+    """Take back the lines of a file that come after a step, and what a kill left of a line."""
+    if not path.is_file():
+        return
+    kept = [raw for raw, line in _lines(path) if line["step"] <= step]
+    files.write_file(path, b"".join(kept), overwrite=True)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, in order."""
+    return [line for _, line in _lines(folder / METRICS)]
+
+
+def rows_file(folder: Path, rank: int) -> Path:
+    return folder / ROWS / f"rank_{rank:05d}.jsonl"
+
+
+def rows_line(step: int, rows: Sequence[RowLoss]) -> dict[str, Any]:
+    """The losses of one step: columns, because most of a line is numbers."""
+    episodes, losses, weights = zip(*rows, strict=True) if rows else ((), (), ())
+    return {"step": step, "episodes": episodes, "losses": losses, "weights": weights}
+
+
+def read_rows(folder: Path, step: int) -> list[RowLoss]:
+    """The losses of the conversations of a step, of all ranks; `DataError` if the run did not write them."""
+    paths = sorted((folder / ROWS).glob("rank_*.jsonl"))
+    if not paths:
+        raise DataError(f"{folder}: holds no losses of conversations; train with --log_rows")
+    found: list[RowLoss] = []
+    seen = False
+    for path in paths:
+        for _, line in _lines(path, wanted=lambda raw: raw.startswith(b'{"step": %d,' % step)):
+            seen = True
+            found += map(RowLoss, line["episodes"], line["losses"], line["weights"])
+    if not seen:
+        raise DataError(f"{folder}: has no losses of step {step}; see {METRICS} for the steps there are")
+    return found
+
+
+def _lines(path: Path, *, wanted: Callable[[bytes], bool] | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    try:
+        with path.open("rb") as file:
+            for raw in file:
+                if raw.endswith(b"\n") and (wanted is None or wanted(raw)):
+                    yield raw, json.loads(raw)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise DataError(f"{path}: is damaged ({error})") from None
+
+
+class Board:
+    """TensorBoard's file of the same metrics."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError("tensorboard is true, and it is not installed; pip install tensorboard") from None
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        for name, value in line.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,82 @@
+"""The loss of a run as a picture: SVG, written by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 56, 16, 40, 44
+MOST = 1500
+"""Points of a curve, at most: more are averaged."""
+Points = Sequence[tuple[float, float]]
+
+
+def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
+    """The loss of every step and of every evaluation."""
+    train = _thinned([(line["step"], line["loss"]) for line in metrics if "loss" in line])
+    val = [(line["step"], line["val_loss"]) for line in metrics if "val_loss" in line]
+    curves = [("train", "#2563eb", train), ("val", "#dc2626", val)]
+    points = [point for _, _, curve in curves for point in curve if math.isfinite(point[1])]
+    if not points:
+        return _page(title, [])
+    steps, losses = [step for step, _ in points], [loss for _, loss in points]
+    across = _Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
+    up = _Scale(min(losses), max(losses), HEIGHT - BOTTOM, TOP)
+    parts = []
+    for tick in _ticks(up.low, up.high):
+        y = up(tick)
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}" stroke="#e5e7eb"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{tick:g}</text>')
+    for tick in _ticks(across.low, across.high):
+        parts.append(f'<text x="{across(tick)}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{tick:g}</text>')
+    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+    for number, (name, colour, curve) in enumerate(curves):
+        shown = [(across(step), up(loss)) for step, loss in curve if math.isfinite(loss)]
+        if not shown:
+            continue
+        path = " ".join(f"{x},{y}" for x, y in shown)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        if len(shown) < 30:
+            parts += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>' for x, y in shown]
+        last = next(loss for _, loss in reversed(curve) if math.isfinite(loss))
+        x = WIDTH - RIGHT - 130 * (2 - number)
+        parts.append(f'<text x="{x}" y="24" fill="{colour}">{name} {last:.4f}</text>')
+    return _page(title, parts)
+
+
+class _Scale:
+    """Values to places in the picture."""
+
+    def __init__(self, low: float, high: float, start: float, stop: float) -> None:
+        if low == high:
+            low, high = low - 0.5, high + 0.5
+        self.low, self.high, self._start, self._stop = low, high, start, stop
+
+    def __call__(self, value: float) -> float:
+        return round(self._start + (value - self.low) / (self.high - self.low) * (self._stop - self._start), 1)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers from low to high, about five."""
+    rough = (high - low) / 5
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
+    return [round(number * step, 10) for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _thinned(points: Points) -> Points:
+    size = -(-len(points) // MOST)
+    if size <= 1:
+        return points
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    return [(group[-1][0], sum(loss for _, loss in group) / len(group)) for group in groups]
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
+    back = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
+    name = f'<text x="{LEFT}" y="24" font-size="14" font-weight="bold">{escape(title)}</text>'
+    return "\n".join([head, back, name, *parts, "</svg>", ""])

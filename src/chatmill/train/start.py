@@ -1,0 +1,139 @@
+"""Before the first step: the data held against the model, and the model made or opened.
+
+What does not fit is one line, before anything is computed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from chatmill.errors import DataError, UsageError
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.plan import Cursor, Plan
+from chatmill.load.source import Source
+from chatmill.store.cache import Cache
+from chatmill.store.layout import TOKENIZER_STATE, TOKENS
+from chatmill.train.checkpoint import model_folder
+from chatmill.train.config import TrainConfig
+from chatmill.train.folder import open_model
+from chatmill.train.gpt import GPT
+from chatmill.train.port import CausalModel
+
+TRAINING = "training.json"
+"""What a model's folder says of how the model was trained: with which tokenizer, format and data."""
+SCAN = 1 << 24
+
+
+def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
+    """The model that a config asks for, in float32 on the CPU: fresh, opened, or with fresh adapters."""
+    torch.manual_seed(config.seed)
+    if config.init_from_model is None:
+        return GPT(config.sizes(vocab_size), compute=compute)
+    folder = model_folder(config.init_from_model)
+    model = open_model(folder, compute=compute)
+    adapters = config.lora_sizes()
+    if adapters is None:
+        return model
+    from chatmill.train.hf import HFModel
+    from chatmill.train.lora import LoraModel
+
+    if type(model) is not HFModel:
+        raise UsageError(f"{folder}: is no Hugging Face model, and lora is given; adapters go onto one")
+    return LoraModel.on(model, adapters)
+
+
+def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel) -> None:
+    """Raise `UsageError` or `DataError` for data that the model cannot be trained on, with all that is wrong."""
+    faults = []
+    size = data_vocab_size(loader)
+    if size > model.vocab_size:
+        faults.append(
+            f"{loader.dataset_dir}: has token ids up to {size - 1}, the model knows {model.vocab_size}; "
+            "use the tokenizer of the model, or a model with a larger vocabulary"
+        )
+    if config.block_size > model.max_positions:
+        faults.append(
+            f"block_size is {config.block_size}, the model has {model.max_positions} positions; lower block_size"
+        )
+    if config.init_from_model is not None:
+        theirs = trained_with(model_folder(config.init_from_model)).get("tokenizer_sha256")
+        mine = loader.sources[0].tokenizer_sha256
+        if theirs is not None and mine is not None and theirs != mine:
+            faults.append(
+                f"{loader.dataset_dir}: was made with tokenizer {mine[:12]}…, the model {config.init_from_model} "
+                f"with {theirs[:12]}…; prepare the data with the model's tokenizer"
+            )
+    if faults:
+        raise DataError("; ".join(faults))
+
+
+def data_vocab_size(loader: EpisodeLoader) -> int:
+    """One more than the largest id of the data: as it says, else as all its tokens do."""
+    if loader.vocab_size is not None:
+        return loader.vocab_size
+    return 1 + max(_largest(source) for source in loader.sources)
+
+
+def _largest(source: Source) -> int:
+    largest = 0
+    for split in source.dataset.splits:
+        episodes = source.dataset[split]
+        for number in range(len(episodes.shards)):
+            tokens = episodes.array(number, TOKENS)
+            for at in range(0, len(tokens), SCAN):
+                largest = max(largest, int(np.max(tokens[at : at + SCAN])))
+    return largest
+
+
+def trained_with(folder: Path) -> dict[str, Any]:
+    """What a model's folder says of its training; nothing if another program wrote it."""
+    try:
+        found = json.loads((folder / TRAINING).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / TRAINING}: cannot be read ({error}); remove it, or save the model again") from None
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def about_model(loader: EpisodeLoader, said: Mapping[str, Any]) -> dict[str, bytes]:
+    """Files that go with a model, so that its answers are asked for just as it was trained."""
+    source = loader.sources[0]
+    about: dict[str, Any] = {
+        "dataset": str(loader.dataset_dir),
+        "dataset_sha256": loader.sha256,
+        "tokenizer_sha256": source.tokenizer_sha256,
+        **said,
+    }
+    if isinstance(source.dataset, Cache):
+        meta = source.dataset.meta
+        about |= {"format": meta.format, "special_token_ids": dict(meta.special_token_ids)}
+    elif source.dataset.metadata is not None:
+        metadata = source.dataset.metadata
+        about |= {
+            "format": metadata.format,
+            "tokenizer": dict(metadata.tokenizer),
+            "special_token_ids": dict(metadata.special_token_ids),
+        }
+    found = {TRAINING: (json.dumps(about, indent=1) + "\n").encode()}
+    state = source.path / TOKENIZER_STATE
+    return {**found, TOKENIZER_STATE: state.read_bytes()} if state.is_file() else found
+
+
+def steps_in_pass(plan: Plan) -> int | None:
+    """Batches of one epoch; None for an order that has none. `UsageError` if it does not fill a batch."""
+    windows = plan.num_windows()
+    if windows is None:
+        return None
+    plan.step(Cursor())
+    size = plan.config.batch_size
+    rows = plan.num_eligible
+    if plan.config.packing != "none":
+        rows = sum(plan.window(0, number).num_rows for number in range(windows))
+    return rows // size if plan.drop_last else -(-rows // size)
