@@ -12,7 +12,9 @@ from chatmill.train.gpt import GPT, GPTSizes
 from chatmill.train.port import CausalModel, Inputs
 
 VOCAB = 61
-SIZES = GPTSizes(vocab_size=VOCAB, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, n_ffn=48, max_positions=64, qk_norm=True)
+SIZES = GPTSizes(
+    vocab_size=VOCAB, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, n_ffn=48, max_positions=64, qk_norm=True
+)
 
 
 def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0) -> GPT:

@@ -7,12 +7,12 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from model_material import small_gpt
 
 from chatmill.errors import DataError
 from chatmill.train.beams import beam_search
 from chatmill.train.generate import Sampling, choose, generate, generate_steps
 from chatmill.train.gpt import GPT, GPTSizes
-from model_material import small_gpt
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 1, 2, 3, 1]]
 END = 0
@@ -120,23 +120,29 @@ def test_unlikely_tokens_are_left_out(sampling, kept):
     assert set(choose(logits, sampling, draws).tolist()) == kept
 
 
-def every_answer(model: GPT, prompt: list[int], count: int) -> dict[tuple[int, ...], float]:
-    """Each answer that ends or is as long as may be, with its log-likelihood."""
-    found: dict[tuple[int, ...], float] = {}
-    for ids in product(range(8), repeat=count):
-        cut = ids[: ids.index(END) + 1] if END in ids else ids
-        if cut not in found:
-            known = logprobs(model, prompt + list(cut))
-            found[cut] = sum(known[len(prompt) - 1 + at, token].item() for at, token in enumerate(cut))
+@pytest.fixture(scope="module")
+def every_answer(model: GPT) -> list[dict[tuple[int, ...], float]]:
+    """For each prompt all answers of up to three tokens, with their log-likelihoods."""
+    found = []
+    for prompt in PROMPTS:
+        answers = torch.tensor(list(product(range(8), repeat=3)))
+        x = torch.cat([torch.tensor(prompt).expand(len(answers), -1), answers], dim=1)
+        with torch.no_grad():
+            logits = model.logits(x, torch.arange(x.shape[1]).expand_as(x), torch.zeros_like(x))
+        known = logits.double().log_softmax(dim=2)[:, len(prompt) - 1 : -1].gather(2, answers[:, :, None])
+        scores = {}
+        for ids, parts in zip(answers.tolist(), known.squeeze(2).tolist(), strict=True):
+            length = ids.index(END) + 1 if END in ids else 3
+            scores[tuple(ids[:length])] = sum(parts[:length])
+        found.append(scores)
     return found
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0, -1.0])
-def test_with_beams_enough_the_best_of_all_answers_is_found(model, penalty):
-    best = []
-    for prompt in PROMPTS:
-        scores = every_answer(model, prompt, 3)
-        best.append(list(max(scores, key=lambda ids: scores[ids] / len(ids) ** penalty)))
+def test_with_beams_enough_the_best_of_all_answers_is_found(model, every_answer, penalty):
+    best = [
+        list(max(scores, key=lambda ids, scores=scores: scores[ids] / len(ids) ** penalty)) for scores in every_answer
+    ]
     found = beam_search(model, PROMPTS, beams=64, max_tokens=3, end_ids=[END], length_penalty=penalty)
     assert found == best
 
@@ -148,9 +154,7 @@ def test_one_beam_of_plain_likelihood_is_greedy(model):
 
 def test_prompts_are_searched_together_as_alone(model):
     together = beam_search(model, PROMPTS, beams=3, max_tokens=7, end_ids=[END])
-    assert together == [
-        beam_search(model, [prompt], beams=3, max_tokens=7, end_ids=[END])[0] for prompt in PROMPTS
-    ]
+    assert together == [beam_search(model, [prompt], beams=3, max_tokens=7, end_ids=[END])[0] for prompt in PROMPTS]
 
 
 def test_prompts_that_leave_no_room_are_one_line(model):

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_material import conversation, gradients, inputs, packed, plain_loss, small_gpt
 
 from chatmill.train import loss as loss_module
 from chatmill.train.loss import Head, Losses, Targets, by_segment, entropy, weighted_loss
-from model_material import conversation, gradients, inputs, packed, plain_loss, small_gpt
 
 CHATS = [conversation(length, seed=length) for length in (3, 9, 14, 2, 7, 11, 5, 8)]
 ROWS = [CHATS[:2], CHATS[2:3], CHATS[3:5], CHATS[5:]]
@@ -142,7 +142,9 @@ def test_a_frozen_head_costs_no_gradient():
 def test_only_a_chunk_of_logits_is_ever_made(monkeypatch):
     monkeypatch.setattr(loss_module, "LOGIT_BYTES", 4 * 37 * 128)
     seen = []
-    monkeypatch.setattr(loss_module, "entropy", lambda logits, *rest: seen.append(len(logits)) or entropy(logits, *rest))
+    monkeypatch.setattr(
+        loss_module, "entropy", lambda logits, *rest: seen.append(len(logits)) or entropy(logits, *rest)
+    )
     targets = Targets.of(torch.zeros(1, 1000, dtype=torch.long), torch.ones(1, 1000))
     result = weighted_loss(torch.randn(1, 1000, 8), Head(torch.randn(37, 8)), targets)
     assert isinstance(result, Losses) and seen == [128] * 8

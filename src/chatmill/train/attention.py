@@ -20,6 +20,7 @@ BLOCK = 128
 
 Mask: TypeAlias = Tensor | BlockMask
 
+
 def segment_mask(segments: Tensor) -> Mask:
     """Who may see whom in rows of these segments (rows, length); tokens of one segment stand together."""
     start = segment_start(segments)

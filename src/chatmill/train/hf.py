@@ -7,7 +7,8 @@ keeps conversations apart, and whether its logits are what its head says, is tri
 from __future__ import annotations
 
 import shutil
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class HFModel(CausalModel):
     def __init__(self, lm: Any, *, source: Path | None = None, compute: torch.dtype | None = None) -> None:
         super().__init__()
         self.lm = lm
+        self.training = lm.training
         self.source = source
         self.compute = compute
         text = lm.config.get_text_config()
@@ -55,9 +57,10 @@ class HFModel(CausalModel):
         except ImportError:
             raise UsageError(f"{folder}: is a Hugging Face model; pip install 'chatmill[hf]' to train it") from None
         try:
-            lm = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-            )
+            with quiet():
+                lm = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+                )
         except (OSError, ValueError, KeyError, ImportError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise DataError(f"{folder}: transformers cannot open it as a causal model ({reason})") from None
@@ -141,10 +144,12 @@ class HFModel(CausalModel):
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         weights = None if state is None else {name.removeprefix("lm."): tensor for name, tensor in state.items()}
-        self.lm.save_pretrained(folder, state_dict=weights)
-        for pattern in TOKENIZER_FILES if self.source is not None else ():
-            for path in sorted((self.source or folder).glob(pattern)):
-                shutil.copy(path, folder / path.name)
+        with quiet():
+            self.lm.save_pretrained(folder, state_dict=weights)
+        if self.source is not None and self.source.resolve() != folder.resolve():
+            for pattern in TOKENIZER_FILES:
+                for path in self.source.glob(pattern):
+                    shutil.copy(path, folder / path.name)
 
     # Attention.
 
@@ -226,6 +231,20 @@ class _Trying:
 
     def __exit__(self, *_: object) -> None:
         self._lm.train(self._training)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars of transformers: chatmill shows its own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

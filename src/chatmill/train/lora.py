@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from chatmill.errors import DataError, UsageError
-from chatmill.train.hf import HFModel
+from chatmill.train.hf import HFModel, quiet
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -42,6 +42,9 @@ class LoraModel(HFModel):
         """Fresh adapters on a model, whose own weights are frozen; they change nothing until they are trained."""
         peft = _peft(str(base.source))
         targets = sizes.targets if isinstance(sizes.targets, str) else list(sizes.targets)
+        head = next(name for name, module in base.lm.named_modules() if module is base.lm.get_output_embeddings())
+        if any(f".{head}".endswith(f".{target}") for target in targets):
+            raise UsageError(f"lora: {head} is the head, which cannot have an adapter; leave it out of the targets")
         config = peft.LoraConfig(
             r=sizes.r,
             lora_alpha=sizes.alpha,
@@ -53,8 +56,6 @@ class LoraModel(HFModel):
             peft_model = peft.get_peft_model(base.lm, config)
         except ValueError as error:
             raise UsageError(f"lora: {str(error).splitlines()[0]}") from None
-        if type(base.lm.get_output_embeddings()) is not nn.Linear:
-            raise UsageError("lora: the head cannot have an adapter; leave it out of the targets")
         return cls(base, peft_model)
 
     @classmethod
@@ -75,7 +76,8 @@ class LoraModel(HFModel):
         weights = (
             None if state is None else {f"base_model.model.{name.removeprefix('lm.')}": t for name, t in state.items()}
         )
-        self._peft[0].save_pretrained(str(folder), state_dict=weights)
+        with quiet():
+            self._peft[0].save_pretrained(str(folder), state_dict=weights)
         # A model card to be filled in by hand, which nobody asked for.
         (folder / "README.md").unlink(missing_ok=True)
 

@@ -1,0 +1,150 @@
+"""Adapters: they begin as nothing, are all that is trained, and can be saved, read, and merged."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from model_material import conversation, inputs, packed
+
+from chatmill.errors import DataError, UsageError
+from chatmill.train.folder import open_model
+from chatmill.train.hf import HFModel
+from chatmill.train.lora import LoraModel, LoraSizes
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import peft  # noqa: F401
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+CHATS = [conversation(length, seed=length) for length in (5, 9, 3, 7)]
+BATCH = packed([CHATS[:2], CHATS[2:]], 16)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A folder as transformers writes it."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def adapted(folder, **changes) -> LoraModel:
+    torch.manual_seed(1)
+    return LoraModel.on(HFModel.load(folder), LoraSizes(r=4, **changes)).train()
+
+
+class Run:
+    """Training that can be stopped and gone on with."""
+
+    def __init__(self, model: HFModel) -> None:
+        self.model = model
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=1e-2)
+
+    def steps(self, count: int) -> Run:
+        given = inputs(BATCH)
+        for _ in range(count):
+            (self.model(*given).total / given.targets.weight).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+
+def logits_of(model) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model.logits(BATCH.x, BATCH.positions, BATCH.segments)
+
+
+def test_fresh_adapters_change_nothing_and_are_all_that_is_trained(base):
+    plain = open_model(base)
+    model = adapted(base)
+    assert torch.equal(logits_of(model), logits_of(plain))
+    names = set(model.trained_state())
+    assert names and all("lora_" in name for name in names)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    Run(model).steps(3)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == names
+
+
+def test_merged_logits_are_those_with_adapters_and_the_merged_folder_needs_no_peft(base, tmp_path):
+    model = adapted(base)
+    Run(model).steps(20)
+    wanted = logits_of(model)
+    assert not torch.allclose(wanted, logits_of(open_model(base)), atol=0.1)
+    merged = model.merge()
+    assert torch.allclose(logits_of(merged), wanted, atol=1e-4)
+    (tmp_path / "merged").mkdir()
+    merged.save(tmp_path / "merged")
+    names = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert not any("lora" in name for name in names)
+    assert torch.allclose(logits_of(open_model(tmp_path / "merged")), wanted, atol=1e-4)
+
+
+def test_saved_adapters_are_read_back_bit_by_bit_with_the_model_under_them(base, tmp_path):
+    model = adapted(base)
+    Run(model).steps(3)
+    (tmp_path / "adapters").mkdir()
+    model.save(tmp_path / "adapters")
+    assert sorted(path.name for path in (tmp_path / "adapters").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    again = open_model(tmp_path / "adapters")
+    assert isinstance(again, LoraModel) and torch.equal(logits_of(again), logits_of(model))
+    assert list(again.trained_state()) == list(model.trained_state())
+
+
+def test_training_resumed_from_saved_weights_is_bitwise_training_that_never_stopped(base):
+    undisturbed = Run(adapted(base, dropout=0.2))
+    torch.manual_seed(7)
+    undisturbed.steps(6)
+
+    first = Run(adapted(base, dropout=0.2))
+    torch.manual_seed(7)
+    first.steps(3)
+    generator = torch.get_rng_state()
+    weights = {name: tensor.clone() for name, tensor in first.model.trained_state().items()}
+    second = Run(LoraModel.on(HFModel.load(base), LoraSizes(r=4, dropout=0.2)).train())
+    second.model.load_state_dict(weights, strict=False)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    torch.set_rng_state(generator)
+    second.steps(3)
+    for name, tensor in undisturbed.model.trained_state().items():
+        assert torch.equal(second.model.trained_state()[name], tensor), name
+
+
+def test_adapters_may_stand_on_some_layers_only(base):
+    names = adapted(base, targets=["q_proj", "v_proj"]).trained_state()
+    assert {name.split(".")[5] for name in names} == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"), [(["nonesuch"], "nonesuch"), (["q_proj", "lm_head"], "lm_head is the head")]
+)
+def test_targets_that_cannot_be_are_one_line(base, targets, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        adapted(base, targets=targets)
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_whose_model_is_gone_are_one_line(base, tmp_path):
+    (tmp_path / "adapters").mkdir()
+    adapted(base).save(tmp_path / "adapters")
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="transformers cannot open it") as caught:
+        open_model(tmp_path / "adapters")
+    assert "\n" not in str(caught.value)
