@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +29,8 @@ from chatmill.rows import Index, offsets
 
 WINDOW = 1 << 16
 """Positions of an epoch that are laid out as rows together."""
+REMEMBERED = 3
+"""Windows that a plan keeps besides the last."""
 NONE: Index = np.empty(0, dtype=np.int64)
 
 
@@ -114,7 +115,7 @@ class Plan:
             self.order: Order = IdentityOrder(sum(eligible))
         else:
             self.order = _order(self.sources, config, split, eligible)
-        self.window = lru_cache(maxsize=4)(self._window)
+        self._laid: dict[tuple[int, int], Window] = {}
 
     @property
     def num_eligible(self) -> int:
@@ -147,7 +148,16 @@ class Plan:
         """Windows in an epoch; None if it never ends."""
         return None if self.order.length is None else -(-self.order.length // WINDOW)
 
-    def _window(self, epoch: int, number: int) -> Window:
+    def window(self, epoch: int, number: int) -> Window:
+        """The rows of one window of an epoch. The last few are remembered."""
+        laid = self._laid.get((epoch, number))
+        if laid is None:
+            laid = self._lay(epoch, number)
+            # Replaced as one value: a thread that reads ahead may be at another window than the one that asks.
+            self._laid = {**dict(list(self._laid.items())[-REMEMBERED:]), (epoch, number): laid}
+        return laid
+
+    def _lay(self, epoch: int, number: int) -> Window:
         start, stop = number * WINDOW, (number + 1) * WINDOW
         if self.order.length is not None:
             stop = min(stop, self.order.length)

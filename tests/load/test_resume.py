@@ -1,0 +1,251 @@
+"""Resuming: from any step, at any number of ranks, the rest is what it would have been."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from load_material import same, talks, together, write_rows, write_source
+
+from chatmill.errors import UsageError
+from chatmill.load.batch import Batch
+from chatmill.load.loader import EpisodeLoader
+
+WORLDS = (1, 2, 3, 4)
+BASE: dict[str, Any] = {"batch_size": 12, "block_size": 16, "epoch_seed": 7, "use_loss_mask": True}
+CASES: dict[str, dict[str, Any]] = {
+    "epoch": {},
+    "kept_last": {"epoch_drop_last": False},
+    "in_order": {"epoch_shuffle": False},
+    "random": {"batch_sampling_mode": "random"},
+    "feistel": {"batch_sampling_mode": "feistel"},
+    "mixed": {"mix_sft": {"a": 0.5, "b": 0.2, "c": 0.3}},
+    "mixed_by_tokens": {"mix_sft": {"a": 0.5, "b": 0.5}, "mix_by": "trained_tokens"},
+    "packed": {"packing": "bins", "block_size": 40},
+    "packed_kept_last": {"packing": "bins", "block_size": 40, "epoch_drop_last": False},
+    "packed_mixed": {"packing": "bins", "block_size": 40, "mix_sft": {"a": 1, "c": 2}},
+}
+STEPS = 13
+"""Three epochs and a bit of 53 episodes in batches of 12."""
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[bool, Path]:
+    """A dataset, and a root of three sources, one of them a dataset itself."""
+    folder = tmp_path_factory.mktemp("resume")
+    write_rows(folder / "one", {"train": talks(1, 53), "val": talks(2, 20)})
+    write_source(folder / "root", "a", {"train": talks(3, 31), "val": talks(4, 5)})
+    write_source(folder / "root", "b", {"train": talks(5, 7), "val": talks(6, 5)})
+    write_rows(folder / "root" / "c", {"train": talks(7, 11), "val": talks(8, 5)})
+    return {False: folder / "one", True: folder / "root"}
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch):
+    """Windows of a few rows, so that batches straddle them, and few batches made at once, so that they lie in several."""
+    monkeypatch.setattr("chatmill.load.plan.WINDOW", 20)
+    monkeypatch.setattr("chatmill.load.make.MOST", 2)
+
+
+class Ranks:
+    """As many loaders as ranks, drawn from in step."""
+
+    def __init__(self, places: dict[bool, Path], changes: dict[str, Any], world_size: int, **options: Any) -> None:
+        self.loaders = [
+            EpisodeLoader(
+                places["mix_sft" in changes],
+                {**BASE, **changes},
+                rank=rank,
+                world_size=world_size,
+                tensors=False,
+                **{"ahead": 0, **options},
+            )
+            for rank in range(world_size)
+        ]
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield together([loader.get_batch() for loader in self.loaders])
+
+    def state(self) -> Any:
+        first, *others = (loader.state_dict() for loader in self.loaders)
+        assert all(other == first for other in others)
+        # As a checkpoint keeps it.
+        return json.loads(json.dumps(first))
+
+    def load(self, state: Any) -> Ranks:
+        for loader in self.loaders:
+            loader.load_state_dict(state)
+        return self
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_restored_at_every_step_the_rest_is_the_same_at_any_number_of_ranks(places, case):
+    undisturbed = list(islice(Ranks(places, CASES[case], 1), STEPS))
+    for step in range(STEPS):
+        before, after = WORLDS[step % 4], WORLDS[(step + 1 + step // 4) % 4]
+        first = Ranks(places, CASES[case], before)
+        begun = list(islice(first, step))
+        rest = list(islice(Ranks(places, CASES[case], after).load(first.state()), STEPS - step))
+        assert all(map(same, begun + rest, undisturbed)), step
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_another_number_of_ranks_at_each_of_many_resumes_changes_nothing(places, case):
+    undisturbed = list(islice(Ranks(places, CASES[case], 1), STEPS))
+    state, found = None, []
+    for step in range(STEPS):
+        ranks = Ranks(places, CASES[case], WORLDS[step % 4], ahead=step % 2)
+        found += islice(ranks if state is None else ranks.load(state), 1)
+        state = ranks.state()
+    assert all(map(same, found, undisturbed))
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "kept_last" in name])
+def test_each_episode_comes_exactly_once_an_epoch(places, case):
+    loader = EpisodeLoader(places[False], {**BASE, **CASES[case]}, epochs=3, tensors=False)
+    seen: dict[int, list[int]] = {}
+    epoch = loader.cursor().epoch
+    for batch in loader:
+        seen.setdefault(epoch, []).extend(batch.episode_ids[batch.episode_ids >= 0].tolist())
+        epoch = loader.cursor().epoch
+    assert {epoch: sorted(episodes) for epoch, episodes in seen.items()} == dict.fromkeys(range(3), list(range(53)))
+    assert seen[0] != seen[1] != seen[2]
+
+
+def test_what_was_read_ahead_and_not_handed_out_does_not_count(places):
+    loader = EpisodeLoader(places[False], BASE, tensors=False, ahead=3)
+    list(islice(loader, 2))
+    assert loader.state_dict()["cursors"] == {"train": {"step": 2, "epoch": 0, "window": 1, "row": 4}}
+
+
+def test_evaluation_has_its_own_cursor_and_never_moves_the_other(places):
+    plain = EpisodeLoader(places[False], BASE, tensors=False)
+    undisturbed = list(islice(plain, 6))
+    loader = EpisodeLoader(places[False], BASE, tensors=False)
+    val = []
+    found = []
+    for _ in range(6):
+        found.append(loader.get_batch())
+        val.append(loader.get_batch("val"))
+        assert len(list(loader.one_pass("val"))) == 2
+    assert all(map(same, found, undisturbed))
+    assert loader.state_dict()["cursors"] == {
+        "train": {"step": 6, "epoch": 1, "window": 1, "row": 4},
+        "val": {"step": 6, "epoch": 6, "window": 0, "row": 0},
+    }
+    again = EpisodeLoader(places[False], BASE, tensors=False, split="val")
+    assert all(map(same, islice(again, 6), val))
+
+
+def test_one_pass_gives_every_episode_once_in_stored_order_and_fills_up_the_last_batch(places):
+    parts = [
+        list(EpisodeLoader(places[False], BASE, tensors=False, rank=rank, world_size=2).one_pass("val"))
+        for rank in range(2)
+    ]
+    batches = [together(pair) for pair in zip(*parts, strict=True)]
+    assert [batch.episode_ids[:, 0].tolist() for batch in batches] == [
+        list(range(12)),
+        [*range(12, 20), -1, -1, -1, -1],
+    ]
+    assert not batches[1].loss_mask[8:].any()
+    assert np.all(batches[1].x[8:] == 3)
+
+
+RANK = """
+import json, sys
+sys.modules["torch"] = None  # takes seconds to import
+import numpy as np
+import chatmill.load.plan
+chatmill.load.plan.WINDOW = 20
+from chatmill.load.loader import EpisodeLoader
+job = json.loads(sys.argv[1])
+loader = EpisodeLoader(job["place"], job["config"], rank=job["rank"], world_size=job["world_size"], tensors=False)
+if job["state"]:
+    loader.load_state_dict(job["state"])
+batches = [loader.get_batch() for _ in range(job["steps"])]
+for number, batch in enumerate(batches):
+    np.savez(f"{job['out']}/{job['rank']}-{number}.npz", **batch._asdict())
+print(json.dumps(loader.state_dict()))
+"""
+
+
+def test_real_processes_as_ranks_that_change_in_number_give_the_same_batches(places, tmp_path):
+    changes = CASES["packed"]
+    undisturbed = list(islice(Ranks(places, changes, 1), 9))
+    state, found = None, []
+    for turn, world_size in enumerate((2, 3, 4)):
+        out = tmp_path / str(turn)
+        out.mkdir()
+        running = []
+        for rank in range(world_size):
+            job = {"rank": rank, "world_size": world_size, "state": state, "steps": 3, "out": str(out)}
+            job |= {"place": str(places[False]), "config": {**BASE, **changes}}
+            command = [sys.executable, "-c", RANK, json.dumps(job)]
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        told = [process.communicate()[0] for process in running]
+        assert [process.returncode for process in running] == [0] * world_size
+        assert len(set(told)) == 1
+        state = json.loads(told[0])
+        for number in range(3):
+            parts = [Batch(**np.load(out / f"{rank}-{number}.npz")) for rank in range(world_size)]
+            found.append(together(parts))
+    assert all(map(same, found, undisturbed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"epoch_seed": 8}, "epoch_seed was 7, now it is 8"),
+        ({"batch_size": 24, "epoch_shuffle": False}, "batch_size was 12, now it is 24; epoch_shuffle was true, now"),
+        ({"batch_sampling_mode": "feistel"}, 'batch_sampling_mode was "epoch", now it is "feistel"'),
+        ({"packing": "bins"}, 'block_size was null, now it is 16; packing was "none", now it is "bins"'),
+    ],
+)
+def test_a_state_of_another_order_is_refused_with_what_differs(places, changes, what):
+    state = Ranks(places, {}, 1).state()
+    with pytest.raises(UsageError, match="the state of a loader does not fit: ") as caught:
+        Ranks(places, changes, 1).load(state)
+    assert what in str(caught.value)
+
+
+def test_a_state_fits_where_only_what_a_batch_holds_was_changed(places):
+    state = Ranks(places, {}, 1).state()
+    Ranks(places, {"use_loss_mask": False, "block_size": 20, "pad_token_id": 5}, 1).load(state)
+
+
+def test_a_state_of_another_dataset_is_refused(places, tmp_path):
+    other = write_rows(tmp_path / "other", {"train": talks(9, 53)})
+    with pytest.raises(UsageError, match=r"the dataset was [0-9a-f]{12}…, now it is [0-9a-f]{12}…"):
+        EpisodeLoader(other, BASE).load_state_dict(Ranks(places, {}, 1).state())
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda state: state.update(version=2), "version 2; this chatmill reads 1"),
+        (lambda state: state["config"].update(epoch_seed=8), "does not have the hash it names"),
+        (lambda state: state.update(cursors=[]), "its cursors cannot be read"),
+        (lambda state: state["cursors"]["train"].pop("row"), "its cursors cannot be read"),
+        (lambda state: state["cursors"]["train"].update(row=-1), "-1 is no whole number"),
+        (lambda state: state["cursors"]["train"].update(row=True), "true is no whole number"),
+        (lambda state: state["cursors"]["train"].update(row=20), "window 0 of epoch 0 has no row 20"),
+        (lambda state: state["cursors"]["train"].update(window=3), "no batch begins at epoch 0, window 3"),
+        (lambda state: state.update(worker={"number": 0, "workers": 2, "skip": 1}), "a loader without workers"),
+    ],
+)
+def test_a_damaged_state_is_refused(places, damage, what):
+    loader = EpisodeLoader(places[False], BASE, tensors=False)
+    loader.get_batch()
+    state = json.loads(json.dumps(loader.state_dict()))
+    damage(state)
+    with pytest.raises(UsageError, match=what):
+        loader.load_state_dict(state)
+    assert loader.cursor().step == 1
