@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import Message, Part, Record, expand, plan, read, read_part
 from chatmill.records.array import units
+from chatmill.records.shapes import parser
 
 
 def line(text: str) -> bytes:
@@ -288,4 +289,23 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found == count
-    assert peak < 2**21
+    assert peak < 2**22
+
+
+PIECES = [line("a"), line("b") + line("c"), line("d") + b" ", b" " + line("e"), line("f").replace(b":", b":\n", 1)]
+PIECES += [b"", b" ", b"\r", b"{}", b"}", b"{", b'"x"', b'{"messages": []}', line("g").replace(b"}]", b"}\n]")]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=6), st.booleans())
+def test_lines_that_are_read_together_are_what_each_is_alone(tmp_path_factory, pieces, ended):
+    path = tmp_path_factory.mktemp("block") / "a.jsonl"
+    path.write_bytes(b"\n".join(pieces) + b"\n" * ended)
+    found: list[Record | str] = []
+    for record in read([path], shape="messages", on_error="skip", on_reject=lambda fault: found.append(str(fault))):
+        found.append(record)
+    alone: list[Record | str] = []
+    parse = parser("messages", file=str(path), source="a", limit=10**6)
+    for number, data in enumerate(path.read_bytes().replace(b"\r\n", b"\n").split(b"\n"), 1):
+        if data.strip():
+            alone += [each if isinstance(each, Record) else str(each) for each in parse(number, data)]
+    assert found == alone

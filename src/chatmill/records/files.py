@@ -16,8 +16,6 @@ from chatmill.errors import DataError, RecordError, one_line
 SUFFIXES = (".jsonl", ".json", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet")
 Units = Generator[tuple[int, bytes], None, None]
 """What a file is read as: the bytes of each record with the line (of a table, the row) it begins on, from 1."""
-CountedUnits = Generator[tuple[int, bytes], None, int | None]
-"""The same; those of a file of lines return how many lines there were."""
 
 _BOM = b"\xef\xbb\xbf"
 

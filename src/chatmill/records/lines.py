@@ -10,41 +10,57 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from chatmill.records.files import CountedUnits, Units, open_bytes
+from chatmill.records.files import Units, open_bytes
 from chatmill.records.shapes.transcript import EOS
 
 _CHUNK = 1 << 18
+_BLOCK = 1 << 18
+"""Bytes of lines that are parsed together: they and what is made of them stay in the cache."""
 
 
-def lines(path: Path, *, limit: int, start: int = 0, stop: int | None = None) -> CountedUnits:
-    """The lines that begin in bytes [start, stop), numbered from 1, without line ends; blank ones left out.
+def lines(path: Path, *, limit: int) -> Units:
+    """The lines of a file with their numbers, without line ends; blank ones left out."""
+    before = 0
+    for block in blocks(path, limit=limit):
+        pieces = split(block)
+        for number, line in enumerate(pieces, before + 1):
+            if not is_blank(line):
+                yield number, line
+        before += len(pieces)
 
-    `start` is where a line begins, as `cut` gives it. Returns how many lines there are, blank ones included.
+
+def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+    """The lines of bytes [start, stop), some at a time. `start` and `stop` are where lines begin, as `cut` gives them.
+
+    What stands before a fault of the file is passed on before the fault is raised.
     """
-    number = 0
+    held = bytearray()
     with open_bytes(path) as file:
         if start:
             file.seek(start)
-        position = file.tell()
-        if stop is not None and stop - position <= limit:
-            # No line can be too long, so all are read at once.
-            block = file.read(stop - position).replace(b"\r\n", b"\n")
-            for line in block.removesuffix(b"\n").split(b"\n") if block else ():
-                number += 1
-                if line and not line.isspace():
-                    yield number, line
-            return number
-        # Two more than the limit, for a line end of two bytes.
-        while (stop is None or position < stop) and (line := file.readline(limit + 2)):
-            number += 1
-            position += len(line)
-            if line.endswith(b"\n"):
-                line = line[:-2] if line.endswith(b"\r\n") else line[:-1]
-            elif len(line) > limit:
-                position += _skip_line(file)
-            if line and not line.isspace():
-                yield number, line
-    return number
+        left = 2**63 if stop is None else stop - file.tell()
+        while left > 0 and (data := file.read1(min(_BLOCK, left))):
+            left -= len(data)
+            if end := data.rfind(b"\n") + 1:
+                yield bytes(held) + data[:end] if held else data[:end]
+                held.clear()
+            held += data[end:]
+            # One more than the limit, for a line end of two bytes.
+            if len(held) > limit + 1:
+                yield bytes(held[: limit + 1]) + b"\n"
+                held.clear()
+                left -= _skip_line(file)
+    if held:
+        yield bytes(held)
+
+
+def split(block: bytes) -> list[bytes]:
+    """All lines of a block, without line ends."""
+    return block.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+
+
+def is_blank(line: bytes) -> bool:
+    return not line or line.isspace()
 
 
 def cut(path: Path, *, size: int) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ A part is a file, or the lines of a byte range of one, and is all that a worker 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +39,7 @@ class Part:
 
         Compressed files, arrays and tables stay whole, and so do shapes whose records run over several lines.
         """
-        of_lines = files.suffix(self.path) in (".jsonl", ".txt")
-        if not of_lines or self.shape in ("oasst1", "transcript-stream"):
+        if not _is_of_lines(self) or files.suffix(self.path).endswith(".gz"):
             return [self]
         return [replace(self, start=start, stop=stop) for start, stop in lines.cut(self.path, size=size)]
 
@@ -91,31 +90,57 @@ def read_part(
 
     `on_end` is told how many lines the part has, so that those of the next can be numbered on.
     """
-    file = str(part.path)
-    parse = parser(part.shape, file=file, source=part.source, limit=max_line_bytes)
-    line = 0
-    with closing(_units(part, max_line_bytes)) as units:
+    file, line = str(part.path), 0
+    with closing(_parsed(part, max_line_bytes)) as parsed:
         while True:
             try:
-                line, data = next(units)
-            except StopIteration as end:
-                on_end(end.value or 0)
+                line, found = next(parsed)
+            except StopIteration:
+                on_end(line)
                 return
             except RecordError as fault:
                 # The file itself is broken from here on; where it knows no line, it is after the last one read.
                 on_fault(fault.at(file, fault.line or line + 1))
                 return
-            try:
-                records = parse(line, data)
-            except RecordError as fault:
-                on_fault(fault)
-                continue
-            yield from records
+            for each in found:
+                if isinstance(each, RecordError):
+                    on_fault(each)
+                else:
+                    yield each
 
 
-def _units(part: Part, limit: int) -> files.CountedUnits:
+def _parsed(part: Part, limit: int) -> Generator[tuple[int, Sequence[Record | RecordError]], None, None]:
+    """Records and faults, some at a time, and the last line that has been read."""
+    parse = parser(part.shape, file=str(part.path), source=part.source, limit=limit)
+    if not _is_of_lines(part):
+        for line, data in _units(part, limit):
+            yield line, parse(line, data)
+        return
+    before = 0
+    for block in lines.blocks(part.path, limit=limit, start=part.start, stop=part.stop):
+        found = parse.plain(before + 1, block)
+        count = len(found)
+        if not found:
+            pieces = lines.split(block)
+            count = len(pieces)
+            found = [
+                each
+                for line, data in enumerate(pieces, before + 1)
+                if not lines.is_blank(data)
+                for each in parse(line, data)
+            ]
+        before += count
+        yield before, found
+
+
+def _is_of_lines(part: Part) -> bool:
+    """Whether each record is a line of a text file."""
     ending = files.suffix(part.path).removesuffix(".gz")
-    found: files.CountedUnits
+    return ending in (".jsonl", ".txt") and part.shape not in ("oasst1", "transcript-stream")
+
+
+def _units(part: Part, limit: int) -> files.Units:
+    ending = files.suffix(part.path).removesuffix(".gz")
     if ending == ".parquet":
         found = parquet.rows(part.path)
     elif part.shape == "transcript-stream":
@@ -123,7 +148,7 @@ def _units(part: Part, limit: int) -> files.CountedUnits:
     elif ending == ".json":
         found = array.units(part.path, limit=limit)
     else:
-        found = lines.lines(part.path, limit=limit, start=part.start, stop=part.stop)
+        found = lines.lines(part.path, limit=limit)
     return oasst.grouped(found, limit=limit) if part.shape == "oasst1" else found
 
 
@@ -144,7 +169,7 @@ def _shape(path: Path, shape: str | None, limit: int) -> str:
     return "transcript-lines" if shape == "transcript" else shape
 
 
-def _readable(units: files.CountedUnits) -> Iterator[tuple[int, bytes]]:
+def _readable(units: files.Units) -> Iterator[tuple[int, bytes]]:
     """Units up to where the file breaks: reading will report that, telling the shape need not."""
     try:
         yield from units

@@ -6,6 +6,7 @@ A shape turns the bytes of one unit into conversations; it knows nothing of file
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from chatmill.errors import RecordError
 from chatmill.records.record import Record
@@ -14,7 +15,7 @@ from chatmill.records.shapes.decode import decode, decode_object
 from chatmill.records.shapes.fields import Conversation, Object
 
 Shape = Callable[[bytes], list[Conversation]]
-Parse = Callable[[int, bytes], list[Record]]
+PlainLines = Callable[[bytes], list[Conversation] | None]
 
 # What a fault keeps of the record it is about: enough to recognise it, little enough to hold many.
 RAW_BYTES = 4096
@@ -47,27 +48,50 @@ _READERS: dict[str, Shape] = {
 SHAPES = tuple(_READERS)
 
 
-def parser(shape: str, *, file: str, source: str, limit: int) -> Parse:
-    """A function from a line number and the bytes that begin there to the records they hold.
+_PLAIN_LINES: dict[str, PlainLines] = {"messages": messages.plain_lines}
+"""For the shape by which the bulk of all data comes: many lines at once."""
 
-    Whatever the bytes, it raises nothing but `RecordError`, with its place and the beginning of the record.
+
+@dataclass(frozen=True)
+class Parser:
+    """From bytes to the records they hold, of one shape and one file.
+
+    Whatever the bytes, it raises nothing: what is wrong is a `RecordError` among the records, with its place and the
+    beginning of the record.
     """
-    read = _READERS[shape]
 
-    def parse(line: int, data: bytes) -> list[Record]:
+    file: str
+    source: str
+    limit: int
+    read: Shape
+    read_lines: PlainLines | None
+
+    def __call__(self, line: int, data: bytes) -> list[Record | RecordError]:
+        """What stands in the bytes that begin on a line."""
         try:
-            if len(data) > limit:
-                what = f"the record is longer than {limit} bytes"
+            if len(data) > self.limit:
+                what = f"the record is longer than {self.limit} bytes"
                 raise RecordError(what, "expected at most that, or a higher limit", kind="too_long")
-            return [Record(turns, id, tools, source, file, line) for turns, id, tools in read(data)]
+            return [Record(turns, id, tools, self.source, self.file, line) for turns, id, tools in self.read(data)]
         except RecursionError:
             fault = RecordError("the record is nested too deeply", "expected fewer levels", kind="nesting")
         except RecordError as found:
             fault = found
         fault.raw = data[:RAW_BYTES]
-        raise fault.at(file, line, _name(data) if len(data) <= limit else None)
+        return [fault.at(self.file, line, _name(data) if len(data) <= self.limit else None)]
 
-    return parse
+    def plain(self, first_line: int, block: bytes) -> list[Record | RecordError]:
+        """The records of a block with one plain record on each line; none if any line needs a careful look."""
+        found = self.read_lines(block) if self.read_lines is not None and len(block) <= self.limit else None
+        source, file = self.source, self.file
+        return [
+            Record(turns, id, tools, source, file, line)
+            for line, (turns, id, tools) in enumerate(found or (), first_line)
+        ]
+
+
+def parser(shape: str, *, file: str, source: str, limit: int) -> Parser:
+    return Parser(file, source, limit, _READERS[shape], _PLAIN_LINES.get(shape))
 
 
 def _name(data: bytes) -> str | None:

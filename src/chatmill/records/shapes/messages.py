@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from chatmill.errors import RecordError
 from chatmill.records.record import ROLES, Message, Role, ToolCall
@@ -49,8 +50,38 @@ def plain(data: bytes) -> Conversation | None:
         found = _PLAIN.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    if not found.messages:
+    return _conversation(found) if found.messages else None
+
+
+def plain_lines(block: bytes) -> list[Conversation] | None:
+    """The conversations of a block of lines, if each line holds exactly one and all of them are plain."""
+    count = _object_lines(block)
+    if not count:
         return None
+    try:
+        found = _PLAIN.decode_lines(block)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if len(found) != count or not all(record.messages for record in found):
+        return None
+    return [_conversation(record) for record in found]
+
+
+def _object_lines(block: bytes) -> int:
+    """How many lines there are, if each of them begins with { and ends with }; otherwise 0.
+
+    The decoder takes line ends for spaces. But within a value no { comes after a }, so that all of these line ends
+    stand between values, and with as many values as lines each line is one.
+    """
+    raw = np.frombuffer(block, dtype=np.uint8)
+    ends = np.flatnonzero(raw == ord("\n"))
+    if not block.endswith(b"\n"):
+        ends = np.append(ends, len(raw))
+    opens = raw[0] == ord("{") and (raw[ends[:-1] + 1] == ord("{")).all()
+    return len(ends) if opens and (raw[ends - 1] == ord("}")).all() else 0
+
+
+def _conversation(found: _PlainRecord) -> Conversation:
     name = str(found.id) if isinstance(found.id, int) else found.id
     return Conversation([Message(message.role, message.content) for message in found.messages], name)
 
