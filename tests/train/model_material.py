@@ -11,6 +11,9 @@ from chatmill.load.batch import Batch
 from chatmill.train.gpt import GPT, GPTSizes
 from chatmill.train.port import CausalModel, Inputs
 
+# Models this small are slower with more threads, and many tests run beside each other.
+torch.set_num_threads(1)
+
 VOCAB = 61
 SIZES = GPTSizes(
     vocab_size=VOCAB, n_layer=2, n_embd=32, n_head=4, n_kv_head=2, n_ffn=48, max_positions=64, qk_norm=True
