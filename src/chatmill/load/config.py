@@ -69,8 +69,44 @@ def _is_mix(value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig:
-    """What decides which rows come when, and what a batch holds. A wrong value is a `UsageError` that names all."""
+class Config:
+    """Keys with their meanings. A wrong value is a `UsageError` that names all that is wrong."""
+
+    def __post_init__(self) -> None:
+        if faults := faults_of(type(self), vars(self)) or list(self.conflicts()):
+            raise UsageError("; ".join(faults))
+
+    def conflicts(self) -> Iterator[str]:
+        """What is wrong with keys that are each right by themselves."""
+        yield from ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Every key with its value, as JSON holds it."""
+        return asdict(self)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
+        """A configuration of these values and, for the rest, defaults; all faults are one error."""
+        known = {each.name for each in fields(cls)}
+        unknown = [f'unknown key "{one_line(str(name))}"' for name in values if name not in known]
+        faults = unknown + faults_of(cls, {name: value for name, value in values.items() if name in known})
+        hint = f" (known: {', '.join(sorted(known))})" if unknown else ""
+        if faults:
+            raise UsageError(f"{place}: {'; '.join(faults)}{hint}")
+        try:
+            return cls(**values)
+        except UsageError as error:
+            raise UsageError(f"{place}: {error}") from None
+
+    @classmethod
+    def from_file(cls, path: str | Path, **changes: Any) -> Self:
+        """The configuration of a JSON file and of those it inherits from; `changes` come last."""
+        return cls.from_mapping({**read_values(Path(path)), **changes}, place=str(path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig(Config):
+    """What decides which rows come when, and what a batch holds."""
 
     batch_size: int = key(8, "rows of one optimizer step, over all ranks and accumulation steps", whole(1))
     block_size: int = key(512, "tokens of a row of x", whole(1))
@@ -87,10 +123,6 @@ class LoadConfig:
         None, "sources and their weights", optional(Right("an object of sources and weights", _is_mix))
     )
     mix_by: str = key("rows", "what the weights of sources count", one_of(*MIX_BY))
-
-    def __post_init__(self) -> None:
-        if faults := faults_of(type(self), vars(self)) or list(self.conflicts()):
-            raise UsageError("; ".join(faults))
 
     def conflicts(self) -> Iterator[str]:
         """What is wrong with keys that are each right by themselves."""
@@ -123,31 +155,8 @@ class LoadConfig:
         names += ["use_loss_mask"] if self.mix_by == "trained_tokens" else []
         return {name: getattr(self, name) for name in names}
 
-    def to_json(self) -> dict[str, Any]:
-        """Every key with its value, as JSON holds it."""
-        return asdict(self)
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
-        """A configuration of these values and, for the rest, defaults; all faults are one error."""
-        known = {each.name for each in fields(cls)}
-        unknown = [f'unknown key "{one_line(str(name))}"' for name in values if name not in known]
-        faults = unknown + faults_of(cls, {name: value for name, value in values.items() if name in known})
-        hint = f" (known: {', '.join(sorted(known))})" if unknown else ""
-        if faults:
-            raise UsageError(f"{place}: {'; '.join(faults)}{hint}")
-        try:
-            return cls(**values)
-        except UsageError as error:
-            raise UsageError(f"{place}: {error}") from None
-
-    @classmethod
-    def from_file(cls, path: str | Path, **changes: Any) -> Self:
-        """The configuration of a JSON file and of those it inherits from; `changes` come last."""
-        return cls.from_mapping({**read_values(Path(path)), **changes}, place=str(path))
-
-
-def faults_of(kind: type[LoadConfig], values: Mapping[str, Any]) -> list[str]:
+def faults_of(kind: type[Config], values: Mapping[str, Any]) -> list[str]:
     """One line for each of these values that is not what its key expects."""
     rights = {each.name: each.metadata["right"] for each in fields(kind)}
     return [
