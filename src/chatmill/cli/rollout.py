@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from chatmill.cli.options import AddTokens, AsJson, FormatName, TokenizerName, echo_json, progress
-from chatmill.errors import DataError, RecordError, one_line
-from chatmill.format import ChatFormat, load_format
+from chatmill.errors import DataError, RecordError
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import SHARD_TOKENS
-from chatmill.records import record_key
 from chatmill.rollout.files import Rollout, Truth, read_rollouts, read_truth
 from chatmill.rollout.health import Health
 from chatmill.rollout.match import GATE
-from chatmill.rollout.prompt import check_prompts, join_prompts, prompt_rows
-from chatmill.rollout.schema import Detection, Fields, Schema
-from chatmill.rollout.target import build_answer, build_target
-from chatmill.rollout.vocabulary import COORDINATES
+from chatmill.rollout.task import Task, answer_rows, open_task, target_rows
 from chatmill.rows import Rows
 from chatmill.store.layout import METADATA
 from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.publish import building
 from chatmill.store.write import SplitWriter
-from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 app = typer.Typer(help="Train on the model's own answers.", no_args_is_help=True, rich_markup_mode=None)
 CHUNK = 256
@@ -87,7 +78,7 @@ def build(
       chatmill rollout build rollouts.jsonl truth.jsonl -o data/stage2 --add-tokens
       chatmill rollout build rollouts.jsonl truth.jsonl -o data/people --fields name,born
     """
-    task = open_task(tokenizer, format, fields=fields, gate=gate, add_tokens=add_tokens)
+    task = open_task(tokenizer, format, fields=_names(fields), gate=gate, add_tokens=add_tokens)
     known = {found.record.id or "": found for found in read_truth(truth)}
     health, ledger = Health(), Ledger()
 
@@ -135,7 +126,7 @@ def answers(
     Example:
       chatmill rollout answers truth.jsonl -o data/stage1 --add-tokens
     """
-    task = open_task(tokenizer, format, fields=fields, add_tokens=add_tokens)
+    task = open_task(tokenizer, format, fields=_names(fields), add_tokens=add_tokens)
 
     def rows() -> Iterator[Rows]:
         stream = progress(read_truth(truth), "records")
@@ -149,72 +140,6 @@ def answers(
     config = {"made_by": "rollout answers", "fields": fields, "shard_tokens": shard_tokens}
     metadata = _write(output, rows(), task, Ledger(), config=config, source=truth, overwrite=overwrite)
     _tell(output, metadata, None, as_json=as_json)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What answers look like: as conversations, as tokens, and as objects."""
-
-    format: ChatFormat
-    tokenizer: Tokenizer
-    schema: Schema
-    add_tokens: bool
-
-    @property
-    def eos_id(self) -> int:
-        return self.tokenizer.special_token_ids()[self.format.eot]
-
-
-def open_task(
-    tokenizer: str, format: str, *, fields: str | None = None, gate: float = GATE, add_tokens: bool = False
-) -> Task:
-    schema: Schema = Detection(gate) if fields is None else Fields(tuple(name.strip() for name in fields.split(",")))
-    chosen = load_format(format)
-    besides = COORDINATES if schema.uses_coordinates else ()
-    opened = open_tokenizer(tokenizer, control=chosen.tokens, besides=besides, add_tokens=add_tokens)
-    return Task(chosen, opened, schema, add_tokens)
-
-
-def task_prompts(truths: Sequence[Truth], task: Task) -> Rows:
-    """The prompt of each record, with the key of what it says."""
-    prompts = prompt_rows([truth.record for truth in truths], task.format, task.tokenizer)
-    keys = b"".join(record_key(truth.record) for truth in truths)
-    prompts.origins["key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
-    return prompts
-
-
-def target_rows(
-    pairs: Sequence[tuple[Truth, Rollout]], task: Task, health: Health, *, train_values: bool = True
-) -> Rows:
-    """Prompts with their targets; every rollout is counted."""
-    prompts = task_prompts([truth for truth, _ in pairs], task)
-    made = []
-    for truth, rollout in pairs:
-        with _faults_of(truth):
-            target = build_target(
-                rollout.response_token_ids,
-                truth.objects,
-                tokenizer=task.tokenizer,
-                schema=task.schema,
-                eos_id=task.eos_id,
-                train_values=train_values,
-            )
-        health.add(target, len(rollout.response_token_ids))
-        made.append(target.rows)
-    rows = join_prompts(prompts, made)
-    own = [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
-    said = [rollout.prompt_token_ids or own[row] for row, (_, rollout) in enumerate(pairs)]
-    check_prompts(rows, said, lambda row: _place(pairs[row][0]))
-    return rows
-
-
-def answer_rows(truths: Sequence[Truth], task: Task) -> Rows:
-    """Prompts with the true answers."""
-    made = []
-    for truth in truths:
-        with _faults_of(truth):
-            made.append(build_answer(truth.objects, tokenizer=task.tokenizer, schema=task.schema, eos_id=task.eos_id))
-    return join_prompts(task_prompts(truths, task), made)
 
 
 def _write(
@@ -253,17 +178,8 @@ def _write(
         )
 
 
-@contextmanager
-def _faults_of(truth: Truth) -> Iterator[None]:
-    try:
-        yield
-    except DataError as error:
-        raise DataError(f"{_place(truth)}: {error}") from None
-
-
-def _place(truth: Truth) -> str:
-    record = truth.record
-    return f"{record.file}:{record.line} (id={one_line(record.id or '')})"
+def _names(fields: str | None) -> tuple[str, ...] | None:
+    return None if fields is None else tuple(name.strip() for name in fields.split(","))
 
 
 def _pairs(path: Path, known: dict[str, Truth]) -> Iterator[tuple[Truth, Rollout]]:

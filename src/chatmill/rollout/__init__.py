@@ -8,4 +8,5 @@ target      one row: the kept prefix, what was missed, the end, and which of it 
 prompt      what an answer follows, the same for generation and training
 loss        one number from one forward pass
 generate    who answers: a model here, or a server
+task        conversations and true objects in, rows out; files of them and of rollouts, and how those do
 """

@@ -40,15 +40,17 @@ class LossTerms:
 
 
 class RolloutLoss(NamedTuple):
-    """Sums over the trained positions, each times its weight."""
+    """What the trained positions lose."""
 
     total: Tensor
-    """The terms as they count, added up: the one that is trained."""
-    text: Tensor
-    soft: Tensor
-    wasserstein: Tensor
-    outside: Tensor
-    """Each term by itself, without gradient."""
+    """Σ weight · (the terms as they count): the one number that is trained."""
+    tokens: Tensor
+    """What is lost at each position, by itself; carries no gradient."""
+    terms: Tensor
+    """Σ weight · text, soft, wasserstein and outside, each uncounted; carries no gradient."""
+
+
+TERMS = ("text", "soft", "wasserstein", "outside")
 
 
 class Axis(NamedTuple):
@@ -74,26 +76,21 @@ def rollout_loss(logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | N
     logits = logits.float()
     everything = torch.logsumexp(logits, dim=1)
     places = torch.full_like(ids, -1) if axis is None else axis.places[ids]
-    of_text = weights * (places < 0)
-    text = (of_text * (everything - logits.gather(1, ids[:, None]).squeeze(1))).sum()
-    nothing = text.new_zeros(())
-    soft, wasserstein, outside = nothing, nothing, nothing
+    each = torch.zeros(len(TERMS), len(ids), device=logits.device)
+    each[0] = (everything - logits.gather(1, ids[:, None]).squeeze(1)) * (places < 0)
     chosen = (places >= 0).nonzero().squeeze(1)
     if axis is not None and len(chosen):
-        weight = weights[chosen]
         along = logits[chosen][:, axis.ids]
         inside = torch.logsumexp(along, dim=1)
         log_share = along - inside[:, None]
         wanted = gaussian(places[chosen], len(axis.ids), terms.sigma)
-        soft = -(weight * (wanted * log_share).sum(1)).sum()
         # On a line, what must be carried past a point is the difference of what lies before it.
         carried = (log_share.exp() - wanted).cumsum(1)[:, :-1].abs().sum(1) / (len(axis.ids) - 1)
-        wasserstein = (weight * carried).sum()
-        outside = (weight * (everything[chosen] - inside)).sum()
-    total = (
-        terms.text * text + terms.soft * soft + terms.wasserstein * wasserstein + terms.outside * outside
-    )  # fmt: skip
-    return RolloutLoss(total, *(term.detach() for term in (text, soft, wasserstein, outside)))
+        of_coordinates = torch.stack([-(wanted * log_share).sum(1), carried, everything[chosen] - inside])
+        each[1:, chosen] = of_coordinates
+    counts = torch.tensor([getattr(terms, name) for name in TERMS], device=logits.device)
+    tokens = counts @ each
+    return RolloutLoss((tokens * weights).sum(), tokens.detach(), (each.detach() * weights).sum(1))
 
 
 def gaussian(places: Tensor, size: int, sigma: float) -> Tensor:
