@@ -200,7 +200,7 @@ def _print(
     spans["rule"] = rules.take(kept)
     first_span = np.searchsorted(kept, base[first_message])
     weigh(spans, first_span, train_on)
-    origins, files = _origins(sheet.records)
+    origins, files = origins_of(sheet.records)
     ids = copy_tokens(flat, starts, lengths, np.concatenate([plates.literals, pool]))
     return Rows(ids, spans, first_span, origins, np.arange(len(sheet.records) + 1, dtype=np.int64), files)
 
@@ -212,7 +212,8 @@ def _message_numbers(first_message: Index, lead: Index) -> NDArray[np.uint32]:
     return number.astype(np.uint32)
 
 
-def _origins(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
+def origins_of(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
+    """Where rows of one record each came from."""
     sources = list(map(SOURCE, records))
     # Files are numbered as they come; a chunk is nearly always of one.
     numbers = {key: number for number, key in enumerate(dict.fromkeys(sources))}

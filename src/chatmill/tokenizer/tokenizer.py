@@ -89,6 +89,16 @@ class Tokenizer:
         """The id of a control token by its name, of whatever format; None if the vocabulary has none of that name."""
         return self._ids.get(token)
 
+    def opened_for(self, control: Mapping[str, str]) -> Tokenizer:
+        """The same vocabulary with the control tokens of another format, all of which it must have."""
+        beside = {token: self._ids[token] for token in self._beside}
+        return Tokenizer(self._backend, name=self.name, control=control, beside=beside)
+
+    @property
+    def control_ids(self) -> Mapping[str, int]:
+        """Every control token of the vocabulary with its id, whether a format writes it or not."""
+        return self._ids
+
     def special_token_ids(self) -> dict[str, int]:
         """The ids of the control tokens of the format this was opened with, by the format's keys."""
         return dict(self._special)

@@ -1,0 +1,211 @@
+"""Answers by origin: where the characters came from says where an answer begins and ends.
+
+Between the last text of the messages before it and the first of its own, a rendering holds only words of the
+template; so does the prompt that a server would send after those messages. What the two have in common is given to
+the model; the answer begins where the rendering goes on by itself.
+
+    prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
+    rendering   … Hi <|im_end|>\\n<|im_start|>assistant\\n<think>\\n  Well …
+                     common                              | trained
+
+It ends with the last control token among the words that the template writes for this message after its last text.
+Earlier messages may be written differently in the prompt and in the rendering: only the words in between count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from chatmill.errors import RecordError
+from chatmill.format.template.markers import Found, Markers, common_length
+from chatmill.format.template.pieces import Source
+from chatmill.format.template.traced import NOBODY, Rendering
+from chatmill.format.template.turns import Turn, disputed, shown, shown_end
+
+Tracing = Callable[[int, bool], Rendering]
+"""The traced rendering of the first so many messages, with or without the prompt."""
+
+
+def turns_by_origin(
+    full: Rendering, assistants: Sequence[int], tracing: Tracing, markers: Markers, ends: Collection[str]
+) -> list[Turn]:
+    """The answer of each of these messages; `ends` are the tokens that a server stops at, where they are known."""
+    first = assistants[0] if assistants else 0
+    return [_Search(full, message, tracing, markers, ends, first).turn() for message in assistants]
+
+
+class _Search:
+    def __init__(
+        self, full: Rendering, message: int, tracing: Tracing, markers: Markers, ends: Collection[str], first: int
+    ) -> None:
+        self.full, self.message, self.tracing, self.markers, self.ends = full, message, tracing, markers, ends
+        self.first = first
+        """The first answer of the conversation."""
+        self.places = [0]
+        for piece in full.pieces:
+            self.places.append(self.places[-1] + len(piece.text))
+        self.fields = [at for at, piece in enumerate(full.pieces) if piece.source is not None]
+
+    def turn(self) -> Turn:
+        start = self._start()
+        stop, closed = self._stop(start)
+        return Turn(self.message, start, stop, closed)
+
+    # The beginning.
+
+    def _start(self) -> int:
+        try:
+            prompt = self.tracing(self.message, True)
+        except RecordError as error:
+            what = f"message {self.message} is an answer that no prompt asks for: {error.what}"
+            raise disputed(what, "begin with what it answers") from None
+        anchor, asked = _tail(prompt)
+        own = next((at for at in self.fields if self._of(at) == self.message), len(self.full.pieces))
+        before = self._anchor(anchor, own)
+        after = self._next_field(before)
+        words = self._words(before, after)
+        common = self._common(words, asked)
+        if own < len(self.full.pieces) and after != own:
+            what = f"text of message {self._of(after)} stands between message {self.message} and what it answers"
+            raise disputed(f"{what}: {shown(self.full.pieces[after].text)}")
+        adds = self._adds(self.message) if common < len(asked) else None
+        if adds and common <= len(asked) - len(adds):
+            what = f"message {self.message} begins with {shown(words[common:])}, its prompt ends with"
+            raise disputed(f"{what} {shown_end(asked)}", "the template must open an answer as it prompts for it")
+        if common == len(asked) < len(words) and self._adds(self.message) == "":
+            header = self._adds(self.first)
+            if header and words.startswith(header, common):
+                # A header is given, also where this prompt lacks the one that others have.
+                common += len(header)
+        return self.places[before + 1] + common
+
+    def _adds(self, message: int) -> str | None:
+        """The words that the prompt for a message adds to what is there without it."""
+        try:
+            asked, there = _tail(self.tracing(message, True))[1], _tail(self.tracing(message, False))[1]
+        except RecordError:
+            return None
+        return asked[self._common(asked, there) :]
+
+    def _anchor(self, source: Source | None, own: int) -> int:
+        """The last piece before the answer that the prompt ends with, too."""
+        if source is None:
+            return -1
+        found = [at for at in self.fields if at < own and self.full.pieces[at].source == source]
+        if not found:
+            what = f"what stands before message {self.message} in its prompt is not in the rendering"
+            raise disputed(f"{what} ({'.'.join(map(str, source.path))} of message {source.message})")
+        return found[-1]
+
+    # The end.
+
+    def _stop(self, start: int) -> tuple[int, bool]:
+        last = self._last_field(start)
+        after = self._next_field(last) if last is not None else self._next_field_from(start)
+        begin = self.places[last + 1] if last is not None else start
+        words = self.full.text[begin : self.places[after]]
+        own = self._owned(begin, words)
+        closing = self._closing(words if own is None else own, own is not None)
+        found = self.markers.find(closing)
+        if not found and own:
+            closing, found = own, self.markers.find(own)
+        if found:
+            return begin + self._terminator(found).stop, True
+        following = self.markers.find(words)
+        if following and following[0].token in self.ends and not words[len(own or "") : following[0].start].strip():
+            # The turn is closed by what opens the next one: a server stops there, so the model must write it.
+            return begin + following[0].stop, True
+        return begin + len((own if own is not None else closing).rstrip()), False
+
+    def _last_field(self, start: int) -> int | None:
+        """The last piece of this message in its answer: the one it ends with when nothing follows it."""
+        run: list[int] = []
+        for at in self.fields:
+            if self.places[at] >= start:
+                if self._of(at) != self.message:
+                    break
+                run.append(at)
+        if not run:
+            return None
+        inside = {self.full.pieces[at].source for at in run}
+        alone = self._alone()
+        last = next((piece.source for piece in reversed(alone.pieces) if piece.source in inside), None)
+        ending = [at for at in run if self.full.pieces[at].source == last]
+        if not ending:
+            ending = [at for at in run if self.full.owners[at] == self.message]
+        if not ending:
+            what = f"the end of message {self.message} cannot be told: nothing says where the template leaves it"
+            raise disputed(f"{what}, after {shown_end(self.full.pieces[run[-1]].text)}")
+        return ending[-1]
+
+    def _alone(self) -> Rendering:
+        """The rendering that ends with this message."""
+        try:
+            return self.tracing(self.message + 1, False)
+        except RecordError:
+            return self.full
+
+    def _owned(self, begin: int, words: str) -> str | None:
+        """The words from `begin` that were written for this message; None if the template's loops do not tell."""
+        first = next((at for at in range(len(self.full.pieces)) if self.places[at + 1] > begin), None)
+        if first is None:
+            return ""
+        known = self.full.owners[first] != NOBODY or (first > 0 and self.full.owners[first - 1] == self.message)
+        if not known:
+            return None
+        stop = begin
+        for at in range(first, len(self.full.pieces)):
+            if self.full.owners[at] != self.message or self.places[at] >= begin + len(words):
+                break
+            stop = self.places[at + 1]
+        return words[: max(0, stop - begin)]
+
+    def _closing(self, words: str, owned: bool) -> str:
+        """Of these words, those that close the message as well when it is the last."""
+        closing = words[: self._common(words, _tail(self._alone(), of=self.message)[1])]
+        if owned or not closing:
+            return closing
+        try:
+            prompted = _tail(self.tracing(self.message + 1, True), of=self.message)[1]
+        except RecordError:
+            return closing
+        both = closing[: self._common(closing, prompted)]
+        return both if self.markers.find(both) else closing
+
+    def _terminator(self, found: Sequence[Found]) -> Found:
+        """The control token that ends the turn: the first a server stops at, or the last of all."""
+        return next((marker for marker in found if marker.token in self.ends), found[-1])
+
+    # Pieces and words.
+
+    def _of(self, at: int) -> int | None:
+        source = self.full.pieces[at].source if at < len(self.full.pieces) else None
+        return None if source is None else source.message
+
+    def _next_field(self, at: int) -> int:
+        return next((field for field in self.fields if field > at), len(self.full.pieces))
+
+    def _next_field_from(self, place: int) -> int:
+        return next((field for field in self.fields if self.places[field] >= place), len(self.full.pieces))
+
+    def _words(self, before: int, after: int) -> str:
+        return self.full.text[self.places[before + 1] : self.places[after]]
+
+    def _common(self, one: str, other: str) -> int:
+        """How far two texts agree, without cutting a control token in two."""
+        common = common_length(one, other)
+        for text in (one, other):
+            for marker in self.markers.find(text):
+                if marker.start < common < marker.stop:
+                    common = marker.start
+        return common
+
+
+def _tail(rendering: Rendering, *, of: int | None = None) -> tuple[Source | None, str]:
+    """The field that a rendering ends with, and the words after it; `of` looks for the last of one message."""
+    words: list[str] = []
+    for piece in reversed(rendering.pieces):
+        if piece.source is not None and (of is None or piece.source.message == of):
+            return piece.source, "".join(reversed(words))
+        words.append(piece.text)
+    return None, "".join(reversed(words))

@@ -1,0 +1,77 @@
+"""Answers by prefix: what a server would send before an answer is compared with the rendering, as plain text.
+
+Nothing is known here of where characters came from. Where the prompt for an answer is the beginning of the rendering,
+the answer begins at its end. Where the conversation up to the answer, as it would be sent with the next prompt or as
+it stands alone, is the beginning of the rendering, the answer ends with the control tokens there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from chatmill.errors import RecordError
+from chatmill.format.template.markers import common_length
+
+Writing = Callable[[int, bool], str]
+"""The text of the first so many messages, with or without the prompt."""
+
+
+class Prefix(NamedTuple):
+    """What prefixes say of one answer; None where they say nothing."""
+
+    message: int
+    start: int | None
+    stop: int | None
+
+
+def turns_by_prefix(
+    text: str, assistants: Sequence[int], writing: Writing, tokens: Collection[str], ends: Collection[str]
+) -> list[Prefix]:
+    """What the beginnings of the conversation tell of each of these messages."""
+    each = one_of(tokens)
+    openers: list[str] = []
+    closing = re.compile(rf"(?:(?:{each.pattern})\s*)+\Z")
+
+    def written(messages: int, prompt: bool) -> str | None:
+        try:
+            return writing(messages, prompt)
+        except RecordError:
+            return None
+
+    def found(message: int) -> Prefix:
+        prompt, before = written(message, True), written(message, False)
+        if prompt is None or not text.startswith(prompt):
+            return Prefix(message, None, None)
+        opener = "" if before is None else opener_of(prompt, before, each)
+        start = len(prompt)
+        if opener:
+            openers.append(opener)
+        elif openers and text.startswith(openers[0], start):
+            # A header is given, also where this prompt lacks the one that others have.
+            start += len(openers[0])
+        alone, asked = written(message + 1, False), written(message + 1, True)
+        bodies = [alone, asked[: -len(opener)] if opener and asked and asked.endswith(opener) else None]
+        lengths = [len(body) for body in bodies if body is not None and text.startswith(body)]
+        answer = text[start : min(lengths)] if lengths else ""
+        run = closing.search(answer)
+        if run is None:
+            return Prefix(message, start, None)
+        markers = list(each.finditer(answer, run.start()))
+        last = next((marker for marker in markers if marker[0] in ends), markers[-1])
+        return Prefix(message, start, start + last.end())
+
+    return [found(message) for message in assistants]
+
+
+def one_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Finds control tokens."""
+    return re.compile("|".join(re.escape(name) for name in sorted(tokens, key=len, reverse=True) if name) or r"(?!)")
+
+
+def opener_of(prompt: str, before: str, token: re.Pattern[str]) -> str:
+    """What a prompt adds to the same messages without one; where they part inside a control token, all of that."""
+    common = common_length(prompt, before)
+    cut = [found.start() for found in token.finditer(prompt) if found.start() < common < found.end()]
+    return prompt[cut[0] if cut else common :]

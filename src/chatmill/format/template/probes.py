@@ -1,0 +1,51 @@
+"""Probes: small conversations by which a template shows what it can do."""
+
+from __future__ import annotations
+
+from chatmill.errors import RecordError
+from chatmill.format.template.messages import Style, plain_conversation
+from chatmill.format.template.writer import Writer
+from chatmill.records import Message, Record, ToolCall
+
+TOOLS = (
+    '{"type":"function","function":{"name":"weather","description":"The weather in a city.","parameters":'
+    '{"type":"object","properties":{"city":{"type":"string","description":"Which city."}},"required":["city"]}}}',
+)
+
+
+def _record(name: str, *messages: Message, tools: tuple[str, ...] = ()) -> Record:
+    return Record(list(messages), id=name, tools=tools, file="probe", line=0)
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+def answer(text: str, reasoning: str = "", *calls: ToolCall) -> Message:
+    return Message("assistant", text, reasoning, calls)
+
+
+def system(text: str) -> Message:
+    return Message("system", text)
+
+
+QUESTION = _record("question", user("Which way is north?"), answer("Towards the pole star."))
+CALL = ToolCall("weather", '{"city":"Lisbon"}', "call00001")
+RESULT = Message("tool", '{"sky":"clear"}', name="weather", tool_call_id="call00001")
+
+
+def style_of(writer: Writer) -> Style:
+    """How a template wants its messages: the first way in which it writes what they say."""
+    style = next((style for style in (Style(), Style(parts=True)) if _writes(writer, QUESTION, style)), Style())
+    called = _record("style", user("Rain?"), answer("", "", CALL), RESULT, answer("No."), tools=TOOLS)
+    as_text = Style(style.parts, arguments_as_text=True)
+    return next((other for other in (style, as_text) if _writes(writer, called, other)), style)
+
+
+def _writes(writer: Writer, record: Record, style: Style) -> bool:
+    try:
+        text = writer.write(plain_conversation(record, style))
+    except RecordError:
+        return False
+    said = [message.content for message in record.messages if message.role != "tool"]
+    return all(part in text for part in said) and ("Lisbon" in text) == any(m.tool_calls for m in record.messages)

@@ -1,0 +1,33 @@
+"""Answers by tags: what a template encloses in `{% generation %}`, taken at its word."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from chatmill.format.template.traced import NOBODY, Rendering
+from chatmill.format.template.turns import Turn
+
+
+def turns_by_tags(full: Rendering, assistants: Collection[int]) -> list[Turn]:
+    """The stretches between tags, each as an answer of the message it was written for."""
+    turns: list[Turn] = []
+    place = 0
+    open_at: int | None = None
+    message = NOBODY
+    for piece, owner in zip(full.pieces, full.owners, strict=True):
+        of = piece.source.message if piece.source is not None and piece.source.message in assistants else owner
+        if open_at is not None and (not piece.tagged or (owner != NOBODY and message not in (NOBODY, owner))):
+            turns.append(Turn(message, open_at, place, False))
+            open_at, message = None, NOBODY
+        if piece.tagged:
+            open_at = place if open_at is None else open_at
+            message = of if message == NOBODY else message
+        place += len(piece.text)
+    if open_at is not None:
+        turns.append(Turn(message, open_at, place, False))
+    last = max(assistants, default=NOBODY)
+    return [
+        turn._replace(message=last if turn.message not in assistants else turn.message)
+        for turn in turns
+        if turn.start < turn.stop
+    ]
