@@ -1,9 +1,9 @@
 """Checkpoints: all that a run needs to go on, in safetensors and JSON, there whole or not at all.
 
 step_00000500/
-  model/                        a model folder, ready for use
-  state-00000-of-00001.safetensors   weights and moments, whole or every rank's rows
-  checkpoint.json               where the run stands; size and hash of all files, and of itself; written last
+  model/                             a model, ready for use
+  state-00000-of-00001.safetensors   weights and moments: all by rank 0, or a file by each rank
+  checkpoint.json                    where the run stands; size and hash of all files, and of itself; written last
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def tensors_of(model: CausalModel, optimizer: torch.optim.Optimizer) -> dict[str
         if not parameter.requires_grad:
             continue
         kinds[WEIGHTS][name] = parameter
-        for kind, tensor in optimizer.state.get(parameter, {}).items():
+        for kind, tensor in sorted(optimizer.state.get(parameter, {}).items()):
             kinds.setdefault(f"{OPTIMIZER}/{kind}", {})[name] = tensor
     return named(kinds)
 
@@ -108,11 +108,12 @@ def save(
     *,
     sharded: bool,
     keep: int,
-    about: Mapping[str, bytes],
+    about: Mapping[str, bytes] | None,
 ) -> Path:
     """Write a checkpoint of what is `said`, publish it, and remove all but the last `keep`; all ranks call this.
 
-    `about` are small files that go into the model's folder.
+    `sharded`: every rank writes what it holds. `about` are small files that go into the model's folder; with None
+    there is no such folder.
     """
     target = folder / step_name(said["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -126,13 +127,13 @@ def save(
 
     world.together(begin)
     written = world.together(lambda: _write_state(staging, tensors, world, sharded=sharded))
-    weights = {} if sharded else _for_use(model, world)
+    weights = {} if about is None else _for_use(model, world)
 
     def finish() -> None:
         if not world.is_first:
             return
         infos = {name: info for part in all_written for name, info in part.items()}
-        if not sharded:
+        if about is not None:
             files.disk.make_folder(staging / MODEL)
             model.save(staging / MODEL, weights)
             for name, data in about.items():

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from chatmill.errors import ChatmillError, UsageError
-from chatmill.load.config import read_values
-from chatmill.train import checkpoint as checkpoints
+from chatmill.load.config import Right, read_values
 from chatmill.train.config import TrainConfig, from_environment, layered
-from chatmill.train.loop import CONFIG, OnEval, Result, as_json, train
+from chatmill.train.loop import OnEval, OutOfMemoryError, Result, train
+from chatmill.train.output import CONFIG
 
 EXAMPLES = """\
 examples:
@@ -30,16 +30,17 @@ Every key of a config file is a flag, which wins over the file; values are JSON 
 
 
 def main(args: Sequence[str] | None = None, *, prog: str = "python train.py", on_eval: OnEval | None = None) -> None:
-    """Train as the flags say. Faults are raised as `ChatmillError`, on rank 0 alone; the others just end."""
-    given = parser(prog).parse_args(args)
+    """Train as the flags say. What all ranks find wrong is raised as `ChatmillError` by rank 0; the others just end."""
+    speaks = os.environ.get("RANK", "0") == "0"
     try:
+        given = parser(prog).parse_args(args)
         result = run(given, on_eval=on_eval)
     except ChatmillError as error:
-        if os.environ.get("RANK", "0") != "0":
+        if not speaks and not isinstance(error, OutOfMemoryError):
             sys.exit(error.exit_code)
         raise
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(as_json(result)) if given.json else told(result))
+    if speaks:
+        print(json.dumps(result.to_json()) if given.json else told(result))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,7 +63,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
     flags: Mapping[str, str] = {
         "model_name": "name of the run; it is written to checkpoints/NAME",
         "config_file": "a JSON file of the keys below; it may inherit from another",
-        "dataset_dir": "what to train on",
         "out_dir": "where runs are written, checkpoints if not given",
         "resume": "auto: go on with the newest checkpoint, if there is one; or the folder of a checkpoint",
     }
@@ -87,42 +87,27 @@ def run(given: argparse.Namespace, *, on_eval: OnEval | None = None) -> Result:
     if given.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
     out_dir = Path(given.out_dir or "checkpoints")
-    stored = _stored(out_dir / given.model_name) if given.resume is not None else {}
-    dataset_dir = given.dataset_dir or stored.get("dataset_dir")
-    if dataset_dir is None:
-        raise UsageError("--dataset_dir is missing; expected the folder of a dataset")
-    if given.config_file is None:
-        base = {name: value for name, value in stored.items() if name != "dataset_dir"}
-    else:
-        base = read_values(Path(given.config_file))
+    stored = out_dir / given.model_name / CONFIG
+    if given.config_file is None and given.resume is not None and stored.is_file():
+        given.config_file = stored
+    base = {} if given.config_file is None else read_values(Path(given.config_file))
     flags = {
-        name.removeprefix("key_"): _value(text)
-        for name, text in vars(given).items()
-        if name.startswith("key_") and text is not None
+        each.name: _value(text, each.metadata["right"])
+        for each in fields(TrainConfig)
+        if (text := getattr(given, f"key_{each.name}")) is not None
     }
-    place = given.config_file or "the flags"
-    config = TrainConfig.from_mapping(layered(base, from_environment(os.environ), flags), place=place)
-    return train(
-        config,
-        model_name=given.model_name,
-        dataset_dir=dataset_dir,
-        out_dir=out_dir,
-        resume=given.resume,
-        on_eval=on_eval,
-    )
+    values = layered(base, from_environment(os.environ), flags)
+    config = TrainConfig.from_mapping(values, place=str(given.config_file or "the flags"))
+    return train(config, model_name=given.model_name, out_dir=out_dir, resume=given.resume, on_eval=on_eval)
 
 
-def _stored(folder: Path) -> dict[str, Any]:
-    """What a run was last started with."""
-    path = folder / CONFIG
-    return read_values(path) if path.is_file() and checkpoints.found(folder) else {}
-
-
-def _value(text: str) -> Any:
+def _value(text: str, right: Right) -> Any:
+    """A flag's value: JSON if that is right for its key, else the text itself."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return text
+    return value if right.fits(value) or not right.fits(text) else text
 
 
 def told(result: Result) -> str:

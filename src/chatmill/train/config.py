@@ -37,7 +37,10 @@ ADAPTER = Right(f"an object with {', '.join(each.name for each in fields(LoraSiz
 class TrainConfig(LoadConfig):
     """All that decides what a run computes and what it writes. A wrong value is a `UsageError` that names all."""
 
-    # The model.
+    # The data and the model.
+    dataset_dir: str | None = key(
+        None, "what to train on: a dataset, a cache, or a folder of caches that are mixed", optional(text())
+    )
     init_from_model: str | None = key(
         None, "a folder of a model to begin with: chatmill's own, or a Hugging Face one", optional(text())
     )
@@ -74,6 +77,7 @@ class TrainConfig(LoadConfig):
     post_training: bool = key(
         False, "blocks and assistant spans: one pass, what nothing in is trained is skipped", flag()
     )
+    check_tokenizer: bool = key(True, "refuse data that was made with another tokenizer than the model's", flag())
     seed: int = key(1337, "of fresh weights and of dropout", whole(0))
 
     # Where and how it is computed.
@@ -93,7 +97,9 @@ class TrainConfig(LoadConfig):
     save_interval: int = key(500, "steps between checkpoints, and one at the end; 0: none", whole(0))
     keep_checkpoints: int = key(2, "how many of the last checkpoints stay", whole(1))
     checkpoint: str = key(
-        "full", "who writes it: rank 0 (full) or every rank its part (sharded)", one_of("full", "sharded")
+        "full",
+        "who writes it: rank 0 all of it (full), or every rank what it holds (sharded)",
+        one_of("full", "sharded"),
     )
     log_interval: int = key(10, "steps between lines of progress where no terminal shows a bar", whole(1))
     log_rows: bool = key(False, "write the loss of every conversation of every step", flag())

@@ -24,7 +24,7 @@ class Progress:
         # Means that forget: each is divided by what a mean of ones would be.
         self._means = dict.fromkeys(("seconds", "tokens", "trained", "ones"), 0.0)
 
-    def step(self, step: int, *, loss: float, seconds: float, tokens: float, trained: float) -> None:
+    def step(self, step: int, *, loss: float | None, seconds: float, tokens: float, trained: float) -> None:
         for name, value in (("seconds", seconds), ("tokens", tokens), ("trained", trained), ("ones", 1.0)):
             self._means[name] = MEMORY * self._means[name] + (1 - MEMORY) * value
         self._at = step
@@ -33,17 +33,17 @@ class Progress:
             if now - self._shown >= SECONDS or step == self._total:
                 self._shown = now
                 done = int(WIDTH * step / max(1, self._total))
-                self._stream.write(f"\r\x1b[K[{'=' * done}{' ' * (WIDTH - done)}] {self._line(loss)}")
+                self._stream.write(f"\r\x1b[K[{'=' * done}{' ' * (WIDTH - done)}] {self._line(_loss(loss))}")
                 self._stream.flush()
         elif step % self._every == 0 or step == self._total:
-            print(self._line(loss), file=self._stream, flush=True)
+            print(self._line(_loss(loss)), file=self._stream, flush=True)
 
-    def _line(self, loss: float) -> str:
+    def _line(self, loss: str) -> str:
         seconds = self._means["seconds"] or 1e-9
         speed, trained = self._means["tokens"] / seconds, self._means["trained"] / seconds
         left = (self._total - self._at) * seconds / self._means["ones"]
         return (
-            f"step {self._at:,}/{self._total:,}  loss {loss:.4f}  {_short(speed)} tokens/s  "
+            f"step {self._at:,}/{self._total:,}  loss {loss}  {_short(speed)} tokens/s  "
             f"{_short(trained)} trained/s  {_clock(left)} left"
         )
 
@@ -56,17 +56,8 @@ class Progress:
             print(file=self._stream, flush=True)
 
 
-class Silence(Progress):
-    """Tells nothing: for all ranks but the first."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 0, every=1)
-
-    def step(self, step: int, *, loss: float, seconds: float, tokens: float, trained: float) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
 
 
 def _short(value: float) -> str:

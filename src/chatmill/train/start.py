@@ -6,7 +6,6 @@ What does not fit is one line, before anything is computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,11 @@ def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | N
     return LoraModel.on(model, adapters)
 
 
-def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel) -> None:
-    """Raise `UsageError` or `DataError` for data that the model cannot be trained on, with all that is wrong."""
+def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *, tokenizer_sha256: str | None) -> None:
+    """Raise `DataError` for data that the model cannot be trained on, with all that is wrong.
+
+    `tokenizer_sha256` is what is known of the tokenizer that the model was trained with.
+    """
     faults = []
     size = data_vocab_size(loader)
     if size > model.vocab_size:
@@ -61,16 +63,23 @@ def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel) ->
         faults.append(
             f"block_size is {config.block_size}, the model has {model.max_positions} positions; lower block_size"
         )
-    if config.init_from_model is not None:
-        theirs = trained_with(model_folder(config.init_from_model)).get("tokenizer_sha256")
-        mine = loader.sources[0].tokenizer_sha256
-        if theirs is not None and mine is not None and theirs != mine:
-            faults.append(
-                f"{loader.dataset_dir}: was made with tokenizer {mine[:12]}…, the model {config.init_from_model} "
-                f"with {theirs[:12]}…; prepare the data with the model's tokenizer"
-            )
+    mine = loader.sources[0].tokenizer_sha256
+    if config.check_tokenizer and mine is not None and tokenizer_sha256 not in (None, mine):
+        faults.append(
+            f"{loader.dataset_dir}: was made with tokenizer {mine[:12]}…, the model with {str(tokenizer_sha256)[:12]}…; "
+            "prepare the data with the model's tokenizer, or set check_tokenizer to false if both are the same"
+        )
     if faults:
         raise DataError("; ".join(faults))
+
+
+def tokenizer_of(config: TrainConfig) -> str | None:
+    """The hash of the tokenizer of the model that a config begins with, if its folder says."""
+    if config.init_from_model is None:
+        return None
+    folder = model_folder(config.init_from_model)
+    said = trained_with(folder).get("tokenizer_sha256")
+    return None if said is None else str(said)
 
 
 def data_vocab_size(loader: EpisodeLoader) -> int:
@@ -102,14 +111,14 @@ def trained_with(folder: Path) -> dict[str, Any]:
     return dict(found) if isinstance(found, dict) else {}
 
 
-def about_model(loader: EpisodeLoader, said: Mapping[str, Any]) -> dict[str, bytes]:
+def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:
     """Files that go with a model, so that its answers are asked for just as it was trained."""
     source = loader.sources[0]
     about: dict[str, Any] = {
         "dataset": str(loader.dataset_dir),
         "dataset_sha256": loader.sha256,
         "tokenizer_sha256": source.tokenizer_sha256,
-        **said,
+        "step": step,
     }
     if isinstance(source.dataset, Cache):
         meta = source.dataset.meta

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from chatmill.load.batch import IGNORE_INDEX, Batch
 from chatmill.train.loss import by_segment
 from chatmill.train.port import CausalModel, Inputs
-from chatmill.train.world import World, last_of, whole
+from chatmill.train.world import World, is_sharded, last_of, whole
 
 
 class Counts(NamedTuple):
@@ -117,6 +117,8 @@ class Stepper:
         """`module` is called in place of the model and exchanges gradients; `grad_clip` 0 leaves them as they are."""
         self.model, self.module, self.optimizer, self.world = model, module, optimizer, world
         self._grad_clip = grad_clip
+        self.is_whole = not any(is_sharded(parameter) for parameter in model.parameters())
+        """Whether this rank holds the whole model."""
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step(self, parts: Sequence[Part], *, weight: float, lr: float, rows: bool = False) -> Pending:

@@ -87,9 +87,10 @@ class World:
     # Models.
 
     def spread(self, model: CausalModel, *, sharded: bool, compute: torch.dtype | None) -> nn.Module:
-        """What is called in place of the model: its gradients are averaged over all ranks."""
+        """Put a model on the device; what is given is called in its place, and averages gradients over all ranks."""
         if sharded and dist.is_initialized():
             return _shard(model, self, compute)
+        model.to(self.device)
         if self.size == 1:
             return model
         ids = [self.device] if self.device.type == "cuda" else None
@@ -154,14 +155,25 @@ def joined(device: str) -> Iterator[World]:
     chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is cuda, and torch finds no GPU; expected cpu or auto")
-    if not dist.is_torchelastic_launched() and "WORLD_SIZE" not in os.environ:
+    if dist.is_initialized():
+        # Whoever made the group ends it.
+        yield World(dist.get_rank(), dist.get_world_size(), _own(chosen))
+        return
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         yield World(0, 1, chosen)
         return
-    if chosen.type == "cuda":
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(chosen)
+    chosen = _own(chosen)
     dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
         yield World(dist.get_rank(), dist.get_world_size(), chosen)
     finally:
         dist.destroy_process_group()
+
+
+def _own(device: torch.device) -> torch.device:
+    """The GPU of this rank, among those of its machine."""
+    if device.type != "cuda":
+        return device
+    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(own)
+    return own

@@ -1,0 +1,162 @@
+"""A run that was stopped and goes on is the run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from train_material import curve, prepare, ranks, trained, weights
+
+from chatmill.errors import DataError, UsageError
+from chatmill.train.checkpoint import found, model_folder
+
+
+OFTEN = {"save_interval": 1, "keep_checkpoints": 8}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(sums_data, tmp_path_factory):
+    return trained(sums_data, tmp_path_factory.mktemp("out"), **OFTEN)
+
+
+def files(folder) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 7])
+def test_a_run_that_goes_on_from_any_step_ends_with_the_same_bits(undisturbed, sums_data, tmp_path, step):
+    shutil.copytree(undisturbed.folder, tmp_path / "run")
+    for path in found(tmp_path / "run")[step:]:
+        shutil.rmtree(path)
+    again = trained(sums_data, tmp_path, resume="auto", **OFTEN)
+    assert files(again.checkpoint) == files(undisturbed.checkpoint)
+    assert curve(again.folder) == curve(undisturbed.folder)
+
+
+def test_a_run_stopped_early_and_given_more_steps_goes_on(sums_data, tmp_path):
+    one = trained(sums_data, tmp_path, max_iters=4, lr_schedule="constant")
+    two = trained(sums_data, tmp_path, resume="auto", lr_schedule="constant")
+    whole = trained(sums_data, tmp_path, name="whole", lr_schedule="constant")
+    assert (one.step, two.step) == (4, 8)
+    assert files(two.checkpoint / "model") == files(whole.checkpoint / "model")
+
+
+def test_a_run_that_is_done_does_nothing_more(undisturbed, sums_data, tmp_path):
+    shutil.copytree(undisturbed.folder, tmp_path / "run")
+    before = files(tmp_path / "run" / "step_00000008")
+    result = trained(sums_data, tmp_path, resume="auto")
+    assert (result.step, result.total, result.loss) == (8, 8, None)
+    assert files(tmp_path / "run" / "step_00000008") == before
+
+
+def test_resume_auto_begins_where_there_is_nothing(sums_data, tmp_path):
+    assert trained(sums_data, tmp_path, resume="auto", max_iters=1).step == 1
+
+
+def test_a_run_is_not_overwritten(undisturbed, sums_data):
+    with pytest.raises(UsageError, match="run: holds a run already; --resume auto goes on with it"):
+        trained(sums_data, undisturbed.folder.parent)
+
+
+def test_only_the_last_checkpoints_are_kept(sums_data, tmp_path):
+    result = trained(sums_data, tmp_path, save_interval=2, keep_checkpoints=2)
+    assert [path.name for path in found(result.folder)] == ["step_00000006", "step_00000008"]
+    assert sorted(path.name for path in result.folder.iterdir() if path.name.startswith(".")) == []
+
+
+def test_what_a_killed_run_left_unfinished_is_removed(sums_data, tmp_path):
+    left = tmp_path / "run" / ".step_00000004.saving"
+    left.mkdir(parents=True)
+    (left / "state-00000-of-00001.safetensors").write_bytes(b"half")
+    result = trained(sums_data, tmp_path, max_iters=4)
+    assert [path.name for path in result.folder.glob("*step_*")] == ["step_00000004"]
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "state-00000-of-00001.safetensors", "model/model.safetensors"])
+def test_one_flipped_bit_refuses_a_checkpoint_and_the_one_before_is_offered(undisturbed, sums_data, tmp_path, name):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed.folder, run)
+    data = bytearray((run / "step_00000008" / name).read_bytes())
+    data[len(data) // 2] ^= 4
+    (run / "step_00000008" / name).write_bytes(data)
+    with pytest.raises(DataError, match=rf"{name}: .*the one before it: --resume .*step_00000007$"):
+        trained(sums_data, tmp_path, resume="auto")
+    again = trained(sums_data, tmp_path, resume=str(run / "step_00000007"), **OFTEN)
+    assert files(again.checkpoint) == files(undisturbed.checkpoint)
+    assert (run / "step_00000008.left" / name).read_bytes() == bytes(data)
+
+
+def test_a_missing_and_a_short_file_are_noticed(undisturbed, sums_data, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed.folder, run)
+    state = run / "step_00000008" / "state-00000-of-00001.safetensors"
+    state.write_bytes(state.read_bytes()[:-8])
+    with pytest.raises(DataError, match="bytes, it was written with"):
+        trained(sums_data, tmp_path, resume="auto")
+    state.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        trained(sums_data, tmp_path, resume="auto")
+
+
+def test_another_model_or_another_order_is_refused_by_name(undisturbed, sums_data, tmp_path):
+    shutil.copytree(undisturbed.folder, tmp_path / "run")
+    with pytest.raises(UsageError, match=r"n_embd was 16, now it is 32; n_head was 2, now it is 4"):
+        trained(sums_data, tmp_path, resume="auto", n_embd=32, n_head=4)
+    with pytest.raises(UsageError, match="batch_size was 4, now it is 2"):
+        trained(sums_data, tmp_path, resume="auto", batch_size=2)
+
+
+def test_the_metrics_of_steps_that_are_made_again_are_taken_back(undisturbed, sums_data, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed.folder, run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "los')
+    again = trained(sums_data, tmp_path, resume=str(run / "step_00000003"))
+    assert curve(again.folder) == curve(undisturbed.folder)
+
+
+def test_on_other_data_the_run_goes_on_and_the_warm_up_begins_again(sums_data, tmp_path):
+    other = prepare(tmp_path, "other", seed=5)
+    first = trained(sums_data, tmp_path, max_iters=6, warmup_iters=None, warmup_pct=0.5)
+    second = trained(other, tmp_path, resume="auto", max_iters=4, warmup_iters=None, warmup_pct=0.5)
+    lines = [json.loads(line) for line in (second.folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [round(line["lr"] / 0.01, 3) for line in lines]
+    assert (first.step, second.step) == (6, 10)
+    # Half of six steps, and then half of four.
+    assert rates[:3] == [0.333, 0.667, 1.0]
+    assert rates[6:8] == [0.5, 1.0]
+    assert rates[5] < rates[4] < 1
+    # Going on within the second stage keeps its warm-up where it was.
+    last = files(second.checkpoint)
+    shutil.rmtree(second.checkpoint)
+    third = trained(other, tmp_path, resume="auto", max_iters=4, warmup_iters=None, warmup_pct=0.5)
+    assert files(third.checkpoint) == last
+
+
+@pytest.mark.parametrize(
+    "way", [{"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "fsdp", "checkpoint": "sharded"}], ids=str
+)
+def test_two_ranks_go_on_after_one_and_one_after_two(undisturbed, sums_data, tmp_path, way):
+    def go_on(_: int) -> float:
+        return trained(sums_data, tmp_path, resume="auto", **way, **OFTEN).loss
+
+    # One rank makes three steps, two make three more, and one the rest.
+    shutil.copytree(undisturbed.folder, tmp_path / "run")
+    for path in found(tmp_path / "run")[3:]:
+        shutil.rmtree(path)
+    losses = ranks(2, go_on)
+    assert losses[0] == losses[1]
+    # However it was saved, a run that is done has a model.
+    assert weights(found(tmp_path / "run")[-1]).keys() == weights(undisturbed.checkpoint).keys()
+    states = sorted(path.name for path in found(tmp_path / "run")[-1].glob("state-*"))
+    assert len(states) == (2 if "checkpoint" in way else 1)
+    for path in found(tmp_path / "run")[6:]:
+        shutil.rmtree(path)
+    result = trained(sums_data, tmp_path, resume="auto")
+    mine, theirs = weights(model_folder(result.folder).parent), weights(undisturbed.checkpoint)
+    for name, tensor in theirs.items():
+        np.testing.assert_allclose(mine[name], tensor, rtol=0, atol=1e-5, err_msg=name)
+    np.testing.assert_allclose(curve(result.folder), curve(undisturbed.folder), rtol=0, atol=1e-5)

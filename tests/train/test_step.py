@@ -1,0 +1,184 @@
+"""One step is that of the global batch, however it is cut into parts and over ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from model_material import conversation, gradients, packed, plain_loss, small_gpt
+from train_material import ranks
+
+from chatmill.load.batch import Batch
+from chatmill.train.gpt import GPT
+from chatmill.train.loop import _seed
+from chatmill.train.step import Stepper, counts_of, make_optimizer, parts_of
+from chatmill.train.world import World, whole
+
+CPU = torch.device("cpu")
+LENGTH = 40
+
+
+def a_batch(rows: int = 8) -> Batch:
+    """Rows of one to three conversations each."""
+    made = []
+    for row in range(rows):
+        made.append([conversation(4 + (row * 5 + number) % 9, seed=10 * row + number) for number in range(1 + row % 3)])
+    return packed(made, LENGTH)
+
+
+def uneven(per_rank: int = 2) -> Batch:
+    """Rows for three ranks: the first trains nothing, the second a little, the third ten times as much."""
+    rows = [[(ids, [0.0] * len(ids))] for ids in ([5, 6, 7, 8], [9, 10, 11])]
+    rows += [[([1, 2, 3], [0.0, 1.0, 0.0])], [([4, 5, 6, 7], [0.0, 0.0, 0.0, 1.0])]]
+    rows += [[(list(range(1, 12)), [0.0] + [1.0] * 10)], [(list(range(20, 31)), [0.0] + [1.0] * 10)]]
+    assert len(rows) == 3 * per_rank
+    batch = packed(rows, 16)
+    assert [int(part.loss_mask.sum()) for part in batch.split(3)] == [0, 2, 20]
+    return batch
+
+
+def a_stepper(model: GPT, world: World | None = None, *, sharded: bool = False, grad_clip: float = 0.0) -> Stepper:
+    world = world or World(0, 1, CPU)
+    module = world.spread(model, sharded=sharded, compute=None)
+    optimizer = make_optimizer(model, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    return Stepper(model, module, optimizer, world, grad_clip=grad_clip)
+
+
+def reference(batch: Batch) -> tuple[float, list[torch.Tensor]]:
+    """The mean loss and its gradients from full logits and torch's own cross entropy."""
+    model = small_gpt()
+    total, weight = plain_loss(model, batch)
+    return float(total.detach()) / weight, gradients(model, total / weight)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_do_not_depend_on_the_parts_of_a_batch(count):
+    batch = a_batch()
+    loss, expected = reference(batch)
+    stepper = a_stepper(small_gpt())
+    parts = parts_of(batch, count, CPU)
+    found, _ = stepper.gradients(parts, weight=counts_of(batch, parts).weight)
+    assert abs(float(found) - loss) < 1e-5
+    for parameter, gradient in zip(stepper.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_do_not_depend_on_the_ranks_even_if_one_trains_nothing(sharded, count):
+    batch = uneven()
+    loss, expected = reference(batch)
+
+    def work(rank: int) -> list:
+        world = World(rank, 3, CPU)
+        stepper = a_stepper(small_gpt(), world, sharded=sharded)
+        mine = batch.split(3)[rank]
+        parts = parts_of(mine, count, CPU)
+        weight, *_ = world.sums(counts_of(mine, parts))
+        found, _ = stepper.gradients(parts, weight=weight)
+        return [float(found), [whole(parameter.grad).tolist() for parameter in stepper.model.parameters()]]
+
+    for found, grads in ranks(3, work):
+        assert abs(found - loss) < 1e-6
+        for gradient, right in zip(grads, expected, strict=True):
+            np.testing.assert_allclose(np.array(gradient), right.numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp"])
+def test_three_ranks_step_as_one_does(sharded):
+    batch = uneven()
+
+    def after(world: World, rows: Batch) -> list[list]:
+        stepper = a_stepper(small_gpt(), world, sharded=sharded, grad_clip=0.5)
+        for lr in (0.01, 0.02):
+            parts = parts_of(rows, 2, CPU)
+            weight, *_ = world.sums(counts_of(rows, parts))
+            norm = stepper.step(parts, weight=weight, lr=lr).read().grad_norm
+        return [norm, *(whole(parameter.detach()).tolist() for parameter in stepper.model.parameters())]
+
+    norm, *alone = after(World(0, 1, CPU), batch)
+    for found, *parameters in ranks(3, lambda rank: after(World(rank, 3, CPU), batch.split(3)[rank])):
+        assert abs(found - norm) < 1e-5
+        for mine, right in zip(parameters, alone, strict=True):
+            np.testing.assert_allclose(np.array(mine), np.array(right), rtol=0, atol=1e-5)
+
+
+def test_a_batch_without_trained_tokens_has_a_gradient_of_zero():
+    batch = packed([[([1, 2, 3], [0.0] * 3)], [([4, 5], [0.0] * 2)]], 8)
+    stepper = a_stepper(small_gpt())
+    parts = parts_of(batch, 2, CPU)
+    assert counts_of(batch, parts)[:4] == (0.0, 0, 5, 2)
+    loss, _ = stepper.gradients(parts, weight=0.0)
+    assert float(loss) == 0.0
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in stepper.model.parameters())
+    read = stepper.step(parts, weight=0.0, lr=0.1).read()
+    assert (read.loss, read.grad_norm) == (0.0, 0.0)
+    assert all(torch.isfinite(p).all() for p in stepper.model.parameters())
+
+
+def test_what_a_batch_holds_is_counted():
+    rows = [[([1, 2, 3], [0.0, 1.0, 0.5])], [([4, 5], [0.0, 0.0]), ([6, 7, 8], [1.0, 0.0, 0.0])], []]
+    batch = packed(rows, 9)
+    counts = counts_of(batch, parts_of(batch, 3, CPU), stop=True)
+    # The first token of a conversation is never predicted, so the second row trains nothing; the third is empty.
+    assert counts == (1.5, 2, 8, 1, 1.0)
+
+
+def test_every_conversation_has_its_own_loss():
+    batch = a_batch()
+    stepper = a_stepper(small_gpt())
+    parts = parts_of(batch, 2, CPU)
+    rows = stepper.step(parts, weight=1.0, lr=0.0, rows=True).read().rows
+    found = {}
+    model = small_gpt()
+    for row, ids in enumerate(batch.episode_ids.tolist()):
+        for segment, episode in enumerate(ids):
+            if episode >= 0:
+                only = batch.segments == segment
+                only[:row], only[row + 1 :] = False, False
+                y, weights = batch.y.where(only, -100), batch.weights.where(only, 0)
+                total, weight = plain_loss(model, batch._replace(y=y, weights=weights))
+                if weight:
+                    found[row, episode] = (float(total.detach()) / weight, weight)
+    assert len(rows) == len(found)
+    # Parts keep the order of rows, and rows that of their conversations.
+    for mine, ((_, episode), (loss, weight)) in zip(rows, sorted(found.items()), strict=True):
+        assert (mine.episode, mine.weight) == (episode, weight)
+        assert abs(mine.loss - loss) < 1e-5
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = small_gpt()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    stepper = a_stepper(model)
+    batch = packed([[([1, 2], [0.0, 0.0])]], 4)
+    stepper.step(parts_of(batch, 1, CPU), weight=0.0, lr=0.5)
+    for name, parameter in model.named_parameters():
+        expected = before[name] * (1 - 0.5 * 0.1) if parameter.ndim > 1 else before[name]
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_gradients_longer_than_asked_for_are_shortened():
+    batch = a_batch()
+    stepper = a_stepper(small_gpt(), grad_clip=1e-3)
+    free = a_stepper(small_gpt())
+    parts = parts_of(batch, 1, CPU)
+    weight = counts_of(batch, parts).weight
+    norm = stepper.step(parts, weight=weight, lr=0.0).read().grad_norm
+    _, expected = reference(batch)
+    length = torch.stack([gradient.square().sum() for gradient in expected]).sum().sqrt()
+    assert abs(norm - float(length)) < 1e-4
+    assert norm == free.step(parts, weight=weight, lr=0.0).read().grad_norm
+    # AdamW's memory is of what it was given.
+    moments = [stepper.optimizer.state[p]["exp_avg"] for p in stepper.model.parameters()]
+    given = torch.stack([moment.square().sum() for moment in moments]).sum().sqrt() / 0.1
+    assert abs(float(given) - 1e-3) < 1e-6
+
+
+def test_what_is_drawn_depends_on_seed_step_and_rank_alone():
+    def draw(*place: int) -> float:
+        _seed(*place)
+        return float(torch.rand(()))
+
+    assert draw(1, 2, 3) == draw(1, 2, 3)
+    assert len({draw(1, 2, 3), draw(2, 2, 3), draw(1, 3, 3), draw(1, 2, 4)}) == 4
