@@ -137,10 +137,10 @@ def test_no_server_at_all_is_one_line():
 
 def test_a_logged_run_is_answered_again_from_its_log(tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    with path.open("wb") as file:
-        log = RolloutLog(file)
-        log.add(0, ["a", "b"], [[1], [2]], [[5, 6], []])
-        log.add(4, ["b", "a"], [[2], [1]], [[7], [8]])
+    log = RolloutLog(path)
+    log.add(0, ["a", "b"], [[1], [2]], [[5, 6], []])
+    log.add(4, ["b", "a"], [[2], [1]], [[7], [8]])
+    log.close()
     replay = Replay(path)
     assert replay([[1], [2]], step=0) == [[5, 6], []]
     assert replay([[1]], step=4, first_row=1) == [[8]]

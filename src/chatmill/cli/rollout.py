@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields as dataclass_fields
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,6 +142,60 @@ def answers(
     config = {"made_by": "rollout answers", "fields": fields, "shard_tokens": shard_tokens}
     metadata = _write(output, rows(), task, Ledger(), config=config, source=truth, overwrite=overwrite)
     _tell(output, metadata, None, as_json=as_json)
+
+
+@app.command("train")
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A JSON file of settings.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the run.")],
+    resume: Annotated[
+        str | None, typer.Option(help="auto: go on with the newest checkpoint, if there is one; or its folder.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a model answer, make targets of its answers, and train it on them.
+
+    CONFIG names the truth, the model and its tokenizer; `chatmill rollout keys` lists what else it may say. The run
+    writes metrics.jsonl, rollouts.jsonl and checkpoints.
+
+    \b
+    Examples:
+      chatmill rollout train stage2.json -o runs/stage2
+      chatmill rollout train stage2.json -o runs/stage2 --resume auto
+    """
+    from chatmill.cli.rollout_config import RolloutConfig
+    from chatmill.cli.rollout_train import train_rollouts
+
+    result = train_rollouts(RolloutConfig.from_file(config), output, resume=resume, quiet=as_json)
+    if as_json:
+        echo_json(result.to_json())
+        return
+    loss = "" if result.loss is None else f", loss {result.loss:.4f}"
+    typer.echo(f"{output}: step {result.step:,} of {result.total:,}{loss}")
+    for line in health_lines(result.health) if result.health.rollouts else ():
+        typer.echo(line)
+    if result.checkpoint is not None:
+        typer.echo(f"model: {result.checkpoint / 'model'}")
+    if result.stopped_by is not None:
+        typer.echo(f"stopped by {result.stopped_by}; go on with --resume auto")
+
+
+@app.command("keys")
+def keys(as_json: AsJson = False) -> None:
+    """List the settings of `chatmill rollout train` with their defaults and meanings.
+
+    \b
+    Example:
+      chatmill rollout keys
+    """
+    from chatmill.cli.rollout_config import RolloutConfig
+
+    known = [(each.name, each.default, each.metadata["doc"]) for each in dataclass_fields(RolloutConfig)]
+    if as_json:
+        echo_json({name: {"default": default, "meaning": doc} for name, default, doc in known})
+        return
+    for name, default, doc in known:
+        typer.echo(f"{name:<28} {json.dumps(default):<10} {doc}")
 
 
 def _write(

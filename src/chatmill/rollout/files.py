@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -88,10 +88,10 @@ def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
 
 
 class RolloutLog:
-    """Writes every rollout of a run as it is made, each on a line of its own."""
+    """Adds every rollout of a run to a file as it is made, each on a line of its own."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
 
     def add(
         self, step: int, ids: Sequence[str], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
@@ -99,6 +99,9 @@ class RolloutLog:
         for row, (id, prompt, answer) in enumerate(zip(ids, prompts, answers, strict=True)):
             self._file.write(msgspec.json.encode(Rollout(id, list(answer), list(prompt), step, row)) + b"\n")
         self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Replay:

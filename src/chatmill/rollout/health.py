@@ -31,6 +31,8 @@ class Health:
     gated: int = 0
     """Pairs that overlap, but too little."""
     slots: int = 0
+    too_long: int = 0
+    """Targets that no model could read whole, and that are left out."""
     rollout_tokens: int = 0
     kept_tokens: int = 0
     target_tokens: int = 0
@@ -53,6 +55,11 @@ class Health:
         self.kept_tokens += target.kept
         self.target_tokens += len(target.ids)
         self.trained_tokens += int(target.rows.mask().sum())
+
+    def merge(self, other: Health) -> None:
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            setattr(self, name, mine + value)
 
     def to_json(self) -> dict[str, Any]:
         """All counts, reasons in order of their names."""

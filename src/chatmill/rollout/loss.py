@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chatmill.errors import UsageError
 
@@ -91,6 +91,53 @@ def rollout_loss(logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | N
     counts = torch.tensor([getattr(terms, name) for name in TERMS], device=logits.device)
     tokens = counts @ each
     return RolloutLoss((tokens * weights).sum(), tokens.detach(), (each.detach() * weights).sum(1))
+
+
+class Head(Protocol):
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Model(Protocol):
+    """What is needed of a model: hidden states of a batch, and how logits come from them."""
+
+    def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor: ...
+
+    def head(self) -> Head: ...
+
+
+class Targets(Protocol):
+    """The trained positions of a batch: where they are among all, what should come there, and how much it counts."""
+
+    @property
+    def index(self) -> Tensor: ...
+
+    @property
+    def ids(self) -> Tensor: ...
+
+    @property
+    def weights(self) -> Tensor: ...
+
+
+class WithRolloutLoss(nn.Module):
+    """A model that is called for the loss of rollout targets: one forward pass, the head where something counts."""
+
+    def __init__(self, model: Model, axis: Axis | None, terms: LossTerms) -> None:
+        super().__init__()
+        self.model, self._axis, self._terms = model, axis, terms
+        self._seen: Tensor | None = None
+
+    def forward(self, x: Tensor, positions: Tensor, segments: Tensor, targets: Targets) -> RolloutLoss:
+        hidden = self.model.hidden(x, positions, segments)
+        picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
+        logits = self.model.head().logits(picked)
+        loss = rollout_loss(logits, targets.ids, targets.weights, axis=self._axis, terms=self._terms)
+        self._seen = loss.terms if self._seen is None else self._seen + loss.terms
+        return loss
+
+    def take_terms(self) -> dict[str, float]:
+        """Σ weight · each term, over the passes since this was last asked."""
+        seen, self._seen = self._seen, None
+        return dict(zip(TERMS, [0.0] * len(TERMS) if seen is None else seen.tolist(), strict=True))
 
 
 def gaussian(places: Tensor, size: int, sigma: float) -> Tensor:

@@ -61,6 +61,11 @@ def task_prompts(truths: Sequence[Truth], task: Task) -> Rows:
     return prompts
 
 
+def prompt_lists(prompts: Rows) -> list[list[int]]:
+    """The ids of each prompt, as generators want them."""
+    return [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
+
+
 def target_rows(
     pairs: Sequence[tuple[Truth, Rollout]], task: Task, health: Health, *, train_values: bool = True
 ) -> Rows:
@@ -80,7 +85,7 @@ def target_rows(
         health.add(target, len(rollout.response_token_ids))
         made.append(target.rows)
     rows = join_prompts(prompts, made)
-    own = [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
+    own = prompt_lists(prompts)
     said = [rollout.prompt_token_ids or own[row] for row, (_, rollout) in enumerate(pairs)]
     check_prompts(rows, said, lambda row: _place(pairs[row][0]))
     return rows

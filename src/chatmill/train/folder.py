@@ -29,6 +29,12 @@ def open_model(folder: Path, *, compute: torch.dtype | None = None) -> CausalMod
     return HFModel.load(folder, compute=compute)
 
 
+def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
+    """What `dtype` of a config means on a device, for hidden states; None is float32."""
+    half = device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
+    return torch.bfloat16 if half else None
+
+
 def model_type(folder: Path) -> str:
     """What `config.json` of a model folder calls the model."""
     path = folder / CONFIG

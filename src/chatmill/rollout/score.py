@@ -1,0 +1,43 @@
+"""Score: how many of the true objects answers name, by a stricter rule than training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from chatmill.rollout.match import match_objects
+
+
+class Score(NamedTuple):
+    """Counts over any number of answers."""
+
+    right: int = 0
+    """Objects that were found: called as they are, and overlapping enough."""
+    found: int = 0
+    true: int = 0
+
+    def plus(self, other: Score) -> Score:
+        return Score(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    @property
+    def recall(self) -> float:
+        return self.right / self.true if self.true else 1.0
+
+    @property
+    def precision(self) -> float:
+        return self.right / self.found if self.found else 1.0
+
+    @property
+    def f1(self) -> float:
+        return 2 * self.right / (self.found + self.true) if self.found + self.true else 1.0
+
+
+def score_objects(
+    predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, overlap: float = 0.5
+) -> Score:
+    """The score of one answer: objects are matched within each description, by overlap."""
+    right = 0
+    for desc in {thing["desc"] for thing in truth}:
+        mine, theirs = ([thing for thing in things if thing["desc"] == desc] for things in (predicted, truth))
+        right += len(match_objects(mine, theirs, gate=overlap).pairs)
+    return Score(right, len(predicted), len(truth))

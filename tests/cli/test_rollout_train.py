@@ -1,0 +1,205 @@
+"""`chatmill rollout train`: rounds of answers and steps, logged, resumed and replayed to the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from chatmill.cli.rollout_config import RolloutConfig
+from chatmill.cli.rollout_train import train_rollouts
+from chatmill.errors import DataError, UsageError
+from chatmill.format import load_format
+from chatmill.rollout.vocabulary import COORDINATES
+from chatmill.tokenizer import open_tokenizer, train_bpe
+from chatmill.train.checkpoint import model_folder
+from chatmill.train.folder import open_model
+from chatmill.train.gpt import GPT, GPTSizes
+
+FORMAT = load_format("primer")
+TOKENIZER = open_tokenizer("bytes", control=FORMAT.tokens, besides=COORDINATES, add_tokens=True)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Truth of five records and a model that knows nothing."""
+    lines = [
+        {
+            "id": number,
+            "messages": [{"role": "user", "content": f"scene {number}"}],
+            "objects": [{"desc": "x", "bbox_2d": [number, 0, 500, 900]}] * (number % 3),
+        }
+        for number in range(5)
+    ]
+    (tmp_path / "truth.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    torch.manual_seed(0)
+    (tmp_path / "model").mkdir()
+    sizes = GPTSizes(vocab_size=TOKENIZER.vocab_size, n_layer=1, n_embd=16, n_head=2, max_positions=220)
+    GPT(sizes).save(tmp_path / "model")
+    return tmp_path
+
+
+def config_of(folder: Path, **changes) -> RolloutConfig:
+    settings = {
+        "truth": str(folder / "truth.jsonl"),
+        "init_from_model": str(folder / "model"),
+        "format": "primer",
+        "add_tokens": True,
+        "max_iters": 6,
+        "rollout_every": 2,
+        "batch_size": 3,
+        "max_new_tokens": 12,
+        "decoding": "sample",
+        "learning_rate": 0.01,
+        "save_interval": 2,
+        "device": "cpu",
+    }
+    return RolloutConfig.from_mapping(settings | changes)
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, list]:
+    return {name: tensor.tolist() for name, tensor in open_model(model_folder(folder)).state_dict().items()}
+
+
+def test_a_run_writes_its_rollouts_its_metrics_and_its_model(files):
+    result = train_rollouts(config_of(files), files / "run", quiet=True)
+    assert (result.step, result.total, result.health.rollouts) == (6, 6, 18)
+    logged = lines_of(files / "run" / "rollouts.jsonl")
+    assert [(line["step"], line["row"]) for line in logged] == [(step, row) for step in (0, 2, 4) for row in range(6)]
+    # Five records in an order that goes through all of them before one comes again.
+    ids = [line["id"] for line in logged]
+    assert [sorted(ids[at : at + 5]) for at in (0, 5, 10)] == [["0", "1", "2", "3", "4"]] * 3
+    assert all(len(line["response_token_ids"]) <= 12 for line in logged)
+    metrics = lines_of(files / "run" / "metrics.jsonl")
+    steps = [line for line in metrics if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    for line in steps:
+        parts = sum(line[name] for name in ("text", "soft", "wasserstein", "outside"))
+        assert line["loss"] == pytest.approx(parts, rel=1e-4)
+    rounds = [line["rollouts"] for line in metrics if "rollouts" in line]
+    assert len(rounds) == 3
+    assert {"valid", "dropped", "truncated", "matched", "missed", "gated", "rollout_tokens"} <= rounds[0].keys()
+    assert weights(files / "run") != weights(files / "model")
+
+
+def test_every_step_is_one_forward_pass_for_each_of_its_rows(files, monkeypatch):
+    calls = []
+    hidden = GPT.hidden
+    monkeypatch.setattr(GPT, "hidden", lambda self, x, *rest: (calls.append(len(x)), hidden(self, x, *rest))[1])
+    train_rollouts(config_of(files, save_interval=0), files / "one", quiet=True)
+    assert calls == [3] * 6
+    calls.clear()
+    train_rollouts(config_of(files, save_interval=0, gradient_accumulation_steps=2), files / "two", quiet=True)
+    assert calls == [1, 2] * 6
+
+
+def test_parts_of_a_step_give_the_gradient_of_the_whole(files):
+    ends = []
+    for parts in (1, 3):
+        train_rollouts(config_of(files, gradient_accumulation_steps=parts), files / str(parts), quiet=True)
+        ends.append(open_model(model_folder(files / str(parts))).state_dict())
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_run_that_goes_on_ends_where_an_undisturbed_one_does(files):
+    train_rollouts(config_of(files), files / "whole", quiet=True)
+    again = files / "again"
+    train_rollouts(config_of(files, keep_checkpoints=9), again, quiet=True)
+    # Back to step 2, with the logs of what came after it still there.
+    train_rollouts(config_of(files, keep_checkpoints=9), again, resume=str(again / "step_00000002"), quiet=True)
+    assert weights(again) == weights(files / "whole")
+    assert (again / "rollouts.jsonl").read_bytes() == (files / "whole" / "rollouts.jsonl").read_bytes()
+    steps = [line["step"] for line in lines_of(again / "metrics.jsonl") if "loss" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_is_replayed_from_its_log(files):
+    train_rollouts(config_of(files), files / "run", quiet=True)
+    log = str(files / "run" / "rollouts.jsonl")
+    # Another temperature would draw other answers: the log is what counts.
+    train_rollouts(config_of(files, replay=log, temperature=0.2), files / "replayed", quiet=True)
+    assert weights(files / "replayed") == weights(files / "run")
+    assert (files / "replayed" / "rollouts.jsonl").read_bytes() == (files / "run" / "rollouts.jsonl").read_bytes()
+    with pytest.raises(DataError, match="no rollout of step 6, row 0"):
+        train_rollouts(config_of(files, replay=log, max_iters=8), files / "longer", quiet=True)
+
+
+@pytest.mark.parametrize("decoding", ["greedy", "sample", "beam"])
+def test_answers_depend_on_seed_step_and_row_and_not_on_how_they_are_batched(files, decoding):
+    logs = []
+    for size in (64, 2):
+        config = config_of(files, decoding=decoding, generate_batch_size=size, beams=2, max_iters=2)
+        train_rollouts(config, files / f"run{size}", quiet=True)
+        logs.append((files / f"run{size}" / "rollouts.jsonl").read_bytes())
+    assert logs[0] == logs[1]
+
+
+def test_targets_too_long_for_the_model_are_left_out_and_counted(files):
+    torch.manual_seed(0)
+    sizes = GPTSizes(vocab_size=TOKENIZER.vocab_size, n_layer=1, n_embd=16, n_head=2, max_positions=60)
+    GPT(sizes).save(files / "model")
+    result = train_rollouts(config_of(files), files / "run", quiet=True)
+    assert 0 < result.health.too_long < 18
+
+
+def test_fields_are_trained_as_text_alone(files):
+    truth = [{"id": 1, "messages": [{"role": "user", "content": "who?"}], "objects": [{"name": "Ada"}]}]
+    (files / "truth.jsonl").write_text("".join(json.dumps(line) + "\n" for line in truth))
+    train_rollouts(config_of(files, fields=["name"]), files / "run", quiet=True)
+    steps = [line for line in lines_of(files / "run" / "metrics.jsonl") if "loss" in line]
+    assert all(line["soft"] == line["outside"] == 0 < line["text"] for line in steps)
+
+
+def test_a_command_trains_and_says_what_came_of_it(run, files):
+    settings = config_of(files).to_json()
+    Path("stage2.json").write_text(json.dumps({**settings, "max_iters": 2}))
+    code, out, err = run("rollout", "train", "stage2.json", "-o", "run")
+    assert code == 0, err
+    assert "run: step 2 of 2, loss" in out and "true objects" in out and "model: run/step_00000002/model" in out
+    assert "step 2/2" in err
+    code, out, err = run("rollout", "train", "stage2.json", "-o", "run")
+    assert (code, err.count("\n")) == (2, 1) and "holds a run already" in err
+    code, out, _ = run("rollout", "train", "stage2.json", "-o", "run", "--resume", "auto", "--json")
+    assert code == 0 and json.loads(out)["step"] == 2
+    code, out, _ = run("rollout", "keys", "--json")
+    assert json.loads(out).keys() == settings.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"truth": None}, "truth is not given"),
+        ({"save_interval": 3}, "save_interval 3 is no multiple of rollout_every 2"),
+        ({"sigma": 0}, "sigma is 0; expected a number over 0"),
+        ({"gate": 0}, "gate is 0"),
+        ({"server": "http://x"}, "server_model is not"),
+        ({"decoding": "best"}, '"greedy" or "sample" or "beam"'),
+        ({"colour": 1}, 'unknown key "colour"'),
+    ],
+)
+def test_settings_that_cannot_be_are_one_line(files, changes, said):
+    with pytest.raises(UsageError, match=said) as caught:
+        config_of(files, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_another_vocabulary_or_settings_of_another_run_are_refused(files):
+    train_rollouts(config_of(files, max_iters=2), files / "run", quiet=True)
+    with pytest.raises(UsageError, match="seed was 1337, now it is 5; a run goes on as it began"):
+        train_rollouts(config_of(files, seed=5), files / "run", resume="auto", quiet=True)
+    trained = {"init_from_model": str(files / "run")}
+    with pytest.raises(UsageError, match="was trained with another format"):
+        train_rollouts(config_of(files, **trained, format="chatml"), files / "other", quiet=True)
+    (files / "t.json").write_bytes(train_bpe(["ab"], vocab_size=262, control=list(FORMAT.tokens.values())))
+    with pytest.raises(UsageError, match="was trained with another tokenizer"):
+        train_rollouts(config_of(files, **trained, tokenizer=str(files / "t.json")), files / "other", quiet=True)
+    GPT(GPTSizes(vocab_size=300, n_layer=1, n_embd=16, n_head=2)).save(files / "model")
+    with pytest.raises(UsageError, match="knows 300 tokens, the tokenizer 1271"):
+        train_rollouts(config_of(files), files / "small", quiet=True)
