@@ -24,9 +24,8 @@ class Ahead(Generic[T]):
         self._line = _Line[T](depth)
         self._ended = False
         thread = threading.Thread(target=_fill, args=(self._line, values), name="chatmill-ahead", daemon=True)
-        self._thread = thread
-        self.close = weakref.finalize(self, self._line.stop.set)
-        """End the thread soon; calling it again does nothing."""
+        self.close = weakref.finalize(self, _end, self._line, thread)
+        """End the thread; calling it again does nothing."""
         thread.start()
 
     def __iter__(self) -> Ahead[T]:
@@ -58,6 +57,13 @@ class _Line(Generic[T]):
                 continue
             return True
         return False
+
+
+def _end(line: _Line[T], thread: threading.Thread) -> None:
+    """Wait until the thread is done: one that still runs in torch when the interpreter ends aborts the process."""
+    line.stop.set()
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def _fill(line: _Line[T], values: Iterator[T]) -> None:
