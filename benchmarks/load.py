@@ -1,0 +1,271 @@
+"""Loading batches: chatmill beside Hugging Face datasets with TRL's collator, and beside a plain copy of the bytes.
+
+    python benchmarks/load.py                           50 000 conversations
+    python benchmarks/load.py --conversations 2000      quicker
+    python benchmarks/load.py --billion                 also a billion episodes, in sparse files
+
+Both sides draw shuffled batches of the same rows, on one process. For the peer rows are cut, packed (best fit
+decreasing) and masked beforehand; chatmill cuts, packs and masks while it loads. Every field of a batch is made:
+here x, y, loss mask, weights, positions, segments and episode ids; there ids, labels, and attention mask or
+positions and what varlen attention needs. First it is checked that both give the same tokens and targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from corpus import DATA, chat_file, tokenizer_file
+from measure import interleaved, machine, report
+
+from chatmill.load.audit import Audit
+from chatmill.load.loader import EpisodeLoader
+from chatmill.prepare.engine import Local
+from chatmill.prepare.job import Job, Source
+from chatmill.prepare.pipeline import prepare
+from chatmill.rows import offsets
+from chatmill.store.read import open_dataset
+
+BILLION = """
+import json, random, sys, time
+from pathlib import Path
+
+def memory():
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+
+import numpy
+from chatmill.load.loader import EpisodeLoader
+before = memory()
+config = {"batch_sampling_mode": "feistel", "episode_min_tokens": 0, "pad_token_id": 0}
+began = time.perf_counter()
+loader = EpisodeLoader(sys.argv[1], config, tensors=False)
+order, taken = loader.plan("train").order, []
+for _ in range(1000):
+    epoch, position = random.randrange(1000), random.randrange(10**9)
+    started = time.perf_counter()
+    order.at(epoch, [position])
+    taken.append(time.perf_counter() - started)
+for _ in range(50):
+    loader.get_batch()
+print(json.dumps({"order_ms": 1e3 * sorted(taken)[500], "memory": memory(), "imports": before}))
+"""
+
+
+class Shape(NamedTuple):
+    batch_size: int
+    block_size: int
+    packed: bool
+    target: int
+    """Times the peer that are promised."""
+    batches: int
+    """Drawn in one run."""
+
+    @property
+    def name(self) -> str:
+        return f"({self.batch_size}, {self.block_size}) {'packed' if self.packed else 'padded'}"
+
+
+SHAPES = [Shape(8, 512, False, 25, 400), Shape(16, 4096, True, 30, 40)]
+
+
+def make_dataset(count: int, folder: Path) -> Path:
+    job = Job((Source((str(chat_file(count)),)),), tokenizer=str(tokenizer_file()))
+    prepare(job, folder / "dataset", engine=Local(2))
+    return folder / "dataset"
+
+
+def peer_rows(dataset: Path, shape: Shape) -> Any:
+    """The same conversations as an Arrow table with the columns that TRL prepares: cut, masked, packed."""
+    import datasets
+    import pyarrow as pa
+
+    datasets.disable_progress_bars()
+    episodes = open_dataset(dataset)["train"]
+    rows = episodes.rows(np.arange(len(episodes)))
+    ids, labels = rows.ids.astype(np.int32), np.where(rows.mask(), rows.ids, -100).astype(np.int32)
+    kept = np.minimum(rows.lengths, shape.block_size)
+    # The last tokens of a row that is too long, as chatmill keeps them.
+    keep = np.arange(len(ids)) - np.repeat(rows.row_start[1:] - kept, rows.lengths) >= 0
+    start = pa.array(offsets(kept), type=pa.int32())
+    columns = {"input_ids": ids[keep], "labels": labels[keep]}
+    table = datasets.Dataset(
+        pa.table({name: pa.ListArray.from_arrays(start, pa.array(values)) for name, values in columns.items()})
+    )
+    if not shape.packed:
+        return table
+    from trl import pack_dataset
+
+    return pack_dataset(table, shape.block_size, strategy="bfd", map_kwargs={"batch_size": None})
+
+
+def peer_batches(rows: Any, shape: Shape, pad: int) -> Callable[[], dict[str, Any]]:
+    """What draws the next batch of the peer: a shuffling DataLoader as Trainer makes it, with TRL's collator."""
+    import torch
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collator = DataCollatorForLanguageModeling(
+        pad_token_id=pad, padding_free=shape.packed, pad_to_multiple_of=None if shape.packed else shape.block_size
+    )
+
+    def endless() -> Iterator[dict[str, Any]]:
+        while True:
+            yield from torch.utils.data.DataLoader(
+                rows, batch_size=shape.batch_size, shuffle=True, collate_fn=collator, drop_last=True
+            )
+
+    batches = endless()
+    return lambda: next(batches)
+
+
+def config(shape: Shape) -> dict[str, Any]:
+    return {
+        "batch_size": shape.batch_size,
+        "block_size": shape.block_size,
+        "packing": "bins" if shape.packed else "none",
+        "use_loss_mask": True,
+        "pad_token_id": 0,
+    }
+
+
+def check(loader: EpisodeLoader, dataset: Path, shape: Shape, batches: int = 20) -> None:
+    """Raise unless batches hold the tokens and targets of the episodes that they name, as the peer's rows do."""
+    episodes = open_dataset(dataset)["train"]
+    for _ in range(batches):
+        batch = loader.get_batch()
+        for row in range(shape.batch_size):
+            for segment, number in enumerate(n for n in batch.episode_ids[row].tolist() if n >= 0):
+                here = batch.segments[row].numpy() == segment
+                ids, mask = episodes.tokens(number)[-shape.block_size - 1 :], episodes.mask(number)
+                x, y = batch.x[row].numpy()[here], batch.y[row].numpy()[here]
+                wanted = np.where(mask[-shape.block_size - 1 :], ids.astype(np.int64), -100)[1:]
+                if not np.array_equal(x, ids[: len(x)]) or not np.array_equal(y[: len(wanted)], wanted[: len(y)]):
+                    raise SystemExit(f"episode {number} is not what the dataset says")
+
+
+def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    loader = EpisodeLoader(dataset, config(shape))
+    logged = EpisodeLoader(dataset, config(shape), listener=Audit(folder / "logs"))
+    check(loader, dataset, shape)
+    rows = peer_rows(dataset, shape)
+    theirs = peer_batches(rows, shape, 0)
+    quick = peer_batches(rows.with_format("numpy"), shape, 0)
+    batch = loader.get_batch()
+    room = [np.empty_like(field.numpy()) for field in batch]
+    size = sum(array.nbytes for array in room)
+
+    def copy() -> None:
+        for _ in range(shape.batches):
+            for array, field in zip(room, batch, strict=True):
+                np.copyto(array, field.numpy())
+
+    peer_batches_a_run = max(1, shape.batches // 20)
+    tokens = counted_tokens(rows, shape)
+
+    def draw(next_batch: Callable[[], Any], count: int) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(count):
+                next_batch()
+
+        return work
+
+    before = loader.counts()
+    seconds = interleaved(
+        runs,
+        ours=draw(loader.get_batch, shape.batches),
+        logged=draw(logged.get_batch, shape.batches),
+        peer=draw(theirs, peer_batches_a_run),
+        numpy=draw(quick, peer_batches_a_run),
+        copy=copy,
+    )
+    after = loader.counts()
+    mine = (after.tokens - before.tokens) / runs
+    speed = {
+        "ours": mine / seconds["ours"],
+        "logged": mine / seconds["logged"],
+        "peer": tokens * peer_batches_a_run / seconds["peer"],
+        "numpy": tokens * peer_batches_a_run / seconds["numpy"],
+    }
+    times = speed["ours"] / speed["peer"]
+    share = seconds["copy"] / seconds["ours"]
+    shown = {name: f"{1e3 * seconds[name] / shape.batches:.3f} ms" for name in ("ours", "logged", "copy")}
+    shown |= {name: f"{1e3 * seconds[name] / peer_batches_a_run:.2f} ms" for name in ("peer", "numpy")}
+    loader.close()
+    logged.close()
+    return [
+        (f"{shape.name}: chatmill", f"{shown['ours']} a batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
+        ("  with an audit log", f"{shown['logged']} a batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
+        ("  datasets and TRL's collator", f"{shown['peer']} a batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
+        ("  the same with numpy rows, not TRL's way", f"{shown['numpy']} a batch, {speed['numpy'] / 1e6:.3f} Mtok/s"),
+        (f"  times the peer (target {shape.target})", f"{times:.1f}"),
+        (f"  share of a plain copy of its {size / 1e6:.2f} MB", f"{shown['copy']} a batch, {share:.2f}"),
+    ], {"name": shape.name, "times": times, "copy_share": share, "mtok": speed, "seconds": seconds}
+
+
+def counted_tokens(rows: Any, shape: Shape) -> float:
+    """Tokens of a batch of the peer in the mean."""
+    import pyarrow.compute as pc
+
+    return float(pc.mean(pc.list_value_length(rows.data.column("input_ids"))).as_py()) * shape.batch_size
+
+
+def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """The order and the memory of a loader over a billion episodes, in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=DATA) as folder:
+        shard = Path(folder) / "train" / "shard_00000"
+        shard.mkdir(parents=True)
+        sizes = {"episodes.idx": 16 * 10**9, "tokens.bin": 2000, "mask.bin": 1000}
+        for name, size in sizes.items():
+            with (shard / name).open("wb") as file:
+                os.truncate(file.fileno(), size)
+        with (shard / "episodes.idx").open("r+b") as file:
+            # All but the last are empty: holes of the file.
+            file.seek(16 * (10**9 - 1))
+            file.write(np.array([0, 1000], dtype="<u8").tobytes())
+        found = json.loads(subprocess.check_output([sys.executable, "-c", BILLION, folder]))
+    return [
+        ("a billion episodes: order of a position (target 1 ms)", f"{found['order_ms']:.3f} ms"),
+        (
+            "  memory of the process after 50 batches (target 300 MB)",
+            f"{found['memory'] / 1e6:.0f} MB, {found['imports'] / 1e6:.0f} MB of it imports",
+        ),
+    ], found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=50_000)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--billion", action="store_true", help="order a billion episodes, too")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    random.seed(0)
+    lines: list[tuple[str, str]] = []
+    figures: dict[str, Any] = {"shapes": []}
+    if args.billion:
+        lines, figures["billion"] = billion()
+    with tempfile.TemporaryDirectory(dir=DATA) as temporary:
+        started = time.perf_counter()
+        dataset = make_dataset(args.conversations, Path(temporary))
+        figures["prepared_in"] = time.perf_counter() - started
+        for shape in SHAPES:
+            shown, found = one_shape(dataset, shape, args.runs, Path(temporary))
+            lines += shown
+            figures["shapes"].append(found)
+    title = f"load: {args.conversations:,} conversations; {machine('chatmill', 'numpy', 'torch', 'datasets', 'trl')}"
+    report(title, lines, figures, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
