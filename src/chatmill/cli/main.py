@@ -10,6 +10,7 @@ from chatmill import __version__
 from chatmill.cli import (
     audit,
     build,
+    chat,
     check,
     diff,
     explain,
@@ -20,12 +21,15 @@ from chatmill.cli import (
     render,
     reweigh,
     rollout,
+    rows,
     show,
     stats,
     tokenizer,
     train,
     verify,
+    view,
 )
+from chatmill.cli import eval as evaluation
 from chatmill.cli.guard import guarded
 
 app = typer.Typer(
@@ -48,7 +52,11 @@ app.command("order")(order.order)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
 app.command("stats")(stats.stats)
+app.command("view")(view.view)
 app.command("train", context_settings=train.CONTEXT)(train.train)
+app.command("chat")(chat.chat)
+app.command("eval")(evaluation.eval_command)
+app.command("rows")(rows.rows)
 app.command("build-sft-primer")(build.build_sft_primer)
 app.command("build-sft-oasst1")(build.build_sft_oasst1)
 app.command("build-sft-dolly15k")(build.build_sft_dolly15k)

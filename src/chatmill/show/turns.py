@@ -73,7 +73,7 @@ def turns(row: Rows, segment: int) -> Iterator[Turn]:
 
 def is_padding(row: Rows, segment: int) -> bool:
     first = int(row.first_span[segment])
-    return first < int(row.first_span[segment + 1]) and row.spans["part"][first] == Part.PAD
+    return first < int(row.first_span[segment + 1]) and bool(row.spans["part"][first] == Part.PAD)
 
 
 def first_words(row: Rows, text: TokenText, limit: int = 80) -> str:

@@ -1,0 +1,92 @@
+"""`chatmill view`: a dataset in the browser, served by this machine to itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chatmill.cli.options import AsJson, echo_json
+from chatmill.cli.show import Dataset, ItsTokenizer
+from chatmill.errors import UsageError
+from chatmill.load.config import LoadConfig, read_values
+from chatmill.show.dataset import open_shown
+from chatmill.show.schedule import audit_logs
+from chatmill.show.viewer import Viewer
+
+
+def view(
+    dataset: Dataset,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port; 0 is any that is free.", show_default="any that is free")
+    ] = 0,
+    audit: Annotated[
+        list[Path] | None, typer.Option(help="An audit log, or a folder of them; may be given several times.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The config of a run, for the order of its epochs and its packing.")
+    ] = None,
+    records: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="A folder that the input's file names start from.", show_default="this one"),
+    ] = None,
+    index: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where indexes are kept, about as large as the text.",
+            show_default="chatmill/view in the user's cache",
+        ),
+    ] = None,
+    tokenizer: ItsTokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Browse a dataset: search and filter episodes, see each token and why it is trained, the record, the order.
+
+    The page is served on 127.0.0.1 to browsers on this machine alone, and changes nothing. When a dataset is viewed for
+    the first time an index is made beside it in the background; the page says how far it is. Needs
+    pip install 'chatmill[view]'. Ctrl-C ends it. With --json the address is printed as JSON.
+
+    \b
+    Examples:
+      chatmill view data/chat_sft
+      chatmill view data/chat_sft --audit logs/audit --config configs/sft1/150M.json --port 8000
+    """
+    try:
+        from chatmill.show.server import serve
+    except ImportError as error:
+        raise UsageError(f"the viewer needs {error.name}: pip install 'chatmill[view]'") from None
+    shown = open_shown(dataset, tokenizer)
+    cache = index or _cache()
+    viewer = Viewer(
+        shown,
+        cache=cache,
+        config=None if config is None else _order_config(config),
+        logs=audit_logs(audit or []),
+        record_folders=records or [Path()],
+    )
+
+    def ready(url: str) -> None:
+        if as_json:
+            echo_json({"url": url, "dataset": str(dataset), "index": str(cache)})
+        else:
+            typer.echo(f"{dataset}: {url}  (Ctrl-C ends it)")
+            typer.echo(f"the index for search and filters is kept in {cache}")
+
+    serve(viewer, port=port, ready=ready)
+
+
+def _order_config(path: Path) -> LoadConfig:
+    """What a run's config says of the order; the model and the training it describes are nothing to it."""
+    known = {each.name for each in fields(LoadConfig)}
+    values = {name: value for name, value in read_values(path).items() if name in known}
+    return LoadConfig.from_mapping(values, place=str(path))
+
+
+def _cache() -> Path:
+    """Where programs of this user keep what can be made again."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "chatmill" / "view"
