@@ -18,13 +18,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 BLOCK = 128
 """Tokens on a side of FlexAttention's blocks."""
 
+NARROWEST = 16
+"""The narrowest heads that FlexAttention takes."""
+
 Mask: TypeAlias = Tensor | BlockMask
 
 
-def segment_mask(segments: Tensor) -> Mask:
+def segment_mask(segments: Tensor, *, head_size: int) -> Mask:
     """Who may see whom in rows of these segments (rows, length); tokens of one segment stand together."""
     start = segment_start(segments)
-    return block_mask(start) if segments.is_cuda else dense_mask(start)
+    return block_mask(start) if segments.is_cuda and head_size >= NARROWEST else dense_mask(start)
 
 
 def segment_start(segments: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class GPT(CausalModel):
                 nn.init.normal_(parameter, std=0.02 / (2 * self.sizes.n_layer) ** 0.5 if writes else 0.02)
 
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        return self._run(x, positions, segment_mask(segments), None)
+        return self._run(x, positions, segment_mask(segments, head_size=self.sizes.head_size), None)
 
     def head(self) -> Head:
         return Head(self.embedding.weight if self.unembedding is None else self.unembedding.weight)
