@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def expected(
         tokens += [(pad, 0.0, pad, len(owners))] * (block_size + 1 - len(tokens))
         trained = [
             (after[1], after[2]) if after[1] > 0 and after[3] == before[3] else (0.0, -100)
-            for before, after in zip(tokens[:-1], tokens[1:], strict=True)
+            for before, after in pairwise(tokens)
         ]
         segments = [segment for *_, segment in tokens[:-1]]
         out["x"].append([id for id, *_ in tokens[:-1]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from load_material import (
-    PAD,
     expected,
     listed,
-    same,
-    talks,
     together,
-    write_plain_files,
     write_rows,
-    write_source,
 )
 from plain_rows import build, rows_
 
-from chatmill.errors import ChatmillError, DataError, UsageError
+from chatmill.errors import DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
-from chatmill.load.plan import WINDOW
 from chatmill.rows import Rows
 
 numbers = count()

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,8 +29,11 @@ from chatmill.rows import Index, offsets
 
 WINDOW = 1 << 16
 """Positions of an epoch that are laid out as rows together."""
+DRAWN = 1 << 12
+"""Positions that are drawn from the order together."""
 REMEMBERED = 3
-"""Windows that a plan keeps besides the last."""
+"""Parts of an epoch that a plan keeps besides the last."""
+T = TypeVar("T")
 NONE: Index = np.empty(0, dtype=np.int64)
 
 
@@ -115,7 +118,7 @@ class Plan:
             self.order: Order = IdentityOrder(sum(eligible))
         else:
             self.order = _order(self.sources, config, split, eligible)
-        self._laid: dict[tuple[int, int], Window] = {}
+        self._kept: dict[tuple[str, int, int], Any] = {}
 
     @property
     def num_eligible(self) -> int:
@@ -148,46 +151,76 @@ class Plan:
         """Windows in an epoch; None if it never ends."""
         return None if self.order.length is None else -(-self.order.length // WINDOW)
 
-    def window(self, epoch: int, number: int) -> Window:
-        """The rows of one window of an epoch. The last few are remembered."""
-        laid = self._laid.get((epoch, number))
-        if laid is None:
-            laid = self._lay(epoch, number)
-            # Replaced as one value: a thread that reads ahead may be at another window than the one that asks.
-            self._laid = {**dict(list(self._laid.items())[-REMEMBERED:]), (epoch, number): laid}
-        return laid
+    def _remembered(self, kind: str, epoch: int, number: int, make: Callable[[int, int], T]) -> T:
+        """What `make` gives for a part of an epoch; the last few are kept."""
+        found = self._kept.get((kind, epoch, number))
+        if found is None:
+            found = make(epoch, number)
+            # Replaced as one value: a thread that reads ahead may be elsewhere than the one that asks.
+            self._kept = {**dict(list(self._kept.items())[-REMEMBERED:]), (kind, epoch, number): found}
+        return found
 
-    def _lay(self, epoch: int, number: int) -> Window:
-        start, stop = number * WINDOW, (number + 1) * WINDOW
+    def _draw(self, epoch: int, number: int) -> Index:
+        """The episodes at so many positions of an epoch."""
+        stop = (number + 1) * DRAWN
         if self.order.length is not None:
             stop = min(stop, self.order.length)
-        episodes = self.episodes(self.order.block(epoch, start, stop))
-        if self.config.packing == "none":
-            return Window(episodes, np.arange(len(episodes) + 1, dtype=np.int64))
+        return self.episodes(self.order.block(epoch, number * DRAWN, stop))
+
+    def _drawn(self, epoch: int, start: int, stop: int) -> Index:
+        """The episodes at positions of an epoch, start to stop, drawn as they are needed."""
+        numbers = range(start // DRAWN, -(-stop // DRAWN))
+        parts = [self._remembered("draw", epoch, number, self._draw) for number in numbers]
+        drawn = parts[0] if len(parts) == 1 else np.concatenate([NONE, *parts])
+        first = numbers.start * DRAWN
+        return drawn[start - first : stop - first]
+
+    def _pack(self, epoch: int, number: int) -> Window:
+        """The rows of one window, packed."""
+        start = number * WINDOW
+        episodes = self._drawn(epoch, start, start + self._positions(number))
         lengths = np.minimum(self.reader.locate(episodes).length, self.capacity)
         bins = pack_lengths(lengths, self.capacity, seed=(self.config.epoch_seed, epoch, number))
         return Window(episodes[bins.order], bins.first)
 
+    def _positions(self, number: int) -> int:
+        """Positions of an epoch that lie in a window."""
+        return WINDOW if self.order.length is None else max(0, min(WINDOW, self.order.length - number * WINDOW))
+
+    def _count(self, epoch: int, window: int) -> int:
+        """Rows of a window."""
+        if self.config.packing == "none":
+            return self._positions(window)
+        return self._remembered("pack", epoch, window, self._pack).num_rows
+
+    def window(self, epoch: int, number: int) -> Window:
+        """All rows of one window of an epoch."""
+        return self._rows(epoch, number, 0, self._count(epoch, number))
+
+    def _rows(self, epoch: int, window: int, start: int, stop: int) -> Window:
+        """Some rows of a window."""
+        if self.config.packing == "none":
+            first = window * WINDOW
+            return Window(self._drawn(epoch, first + start, first + stop), np.arange(stop - start + 1, dtype=np.int64))
+        return self._remembered("pack", epoch, window, self._pack).rows(start, stop)
+
     def step(self, at: Cursor) -> Step:
         """The batch at a cursor."""
         size, last = self.config.batch_size, self.num_windows()
+        begins = at.window == 0 and at.row == 0
         window, row = at.window, at.row
-        laid = self.window(at.epoch, window)
-        if row + 2 * size <= laid.num_rows:
+        if row + 2 * size <= self._count(at.epoch, window):
             # The common case, deep inside a window: another whole batch follows in it.
-            part = laid.rows(row, row + size)
             after = Cursor(at.step + 1, at.epoch, window, row + size)
-            return Step(at, after, *part, self._begins(at), False, NONE)
+            return Step(at, after, *self._rows(at.epoch, window, row, row + size), begins, False, NONE)
         parts: list[Window] = []
         missing = size
         while missing and (last is None or window < last):
-            laid = self.window(at.epoch, window)
-            parts.append(laid.rows(row, row + missing))
-            missing -= parts[-1].num_rows
-            row += parts[-1].num_rows
-            if row == laid.num_rows:
-                window, row = window + 1, 0
-        if missing and (self.drop_last or missing == size):
+            stop = min(row + missing, self._count(at.epoch, window))
+            parts.append(self._rows(at.epoch, window, row, stop))
+            missing -= stop - row
+            window, row = (window, stop) if stop < self._count(at.epoch, window) else (window + 1, 0)
+        if missing and self.drop_last:
             raise UsageError(
                 f"{self.split}: an epoch has {size - missing} rows, and a batch {size}; "
                 "lower batch_size, or set epoch_drop_last to false"
@@ -195,24 +228,18 @@ class Plan:
         dropped = self._incomplete(at.epoch, window, row) if self.drop_last and last is not None else None
         ends = dropped is not None or (last is not None and window >= last)
         after = Cursor(at.step + 1, at.epoch + 1) if ends else Cursor(at.step + 1, at.epoch, window, row)
-        episodes, first = join(parts)
-        return Step(at, after, episodes, first, self._begins(at), ends, NONE if dropped is None else dropped)
-
-    def _begins(self, at: Cursor) -> bool:
-        return at.window == 0 and at.row == 0
+        return Step(at, after, *join(parts), begins, ends, NONE if dropped is None else dropped)
 
     def _incomplete(self, epoch: int, window: int, row: int) -> Index | None:
         """The episodes of the rows from here to the end of the epoch if they fill no batch, else None."""
         rest: list[Index] = []
         rows = 0
-        last = self.num_windows() or 0
-        for number in range(window, last):
-            laid = self.window(epoch, number)
-            start = row if number == window else 0
-            rows += laid.num_rows - start
+        for number in range(window, self.num_windows() or 0):
+            start, stop = row if number == window else 0, self._count(epoch, number)
+            rows += stop - start
             if rows >= self.config.batch_size:
                 return None
-            rest.append(laid.episodes[laid.first[start] :])
+            rest.append(self._rows(epoch, number, start, stop).episodes)
         return np.concatenate([NONE, *rest])
 
     def steps(self, at: Cursor) -> Iterator[Step]:
@@ -234,7 +261,7 @@ class Plan:
         last = self.num_windows()
         if min(at) < 0 or (last is None and at.epoch) or (last is not None and at.window >= last):
             raise UsageError(f"{self.split}: no batch begins at epoch {at.epoch}, window {at.window}, row {at.row}")
-        if at.row >= self.window(at.epoch, at.window).num_rows:
+        if at.row >= self._count(at.epoch, at.window):
             raise UsageError(f"{self.split}: window {at.window} of epoch {at.epoch} has no row {at.row}")
 
 

@@ -6,6 +6,7 @@ and joined as bytes: no token is touched in Python, and no index of tokens is ma
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, STORED_SPAN, TARG
 from chatmill.store.read import Episodes
 
 Where = slice | Index
+LARGE, PIECE = 1 << 26, 1 << 10
+"""Bytes from which on a table is looked up in pieces, and records of a piece."""
 
 
 class Places(NamedTuple):
@@ -71,7 +74,7 @@ class Reader:
         number = episodes - self._first[shard]
         entries = np.empty((len(episodes), 2), dtype=np.uint64)
         for of, where in _by_shard(shard):
-            entries[where] = self.array(of, INDEX).view("<u8").reshape(-1, 2)[number[where]]
+            entries[where] = _records(self.array(of, INDEX), number[where]).view("<u8").reshape(-1, 2)
         start, length, room = entries[:, 0], entries[:, 1], self._num_tokens.view(np.uint64)[shard]
         wrong = (start > room) | (length > room - start)
         if wrong.any():
@@ -132,8 +135,7 @@ class Reader:
         if len(origins) == self._records[shard][INDEX] and _own_segment(origins, here.number):
             begin, end = _first_spans(origins, np.stack([here.number, here.number + 1]), most)
             return begin, end, None
-        row = origins["row"]
-        low, high = _lower_bounds(row, here.number), _lower_bounds(row, here.number + 1)
+        low, high = _lower_bounds(origins, "row", here.number), _lower_bounds(origins, "row", here.number + 1)
         begin, end = _first_spans(origins, np.stack([low, high]), most)
         inside = _first_spans(origins, ragged_index(low, high - low), most)
         return begin, end, (high - low, inside - np.repeat(begin, high - low))
@@ -164,10 +166,10 @@ class Reader:
             if TARGETS in self._records[of]:
                 stored = self.array(of, TARGETS)
                 index = ragged_index(begin[where], (end - begin)[where])
-                at = np.minimum(_lower_bounds(stored["span"], index), len(stored) - 1)
-                named = stored["span"][at] == index
+                nearest = _records(stored, _lower_bounds(stored, "span", index))
+                named = nearest["span"] == index.astype(np.uint64)
                 place = ragged_index(first[:-1][where], (end - begin)[where])
-                target[place[named]] = stored["target"][at[named]]
+                target[place[named]] = nearest["target"][named]
         return target
 
     def _fault(self, shard: int, what: str) -> DataError:
@@ -214,8 +216,20 @@ def _own_segment(origins: Table, episodes: Index) -> bool:
 
 
 def _records(table: Table, numbers: Index) -> Table:
-    """Records of a mapped table, whole: an index on a field that is not aligned in the file is slow."""
-    return as_bytes(table).take(numbers.ravel(), mode="clip").view(table.dtype).reshape(numbers.shape)
+    """Records of a mapped table, whole: an index on a field that is not aligned in the file is slow.
+
+    Of a very large table no more is read than these, and no page of it stays in the memory of this process.
+    """
+    records, flat = as_bytes(table), numbers.ravel()
+    mapping = getattr(table.base, "obj", table.base)
+    if table.nbytes < LARGE or not isinstance(mapping, mmap.mmap):
+        return records.take(flat, mode="clip").view(table.dtype).reshape(numbers.shape)
+    found = np.empty(len(flat), dtype=records.dtype)
+    mapping.madvise(mmap.MADV_RANDOM)
+    for at in range(0, len(flat), PIECE):
+        found[at : at + PIECE] = records.take(flat[at : at + PIECE], mode="clip")
+        mapping.madvise(mmap.MADV_DONTNEED)
+    return found.view(table.dtype).reshape(numbers.shape)
 
 
 def _first_spans(origins: Table, segments: Index, end: int) -> Index:
@@ -255,14 +269,14 @@ def _without(spans: Spans, cut: Index) -> Spans:
     return Spans(length[kept], spans.weight[kept], spans.is_padding[kept], target, new[spans.first], of_segment)
 
 
-def _lower_bounds(column: NDArray[Any], values: Index) -> Index:
-    """For each value the first place of a rising column that is not below it; looks at O(log n) places for each.
+def _lower_bounds(table: Table, column: str, values: Index) -> Index:
+    """For each value the first record whose rising column is not below it; looks at O(log n) records for each.
 
     `np.searchsorted` would copy the whole column first, because it lies strided in the mapped file.
     """
-    low, high = np.zeros(len(values), dtype=np.int64), np.full(len(values), len(column), dtype=np.int64)
+    low, high = np.zeros(len(values), dtype=np.int64), np.full(len(values), len(table), dtype=np.int64)
     while np.any(low < high):
         middle = (low + high) // 2
-        below = (low < high) & (column[np.minimum(middle, len(column) - 1)].astype(np.int64) < values)
+        below = (low < high) & (_records(table, middle)[column].astype(np.int64) < values)
         low, high = np.where(below, middle + 1, low), np.where(below, high, middle)
     return low

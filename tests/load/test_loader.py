@@ -1,0 +1,422 @@
+"""The loader as it is used: sources it finds or misses, torch's loaders around it, who listens, and very large sets."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import subprocess
+import sys
+import threading
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from load_material import expected, listed, same, talks, write_plain_files, write_rows, write_source
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from chatmill.errors import DataError, UsageError
+from chatmill.load.batch import Batch, row_digests
+from chatmill.load.loader import EpisodeLoader
+from chatmill.store.layout import INDEX, MASK, TOKENS, shard_name
+
+SMALL = {"batch_size": 4, "block_size": 16, "use_loss_mask": True, "epoch_seed": 3}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("loader") / "d", {"train": talks(1, 30), "val": talks(2, 9)})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A folder of caches under the documented names."""
+    folder = tmp_path_factory.mktemp("caches")
+    for seed, name in enumerate(("primer", "oasst1", "dolly15k")):
+        write_source(folder, name, {"train": talks(10 + seed, 20 + seed), "val": talks(20 + seed, 4)})
+    return folder
+
+
+# What a folder may be.
+
+
+def test_a_dataset_of_another_program_is_read_with_and_without_a_mask(tmp_path):
+    episodes = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    masks = [[0, 1, 1], [0, 0], [1, 0, 1, 1]]
+    masked = write_plain_files(tmp_path / "masked", episodes, masks)
+    config = {"batch_size": 3, "block_size": 4, "epoch_shuffle": False, "pad_token_id": 0}
+    with pytest.raises(DataError, match="does not say which token ends a turn; set pad_token_id"):
+        EpisodeLoader(masked, {**config, "pad_token_id": None})
+    batch = EpisodeLoader(masked, {**config, "use_loss_mask": True}, tensors=False).get_batch()
+    assert batch.x.tolist() == [[5, 6, 7, 0], [8, 9, 0, 0], [10, 11, 12, 13]]
+    assert batch.y.tolist() == [[6, 7, -100, -100], [-100] * 4, [-100, 12, 13, -100]]
+    assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 1, 0, 1], [0, 1, 2, 3]]
+    assert batch.segments.tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]
+    assert EpisodeLoader(masked, config, tensors=False).get_batch().y.tolist() == [
+        [6, 7, -100, -100],
+        [9, -100, -100, -100],
+        [11, 12, 13, -100],
+    ]
+    bare = write_plain_files(tmp_path / "bare", episodes, None)
+    with pytest.raises(DataError, match=r"has no mask.bin, and use_loss_mask is true"):
+        EpisodeLoader(bare, {**config, "use_loss_mask": True})
+    assert same(
+        EpisodeLoader(bare, config, tensors=False).get_batch(), EpisodeLoader(masked, config, tensors=False).get_batch()
+    )
+
+
+def test_the_end_of_turn_of_another_program_is_found_in_what_it_says_of_its_tokenizer(tmp_path):
+    folder = write_plain_files(tmp_path / "d", [[5, 6, 7]], None)
+    (folder / "tokenizer_state.json").write_text(json.dumps({"special_token_ids": {"eot": 9}}))
+    batch = EpisodeLoader(folder, {"batch_size": 1, "block_size": 5}, tensors=False).get_batch()
+    assert batch.x.tolist() == [[5, 6, 7, 9, 9]]
+
+
+def test_the_cache_of_one_source_is_read_like_a_dataset_of_the_same_rows(tmp_path):
+    rows = talks(5, 12)
+    cache = write_source(tmp_path, "primer", {"train": rows, "val": talks(6, 3)})
+    loader = EpisodeLoader(cache, {**SMALL, "epoch_shuffle": False}, tensors=False)
+    assert listed(loader.get_batch()) == expected(rows, [[0], [1], [2], [3]], block_size=16)
+
+
+def test_a_folder_of_caches_is_mixed_as_documented_by_default(root):
+    loader = EpisodeLoader(root, {**SMALL, "batch_size": 10}, tensors=False)
+    assert loader.config.mix_sft == {"dolly15k": 0.2, "oasst1": 0.7, "primer": 0.1}
+    sizes = [22, 21, 20]
+    edges = np.cumsum([0, *sizes])
+    for batch in islice(loader, 12):
+        source = np.searchsorted(edges, batch.episode_ids[:, 0], side="right") - 1
+        assert np.bincount(source, minlength=3).tolist() == [2, 7, 1]
+
+
+def test_the_order_in_which_a_config_names_sources_does_not_matter(root):
+    one, other = ({"oasst1": 2, "primer": 1}, {"primer": 1, "oasst1": 2})
+    loaders = [EpisodeLoader(root, {**SMALL, "mix_sft": mix}, tensors=False) for mix in (one, other)]
+    assert all(map(same, *(islice(loader, 8) for loader in loaders)))
+    assert loaders[0].state_dict() == loaders[1].state_dict()
+
+
+def test_a_source_that_is_not_built_is_named_with_its_build_command(root, tmp_path):
+    write_source(tmp_path, "primer", {"train": talks(1, 5), "val": talks(2, 2)})
+    with pytest.raises(DataError) as caught:
+        EpisodeLoader(tmp_path, SMALL)
+    assert str(caught.value) == (
+        f"{tmp_path}: mix_sft names dolly15k, which is not built; "
+        f"{tmp_path}: mix_sft names oasst1, which is not built; "
+        f"build it with chatmill build-sft-dolly15k --out-dir {tmp_path}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mix", "what"),
+    [
+        ({"primer": 1, "../secret": 1}, "is no name of a source"),
+        ({"primer": 1, "mine": 1}, r"mix_sft names mine, which is not built; build it with chatmill prepare … -o"),
+    ],
+)
+def test_a_mix_of_what_is_not_there_is_refused(root, mix, what):
+    with pytest.raises((DataError, UsageError), match=what):
+        EpisodeLoader(root, {**SMALL, "mix_sft": mix})
+
+
+def test_a_mix_over_one_dataset_is_refused(dataset):
+    with pytest.raises(UsageError, match="is one dataset, and mix_sft names a, b; expected the folder that holds them"):
+        EpisodeLoader(dataset, {**SMALL, "mix_sft": {"a": 1, "b": 1}})
+
+
+def test_sources_of_different_tokenizers_are_refused(tmp_path):
+    write_source(tmp_path, "primer", {"train": talks(1, 5)})
+    write_source(tmp_path, "oasst1", {"train": talks(1, 5)}, vocab_size=2000)
+    with pytest.raises(DataError, match="was built with another tokenizer than"):
+        EpisodeLoader(tmp_path, {**SMALL, "mix_sft": {"primer": 1, "oasst1": 1}})
+
+
+def test_a_folder_that_is_nothing_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"neither a dataset .* nor a folder of caches"):
+        EpisodeLoader(tmp_path, SMALL)
+    with pytest.raises(DataError, match="no such folder"):
+        EpisodeLoader(tmp_path / "none", SMALL)
+
+
+def test_a_missing_split_is_an_error_and_never_another_in_disguise(tmp_path):
+    target = write_rows(tmp_path / "d", {"train": talks(1, 8)})
+    loader = EpisodeLoader(target, SMALL)
+    with pytest.raises(DataError, match="has no split val; it has train"):
+        loader.get_batch("val")
+    assert loader.splits == ("train",)
+    empty = write_rows(tmp_path / "e", {"train": talks(1, 8), "val": talks(1, 0)})
+    with pytest.raises(DataError, match="the split val holds no episode"):
+        EpisodeLoader(empty, SMALL, split="val")
+
+
+def test_a_padding_token_outside_the_vocabulary_is_refused(dataset):
+    with pytest.raises(DataError, match=r"pad_token_id is 1000; .* has ids below 1000"):
+        EpisodeLoader(dataset, {**SMALL, "pad_token_id": 1000})
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "what"),
+    [(0, 3, "batch_size 4 cannot be shared by 3 ranks"), (2, 2, "rank 2 of 2"), (-1, 1, "rank -1 of 1")],
+)
+def test_a_world_that_cannot_be_is_refused(dataset, rank, world_size, what):
+    with pytest.raises(UsageError, match=what):
+        EpisodeLoader(dataset, SMALL, rank=rank, world_size=world_size)
+    with pytest.raises(UsageError, match="by 2 ranks in 4 steps each; expected a multiple of 8"):
+        EpisodeLoader(dataset, {**SMALL, "gradient_accumulation_steps": 4}, world_size=2)
+
+
+def test_an_order_without_epochs_cannot_end_after_some(dataset):
+    with pytest.raises(UsageError, match="epochs is 2, and the order random/1 has none"):
+        EpisodeLoader(dataset, {**SMALL, "batch_sampling_mode": "random"}, epochs=2)
+
+
+# What is handed out.
+
+
+def test_counts_say_what_was_cut_and_what_is_trained(tmp_path):
+    rows = talks(4, 6, longest=12)
+    target = write_rows(tmp_path / "d", {"train": rows})
+    loader = EpisodeLoader(target, {"batch_size": 4, "block_size": 6, "use_loss_mask": True, "epoch_drop_last": False})
+    loader.get_batch()
+    batches = [loader.get_batch()]
+    lengths = rows.lengths
+    assert loader.counts()._asdict() == {
+        "rows": 6,
+        "tokens": int(np.minimum(lengths, 7).sum()),
+        "trained": int(loader.counts().trained),
+        "cut_episodes": int((lengths > 7).sum()),
+        "cut_tokens": int(np.maximum(lengths - 7, 0).sum()),
+    }
+    again = EpisodeLoader(target, loader.config)
+    assert loader.counts().trained == sum(int(batch.loss_mask.sum()) for batch in islice(again, 2))
+    assert batches[0].x.shape == (4, 6)
+
+
+def test_batches_are_tensors_of_the_promised_types_and_can_be_written_to(dataset):
+    batch = EpisodeLoader(dataset, SMALL).get_batch()
+    assert {name: (array.dtype, tuple(array.shape)) for name, array in batch._asdict().items()} == {
+        "x": (torch.int64, (4, 16)),
+        "y": (torch.int64, (4, 16)),
+        "loss_mask": (torch.bool, (4, 16)),
+        "weights": (torch.float32, (4, 16)),
+        "positions": (torch.int32, (4, 16)),
+        "segments": (torch.int32, (4, 16)),
+        "episode_ids": (torch.int64, (4, 1)),
+    }
+    assert all(array.is_contiguous() for array in batch)
+    for array in batch:
+        array.zero_()
+    moved = EpisodeLoader(dataset, SMALL, device="cpu").get_batch()
+    plain = EpisodeLoader(dataset, SMALL, tensors=False).get_batch()
+    assert same(moved.each(lambda tensor: tensor.numpy()), plain)
+
+
+def test_a_batch_is_split_for_gradient_accumulation(dataset):
+    batch = EpisodeLoader(dataset, SMALL, tensors=False).get_batch()
+    parts = batch.split(2)
+    assert same(Batch(*map(np.concatenate, zip(*parts, strict=True))), batch)
+    with pytest.raises(ValueError, match="4 rows in 3 parts"):
+        batch.split(3)
+
+
+def test_batches_do_not_depend_on_how_many_are_made_at_once(dataset, monkeypatch):
+    config = {**SMALL, "packing": "bins", "epoch_drop_last": False}
+    together = list(EpisodeLoader(dataset, config, epochs=3, tensors=False))
+    monkeypatch.setattr("chatmill.load.make.MOST", 1)
+    alone = list(EpisodeLoader(dataset, config, epochs=3, tensors=False, ahead=0))
+    assert len(together) == len(alone)
+    assert all(map(same, together, alone))
+
+
+def test_a_reader_that_finds_damage_says_so_each_time_and_leaves_the_cursor(tmp_path):
+    target = write_plain_files(tmp_path / "d", [[5, 6, 7], [8, 9], [1, 2]], None)
+    index = np.fromfile(target / "train" / shard_name(0) / INDEX, dtype="<u8").reshape(-1, 2)
+    index[1] = 6, 2
+    index.tofile(target / "train" / shard_name(0) / INDEX)
+    loader = EpisodeLoader(
+        target, {"batch_size": 1, "block_size": 4, "epoch_shuffle": False, "pad_token_id": 0, "episode_min_tokens": 0}
+    )
+    for _ in range(2):
+        with pytest.raises(DataError, match="the index points beyond the tokens; run chatmill verify"):
+            list(islice(loader, 3))
+    assert loader.cursor().step == 0
+
+
+def test_a_forgotten_loader_ends_its_thread(dataset):
+    before = threading.active_count()
+    loader = EpisodeLoader(dataset, SMALL, ahead=1)
+    loader.get_batch()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "chatmill-ahead"]
+    del loader
+    gc.collect()
+    thread.join(timeout=30)
+    assert threading.active_count() == before
+
+
+# Around it.
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_torch_data_loader_gives_the_same_batches_with_any_number_of_workers(dataset, workers):
+    plain = list(EpisodeLoader(dataset, {**SMALL, "packing": "bins"}, epochs=4))
+    loader = EpisodeLoader(dataset, {**SMALL, "packing": "bins"}, epochs=4)
+    found = list(DataLoader(loader, batch_size=None, num_workers=workers))
+    assert len(found) == len(plain)
+    for one, other in zip(found, plain, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning", "ignore:'set_vital':UserWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_goes_on_from_any_step(dataset, workers):
+    def made() -> StatefulDataLoader:
+        loader = EpisodeLoader(dataset, SMALL, epochs=2)
+        return StatefulDataLoader(loader, batch_size=None, num_workers=workers)
+
+    undisturbed = [batch.episode_ids.tolist() for batch in EpisodeLoader(dataset, SMALL, epochs=2)]
+    for step in (0, 1, 2, 5, 8, len(undisturbed)):
+        first = made()
+        begun = [batch.episode_ids.tolist() for batch in islice(iter(first), step)]
+        state = copy.deepcopy(first.state_dict())
+        after = made()
+        after.load_state_dict(state)
+        assert begun + [batch.episode_ids.tolist() for batch in after] == undisturbed, step
+
+
+def test_a_loader_travels_to_another_process_without_what_it_reads_ahead(dataset):
+    loader = EpisodeLoader(dataset, SMALL, tensors=False)
+    list(islice(loader, 3))
+    other = copy.deepcopy(loader)
+    assert same(other.get_batch(), loader.get_batch())
+
+
+class Heard:
+    """A listener that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list = []
+        self.digests: list = []
+
+    def loaded(self, loader) -> None:
+        self.told.append("loaded")
+
+    def epoch_started(self, plan, epoch) -> None:
+        self.told.append(("start", plan.split, epoch))
+
+    def delivered(self, plan, step, digest, given) -> None:
+        self.told.append(step.at.step)
+        self.digests.append(digest.tolist())
+
+    def epoch_completed(self, plan, epoch, step) -> None:
+        self.told.append(("complete", epoch, sorted(step.dropped.tolist())))
+
+
+def test_a_listener_is_told_of_batches_as_they_are_handed_out(dataset):
+    heard = Heard()
+    loader = EpisodeLoader(dataset, {**SMALL, "batch_size": 8, "epoch_shuffle": False}, listener=heard, ahead=2)
+    assert heard.told == ["loaded"]
+    list(islice(loader, 4))
+    rest = list(range(24, 30))
+    assert heard.told == ["loaded", ("start", "train", 0), 0, 1, 2, ("complete", 0, rest), ("start", "train", 1), 3]
+
+
+def test_digests_of_ranks_add_up_to_that_of_the_whole_batch_and_tell_what_was_handed_out(dataset):
+    whole, parts = Heard(), [Heard(), Heard()]
+    EpisodeLoader(dataset, SMALL, listener=whole).get_batch()
+    for rank in range(2):
+        EpisodeLoader(dataset, SMALL, rank=rank, world_size=2, listener=parts[rank]).get_batch()
+    total = sum(np.array(part.digests[0], dtype=np.uint64) for part in parts)
+    assert total.tolist() == whole.digests[0]
+    batch = EpisodeLoader(dataset, SMALL, tensors=False).get_batch()
+    assert row_digests(batch, step=0, first_row=0).sum(axis=0, dtype=np.uint64).tolist() == whole.digests[0]
+    for name in ("x", "y", "weights", "episode_ids"):
+        changed = batch._replace(**{name: getattr(batch, name).copy()})
+        getattr(changed, name)[1, 0] += 1
+        assert (
+            row_digests(changed, step=0, first_row=0)[1].tolist() != row_digests(batch, step=0, first_row=0)[1].tolist()
+        )
+    assert row_digests(batch, step=1, first_row=0).tolist() != row_digests(batch, step=0, first_row=0).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_a_loader_that_is_listened_to_does_not_run_in_workers(dataset):
+    loader = DataLoader(EpisodeLoader(dataset, SMALL, listener=Heard()), batch_size=None, num_workers=1)
+    with pytest.raises(UsageError, match="give DataLoader no workers"):
+        next(iter(loader))
+
+
+# The documented order, and very large sets.
+
+
+def test_the_documented_snippet_reconstructs_the_order_of_the_loader(tmp_path):
+    def get_episode_order(epoch_seed: int, epoch: int, num_episodes: int) -> np.ndarray:
+        effective_seed = epoch_seed + epoch
+        rng = np.random.RandomState(effective_seed)
+        return rng.permutation(num_episodes)
+
+    target = write_rows(tmp_path / "d", {"train": talks(1, 504)}, shard_tokens=2000)
+    loader = EpisodeLoader(target, {"batch_size": 8, "block_size": 32, "epoch_seed": 42}, epochs=2, tensors=False)
+    found = np.concatenate([batch.episode_ids[:, 0] for batch in loader])
+    assert found[:10].tolist() == [173, 274, 489, 72, 305, 76, 475, 140, 469, 498]
+    assert found.tolist() == [*get_episode_order(42, 0, 504), *get_episode_order(42, 1, 504)]
+
+
+LARGE = """
+import json, resource, sys
+sys.modules["torch"] = None
+from chatmill.load.loader import EpisodeLoader
+config = {"batch_size": 64, "block_size": 8, "batch_sampling_mode": "feistel", "episode_min_tokens": 0}
+loader = EpisodeLoader(sys.argv[1], {**config, "pad_token_id": 0}, ahead=0)
+plan, seen = loader.plan("train"), []
+for _ in range(40):
+    seen += plan.step(loader.cursor()).episodes.tolist()
+    loader.get_batch()
+state = loader.state_dict()
+state["cursors"]["train"] |= {"epoch": 3, "window": 12345, "row": 6789}
+loader.load_state_dict(state)
+late = plan.step(loader.cursor()).episodes.tolist()
+loader.get_batch()
+print(json.dumps({
+    "episodes": plan.num_episodes,
+    "distinct": len(set(seen)),
+    "largest": max(seen),
+    "found": plan.order.find(3, late[0]) == 12345 * 2**16 + 6789,
+    "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+}))
+"""
+
+
+def test_a_billion_episodes_need_no_memory(tmp_path):
+    """Sparse files: no episode has a token but the last, so that sizes agree."""
+    count = 10**9
+    shard = tmp_path / "d" / "train" / shard_name(0)
+    shard.mkdir(parents=True)
+    for name, size in ((INDEX, 16 * count), (TOKENS, 2 * 100), (MASK, 100)):
+        with (shard / name).open("wb") as file:
+            file.truncate(size)
+    with (shard / INDEX).open("r+b") as file:
+        file.seek(16 * (count - 1))
+        file.write(np.array([0, 100], dtype="<u8").tobytes())
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE, str(tmp_path / "d")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["episodes"], told["distinct"], told["found"]) == (count, 40 * 64, True)
+    assert told["largest"] > 0.99 * count
+    assert told["memory"] < 300e6
+
+
+def test_shards_are_mapped_as_they_are_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr("chatmill.load.make.MOST", 1)
+    target = write_rows(tmp_path / "d", {"train": talks(1, 40)}, shard_tokens=1)
+    loader = EpisodeLoader(target, {**SMALL, "batch_size": 2, "epoch_shuffle": False}, tensors=False, ahead=0)
+    train = loader.sources[0].dataset["train"]
+    assert (len(train.shards), train.array.cache_info().currsize) == (40, 0)
+    loader.get_batch()
+    # Index, tokens, spans and origins of two shards.
+    assert train.array.cache_info().currsize == 8
