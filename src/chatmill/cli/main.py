@@ -10,6 +10,7 @@ from chatmill import __version__
 from chatmill.cli import (
     audit,
     build,
+    certify,
     chat,
     check,
     diff,
@@ -19,6 +20,7 @@ from chatmill.cli import (
     order,
     prepare,
     render,
+    report,
     reweigh,
     rollout,
     rows,
@@ -44,6 +46,7 @@ app = typer.Typer(
 app.command("check")(check.check)
 app.command("render")(render.render_command)
 app.command("formats")(formats.formats)
+app.command("certify")(certify.certify_command)
 app.command("prepare")(prepare.prepare_command)
 app.command("verify")(verify.verify)
 app.command("reweigh")(reweigh.reweigh)
@@ -52,6 +55,7 @@ app.command("order")(order.order)
 app.command("show")(show.show)
 app.command("explain")(explain.explain)
 app.command("stats")(stats.stats)
+app.command("report")(report.report)
 app.command("view")(view.view)
 app.command("train", context_settings=train.CONTEXT)(train.train)
 app.command("chat")(chat.chat)

@@ -65,7 +65,7 @@ def surveys_of(shown: Shown, split: str | None, block_sizes: tuple[int, ...]) ->
 def survey_json(found: Survey) -> dict[str, Any]:
     return {
         "rows": found.rows,
-        "conversations": found.conversations,
+        "segments": found.segments,
         "tokens": found.tokens,
         "trained": found.trained,
         "trained_share": found.share,
@@ -83,7 +83,7 @@ def survey_json(found: Survey) -> dict[str, Any]:
 
 def _tell(found: Survey) -> None:
     typer.echo(
-        f"{found.split}: {found.rows:,} rows, {found.conversations:,} conversations, {found.tokens:,} tokens, "
+        f"{found.split}: {found.rows:,} rows, {found.segments:,} segments, {found.tokens:,} tokens, "
         f"{found.trained:,} trained ({found.share:.1%})"
     )
     if found.untrained_rows:

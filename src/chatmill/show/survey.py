@@ -29,8 +29,8 @@ class Count:
 
     tokens: int = 0
     trained: int = 0
-    conversations: int = 0
-    """Conversations that have any of them; counted by source only."""
+    segments: int = 0
+    """Segments that they stand in; counted by source only."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Fill:
 class Survey:
     split: str
     rows: int = 0
-    conversations: int = 0
+    segments: int = 0
+    """Conversations, or the parts of them that rows hold; padding is none."""
     tokens: int = 0
     trained: int = 0
     untrained_rows: int = 0
@@ -132,7 +133,7 @@ def _add(found: Survey, rows: Rows) -> None:
 
 
 def _add_sources(found: Survey, rows: Rows, trained: Index) -> None:
-    """Conversations, tokens and trained tokens of each source; padding is none of them."""
+    """Segments, tokens and trained tokens of each source; padding is none of them."""
     first, has_spans = rows.first_span[:-1], np.diff(rows.first_span) > 0
     is_talk = np.zeros(len(rows.origins), dtype=np.bool_)
     is_talk[has_spans] = rows.spans["part"][first[has_spans]] != Part.PAD
@@ -144,7 +145,7 @@ def _add_sources(found: Survey, rows: Rows, trained: Index) -> None:
     talks = np.bincount(file[is_talk], minlength=len(names))
     for number in np.flatnonzero(talks).tolist():
         _count(found.sources, names[number], int(counts[0][number]), int(counts[1][number]), int(talks[number]))
-    found.conversations += int(is_talk.sum())
+    found.segments += int(is_talk.sum())
 
 
 def _longest(found: Survey, rows: Rows, length: Index, trained: Index) -> None:
@@ -178,11 +179,11 @@ def _fill(episodes: Episodes, block_size: int) -> Fill:
     )
 
 
-def _count(table: dict[str, Count], name: str, tokens: int, trained: int, conversations: int = 0) -> None:
+def _count(table: dict[str, Count], name: str, tokens: int, trained: int, segments: int = 0) -> None:
     count = table.setdefault(name, Count())
     count.tokens += tokens
     count.trained += trained
-    count.conversations += conversations
+    count.segments += segments
 
 
 def _sums(codes: NDArray[np.uint8], values: Index) -> Index:

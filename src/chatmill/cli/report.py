@@ -1,0 +1,59 @@
+"""`chatmill report`: a page about a dataset, to open, print or send."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chatmill import __version__
+from chatmill.cli.options import AsJson, echo_json
+from chatmill.cli.show import Dataset, ItsTokenizer
+from chatmill.cli.stats import surveys_of
+from chatmill.errors import DataError
+from chatmill.show.dataset import open_shown
+from chatmill.show.report import BLOCK_SIZES
+from chatmill.show.report import report as show_report
+
+
+def report(
+    dataset: Dataset,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file of the page.")] = Path("report.html"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    tokenizer: ItsTokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained page: lengths, what is trained, what was lost and why, packing, sources, samples.
+
+    It loads nothing and runs nothing, reads well in the dark, on paper and by keyboard, and the same dataset always
+    gives the same bytes.
+
+    \b
+    Examples:
+      chatmill report data/chat_sft -o report.html
+      chatmill report data/chat_sft --tokenizer tokenizer.json -o report.html --overwrite --json
+    """
+    if output.exists() and not overwrite:
+        raise DataError(f"{output}: exists already; give another name, or --overwrite")
+    if not output.parent.is_dir():
+        raise DataError(f"{output.parent}: no such folder; make it, or name another")
+    shown = open_shown(dataset, tokenizer)
+    surveys = surveys_of(shown, None, BLOCK_SIZES)
+    page = show_report(shown, surveys, version=__version__).encode()
+    beside = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(page)
+        beside.replace(output)
+    finally:
+        beside.unlink(missing_ok=True)
+    if as_json:
+        splits = {each.split: each.rows for each in surveys}
+        echo_json({"path": str(output), "bytes": len(page), "episodes": splits, "sha256": shown.dataset.sha256})
+        return
+    typer.echo(
+        f"{output}: {len(page):,} bytes, {', '.join(f'{each.rows:,} episodes of {each.split}' for each in surveys)}"
+    )
+    if shown.without_text is not None:
+        typer.echo(f"chatmill: tokens are shown as ids: {shown.without_text}", err=True)
