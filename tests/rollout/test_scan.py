@@ -70,6 +70,7 @@ def test_coordinates_are_placed_only_where_an_array_holds_them():
         ("{'a': 1}", "fault", []),
         ('{"a": 1,}', "fault", ["a"]),
         ('{"a": 1 "b": 2}', "fault", ["a"]),
+        ('{"a": 1; "b": 2}', "fault", ["a"]),
         ('{"a": tru}', "fault", ["a"]),
         ('{"a": 01}', "fault", ["a"]),
         ('{"a": NaN}', "fault", ["a"]),

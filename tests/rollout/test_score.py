@@ -1,0 +1,64 @@
+"""Scores of answers, and the scenes of the example they are used in."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from chatmill.rollout.schema import Detection
+from chatmill.rollout.score import Score, score_objects
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "detect"))
+
+from scenes import SIZE, scene
+
+
+def box(desc, *places):
+    return {"desc": desc, "bbox_2d": list(places)}
+
+
+def test_an_object_is_right_if_it_is_called_right_and_overlaps_enough():
+    truth = [box("a", 0, 0, 10, 10), box("b", 50, 50, 60, 60), box("a", 100, 0, 110, 10)]
+    found = [box("a", 0, 0, 10, 6), box("a", 50, 50, 60, 60), box("a", 100, 0, 104, 10), box("a", 0, 0, 10, 10)]
+    score = score_objects(found, truth)
+    assert score == Score(right=1, found=4, true=3)
+    assert (score.recall, score.precision, score.f1) == pytest.approx((1 / 3, 1 / 4, 2 / 7))
+    assert score.plus(Score(1, 1, 2)) == Score(2, 5, 5)
+
+
+def test_nothing_to_find_and_nothing_found_is_right():
+    assert (Score().recall, Score().precision, Score().f1) == (1, 1, 1)
+
+
+def test_the_boxes_of_a_scene_are_what_can_be_seen_in_it():
+    draw = random.Random(0)
+    for _ in range(100):
+        text, objects = scene(draw)
+        grid = [line.split() for line in text.split("\n")]
+        assert [len(row) for row in grid] == [SIZE] * SIZE
+        found = sorted(rectangles(grid))
+        expected = []
+        for thing in map(Detection().check, objects):
+            left, top, right, bottom = (round(place * SIZE / 999) for place in thing["bbox_2d"])
+            expected.append((top, left, bottom, right, thing["desc"]))
+        assert found == expected
+
+
+def rectangles(grid):
+    """Connected cells of a letter, with the box around them, which they fill."""
+    left = {(y, x) for y in range(SIZE) for x in range(SIZE) if grid[y][x] != "."}
+    while left:
+        letter, shape, new = None, set(), {min(left)}
+        while new:
+            shape |= new
+            letter = grid[min(new)[0]][min(new)[1]]
+            around = {(y + dy, x + dx) for y, x in new for dy, dx in ((0, 1), (1, 0), (0, -1), (-1, 0))}
+            new = {cell for cell in around & left - shape if grid[cell[0]][cell[1]] == letter}
+        ys, xs = zip(*shape, strict=True)
+        box = (min(ys), min(xs), max(ys) + 1, max(xs) + 1, letter)
+        assert len(shape) == (box[2] - box[0]) * (box[3] - box[1])
+        left -= shape
+        yield box
