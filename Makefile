@@ -1,7 +1,7 @@
 # Everything runs from .venv, made with plain pip from pinned versions. `make help` lists the targets.
 
 PYTHON ?= python3.11
-BENCHES ?= render pack prepare open rollout
+BENCHES ?= render pack prepare open load rollout
 ARGS ?=
 
 # Named by the content it was installed from: unchanged requirements install nothing.

@@ -93,7 +93,7 @@ def test_verify_says_ok_and_what_is_unanchored(run, log):
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"OK: {log}, 6 lines, the rows of 12 steps recomputed",
-        "1 unanchored: they come after the last head that a checkpoint keeps",
+        "1 unanchored, after the last head that a checkpoint keeps",
     ]
     code, out, _ = run("audit", "verify", str(log))
     assert code == 0 and out.splitlines()[1].startswith("no head of a checkpoint was given")

@@ -71,13 +71,13 @@ def verify(
     else:
         typer.echo(f"OK: {log}, {found.lines:,} lines, the rows of {found.steps:,} steps recomputed")
         if found.abandoned:
-            typer.echo(f"{found.abandoned:,} abandoned: a resumed run left them behind")
+            typer.echo(f"{found.abandoned:,} abandoned, left behind by a resumed run")
         if found.torn:
             typer.echo(f"torn by a crash: line {', '.join(map(str, found.torn))}")
         if not heads:
             typer.echo("no head of a checkpoint was given: its end may have been cut off, or all of it written anew")
         elif found.unanchored:
-            typer.echo(f"{found.unanchored:,} unanchored: they come after the last head that a checkpoint keeps")
+            typer.echo(f"{found.unanchored:,} unanchored, after the last head that a checkpoint keeps")
     if found.fault is not None:
         raise typer.Exit(1)
 
