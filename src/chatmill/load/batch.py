@@ -121,67 +121,92 @@ def assemble(
 ) -> tuple[Batch, Counts]:
     """One batch, of which row r holds episodes[first[r]:first[r + 1]]; rows after those are empty."""
     first = np.append(first, np.repeat(first[-1:], num_rows - (len(first) - 1)))
-    made = lay_out(reader, episodes, first, Layout(block_size, pad_token_id, use_loss_mask))
+    made = Sheet(reader, episodes, first, Layout(block_size, pad_token_id, use_loss_mask)).make(0, num_rows)
     return made.split(num_rows)[0], made.counts(num_rows)[0]
 
 
-def lay_out(reader: Reader, episodes: Index, first: Index, layout: Layout) -> Made:
-    """Rows of `block_size` tokens, of which row r holds episodes[first[r]:first[r + 1]] and then padding.
+class Sheet:
+    """Rows of `block_size` tokens, of which row r holds episodes[first[r]:first[r + 1]] and then padding: all that is
+    known of them before a token is copied.
 
-    Of an episode that is longer than a row the last tokens stay.
+    Of an episode that is longer than a row the last tokens stay. Looking up many rows at once costs little more than
+    one; copying some of them at a time keeps what is copied in the cache.
     """
-    capacity, num_rows = layout.block_size + 1, len(first) - 1
-    places = reader.locate(episodes)
-    kept = np.minimum(places.length, capacity)
-    cut = places.length - kept
-    filled = _sums(kept, first)
-    room = capacity - filled
 
-    pieces = _Runs(first)
-    ids = reader.tokens(
-        pieces.put(places.shard, -1),
-        pieces.put(places.start + cut, 0),
-        pieces.put(places.start + places.length, room),
-        pad=layout.pad_token_id,
-        longest=capacity,
-    ).reshape(num_rows, capacity)
+    def __init__(self, reader: Reader, episodes: Index, first: Index, layout: Layout) -> None:
+        capacity, num_rows = layout.block_size + 1, len(first) - 1
+        self._block_size = layout.block_size
+        places = reader.locate(episodes)
+        kept = np.minimum(places.length, capacity)
+        cut = places.length - kept
+        filled = _sums(kept, first)
+        room = capacity - filled
 
-    spans = reader.spans(places, cut)
-    weight = spans.weight if layout.use_loss_mask else (~spans.is_padding).astype(np.float32)
-    of_rows = _Runs(spans.first[first])
-    # The first token of a row is never predicted.
-    length = of_rows.put(spans.length, room)
-    length[of_rows.begin] -= 1
-    weights = np.repeat(of_rows.put(weight, 0), length).reshape(num_rows, layout.block_size)
+        tokens = _Runs(first)
+        self._token_edges = tokens.edges
+        self._tokens = reader.tokens(
+            tokens.put(places.shard, -1),
+            tokens.put(places.start + cut, 0),
+            tokens.put(places.start + places.length, room),
+            pad=layout.pad_token_id,
+            longest=capacity,
+        )
 
-    first_of_row = np.searchsorted(spans.first_of_segment, spans.first[first])
-    segments = _Runs(first_of_row)
-    sizes = _sums(spans.length, spans.first_of_segment)
-    begin = offsets(sizes)
-    row = np.repeat(np.arange(num_rows), np.diff(first_of_row))
-    inside = begin[:-1] - begin[first_of_row][row]
-    number = np.arange(len(sizes)) - first_of_row[row]
-    # No loss crosses a border: neither is the first token of any other segment.
-    later = number > 0
-    weights[row[later], inside[later] - 1] = 0
-    loss_mask = weights > 0
+        spans = reader.spans(places, cut)
+        weight = spans.weight if layout.use_loss_mask else (~spans.is_padding).astype(np.float32)
+        of_rows = _Runs(spans.first[first])
+        self._y_edges = of_rows.edges
+        self._y_length = of_rows.put(spans.length, room)
+        # The first token of a row is never predicted.
+        self._y_length[of_rows.begin] -= 1
+        self._weight = of_rows.put(weight, 0)
+        self._target = None if spans.target is None else of_rows.put(spans.target, -1)
 
-    x, y = _pair(ids, loss_mask)
-    if spans.target is not None:
-        target = np.repeat(of_rows.put(spans.target, -1), length).reshape(y.shape)
-        np.copyto(y, target, where=loss_mask & (target >= 0))
+        self._first_segment = np.searchsorted(spans.first_of_segment, spans.first[first])
+        counts = np.diff(self._first_segment)
+        sizes = _sums(spans.length, spans.first_of_segment)
+        begin = offsets(sizes)
+        self._row = np.repeat(np.arange(num_rows), counts)
+        self._number = np.arange(len(sizes)) - self._first_segment[self._row]
+        self._inside = begin[:-1] - begin[self._first_segment][self._row]
+        owner = np.searchsorted(spans.first, spans.first_of_segment[:-1], side="right") - 1
+        self._episode = episodes[owner]
+        segments = _Runs(self._first_segment)
+        self._x_edges = segments.edges
+        self._x_length = segments.put(sizes, room)
+        # The last token of a row is not in x.
+        self._x_length[segments.end - (room == 0)] -= 1
+        self._x_number = segments.put(self._number, counts).astype(np.int32)
+        self._x_start = segments.put(self._inside, filled).astype(np.int32)
+        self._columns = filled, _sums(cut > 0, first), _sums(cut, first), counts
 
-    # The last token of a row is not in x.
-    length = segments.put(sizes, room)
-    length[segments.end - (room == 0)] -= 1
-    numbers = np.repeat(segments.put(number, np.diff(first_of_row)).astype(np.int32), length)
-    positions = np.repeat(segments.put(inside, filled).astype(np.int32), length).reshape(x.shape)
-    np.subtract(np.arange(layout.block_size, dtype=np.int32), positions, out=positions)
-    episode_ids = np.full((num_rows, max(1, int(np.diff(first_of_row).max(initial=0)))), -1, dtype=np.int64)
-    owner = np.searchsorted(spans.first, spans.first_of_segment[:-1], side="right") - 1
-    episode_ids[row, number] = episodes[owner]
-    batch = Batch(x, y, loss_mask, weights, positions, numbers.reshape(x.shape), episode_ids)
-    return Made(batch, filled, _sums(cut > 0, first), _sums(cut, first), np.diff(first_of_row))
+    def make(self, start: int, stop: int) -> Made:
+        """The arrays of some of the rows."""
+        shape = stop - start, self._block_size
+        ids = self._tokens.read(self._token_edges[start], self._token_edges[stop]).reshape(shape[0], shape[1] + 1)
+        runs = slice(self._y_edges[start], self._y_edges[stop])
+        weights = np.repeat(self._weight[runs], self._y_length[runs]).reshape(shape)
+        of = slice(self._first_segment[start], self._first_segment[stop])
+        row, number, inside = self._row[of] - start, self._number[of], self._inside[of]
+        # No loss crosses a border: neither is the first token of any later segment predicted.
+        if len(row) > shape[0]:
+            later = number > 0
+            weights[row[later], inside[later] - 1] = 0
+        loss_mask = weights > 0
+        x, y = _pair(ids, loss_mask)
+        if self._target is not None:
+            target = np.repeat(self._target[runs], self._y_length[runs]).reshape(shape)
+            np.copyto(y, target, where=loss_mask & (target >= 0))
+
+        runs = slice(self._x_edges[start], self._x_edges[stop])
+        length = self._x_length[runs]
+        segments = np.repeat(self._x_number[runs], length).reshape(shape)
+        positions = np.repeat(self._x_start[runs], length).reshape(shape)
+        np.subtract(np.arange(shape[1], dtype=np.int32), positions, out=positions)
+        columns = [column[start:stop] for column in self._columns]
+        episode_ids = np.full((shape[0], max(1, int(columns[-1].max(initial=0)))), -1, dtype=np.int64)
+        episode_ids[row, number] = self._episode[of]
+        return Made(Batch(x, y, loss_mask, weights, positions, segments, episode_ids), *columns)
 
 
 class Made(NamedTuple):
@@ -213,15 +238,14 @@ class Made(NamedTuple):
 class _Runs:
     """Places for runs of several rows one after the other, each followed by one of padding.
 
-    first 0 2 3  ->  a a - b -
+    first 0 2 3  ->  a a - b -        edges 0 3 5
     """
 
     def __init__(self, first: Index) -> None:
-        count = np.diff(first)
-        edges = offsets(count + 1)
-        self.begin, self.end = edges[:-1], edges[1:] - 1
+        self.edges = offsets(np.diff(first) + 1)
+        self.begin, self.end = self.edges[:-1], self.edges[1:] - 1
         """The first run of each row, and its padding."""
-        self._real = np.ones(edges[-1], dtype=np.bool_)
+        self._real = np.ones(self.edges[-1], dtype=np.bool_)
         self._real[self.end] = False
 
     def put(self, values: NDArray[Any], padding: NDArray[Any] | int) -> NDArray[Any]:
@@ -240,15 +264,11 @@ def row_digests(batch: Batch, *, step: int, first_row: int) -> NDArray[np.uint64
 
     Digests of several rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
     """
+    # -100 becomes a number that no token has: the width of tokens is all that targets need.
+    parts = (batch.x.astype("<u4"), batch.y.astype("<u4"), batch.weights.astype("<f4").view("<u4"))
     digests = np.empty((len(batch.x), 2), dtype=np.uint64)
-    for number, (x, y, weights, episodes) in enumerate(
-        zip(batch.x, batch.y, batch.weights, batch.episode_ids, strict=True)
-    ):
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(np.array([step, first_row + number], dtype="<i8").data)
-        digest.update(np.append(episodes[episodes >= 0], -1).astype("<i8").data)
-        digest.update(x.astype("<u4").data)
-        digest.update(y.astype("<i8").data)
-        digest.update(weights.astype("<f4").data)
+    for number, (row, episodes) in enumerate(zip(np.concatenate(parts, axis=1), batch.episode_ids, strict=True)):
+        digest = hashlib.blake2b(row.data, digest_size=16)
+        digest.update(np.append(episodes[episodes >= 0], (-1, step, first_row + number)).astype("<i8").data)
         digests[number] = np.frombuffer(digest.digest(), dtype="<u8")
     return digests

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.load.batch import Batch, Counts, lay_out, row_digests
-from chatmill.load.plan import Plan, Step, fill, join
+from chatmill.load.batch import Batch, Counts, Made, Sheet, row_digests
+from chatmill.load.plan import Plan, Step, Window, fill, join
 from chatmill.load.tally import tally
 from chatmill.rows import Index
 
-SLAB = 1 << 17
-"""Positions of x that are made together: many small batches cost little more than one."""
-MOST = 32
-"""Batches that are made together at most, however small."""
+LOOKED_UP, MADE = 1 << 19, 1 << 15
+"""Positions of x that are looked up together, and of which arrays are made together; one batch at least."""
+MOST = 64
+"""Batches that are looked up together at most, however small."""
 
 Output = Callable[[Batch], tuple[Batch, Callable[[], None] | None]]
 """Arrays to what is handed out, and what is to be called then, if anything."""
@@ -49,25 +49,31 @@ class Maker:
     output: Output
 
     def slabs(self, steps: Iterator[Step]) -> Iterator[list[Item]]:
-        size = min(MOST, max(1, SLAB // (self.num_rows * self.plan.config.block_size)))
+        """The batches of these steps, some at a time."""
+        positions = self.num_rows * self.plan.config.block_size
+        size = min(MOST, max(1, LOOKED_UP // positions))
+        each = max(1, MADE // positions)
         while chunk := list(islice(steps, size)):
-            yield self.make(chunk)
+            parts = [step.rows(self.rank * self.num_rows, (self.rank + 1) * self.num_rows) for step in chunk]
+            together = join([fill(part, self.num_rows) for part in parts])
+            sheet = Sheet(self.plan.reader, together.episodes, together.first, self.plan.layout)
+            for at in range(0, len(chunk), each):
+                stop = min(at + each, len(chunk))
+                made = sheet.make(at * self.num_rows, stop * self.num_rows)
+                yield self._items(chunk[at:stop], parts[at:stop], made)
 
-    def make(self, steps: list[Step]) -> list[Item]:
-        size, first_row = self.num_rows, self.rank * self.num_rows
-        parts = [step.rows(first_row, first_row + size) for step in steps]
-        together = join([fill(part, size) for part in parts])
-        made = lay_out(self.plan.reader, together.episodes, together.first, self.plan.layout)
+    def _items(self, steps: list[Step], parts: list[Window], made: Made) -> list[Item]:
         digests: list[NDArray[np.uint64] | None] = [None] * len(steps)
         given: list[Index | None] = [None] * len(steps)
         if self.listened:
-            for number, batch in enumerate(made.split(size)):
-                rows = row_digests(batch, step=steps[number].at.step, first_row=first_row)
+            for number, batch in enumerate(made.split(self.num_rows)):
+                at, first_row = steps[number].at, self.rank * self.num_rows
+                rows = row_digests(batch, step=at.step, first_row=first_row)
                 digests[number] = rows.sum(axis=0, dtype=np.uint64)
                 given[number] = tally(self.plan, parts[number], batch)
-        counts = made.counts(size)
         arrays, ready = self.output(made.batch)
-        columns = zip(steps, made._replace(batch=arrays).split(size), counts, digests, given, strict=True)
+        batches = made._replace(batch=arrays).split(self.num_rows)
+        columns = zip(steps, batches, made.counts(self.num_rows), digests, given, strict=True)
         return [Item(*column, ready) for column in columns]
 
 

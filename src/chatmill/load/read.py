@@ -49,6 +49,22 @@ class Spans(NamedTuple):
     """The first span of each segment, and the number of all."""
 
 
+class Pieces(NamedTuple):
+    """Slices of several arrays, to be copied one after the other: piece i is arrays[which[i]][start[i]:stop[i]]."""
+
+    arrays: list[memoryview]
+    which: list[int]
+    start: list[int]
+    stop: list[int]
+    dtype: np.dtype[Any]
+
+    def read(self, first: int = 0, last: int | None = None) -> NDArray[Any]:
+        """Some of the pieces, joined."""
+        arrays, chosen = self.arrays, slice(first, last)
+        columns = zip(self.which[chosen], self.start[chosen], self.stop[chosen], strict=True)
+        return np.frombuffer(b"".join([arrays[of][a:b] for of, a, b in columns]), dtype=self.dtype)
+
+
 class Reader:
     """Reads the episodes of several splits by one numbering."""
 
@@ -81,14 +97,14 @@ class Reader:
             raise self._fault(int(shard[wrong.argmax()]), "the index points beyond the tokens")
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
-    def tokens(self, shard: Index, start: Index, stop: Index, *, pad: int, longest: int) -> NDArray[np.unsignedinteger]:
-        """Pieces of shards one after the other; a piece of shard -1 is padding, from 0 to at most `longest`."""
+    def tokens(self, shard: Index, start: Index, stop: Index, *, pad: int, longest: int) -> Pieces:
+        """Tokens of shards one after the other, yet to be copied; shard -1 is padding, from 0 to at most `longest`."""
         found = [of for of in _distinct(shard) if of >= 0]
         views = [self.array(of, TOKENS).data for of in found]
         views.append(np.full(longest, pad, dtype=self.dtype).data)
         # -1, the last of them, is the padding.
         which = np.where(shard < 0, -1, np.searchsorted(found, shard))
-        return _joined(views, which, start, stop, self.dtype)
+        return Pieces(views, which.tolist(), start.tolist(), stop.tolist(), self.dtype)
 
     def spans(self, places: Places, cut: Index) -> Spans:
         """The spans of these episodes without so many tokens of their beginnings.
@@ -112,7 +128,7 @@ class Reader:
                 begin[where], end[where] = edges[:-1], edges[1:]
             views.append(as_bytes(table).data)
             which[where] = at
-        stored = _joined(views, which, begin, end, STORED_SPAN)
+        stored = Pieces(views, which.tolist(), begin.tolist(), end.tolist(), STORED_SPAN).read()
         first = offsets(end - begin)
         length = stored["length"].astype(np.int64)
         edges = offsets(length)[first]
@@ -145,9 +161,8 @@ class Reader:
         edges = offsets(here.length)
         mask = np.ones(int(edges[-1]), dtype=np.bool_)
         if MASK in self._records[shard]:
-            view = [self.array(shard, MASK).data]
-            none = np.zeros(len(here.start), dtype=np.int64)
-            mask = _joined(view, none, here.start, here.start + here.length, np.dtype("u1")) > 0
+            view, stop = [self.array(shard, MASK).data], here.start + here.length
+            mask = Pieces(view, [0] * len(stop), here.start.tolist(), stop.tolist(), np.dtype("u1")).read() > 0
         begins = np.zeros(len(mask) + 1, dtype=np.bool_)
         np.not_equal(mask[1:], mask[:-1], out=begins[1:-1])
         begins[edges] = True
@@ -194,17 +209,6 @@ def _by_shard(shard: Index) -> Iterator[tuple[int, Where]]:
     edges = np.flatnonzero(np.diff(ordered, prepend=-1, append=-1))
     for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         yield int(ordered[begin]), order[begin:end]
-
-
-def _joined(views: list[memoryview], which: Index, start: Index, stop: Index, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Slices of several arrays one after the other, copied as bytes."""
-    if len(views) == 1:
-        view = views[0]
-        pieces = [view[a:b] for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
-    else:
-        columns = zip(which.tolist(), start.tolist(), stop.tolist(), strict=True)
-        pieces = [views[of][a:b] for of, a, b in columns]
-    return np.frombuffer(b"".join(pieces), dtype=dtype)
 
 
 def _own_segment(origins: Table, episodes: Index) -> bool:
