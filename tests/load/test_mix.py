@@ -6,10 +6,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from audit_material import make_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.errors import DataError, UsageError
+from chatmill.load.loader import EpisodeLoader
 from chatmill.load.mix import MIX_SFT, PERIOD, MixedOrder, Schedule, row_weights, shares
 from chatmill.load.order import make_order
 
@@ -143,6 +145,21 @@ def test_trained_tokens_come_within_half_a_percent_of_their_shares(spread):
     trained = np.concatenate(list(sizes.values()))[episodes]
     for number, share in enumerate(requested.values()):
         assert abs(trained[mixed.source_of(episodes) == number].sum() / trained.sum() - float(share)) < 0.005
+
+
+def test_100_000_rows_of_real_datasets_have_their_shares_of_trained_tokens(tmp_path):
+    for number, (name, count) in enumerate([("primer", 40), ("oasst1", 150), ("dolly15k", 90)]):
+        make_dataset(tmp_path / name, train=count, val=0, seed=number)
+    config = {"mix_by": "trained_tokens", "batch_size": 2000, "block_size": 48, "use_loss_mask": True}
+    loader = EpisodeLoader(tmp_path, config, tensors=False)
+    first = np.cumsum([len(source.episodes("train")) for source in loader.sources])
+    trained = np.zeros(3, dtype=np.int64)
+    for _ in range(50):
+        batch = loader.get_batch()
+        source = np.searchsorted(first, batch.episode_ids[:, 0], side="right")
+        np.add.at(trained, source, batch.loss_mask.sum(axis=1))
+    requested = [MIX_SFT[source.name] for source in loader.sources]
+    np.testing.assert_allclose(trained / trained.sum(), requested, rtol=0.005)
 
 
 def test_weights_that_mean_nothing_are_refused_together():
