@@ -37,7 +37,7 @@ MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"__main__"}
 
 HEAVY = {"torch", "transformers", "peft", "triton"}
 HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout"}
-HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft"}
+HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft", "cli"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def violations(path: Path, package: Path) -> Iterator[str]:
         elif top in HEAVY and not found.for_types and part not in heavy_parts(found):
             yield (
                 f"{place}:{found.line}: {part} imports {top}; only {listed(HEAVY_AT_MODULE_LEVEL)} may, "
-                f"sft inside a function, and any part under TYPE_CHECKING"
+                f"sft and cli inside a function, and any part under TYPE_CHECKING"
             )
 
 

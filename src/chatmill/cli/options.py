@@ -41,7 +41,10 @@ RejectsFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 FormatName = Annotated[
     str,
-    typer.Option("--format", help="How conversations are written: a preset (see `chatmill formats`) or a .toml file."),
+    typer.Option(
+        "--format",
+        help="How conversations are written: a preset (see `chatmill formats`), a .toml file, or `template`.",
+    ),
 ]
 TokenizerName = Annotated[
     str,
@@ -49,6 +52,28 @@ TokenizerName = Annotated[
         "--tokenizer",
         help="`bytes` (embedded), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face folder.",
     ),
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template", metavar="FILE", help="With --format template: a Jinja file instead of the tokenizer's own."
+    ),
+]
+TemplateArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template-arg",
+        metavar="NAME=VALUE",
+        help="What the template is given besides, such as enable_thinking=false.",
+    ),
+]
+TemplateDate = Annotated[
+    str | None,
+    typer.Option(metavar="YYYY-MM-DD", help="The day that a template is told which asks for it. Today, if left out."),
+]
+MaskName = Annotated[
+    Literal["derived", "tags"],
+    typer.Option("--mask", help="With --format template: derive what is trained, or follow its generation tags."),
 ]
 AddTokens = Annotated[
     bool, typer.Option("--add-tokens", help="Add the control tokens of the format that the tokenizer lacks.")

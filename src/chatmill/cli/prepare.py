@@ -19,11 +19,15 @@ from chatmill.cli.options import (
     DEFAULT_REJECTS,
     AddTokens,
     AsJson,
+    ChatTemplate,
     FormatName,
     Inputs,
+    MaskName,
     OnError,
     RejectsFile,
     Shape,
+    TemplateArgs,
+    TemplateDate,
     TokenizerName,
     echo_json,
     tell_ledger,
@@ -55,6 +59,10 @@ def prepare_command(
     tokenizer: TokenizerName = "bytes",
     format: FormatName = "chatml",
     add_tokens: AddTokens = False,
+    chat_template: ChatTemplate = None,
+    template_arg: TemplateArgs = None,
+    template_date: TemplateDate = None,
+    mask: MaskName = "derived",
     shape: Shape = None,
     train_on: Annotated[
         TrainOn,
@@ -104,7 +112,8 @@ def prepare_command(
     Examples:
       chatmill prepare data/conversations.jsonl -o data/v1 --val-split 0.1
       chatmill prepare 'chat/*.jsonl' -o data/v2 --tokenizer tokenizer.json --max-tokens 2048 --pack 4096
-      chatmill prepare recipe.toml -o data/v3
+      chatmill prepare chat.jsonl -o data/v3 --format template --tokenizer Qwen3-4B
+      chatmill prepare recipe.toml -o data/v4
     """
     if len(inputs) == 1 and inputs[0].endswith(".toml"):
         given = [
@@ -124,6 +133,10 @@ def prepare_command(
             tokenizer=tokenizer,
             format=format,
             add_tokens=add_tokens,
+            chat_template=chat_template,
+            template_args=tuple(template_arg or ()),
+            template_date=template_date,
+            mask=mask,
             train_on=train_on,
             max_tokens=max_tokens,
             fit=fit,

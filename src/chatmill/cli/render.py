@@ -17,11 +17,15 @@ from chatmill.cli.options import (
     DEFAULT_REJECTS,
     AddTokens,
     AsJson,
+    ChatTemplate,
     FormatName,
     Inputs,
+    MaskName,
     OnError,
     RejectsFile,
     Shape,
+    TemplateArgs,
+    TemplateDate,
     TokenizerName,
     progress,
     reading,
@@ -30,12 +34,11 @@ from chatmill.cli.options import (
 )
 from chatmill.errors import RecordError
 from chatmill.fit.truncate import FitRule, truncate
-from chatmill.format import load_format, render_chunks, renderable
+from chatmill.format import TemplateOptions, open_format
 from chatmill.ledger import Ledger
 from chatmill.load.batch import IGNORE_INDEX
 from chatmill.rows import Part, Role, Rows, Rule, TrainOn
 from chatmill.show.terminal import row_title, span_lines
-from chatmill.tokenizer import open_tokenizer
 
 SHOWN = 3
 
@@ -49,6 +52,10 @@ def render_command(
         typer.Option(help="Whose turns are trained: every assistant's, the last one's, or all but tool results."),
     ] = "assistant",
     add_tokens: AddTokens = False,
+    chat_template: ChatTemplate = None,
+    template_arg: TemplateArgs = None,
+    template_date: TemplateDate = None,
+    mask: MaskName = "derived",
     shape: Shape = None,
     on_error: OnError = "stop",
     rejects: RejectsFile = DEFAULT_REJECTS,
@@ -73,9 +80,10 @@ def render_command(
       chatmill render data/conversations.jsonl -n 1
       chatmill render data/conversations.jsonl -n 1 --max-tokens 150 --fit turns
       chatmill render chat.jsonl --tokenizer tokenizer.json --format primer --json > rows.jsonl
+      chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --template-arg enable_thinking=false
     """
-    chosen = load_format(format)
-    opened = open_tokenizer(tokenizer, control=chosen.tokens, add_tokens=add_tokens)
+    template = TemplateOptions(chat_template, template_arg or (), mask, template_date)
+    chosen = open_format(format, tokenizer, add_tokens=add_tokens, template=template)
     ledger, console = Ledger(), Console(highlight=False, soft_wrap=True)
     limit = limit or (None if as_json else SHOWN)
     with reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected):
@@ -86,8 +94,8 @@ def render_command(
             rejected(fault)
             ledger.add("rejected", fault.kind, rows=1)
 
-        counted = islice(renderable(progress(records, "records"), chosen, reject), limit)
-        for rows in render_chunks(counted, chosen, opened, train_on=train_on):
+        counted = islice(chosen.accepted(progress(records, "records"), reject), limit)
+        for rows in chosen.chunks(counted, train_on=train_on, ledger=ledger):
             ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
             # To look at, rows that teach nothing stay; they are noted.
             rows = truncate(
@@ -101,7 +109,7 @@ def render_command(
                     continue
                 console.print(Text(row_title(rows, row), style="bold"))
                 for line in span_lines(
-                    rows, row, opened, width=max(40, console.width - 42) if console.is_terminal else 100
+                    rows, row, chosen.tokenizer, width=max(40, console.width - 42) if console.is_terminal else 100
                 ):
                     console.print(line)
     ledger.check()

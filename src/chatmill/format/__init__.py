@@ -2,14 +2,19 @@
 
 from chatmill.format.body import record_texts
 from chatmill.format.chat_format import PRESETS, ChatFormat, Turn, load_format, parse_format
+from chatmill.format.opened import TEMPLATE, OpenFormat, TemplateOptions, open_format
 from chatmill.format.render import prompt_ids, render, render_chunks, renderable
 from chatmill.format.written import written_turns
 
 __all__ = [
     "PRESETS",
+    "TEMPLATE",
     "ChatFormat",
+    "OpenFormat",
+    "TemplateOptions",
     "Turn",
     "load_format",
+    "open_format",
     "parse_format",
     "prompt_ids",
     "record_texts",

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from chatmill.errors import UsageError, one_line
+from chatmill.format.opened import Mask
 from chatmill.rows import TrainOn
 
 Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]
@@ -35,6 +36,14 @@ class Job:
     tokenizer: str = "bytes"
     format: str = "chatml"
     add_tokens: bool = False
+    chat_template: str | None = None
+    """A Jinja file, for the format `template`, that goes before the one of the tokenizer's folder."""
+    template_args: tuple[str, ...] = ()
+    """What a chat template is given besides the conversation, as `name=value`."""
+    template_date: str | None = None
+    """The day that a chat template is told, if it asks; None is the day of the build."""
+    mask: Mask = "derived"
+    """Under a chat template: trained is what is derived to be, or what its generation tags say."""
     train_on: TrainOn = "assistant"
     max_tokens: int | None = None
     fit: Fit = "turns"

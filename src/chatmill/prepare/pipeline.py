@@ -6,7 +6,8 @@ import json
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def prepare(
     units = units_of(job, unit_bytes)
     _refuse_output_in_input(units, target)
     tools = tools or make_tools(job)
+    if tools.format.tells_time and job.template_date is None:
+        # Part of the job from here on: the bytes depend on it.
+        job = replace(job, template_date=datetime.now().date().isoformat())
     _check_vocabulary(tools)
     identity = _identity(units)
     with workplace(target, _fingerprint(job, tools, units, identity), resume=resume, overwrite=overwrite) as place:
@@ -202,7 +206,9 @@ def _check_vocabulary(tools: Tools) -> None:
 def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
     """The job as the dataset remembers it: what changed its bytes, and not where the files lay."""
     config = job.to_json()
-    del config["tokenizer"], config["on_error"], config["format"]
+    for key in ("tokenizer", "on_error", "format", "chat_template", "template_args", "template_date", "mask"):
+        # What is in the tokenizer and the format already, or changes no byte.
+        del config[key]
     read = dict.fromkeys((unit.name, unit.part.shape, unit.part.source, unit.train_on, unit.only_val) for unit in units)
     config["sources"] = [list(source) for source in read]
     return config

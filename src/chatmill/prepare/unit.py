@@ -12,14 +12,14 @@ import numpy as np
 
 from chatmill.errors import DataError, RecordError
 from chatmill.fit.truncate import truncate_from
-from chatmill.format import ChatFormat, load_format, render_chunks, renderable
+from chatmill.format import OpenFormat, TemplateOptions, open_format
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged, save
 from chatmill.records import Part, Record, read_part, record_key
 from chatmill.rows import File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
-from chatmill.tokenizer import Tokenizer, open_tokenizer
+from chatmill.tokenizer import Tokenizer
 
 CHUNK = 512
 """Records that are rendered at a time; small, because several processes do so at once."""
@@ -51,7 +51,7 @@ class Unit:
 class Tools:
     """What every unit needs and is made once a process."""
 
-    format: ChatFormat
+    format: OpenFormat
     tokenizer: Tokenizer
 
 
@@ -68,15 +68,16 @@ class Done:
 
 
 def make_tools(job: Job) -> Tools:
-    format = load_format(job.format)
-    return Tools(format, open_tokenizer(job.tokenizer, control=format.tokens, add_tokens=job.add_tokens))
+    template = TemplateOptions(job.chat_template, job.template_args, job.mask, job.template_date)
+    format = open_format(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template)
+    return Tools(format, format.tokenizer)
 
 
 def run_unit(unit: Unit, job: Job, tools: Tools, folder: Path) -> Done:
     """Read, render and fit one unit. With `on_error` "stop" its first fault is raised."""
     records = _Records(unit, job, tools)
     out = _Files(unit, tools, folder)
-    for rows in render_chunks(records, tools.format, tools.tokenizer, train_on=unit.train_on, chunk=CHUNK):
+    for rows in tools.format.chunks(records, train_on=unit.train_on, chunk=CHUNK, ledger=records.ledger):
         _check_ids(rows, tools.tokenizer.vocab_size)
         rows.origins["key"] = records.keys_of(len(rows))
         count, source = len(rows), np.arange(len(rows), dtype=np.int64)
@@ -131,7 +132,7 @@ class _Records:
     def __iter__(self) -> Iterator[Record]:
         try:
             records = read_part(self._unit.part, on_fault=self._fault, on_end=self._end)
-            for record in renderable(records, self._format, self._fault):
+            for record in self._format.accepted(records, self._fault):
                 self._keys += record_key(record)
                 yield record
         except RecordError as fault:

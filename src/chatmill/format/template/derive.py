@@ -101,7 +101,8 @@ def _visible(rendering: Rendering, trace: Trace) -> Rendering:
             trace.asked(bool, (piece.slot,), answer=bool(piece.text))
         if piece.text:
             kept.append(at)
-    return Rendering(tuple(rendering.pieces[at] for at in kept), tuple(rendering.owners[at] for at in kept))
+    pieces = tuple(rendering.pieces[at] for at in kept)
+    return Rendering(pieces, tuple(rendering.owners[at] for at in kept), tuple(rendering.lines[at] for at in kept))
 
 
 def _agree(text: str, turn: Turn, prefix: Prefix) -> None:

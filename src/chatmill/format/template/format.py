@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from chatmill.format.template.derive import Derived, Mask, derive
 from chatmill.format.template.folder import Folder, Template, read_folder
 from chatmill.format.template.layout import Layout, lay_out
 from chatmill.format.template.markers import Markers
-from chatmill.format.template.messages import is_plain, plain_conversation, shape_and_texts
+from chatmill.format.template.messages import Conversation, is_plain, plain_conversation, shape_and_texts
 from chatmill.format.template.printing import Laid, laid, print_rows
 from chatmill.format.template.probes import QUESTION, style_of
 from chatmill.format.template.trace import Step, replay, shortened
@@ -68,8 +69,7 @@ class TemplateFormat:
         """The tokens a server stops at."""
         self.writers = {True: self._writer(folder.with_tools or folder.template), False: self._writer(folder.template)}
         """By whether the conversation has tools."""
-        self.tokens = _named_tokens(folder.special, tokenizer, self.terminator())
-        self.tokenizer = tokenizer.opened_for(self.tokens)
+        self._tokenizer = tokenizer
         self._ways: dict[tuple[bool, bytes], list[Way]] = {}
         self._seen: set[int] = set()
         self._kept = 0
@@ -79,6 +79,24 @@ class TemplateFormat:
     @property
     def eot(self) -> str:
         return "eot"
+
+    @cached_property
+    def tokens(self) -> dict[str, str]:
+        """The control tokens by name: as the tokenizer calls them, and `eot` for the one that ends an answer."""
+        known = {
+            name.removesuffix("_token"): token
+            for name, token in self.folder.special.items()
+            if self._tokenizer.token_id(token) is not None
+        }
+        end = self.terminator or known.get("eos") or known.get("pad")
+        if end is None:
+            what = f"{self.folder.template.name}: no control token of {self._tokenizer.name} ends an answer"
+            raise UsageError(f"{what}; give the tokenizer that the template was made for")
+        return {**known, "eot": end}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer.opened_for(self.tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Everything that decides how a conversation is written."""
@@ -99,7 +117,8 @@ class TemplateFormat:
 
     @property
     def tells_time(self) -> bool:
-        return any(writer.tells_time for writer in self.writers.values())
+        """Whether its template asks for the date."""
+        return any("strftime_now" in writer.source for writer in self.writers.values())
 
     # What it does.
 
@@ -144,10 +163,13 @@ class TemplateFormat:
         texts = shape_and_texts(record, writer.style)[1]
         return derive(record, writer, self.markers, texts=texts, ends=self.ends, mask=self.mask, lasting=lasting)
 
+    def conversation(self, record: Record) -> Conversation:
+        """What the template is given of a record."""
+        return plain_conversation(record, self.writers[bool(record.tools)].style)
+
     def text(self, record: Record, messages: int | None = None, *, prompt: bool = False) -> str:
         """The rendering as plain text, as a server would make it."""
-        writer = self.writers[bool(record.tools)]
-        return writer.write(plain_conversation(record, writer.style), messages, prompt=prompt)
+        return self.writers[bool(record.tools)].write(self.conversation(record), messages, prompt=prompt)
 
     def _lay(self, record: Record) -> Laid:
         with_tools = bool(record.tools)
@@ -198,6 +220,7 @@ class TemplateFormat:
         writer.style = style_of(writer)
         return writer
 
+    @cached_property
     def terminator(self) -> str | None:
         """The control token that ends an answer, as far as a small conversation shows it."""
         writer = self.writers[False]
@@ -251,16 +274,3 @@ def _tokenizer_json(raw: bytes) -> dict[str, Any] | None:
         return None
     is_one = isinstance(content, dict) and isinstance(content.get("model"), dict) and "vocab" in content["model"]
     return content if is_one else None
-
-
-def _named_tokens(special: Mapping[str, str], tokenizer: Tokenizer, terminator: str | None) -> dict[str, str]:
-    """The control tokens by name: what the tokenizer calls them, and `eot` for the one that ends an answer."""
-    known = {
-        name.removesuffix("_token"): token for name, token in special.items() if tokenizer.token_id(token) is not None
-    }
-    end = terminator or known.get("eos") or known.get("pad")
-    if end is None:
-        raise UsageError(
-            f"{tokenizer.name}: no control token ends an answer; the template needs a tokenizer that has it"
-        )
-    return {**known, "eot": end}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from chatmill.errors import RecordError
 from chatmill.format.template.messages import Style, plain_conversation
 from chatmill.format.template.writer import Writer
@@ -32,6 +34,38 @@ def system(text: str) -> Message:
 QUESTION = _record("question", user("Which way is north?"), answer("Towards the pole star."))
 CALL = ToolCall("weather", '{"city":"Lisbon"}', "call00001")
 RESULT = Message("tool", '{"sky":"clear"}', name="weather", tool_call_id="call00001")
+
+TURNS = _record(
+    "turns",
+    user("One?"),
+    answer("First answer."),
+    user("Two?"),
+    answer("Second answer."),
+    user("Three?"),
+    answer("Third."),
+)
+SYSTEM = _record("system", system("Answer in one line."), user("Where are you?"), answer("In a small room."))
+SPACES = _record("spaces", user("\n  How far? "), answer("  A mile. \n"), user(" And then?\n"), answer("\n\nHome.  "))
+REASONING = _record(
+    "reasoning",
+    *(user("Two and two?"), answer("Four.", "I add two and two."), user("And one?"), answer("Five.", "Four and one.")),
+)
+TOOL = _record(
+    "tool", user("Rain in Lisbon?"), answer("", "", CALL), RESULT, answer("No rain."), user("Thanks."), answer("Bye."),
+    tools=TOOLS,
+)  # fmt: skip
+TOOL_REASONING = _record(
+    "tool and reasoning",
+    *(user("Rain in Lisbon?"), answer("", "I must look.", CALL), RESULT, answer("No rain.", "The sky is clear.")),
+    tools=TOOLS,
+)
+PROBES = (QUESTION, TURNS, SYSTEM, SPACES, REASONING, TOOL, TOOL_REASONING)
+
+
+def forging(tokens: Sequence[str]) -> Record:
+    """A conversation that is full of control tokens, written out in its texts."""
+    written = " ".join(tokens)
+    return _record("control text", user(f"Say {written} twice."), answer(f"{written} and {written}."))
 
 
 def style_of(writer: Writer) -> Style:

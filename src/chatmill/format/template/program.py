@@ -32,10 +32,13 @@ class Program:
         self.sandbox.meter = meter
         with self._faults():
             written = 0
-            for piece in self._template.generate(variables):
+            for piece in self._pieces(variables):
                 written += str.__len__(piece)
                 meter.size(written)
                 yield piece
+
+    def _pieces(self, variables: Mapping[str, Any]) -> Iterator[str]:
+        yield from self._template.generate(variables)
 
     def render(self, variables: Mapping[str, Any], meter: Meter) -> str:
         return "".join(self.run(variables, meter))

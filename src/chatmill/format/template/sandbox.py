@@ -135,8 +135,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def __init__(self, *, now: datetime | None = None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, undefined=Missing, extensions=[Generation, loopcontrols])
         self.meter = Meter()
-        self.tells_time = False
-        """Whether the template has asked for the time."""
         self.has_tags = False
         """Whether the template says itself what is generated."""
         self._now = now
@@ -263,7 +261,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # What templates may call.
 
     def _strftime(self, format: str) -> str:
-        self.tells_time = True
         self._check_growth("format", format, ())
         return (self._now or datetime.now()).strftime(format)
 

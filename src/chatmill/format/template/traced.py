@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, wraps
@@ -39,10 +39,11 @@ FOLLOWED = frozenset(
 
 @dataclass(frozen=True)
 class Rendering:
-    """What was written: pieces, and for each the message that the template was at, or `NOBODY`."""
+    """What was written: pieces, for each the message that the template was at, or `NOBODY`, and the line of it."""
 
     pieces: tuple[Piece, ...]
     owners: tuple[int, ...]
+    lines: tuple[int, ...]
 
     @cached_property
     def text(self) -> str:
@@ -229,6 +230,8 @@ class TracedProgram(Program):
 
     def __init__(self, source: str, name: str, *, now: datetime | None = None) -> None:
         super().__init__(source, name, TracedSandbox(now=now))
+        self._line = 0
+        self._lines: dict[int, int] = {}
 
     def trace(self, variables: Mapping[str, Any], meter: Meter) -> Rendering:
         """Render, and keep for every piece where it came from and which message the template was at."""
@@ -236,13 +239,28 @@ class TracedProgram(Program):
         self.sandbox.begin(numbers)
         pieces: list[Piece] = []
         owners: list[int] = []
+        lines: list[int] = []
         for text in self.run(variables, meter):
-            owner = self.sandbox.owner()
+            owner, line = self.sandbox.owner(), self._line
             for piece in literal(text).pieces:
                 if piece.text or piece.slot is not None:
                     pieces.append(piece)
                     owners.append(owner)
-        return Rendering(tuple(pieces), tuple(owners))
+                    lines.append(piece.line or line)
+        return Rendering(tuple(pieces), tuple(owners), tuple(lines))
+
+    def _pieces(self, variables: Mapping[str, Any]) -> Iterator[str]:
+        """What the template writes; while it waits, `_line` is the line of it that wrote the last."""
+        running: Any = self._template.root_render_func(self._template.new_context(dict(variables)))
+        try:
+            for piece in running:
+                at = running.gi_frame.f_lineno
+                if at not in self._lines:
+                    self._lines[at] = self._template.get_corresponding_lineno(at)
+                self._line = self._lines[at]
+                yield piece
+        except Exception:
+            self.sandbox.handle_exception()
 
 
 def _escaped(text: Text, ensure_ascii: bool) -> Text:

@@ -31,11 +31,6 @@ class Writer:
         self._traced = TracedProgram(source, name, now=now)
 
     @property
-    def tells_time(self) -> bool:
-        """Whether what it has written so far depends on the time."""
-        return self._plain.sandbox.tells_time
-
-    @property
     def has_tags(self) -> bool:
         """Whether the template says itself what is generated."""
         return self._plain.sandbox.has_tags

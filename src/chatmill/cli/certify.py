@@ -1,0 +1,94 @@
+"""`chatmill certify`: hold a chat template against what training relies on, and say so line by line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from chatmill.cli.options import AsJson, ChatTemplate, MaskName, Shape, TemplateArgs, TemplateDate, echo_json, progress
+from chatmill.errors import ChatmillError
+from chatmill.format import TEMPLATE, TemplateOptions, open_format
+from chatmill.format.template import TemplateFormat
+from chatmill.format.template.certificate import Peer, certify
+from chatmill.records import Record, read
+
+
+class FailedError(ChatmillError):
+    """The certificate has been printed; this says only that it is not good."""
+
+
+def certify_command(
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", help="A Hugging Face folder, or any tokenizer with --chat-template.")
+    ],
+    inputs: Annotated[
+        list[str] | None, typer.Argument(metavar="[INPUT...]", help="Conversations of your own.", show_default=False)
+    ] = None,
+    chat_template: ChatTemplate = None,
+    template_arg: TemplateArgs = None,
+    template_date: TemplateDate = None,
+    mask: MaskName = "derived",
+    shape: Shape = None,
+    as_json: AsJson = False,
+) -> None:
+    """Certify a chat template: what it keeps of what training relies on, PASS or FAIL in one line each.
+
+    It is held against small conversations made for the purpose and, if given, against your own: the ids against those
+    of transformers, the mask by two derivations, the end of each answer against what the model stops at. Exit code 1
+    if a line says FAIL.
+
+    \b
+    Examples:
+      chatmill certify --tokenizer Qwen3-4B
+      chatmill certify --tokenizer Qwen3-4B chat.jsonl --template-arg enable_thinking=false
+      chatmill certify --tokenizer tokenizer.json --chat-template chatml.jinja --json
+    """
+    options = TemplateOptions(chat_template, template_arg or (), mask, template_date)
+    format = open_format(TEMPLATE, tokenizer, template=options)
+    assert isinstance(format, TemplateFormat)
+    peer, peer_name = transformers_peer(format, tokenizer)
+    records = progress(read(inputs, shape=shape), "records") if inputs else ()
+    findings = certify(format, records, peer=peer, peer_name=peer_name)
+    passed = all(finding.passed for finding in findings)
+    name = format.folder.template.name
+    if as_json:
+        lines = [finding._asdict() for finding in findings]
+        echo_json({"template": name, "passed": passed, "findings": lines})
+    else:
+        for finding in findings:
+            typer.echo(f"{'PASS' if finding.passed else 'FAIL'}  {finding.name:<10}  {finding.text}")
+    if not passed:
+        failed = [finding.name for finding in findings if not finding.passed]
+        raise FailedError(f"{name}: not certified: {', '.join(failed)}")
+
+
+def transformers_peer(format: TemplateFormat, tokenizer: str) -> tuple[Peer | None, str]:
+    """What `apply_chat_template` of the installed transformers gives, if it is there and opens the tokenizer."""
+    path = format.folder.tokenizer_json
+    if path is None:
+        return None, ""
+    try:
+        import transformers
+    except ImportError:
+        return None, ""
+    special = dict(format.folder.special)
+    if path.parent.joinpath("tokenizer_config.json").is_file():
+        opened: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent))
+    else:
+        opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **special)
+
+    def ids(record: Record) -> list[int]:
+        conversation = format.conversation(record)
+        return list(
+            opened.apply_chat_template(
+                conversation.messages,
+                tools=conversation.tools,
+                chat_template=format.writers[bool(record.tools)].source,
+                tokenize=True,
+                return_dict=False,
+                **format.arguments,
+            )
+        )
+
+    return ids, f"transformers {transformers.__version__}"
