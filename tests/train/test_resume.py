@@ -12,7 +12,6 @@ from train_material import curve, prepare, ranks, trained, weights
 from chatmill.errors import DataError, UsageError
 from chatmill.train.checkpoint import found, model_folder
 
-
 OFTEN = {"save_interval": 1, "keep_checkpoints": 8}
 
 

@@ -52,20 +52,20 @@ class Output:
         self._progress: Progress | None = None
         self._metrics: list[Journal | Board] = []
         self._rows: Journal | None = None
-        world.together(lambda: self._begin(dataset_dir) if self._first else None)
-        if self._first:
-            self._metrics.append(Journal(folder / METRICS))
-            if config.tensorboard:
-                self._metrics.append(Board(folder))
-            if not quiet:
-                self._progress = Progress(opened.step, opened.stage.stop, every=config.log_interval)
-        if config.log_rows:
-            self._rows = Journal(rows_file(folder, world.rank))
+        try:
+            world.together(lambda: self._begin(dataset_dir) if self._first else None)
+            if config.log_rows:
+                self._rows = Journal(rows_file(folder, world.rank))
+        except BaseException:
+            self.close()
+            raise
+        if self._first and not quiet:
+            self._progress = Progress(opened.step, opened.stage.stop, every=config.log_interval)
         for note in opened.notes:
             self.say(note)
 
     def _begin(self, dataset_dir: Path) -> None:
-        """Make the folder as it was when the run stood where it goes on."""
+        """Make the folder as it was when the run stood where it goes on, and open what is written line by line."""
         opened, folder = self._opened, self.folder
         files.make_folder(folder)
         checkpoints.clean(folder)
@@ -77,6 +77,9 @@ class Output:
         files.write_file(folder / CONFIG, (json.dumps(said, indent=1) + "\n").encode(), overwrite=True)
         if opened.config.log_rows:
             files.make_folder(folder / ROWS)
+        self._metrics.append(Journal(folder / METRICS))
+        if opened.config.tensorboard:
+            self._metrics.append(Board(folder))
 
     def say(self, text: str) -> None:
         """A line for who looks on."""

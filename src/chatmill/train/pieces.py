@@ -126,18 +126,19 @@ class Pieces:
         return shape if piece is None else (piece.rows, *shape[1:])
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows of a tensor; one without rows is read whole."""
-        found = []
-        for file, piece in self._places[name]:
-            if piece is None:
-                tensor = file.get_tensor(name)
-                return tensor[start:stop] if tensor.ndim else tensor
+        """Some rows of a tensor; a scalar is read as it is."""
+        file, piece = self._places[name][0]
+        if piece is None:
+            tensor = file.get_tensor(name)
+            return tensor[start:stop] if tensor.ndim else tensor
+        # Of no rows, so that a rank that holds none of a short tensor is given as many.
+        found = [file.get_tensor(name)[:0]]
+        for file, piece in sorted(self._places[name], key=lambda place: place[1].start):
             part = file.get_slice(name)
-            length = part.get_shape()[0]
-            first, last = max(start - piece.start, 0), min(stop - piece.start, length)
-            if first < last or length == 0:
-                found.append((piece.start + first, part[first : max(first, last)]))
-        together = torch.cat([tensor for _, tensor in sorted(found, key=lambda pair: pair[0])])
+            first, last = (min(max(edge - piece.start, 0), part.get_shape()[0]) for edge in (start, stop))
+            if first < last:
+                found.append(part[first:last])
+        together = torch.cat(found)
         if len(together) != stop - start:
             raise DataError(f"{name}: rows {start} to {stop} are not all there; the checkpoint lacks a file")
         return together

@@ -50,8 +50,10 @@ class _Scale:
     """Values to places in the picture."""
 
     def __init__(self, low: float, high: float, start: float, stop: float) -> None:
-        if low == high:
-            low, high = low - 0.5, high + 0.5
+        largest = max(1.0, abs(low), abs(high))
+        if high - low < 1e-9 * largest:
+            # A flat curve goes through the middle.
+            low, high = low - largest / 2, high + largest / 2
         self.low, self.high, self._start, self._stop = low, high, start, stop
 
     def __call__(self, value: float) -> float:

@@ -22,10 +22,12 @@ from chatmill.train.checkpoint import model_folder
 from chatmill.train.config import TrainConfig
 from chatmill.train.folder import open_model
 from chatmill.train.gpt import GPT
+from chatmill.train.pieces import file_info
 from chatmill.train.port import CausalModel
 
 TRAINING = "training.json"
 """What a model's folder says of how the model was trained: with which tokenizer, format and data."""
+TOKENIZER_JSON = "tokenizer.json"
 SCAN = 1 << 24
 
 
@@ -66,20 +68,28 @@ def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *,
     mine = loader.sources[0].tokenizer_sha256
     if config.check_tokenizer and mine is not None and tokenizer_sha256 not in (None, mine):
         faults.append(
-            f"{loader.dataset_dir}: was made with tokenizer {mine[:12]}…, the model with {str(tokenizer_sha256)[:12]}…; "
+            f"{loader.dataset_dir}: was made with tokenizer {mine[:12]}…, "
+            f"the model with {str(tokenizer_sha256)[:12]}…; "
             "prepare the data with the model's tokenizer, or set check_tokenizer to false if both are the same"
         )
     if faults:
         raise DataError("; ".join(faults))
 
 
-def tokenizer_of(config: TrainConfig) -> str | None:
-    """The hash of the tokenizer of the model that a config begins with, if its folder says."""
+def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
+    """The hash of the tokenizer of the model that a config begins with, as far as it can be told."""
     if config.init_from_model is None:
         return None
     folder = model_folder(config.init_from_model)
-    said = trained_with(folder).get("tokenizer_sha256")
-    return None if said is None else str(said)
+    said = trained_with(folder)
+    if said:
+        return said.get("tokenizer_sha256")
+    metadata = loader.sources[0].dataset.metadata
+    own = folder / TOKENIZER_JSON
+    if metadata is None or not own.is_file() or loader.sources[0].dataset.tokenizer_state().get("added_tokens"):
+        # Tokens that were added for the data make its tokenizer another one than the model's, and are right there.
+        return None
+    return file_info(own).sha256
 
 
 def data_vocab_size(loader: EpisodeLoader) -> int:
@@ -137,12 +147,10 @@ def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:
 
 def steps_in_pass(plan: Plan) -> int | None:
     """Batches of one epoch; None for an order that has none. `UsageError` if it does not fill a batch."""
-    windows = plan.num_windows()
-    if windows is None:
+    if plan.order.length is None:
         return None
     plan.step(Cursor())
-    size = plan.config.batch_size
-    rows = plan.num_eligible
     if plan.config.packing != "none":
-        rows = sum(plan.window(0, number).num_rows for number in range(windows))
-    return rows // size if plan.drop_last else -(-rows // size)
+        return sum(1 for _ in plan.one_epoch())
+    size = plan.config.batch_size
+    return plan.order.length // size if plan.drop_last else -(-plan.order.length // size)

@@ -166,4 +166,6 @@ def make_optimizer(
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
+    # A config may say 0 for 0.0, which AdamW does not take.
+    rates = {"lr": float(lr), "betas": (float(betas[0]), float(betas[1])), "eps": float(eps)}
+    return torch.optim.AdamW([group for group in groups if group["params"]], **rates, fused=True)

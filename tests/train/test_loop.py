@@ -1,0 +1,400 @@
+"""A run from its data to its results: what it writes, how it evaluates, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+import torch
+from model_material import plain_loss
+from train_material import SMALL, config, curve, prepare, ranks, run_chatmill, sums, trained, weights, write_files
+
+from chatmill.errors import ChatmillError, DataError, UsageError
+from chatmill.load.audit_check import verify_log
+from chatmill.load.loader import EpisodeLoader
+from chatmill.train.checkpoint import found, model_folder
+from chatmill.train.folder import open_model
+from chatmill.train.gpt import GPT
+from chatmill.train.journal import read_metrics, read_rows
+from chatmill.train.loop import NotFiniteError, OutOfMemoryError, train
+from chatmill.train.output import Step
+from chatmill.train.step import Stepper
+
+
+def test_a_run_leaves_its_config_metrics_picture_and_checkpoint(sums_data, tmp_path):
+    result = trained(sums_data, tmp_path, eval_interval=4)
+    assert sorted(path.name for path in result.folder.iterdir()) == [
+        "config.json",
+        "loss.svg",
+        "metrics.jsonl",
+        "step_00000004",
+        "step_00000008",
+    ]
+    stored = json.loads((result.folder / "config.json").read_text())
+    assert stored == {**config(eval_interval=4).to_json(), "dataset_dir": str(sums_data)}
+    lines = read_metrics(result.folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
+    steps = [line for line in lines if "loss" in line]
+    assert [sorted(line) for line in steps] == 8 * [sorted([*Step._fields, "tokens_per_second", "trained_per_second"])]
+    assert sum(line["tokens"] for line in steps) == result.tokens
+    assert sum(line["trained"] for line in steps) == result.trained
+    assert result.loss == steps[-1]["loss"] < steps[0]["loss"]
+    assert (result.step, result.total, result.stopped_by, result.checkpoint) == (8, 8, None, found(result.folder)[-1])
+    picture = ElementTree.fromstring((result.folder / "loss.svg").read_text())
+    assert picture.tag.endswith("svg")
+    assert len([part for part in picture if part.tag.endswith("polyline")]) == 2
+
+
+def test_training_is_adamw_on_the_batches_of_the_loader(sums_data, tmp_path):
+    settings = config(max_iters=5)
+    result = trained(sums_data, tmp_path, max_iters=5)
+    loader = EpisodeLoader(sums_data, settings)
+    torch.manual_seed(settings.seed)
+    model = GPT(settings.sizes(loader.vocab_size))
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    rates = [0.5, 1.0, *(0.1 + 0.9 * (1 + math.cos(math.pi * way / 3)) / 2 for way in range(3))]
+    losses = []
+    for rate in rates:
+        total, weight = plain_loss(model, loader.get_batch())
+        (total / weight).backward()
+        losses.append(float(total.detach()) / weight)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * rate
+        optimizer.step()
+        optimizer.zero_grad()
+    np.testing.assert_allclose([loss for _, loss in curve(result.folder)], losses, rtol=0, atol=1e-5)
+    for name, tensor in weights(result.checkpoint).items():
+        # AdamW makes much of the rounding of gradients that are close to zero.
+        np.testing.assert_allclose(tensor, model.state_dict()[name].numpy(), rtol=0, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("changes", [{"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 4}], ids=str)
+def test_a_run_does_not_depend_on_gradient_accumulation(sums_data, tmp_path, changes):
+    whole = trained(sums_data, tmp_path, name="whole")
+    parts = trained(sums_data, tmp_path, name="parts", **changes)
+    np.testing.assert_allclose(curve(parts.folder), curve(whole.folder), rtol=0, atol=1e-5)
+
+
+def test_packed_rows_train_the_same_conversations(sums_data, tmp_path):
+    result = trained(sums_data, tmp_path, packing="bins", block_size=63, max_iters=None, batch_size=2)
+    data = EpisodeLoader(sums_data, config()).plan("train")
+    rows = data.num_eligible
+    assert result.step == result.total < rows // 2
+    assert result.tokens > 0.8 * result.step * 2 * 63
+
+
+def test_evaluation_is_the_mean_over_all_trained_tokens(sums_data, tmp_path):
+    result = trained(sums_data, tmp_path, eval_interval=8)
+    model = open_model(model_folder(result.folder))
+    loader = EpisodeLoader(sums_data, config(batch_size=1, epoch_shuffle=False, epoch_drop_last=False), split="val")
+    count = loader.plan("val").num_eligible
+    with torch.no_grad():
+        parts = [plain_loss(model, loader.get_batch()) for _ in range(count)]
+    loss = sum(float(total) for total, _ in parts) / sum(weight for _, weight in parts)
+    line = read_metrics(result.folder)[-1]
+    assert abs(result.val_loss - loss) < 1e-5
+    assert abs(result.val_perplexity - math.exp(loss)) < 1e-3
+    assert (line["val_loss"], line["val_trained"]) == (result.val_loss, sum(weight for _, weight in parts))
+
+
+def test_evaluation_does_not_depend_on_batches_and_ranks(sums_data, tmp_path):
+    def run(rank: int) -> float:
+        return trained(sums_data, tmp_path / "two", max_iters=1, eval_interval=1, save_interval=0).val_loss
+
+    one = trained(sums_data, tmp_path, max_iters=1, eval_interval=1, save_interval=0).val_loss
+    cut = trained(sums_data, tmp_path / "cut", max_iters=1, eval_interval=1, gradient_accumulation_steps=2).val_loss
+    assert abs(cut - one) < 1e-5
+    assert np.ptp([one, *ranks(2, run)]) < 1e-5
+
+
+def test_evaluation_leaves_training_as_it_is(sums_data, tmp_path):
+    without = trained(sums_data, tmp_path, name="without")
+    with_it = trained(sums_data, tmp_path, name="with", eval_interval=1, eval_iters=1)
+    assert curve(with_it.folder) == curve(without.folder)
+    lines = [line for line in read_metrics(with_it.folder) if "val_loss" in line]
+    assert len(lines) == 8
+    assert 0 < lines[0]["val_trained"] < 40
+
+
+def test_what_an_evaluation_is_asked_besides_goes_into_the_metrics(sums_data, tmp_path):
+    seen = []
+
+    def ask(model, step):
+        seen.append((type(model), model.training, step))
+        return {"stop_rate": 0.5}
+
+    train(config(eval_interval=4), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, quiet=True, on_eval=ask)
+    assert seen == [(GPT, True, 4), (GPT, True, 8)]
+    assert [line["stop_rate"] for line in read_metrics(tmp_path / "run") if "val_loss" in line] == [0.5, 0.5]
+
+
+def test_without_val_nothing_is_evaluated_and_that_is_said(tmp_path, capsys):
+    data = prepare(tmp_path, "all")
+    result = train(config(eval_interval=2, max_iters=2), model_name="run", dataset_dir=data, out_dir=tmp_path)
+    assert result.val_loss is None
+    assert "has no episodes in val: nothing is evaluated" in capsys.readouterr().err
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(sums_data, tmp_path, capsys):
+    settings = config(log_interval=3, eval_interval=8)
+    train(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines[:3]] == ["step 3/8", "step 6/8", "step 8/8"]
+    assert [word.split()[-1] for word in lines[0].split("  ")[2:]] == ["tokens/s", "trained/s", "left"]
+    assert lines[3].startswith("step 8: val loss ")
+    assert len(lines) == 4
+
+
+def test_the_losses_of_conversations_are_kept_by_step(sums_data, tmp_path):
+    def run(rank: int) -> None:
+        trained(sums_data, tmp_path, name="two", log_rows=True, max_iters=3)
+
+    one = trained(sums_data, tmp_path, log_rows=True, max_iters=3)
+    ranks(2, run)
+    plan = EpisodeLoader(sums_data, config()).plan("train")
+    for number, step in zip(range(3), plan.one_epoch(), strict=False):
+        rows = read_rows(one.folder, number + 1)
+        assert [row.episode for row in rows] == step.episodes.tolist()
+        mean = sum(row.loss * row.weight for row in rows) / sum(row.weight for row in rows)
+        assert abs(mean - curve(one.folder)[number][1]) < 1e-6
+        both = read_rows(tmp_path / "two", number + 1)
+        assert [row.episode for row in both] == step.episodes.tolist()
+        np.testing.assert_allclose([row.loss for row in both], [row.loss for row in rows], rtol=0, atol=1e-5)
+    with pytest.raises(DataError, match="has no losses of step 4"):
+        read_rows(one.folder, 4)
+    with pytest.raises(DataError, match="train with --log_rows"):
+        read_rows(tmp_path, 1)
+
+
+def test_the_audit_log_goes_on_with_the_run_and_verifies(sums_data, tmp_path):
+    audit = str(tmp_path / "logs")
+    trained(sums_data, tmp_path, audit_dir=audit, max_iters=4, lr_schedule="constant")
+    again = trained(sums_data, tmp_path, audit_dir=audit, resume="auto", lr_schedule="constant")
+    (log,) = (tmp_path / "logs").glob("audit_*.log")
+    said = json.loads((again.checkpoint / "checkpoint.json").read_text())["audit"]
+    checked = verify_log(log, sums_data, heads={"the checkpoint": said["head"]})
+    assert checked.fault is None
+    actions = [part.split("action=")[1].split(" ")[0] for part in log.read_text().splitlines()]
+    first, second = ["dataset_load", "epoch_start", "steps"], ["resume", "dataset_load", "steps"]
+    assert actions == [*first, "checkpoint", *second, "checkpoint"]
+
+
+def test_a_run_that_began_without_an_audit_log_is_not_given_half_of_one(sums_data, tmp_path):
+    trained(sums_data, tmp_path, max_iters=4)
+    with pytest.raises(UsageError, match="began without an audit log; set it to null"):
+        trained(sums_data, tmp_path, audit_dir=str(tmp_path / "logs"), resume="auto")
+
+
+def test_ranks_share_one_audit_log(sums_data, tmp_path):
+    def run(rank: int) -> None:
+        trained(sums_data, tmp_path, audit_dir=str(tmp_path / "logs"), max_iters=4)
+
+    ranks(2, run)
+    (log,) = (tmp_path / "logs").glob("audit_*.log")
+    assert verify_log(log, sums_data).fault is None
+    assert "ranks=all" in log.read_text()
+
+
+# Stopping.
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_ends_the_run(sums_data, tmp_path, number):
+    def stop(step):
+        if step.step == 3:
+            os.kill(os.getpid(), number)
+
+    result = train(
+        config(max_iters=40),
+        model_name="run",
+        dataset_dir=sums_data,
+        out_dir=tmp_path,
+        watch=stop,
+        quiet=True,
+    )
+    assert result.stopped_by == number.name
+    assert 3 < result.step < 10
+    assert result.checkpoint == tmp_path / "run" / f"step_{result.step:08d}"
+    assert len(curve(result.folder)) == result.step
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    again = trained(sums_data, tmp_path, resume="auto", max_iters=40)
+    whole = trained(sums_data, tmp_path, name="whole", max_iters=40)
+    assert (again.step, again.stopped_by) == (40, None)
+    assert curve(again.folder) == curve(whole.folder)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(sums_data, tmp_path):
+    def run(rank: int) -> list:
+        def stop(step):
+            if step.step == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        result = train(
+            config(max_iters=40), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=stop, quiet=True
+        )
+        return [result.step, result.stopped_by]
+
+    (one, why), (other, _) = ranks(2, run)
+    assert one == other < 10
+    assert why == "a signal to another rank"
+    assert found(tmp_path / "run")[-1].name == f"step_{one:08d}"
+
+
+def test_a_second_signal_ends_at_once(sums_data, tmp_path):
+    def stop(step):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+    def both(step):
+        stop(step)
+        stop(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config(), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=both, quiet=True)
+
+
+# What cannot be trained.
+
+
+def broken(settings, vocab_size, value):
+    model = GPT(settings.sizes(vocab_size))
+    with torch.no_grad():
+        model.norm.weight[3] = value
+    return model
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_stops_and_names_the_episodes(sums_data, tmp_path, value):
+    settings = config(save_interval=1)
+    loader = EpisodeLoader(sums_data, settings)
+    episodes = next(iter(loader.plan("train").one_epoch())).episodes.tolist()
+    model = broken(settings, loader.vocab_size, value)
+    with pytest.raises(NotFiniteError) as error:
+        train(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, model=model, quiet=True)
+    said = str(error.value)
+    assert said.startswith("step 1: the loss is nan; its episodes are " + ", ".join(map(str, episodes)) + "; ")
+    assert "\n" not in said
+    # Nothing that is broken is ever saved.
+    assert found(tmp_path / "run") == []
+
+
+def test_a_run_that_breaks_later_names_that_step_and_the_last_good_checkpoint(sums_data, tmp_path):
+    with pytest.raises(NotFiniteError, match=r"^step \d+: .* go on from .*step_0000000\d$") as error:
+        trained(sums_data, tmp_path, learning_rate=1e30, warmup_iters=0, grad_clip=0, weight_decay=0, save_interval=1)
+    step = int(str(error.value).split()[1].rstrip(":"))
+    assert found(tmp_path / "run")[-1].name == f"step_{step - 1:08d}"
+
+
+def test_a_batch_without_trained_tokens_changes_nothing_to_nan(tmp_path):
+    data = write_files(tmp_path / "data", [[1, 2, 3, 4]] * 8, [[0, 0, 0, 0]] * 8)
+    result = trained(data, tmp_path, batch_size=2, pad_token_id=0, max_iters=4)
+    assert (result.step, result.loss, result.trained, result.untrained_rows) == (4, None, 0, 8)
+    assert [line["loss"] for line in read_metrics(result.folder)] == [None] * 4
+    assert all(np.isfinite(tensor).all() for tensor in weights(result.checkpoint).values())
+
+
+def test_ids_that_the_model_does_not_know_are_refused(sums_data, tmp_path):
+    with pytest.raises(
+        DataError, match=r"has token ids up to \d+, the model knows 100; use the tokenizer of the model"
+    ):
+        trained(sums_data, tmp_path, vocab_size=100)
+    foreign = write_files(tmp_path / "data", [[1, 2, 99, 4]] * 8, [[0, 1, 1, 1]] * 8)
+    with pytest.raises(DataError, match="has token ids up to 99, the model knows 99"):
+        trained(foreign, tmp_path, vocab_size=99, pad_token_id=0)
+    assert trained(foreign, tmp_path, pad_token_id=0, max_iters=1).step == 1
+
+
+def test_rows_longer_than_the_models_positions_are_refused(sums_data, tmp_path):
+    with pytest.raises(DataError, match="block_size is 65, the model has 64 positions; lower block_size"):
+        trained(sums_data, tmp_path, block_size=65)
+
+
+def test_a_model_of_another_tokenizer_is_refused(sums_data, tmp_path):
+    first = trained(sums_data, tmp_path, max_iters=1)
+    (tmp_path / "words.jsonl").write_text(sums(200))
+    own = str(tmp_path / "tokenizer.json")
+    run_chatmill("tokenizer", "train", str(tmp_path / "words.jsonl"), "--vocab-size", "264", "-o", own)
+    marked = prepare(tmp_path, "marked", "--tokenizer", own, "--add-tokens")
+    start = {"init_from_model": str(first.folder), "name": "second", "max_iters": 1}
+    with pytest.raises(DataError, match=r"was made with tokenizer [0-9a-f]{12}…, the model with [0-9a-f]{12}…"):
+        trained(marked, tmp_path, **start)
+    with pytest.raises(DataError, match="was made with tokenizer"):
+        trained(marked, tmp_path, resume="auto", max_iters=1)
+    assert trained(marked, tmp_path, **start, check_tokenizer=False).step == 1
+
+
+def test_a_model_is_begun_with_from_a_run_a_checkpoint_or_a_model(sums_data, tmp_path):
+    first = trained(sums_data, tmp_path, name="first")
+    for number, folder in enumerate([first.folder, first.checkpoint, first.checkpoint / "model"]):
+        name = f"next{number}"
+        result = trained(sums_data, tmp_path, name=name, init_from_model=str(folder), learning_rate=0, max_iters=1)
+        assert result.step == 1
+        for weight, tensor in weights(first.checkpoint).items():
+            np.testing.assert_array_equal(weights(result.checkpoint)[weight], tensor)
+    with pytest.raises(UsageError, match="nowhere: no such folder"):
+        trained(sums_data, tmp_path, name="none", init_from_model="nowhere")
+
+
+def test_a_dataset_that_fails_its_check_is_one_line(sums_data, tmp_path):
+    with pytest.raises(DataError) as error:
+        trained(tmp_path / "none", tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden"])
+def test_a_name_that_is_no_folders_is_refused(sums_data, tmp_path, name):
+    with pytest.raises(UsageError, match="model_name is"):
+        trained(sums_data, tmp_path, name=name)
+
+
+def test_a_full_gpu_says_what_to_lower(sums_data, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore lines.")
+
+    monkeypatch.setattr(Stepper, "step", full)
+    with pytest.raises(OutOfMemoryError) as error:
+        trained(sums_data, tmp_path, gradient_accumulation_steps=2)
+    assert str(error.value) == (
+        "the GPU is out of memory with 2 rows of 48 tokens at a time; "
+        "raise gradient_accumulation_steps from 2, or set activation_checkpointing"
+    )
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(sums_data, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match="pip install tensorboard"):
+        trained(sums_data, tmp_path, tensorboard=True)
+
+
+def test_random_order_has_no_pass(sums_data, tmp_path):
+    with pytest.raises(UsageError, match=r"max_iters is null, which is one pass, .* set max_iters"):
+        trained(sums_data, tmp_path, batch_sampling_mode="random", max_iters=None)
+    assert trained(sums_data, tmp_path, batch_sampling_mode="random", max_iters=2).step == 2
+
+
+def test_without_max_iters_a_run_is_one_pass(sums_data, tmp_path):
+    result = trained(sums_data, tmp_path, max_iters=None)
+    assert result.step == EpisodeLoader(sums_data, config()).plan("train").num_eligible // SMALL["batch_size"]
+
+
+def test_ranks_that_cannot_share_a_batch_all_say_so(sums_data, tmp_path):
+    def run(rank: int) -> str:
+        try:
+            trained(sums_data, tmp_path, batch_size=3)
+        except ChatmillError as error:
+            return str(error)
+        return "trained"
+
+    for said in ranks(2, run):
+        assert said.startswith("batch_size 3 cannot be shared by 2 ranks")

@@ -1,0 +1,101 @@
+"""Post-training: blocks of a stream, assistant spans, one pass."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from train_material import SMALL, config, curve, prepare, trained, write_files
+
+from chatmill import pack_chat_blocks
+from chatmill.errors import UsageError
+from chatmill.load.loader import EpisodeLoader
+from chatmill.train.journal import read_metrics
+
+SYSTEM, USER, ASSISTANT, END, EOS = 1, 2, 3, 4, 5
+TALK = [SYSTEM, 9, END, USER, 10, END, ASSISTANT, 11, 12, END, USER, 13, END, ASSISTANT, 14, END]
+MASK = [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
+MARKERS = {"system_id": SYSTEM, "user_id": USER, "assistant_id": ASSISTANT, "end_id": END, "eos_id": EOS}
+POST = {"post_training": True, "epoch_drop_last": False, "pad_token_id": 0}
+
+
+def test_the_loader_gives_a_loss_mask_that_marks_assistant_spans_with_their_markers(tmp_path):
+    data = write_files(tmp_path / "data", [TALK], [MASK])
+    settings = config(batch_size=1, block_size=len(TALK) - 1, **POST)
+    batch = EpisodeLoader(data, settings).get_batch()
+    assert batch.x.tolist() == [TALK[:-1]]
+    assert batch.loss_mask.tolist() == [[bool(bit) for bit in MASK[1:]]]
+
+
+def test_the_loss_mask_is_packed_and_aligned_with_the_ids():
+    blocks, masks = pack_chat_blocks([TALK], block_size=len(TALK) + 3, **MARKERS)
+    assert blocks == [[*TALK, EOS, EOS, EOS]]
+    assert masks == [[*(bool(bit) for bit in MASK), False, False, False]]
+
+
+def test_masked_tokens_give_targets_of_minus_100(tmp_path):
+    data = write_files(tmp_path / "data", [TALK], [MASK])
+    batch = EpisodeLoader(data, config(batch_size=1, block_size=len(TALK) - 1, **POST)).get_batch()
+    expected = [token if bit else -100 for token, bit in zip(TALK[1:], MASK[1:], strict=True)]
+    assert batch.y.tolist() == [expected]
+
+
+def test_training_ends_when_the_loader_does(tmp_path):
+    data = prepare(tmp_path, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
+    rows = EpisodeLoader(data, config()).plan("train").num_eligible
+    # Far more steps are asked for than a pass has, and the last batch is not full.
+    assert rows % 5
+    values = {**SMALL, "batch_size": 5, "max_iters": 10_000, "post_training": True}
+    values.pop("use_loss_mask")
+    result = trained(data, tmp_path, **values)
+    assert result.step == result.total == -(-rows // 5)
+    assert result.tokens == rows * 32
+    said = json.loads((result.checkpoint / "checkpoint.json").read_text())
+    assert said["loader"]["cursors"]["train"]["epoch"] == 1
+    again = trained(data, tmp_path, **values, resume="auto")
+    assert (again.step, again.loss) == (result.step, None)
+
+
+def test_fewer_steps_than_a_pass_may_be_asked_for(tmp_path):
+    data = write_files(tmp_path / "data", [TALK] * 9, [MASK] * 9)
+    assert trained(data, tmp_path, batch_size=2, max_iters=3, **POST).step == 3
+
+
+def test_blocks_without_trained_tokens_are_skipped_and_counted(tmp_path):
+    nothing = [0] * len(TALK)
+    masks = [MASK, nothing, nothing, MASK, nothing, MASK]
+    order = {"batch_size": 1, "epoch_shuffle": False, "lr_schedule": "constant", "warmup_iters": 0, "max_iters": None}
+    mixed = trained(write_files(tmp_path / "mixed", [TALK] * 6, masks), tmp_path, name="a", **order, **POST)
+    only = trained(write_files(tmp_path / "only", [TALK] * 3, [MASK] * 3), tmp_path, name="b", **order, **POST)
+    assert (mixed.step, mixed.skipped_steps, mixed.untrained_rows) == (6, 3, 3)
+    assert (only.step, only.skipped_steps, only.untrained_rows) == (3, 0, 0)
+    assert [line.get("skipped", 0) for line in read_metrics(mixed.folder)] == [0, 1, 1, 0, 1, 0]
+    # What is skipped leaves no trace: neither decay nor momentum.
+    assert [loss for _, loss in curve(mixed.folder)] == [loss for _, loss in curve(only.folder)]
+    state = "state-00000-of-00001.safetensors"
+    assert (mixed.checkpoint / state).read_bytes() == (only.checkpoint / state).read_bytes()
+
+
+def test_rows_without_trained_tokens_beside_others_are_counted(tmp_path):
+    data = write_files(tmp_path / "data", [TALK] * 4, [MASK, [0] * len(TALK), MASK, MASK])
+    result = trained(data, tmp_path, batch_size=2, max_iters=None, **POST)
+    assert (result.step, result.skipped_steps, result.untrained_rows) == (2, 0, 1)
+
+
+def test_an_order_without_a_pass_is_refused(tmp_path):
+    data = write_files(tmp_path / "data", [TALK] * 4, [MASK] * 4)
+    with pytest.raises(UsageError, match=r"post_training is one pass, .* set batch_sampling_mode to epoch"):
+        trained(data, tmp_path, batch_sampling_mode="random", **POST)
+
+
+def test_from_plain_training_to_post_training_the_warm_up_begins_again(tmp_path):
+    data = write_files(tmp_path / "data", [TALK] * 12, [MASK] * 12)
+    common = {"batch_size": 2, "pad_token_id": 0, "warmup_iters": None, "warmup_pct": 0.5, "epoch_drop_last": False}
+    trained(data, tmp_path, max_iters=4, **common)
+    result = trained(data, tmp_path, max_iters=None, resume="auto", post_training=True, **common)
+    # The whole pass again, and half of it in warm-up.
+    assert result.step == 4 + 6
+    rates = [line["lr"] / SMALL["learning_rate"] for line in read_metrics(result.folder)]
+    np.testing.assert_allclose(rates[:2], [1 / 2, 1])
+    np.testing.assert_allclose(rates[4:7], [1 / 3, 2 / 3, 1])

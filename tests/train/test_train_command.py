@@ -1,0 +1,251 @@
+"""`python train.py` and `chatmill train` as users run them, in an image that has little more than torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from train_material import SMALL, prepare
+
+from chatmill.cli.guard import guarded
+from chatmill.cli.main import main as chatmill
+from chatmill.errors import UsageError
+from chatmill.train.command import main
+from chatmill.train.journal import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKED = ("msgspec", "typer", "rich", "tokenizers", "fastokens", "jinja2", "transformers", "peft")
+ONLY_TORCH = f"""
+import runpy, sys
+for name in {BLOCKED!r}:
+    sys.modules[name] = None
+sys.path = [place for place in sys.path if not place.rstrip("/").endswith("src")]
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def place(sums_data, tmp_path, monkeypatch):
+    """A folder with the configs, and a dataset where the documented commands look for it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/chat_sft").symlink_to(sums_data)
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    return tmp_path
+
+
+class Started:
+    """The command in a process of its own, which has already imported all that it needs."""
+
+    def __init__(self, *args: str, **variables: str) -> None:
+        self._told = tempfile.TemporaryDirectory()
+        self._process = os.fork()
+        if self._process == 0:
+            try:
+                for number, name in ((1, "out"), (2, "err")):
+                    os.dup2(os.open(f"{self._told.name}/{name}", os.O_WRONLY | os.O_CREAT), number)
+                sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+                os.environ |= variables
+                guarded(lambda: main(args))
+                os._exit(0)
+            except SystemExit as ending:
+                sys.stdout.flush()
+                os._exit(ending.code if isinstance(ending.code, int) else 0)
+            finally:
+                os._exit(70)
+
+    def told(self, name: str) -> str:
+        path = Path(self._told.name) / name
+        return path.read_text() if path.exists() else ""
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process, number)
+
+    def ended(self) -> tuple[int, str, str]:
+        code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+        said = code, self.told("out"), self.told("err")
+        self._told.cleanup()
+        return said
+
+
+def flags(*more: str, name: str = "mine", data: str = "data/chat_sft") -> list[str]:
+    return ["--model_name", name, "--config_file", "small.json", "--dataset_dir", data, *more]
+
+
+def test_train_py_needs_only_numpy_torch_and_safetensors(place):
+    done = subprocess.run(
+        [sys.executable, "-c", ONLY_TORCH, str(ROOT / "train.py"), *flags("--max_iters", "2", "--json")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["finished"] is True
+    assert (place / "checkpoints/mine/step_00000002/model/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("size", ["150M", "30M"])
+def test_the_documented_command_trains(place, monkeypatch, capsys, size):
+    # As documented, with the sizes of the models brought down to what a test can wait for.
+    (place / "configs").unlink()
+    (place / "configs/sft1").mkdir(parents=True)
+    shipped = json.loads((ROOT / f"configs/sft1/{size}.json").read_text())
+    shipped |= {"n_layer": 1, "n_embd": 24, "n_head": 6, "n_ffn": 32, "block_size": 64}
+    (place / "configs/sft1/150M.json").write_text(json.dumps(shipped))
+    monkeypatch.setenv("POST_TRAINING", "")
+    command = "--model_name my_sft_model --config_file configs/sft1/150M.json --dataset_dir data/chat_sft"
+    main([*command.split(), "--max_iters", "2"])
+    assert "2 steps, " in capsys.readouterr().out
+    assert (place / "checkpoints/my_sft_model/step_00000002/model/config.json").is_file()
+    assert len(list((place / "logs/audit").glob("audit_*.log"))) == 1
+    mine = {"inherits": "configs/sft1/150M.json", "epoch_seed": 42, "batch_sampling_mode": "epoch"}
+    (place / "configs/sft1/my_experiment.json").write_text(json.dumps(mine))
+    command = "--model_name experiment_seed42 --config_file configs/sft1/my_experiment.json --dataset_dir data/chat_sft"
+    main([*command.split(), "--device", "cpu"])
+    steps = read_metrics(place / "checkpoints/experiment_seed42")
+    assert steps[-1]["step"] == 48 // shipped["batch_size"]
+    stored = json.loads((place / "checkpoints/experiment_seed42/config.json").read_text())
+    assert (stored["epoch_seed"], stored["use_loss_mask"]) == (42, True)
+
+
+def test_every_documented_flag_is_one(place, capsys):
+    given = {
+        "learning_rate": "0.002",
+        "eval_interval": "1",
+        "eval_iters": "2",
+        "batch_size": "2",
+        "block_size": "40",
+        "warmup_iters": "1",
+        "weight_decay": "0.3",
+        "grad_clip": "0.5",
+        "max_iters": "2",
+    }
+    main(flags(*(part for name, value in given.items() for part in (f"--{name}", value))))
+    stored = json.loads(Path("checkpoints/mine/config.json").read_text())
+    assert {name: stored[name] for name in given} == {name: json.loads(value) for name, value in given.items()}
+    assert len([line for line in read_metrics(Path("checkpoints/mine")) if "val_loss" in line]) == 2
+    main(flags("--init_from_model", "checkpoints/mine", "--max_iters", "1", name="next"))
+    assert json.loads(Path("checkpoints/next/config.json").read_text())["init_from_model"] == "checkpoints/mine"
+
+
+def test_a_run_goes_on_with_nothing_but_its_name(place, capsys):
+    main(flags("--max_iters", "4", "--log-rows"))
+    main(["--model_name", "mine", "--resume", "auto", "--max_iters", "6", "--json"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["step"], result["finished"], result["stopped_by"]) == (6, True, None)
+    assert result["checkpoint"] == "checkpoints/mine/step_00000006"
+    assert json.loads(Path("checkpoints/mine/config.json").read_text())["log_rows"] is True
+
+
+def test_chatmill_train_is_the_same_command(place, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["chatmill", "train", *flags("--max_iters", "1")])
+    with pytest.raises(SystemExit) as code:
+        chatmill()
+    assert not code.value.code
+    assert "see checkpoints/mine; checkpoint checkpoints/mine/step_00000001" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["chatmill", "train", "--help"])
+    with pytest.raises(SystemExit):
+        chatmill()
+    told = capsys.readouterr().out
+    assert "chatmill train --model_name mine --config_file configs/sft1/150M.json" in told
+    assert "--gradient_accumulation_steps" in told
+
+
+def test_chatmill_train_says_what_is_wrong_in_one_line(place, monkeypatch, capsys):
+    for args, code, said in (
+        (["--model_name", "x"], 2, "chatmill: dataset_dir is missing; expected the folder of a dataset\n"),
+        (["--bogus", "1"], 2, "chatmill: unrecognized arguments: --bogus 1; see chatmill train --help\n"),
+        ([], 2, "chatmill: --model_name is missing; expected a name for the run\n"),
+        (
+            flags("--grad_clip", "-1", "--seed", "x"),
+            2,
+            'chatmill: small.json: grad_clip is -1; expected a number from 0 on; seed is "x"; '
+            "expected a whole number from 0 on\n",
+        ),
+        (flags(data="data/none"), 1, "chatmill: data/none: no such folder; expected a dataset"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["chatmill", "train", *args])
+        with pytest.raises(SystemExit) as ending:
+            chatmill()
+        assert ending.value.code == code
+        err = capsys.readouterr().err
+        assert err.startswith(said.rstrip("\n"))
+        assert err.count("\n") == 1
+    assert not Path("checkpoints").exists()
+
+
+def test_flags_win_over_variables_and_these_over_the_file(place, monkeypatch, capsys):
+    monkeypatch.setenv("POST_TRAINING", "1")
+    monkeypatch.setenv("WARMUP_PCT", "0.5")
+    main(flags("--max_iters", "2"))
+    stored = json.loads(Path("checkpoints/mine/config.json").read_text())
+    assert (stored["post_training"], stored["warmup_pct"], stored["warmup_iters"]) == (True, 0.5, None)
+    main(flags("--max_iters", "2", "--post_training", "false", "--warmup_iters", "1", name="other"))
+    stored = json.loads(Path("checkpoints/other/config.json").read_text())
+    assert (stored["post_training"], stored["warmup_pct"], stored["warmup_iters"]) == (False, None, 1)
+
+
+def test_a_text_that_looks_like_a_number_is_a_folder_where_one_is_meant(place):
+    (place / "123").symlink_to(place / "data/chat_sft")
+    main(flags("--max_iters", "1", data="123"))
+    with pytest.raises(UsageError, match=r"^7: no such folder"):
+        main(flags("--init_from_model", "7", name="other"))
+
+
+def test_sigterm_saves_and_the_command_ends_well(place):
+    started = Started(*flags("--max_iters", "100000", "--log_interval", "1"))
+    while "step 2/" not in started.told("err"):
+        time.sleep(0.05)
+    started.signal(signal.SIGTERM)
+    code, out, _ = started.ended()
+    assert code == 0
+    assert out.startswith("stopped by SIGTERM at step ")
+    assert "go on with --resume auto" in out
+    step = int(out.split()[5])
+    assert (place / f"checkpoints/mine/step_{step:08d}/checkpoint.json").is_file()
+
+
+def world(count: int) -> list[dict[str, str]]:
+    """What torchrun tells its processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def test_ranks_train_one_model_and_only_the_first_speaks(place):
+    both = [Started(*flags("--max_iters", "3", "--parallel", "fsdp"), **variables) for variables in world(2)]
+    (code, out, err), other = [each.ended() for each in both]
+    assert (code, other) == (0, (0, "", ""))
+    assert "3 steps, " in out
+    assert "step 3/3" in err
+    assert len(read_metrics(place / "checkpoints/mine")) == 3
+
+
+def test_what_is_wrong_on_all_ranks_is_said_once(place):
+    both = [Started(*flags("--block_size", "1000"), **variables) for variables in world(2)]
+    (code, out, err), other = [each.ended() for each in both]
+    assert (code, out, other) == (1, "", (1, "", ""))
+    assert err == "chatmill: block_size is 1000, the model has 64 positions; lower block_size\n"
+
+
+def test_blocks_are_post_trained_with_the_documented_variable(place, monkeypatch, capsys):
+    data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
+    monkeypatch.setenv("POST_TRAINING", "1")
+    main(flags("--max_iters", "1000", data=str(data)))
+    stored = json.loads(Path("checkpoints/mine/config.json").read_text())
+    assert stored["post_training"] is True
+    assert "steps, " in capsys.readouterr().out
+    assert len(read_metrics(Path("checkpoints/mine"))) == -(-22 // SMALL["batch_size"])

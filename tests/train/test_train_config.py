@@ -1,0 +1,128 @@
+"""The configuration of a run: keys, their layers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from train_material import SMALL, config
+
+from chatmill.errors import UsageError
+from chatmill.train.config import TrainConfig, from_environment, layered
+from chatmill.train.schedule import Schedule
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.json"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_shipped_config_is_one_and_trains_what_the_mask_marks(name):
+    found = TrainConfig.from_file(ROOT / name)
+    assert found.use_loss_mask
+    assert found.block_size <= found.max_positions
+
+
+def test_the_documented_config_inherits_and_changes_a_seed(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    mine = tmp_path / "my_experiment.json"
+    mine.write_text('{"inherits": "configs/sft1/150M.json", "epoch_seed": 42, "batch_sampling_mode": "epoch"}')
+    base = json.loads((ROOT / "configs/sft1/150M.json").read_text())
+    found = TrainConfig.from_file(mine).to_json()
+    assert {name: found[name] for name in base} == {**base, "epoch_seed": 42}
+
+
+def test_all_faults_are_named_at_once():
+    wrong = {"learning_rat": 1, "grad_clip": -1, "parallel": "tp", "beta2": 1, "lora": {"rank": 3}, "n_layer": 1.5}
+    with pytest.raises(UsageError) as error:
+        TrainConfig.from_mapping(wrong, place="c.json")
+    said = str(error.value)
+    assert "\n" not in said
+    for part in (
+        'c.json: unknown key "learning_rat"',
+        "grad_clip is -1; expected a number from 0 on",
+        'parallel is "tp"; expected "ddp" or "fsdp"',
+        "beta2 is 1; expected a number from 0 to below 1",
+        'lora is {"rank": 3}; expected an object with r, alpha, dropout, targets, or null',
+        "n_layer is 1.5; expected a whole number from 1 on",
+        "(known: activation_checkpointing,",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_embd": 10, "n_head": 4}, "n_embd 10 is no multiple of n_head 4"),
+        ({"warmup_iters": 3, "warmup_pct": 0.5}, "warmup_iters is 3 and warmup_pct 0.5; expected one of them"),
+        ({"post_training": True, "use_loss_mask": False}, "post_training is true and use_loss_mask false"),
+        ({"lora": {"r": 4}}, "lora is given and init_from_model is not"),
+        ({"batch_size": 6, "gradient_accumulation_steps": 4}, "batch_size 6 cannot be taken in 4 equal parts"),
+        ({"warmup_iters": None, "warmup_pct": 3}, "warmup_pct is 3; expected a share from 0 to 1, such as 0.03"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(changes, said):
+    with pytest.raises(UsageError, match=r"^the config: ") as error:
+        config(**changes)
+    assert said in str(error.value)
+
+
+def test_post_training_is_on_the_mask_and_on_all_of_one_pass():
+    plain = {name: value for name, value in SMALL.items() if name != "use_loss_mask"}
+    found = TrainConfig.from_mapping({**plain, "post_training": True})
+    assert (found.use_loss_mask, found.epoch_drop_last) == (True, False)
+    kept = TrainConfig.from_mapping({**plain, "post_training": True, "epoch_drop_last": True})
+    assert kept.epoch_drop_last
+    assert TrainConfig.from_mapping(plain).use_loss_mask is False
+
+
+@pytest.mark.parametrize(
+    ("environment", "values"),
+    [
+        ({}, {}),
+        ({"POST_TRAINING": "", "WARMUP_PCT": ""}, {}),
+        ({"POST_TRAINING": "1", "WARMUP_PCT": "0.05"}, {"post_training": True, "warmup_pct": 0.05}),
+        ({"POST_TRAINING": "0", "HOME": "/"}, {"post_training": False}),
+    ],
+)
+def test_the_documented_variables_are_keys(environment, values):
+    assert from_environment(environment) == values
+
+
+def test_variables_that_say_nothing_sensible_are_refused_together():
+    with pytest.raises(UsageError, match=r"POST_TRAINING is yes; expected 0 or 1; WARMUP_PCT is 5%; expected a share"):
+        from_environment({"POST_TRAINING": "yes", "WARMUP_PCT": "5%"})
+
+
+def test_later_layers_win_and_the_two_warm_ups_are_one_key():
+    file, variables, flags = {"warmup_iters": 10, "seed": 1}, {"warmup_pct": 0.1}, {"seed": 2}
+    assert layered(file, variables, flags) == {"warmup_pct": 0.1, "seed": 2}
+    assert layered(variables, file) == file
+    assert layered({"warmup_pct": 0.1}, {"warmup_iters": None}) == {"warmup_pct": 0.1, "warmup_iters": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"warmup_iters": 7}, 7),
+        ({"warmup_iters": 0}, 0),
+        ({"warmup_iters": None, "warmup_pct": 0.1}, 101),
+        ({"warmup_iters": None, "warmup_pct": 1}, 1001),
+        ({"warmup_iters": None, "warmup_pct": 0}, 0),
+        ({"warmup_iters": None}, 31),
+    ],
+)
+def test_the_warm_up_is_a_number_of_steps_or_a_share_of_the_run(changes, steps):
+    assert config(**changes).warmup_steps(1001) == steps
+
+
+def rates(shape: str, warmup: int, total: int) -> list[float]:
+    schedule = Schedule(peak=1.0, floor=0.2, warmup=warmup, total=total, shape=shape)
+    return [round(schedule(step), 4) for step in range(total + 2)]
+
+
+def test_the_learning_rate_rises_and_falls():
+    assert rates("linear", 2, 6) == [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert rates("cosine", 0, 4) == [1.0, 0.8828, 0.6, 0.3172, 0.2, 0.2]
+    assert rates("constant", 4, 4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates("cosine", 3, 2) == [0.3333, 0.6667, 1.0, 1.0]
