@@ -20,6 +20,7 @@ from chatmill.errors import DataError
 from chatmill.store import files
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+KINDS = {name: dtype for dtype, name in DTYPES.items()}
 PIECES = "pieces"
 """The key of a file's own metadata under which its pieces are."""
 
@@ -102,18 +103,17 @@ class Pieces:
     """The tensors of several files, by name and rows."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._files = []
-        self._places: dict[str, list[tuple[Any, Piece | None]]] = {}
+        self._places: dict[str, list[tuple[Piece, Any]]] = {}
         for path in paths:
             try:
                 file: Any = safe_open(path, framework="pt")
                 pieces = json.loads((file.metadata() or {}).get(PIECES, "{}"))
             except (OSError, SafetensorError, ValueError) as error:
                 raise DataError(f"{path}: cannot be read ({error}); go on from another checkpoint") from None
-            self._files.append(file)
             for name in file.keys():  # noqa: SIM118 (not a mapping)
-                piece = Piece(*pieces[name]) if name in pieces else None
-                self._places.setdefault(name, []).append((file, piece))
+                part = file.get_slice(name)
+                piece = Piece(*pieces[name]) if name in pieces else Piece(0, *part.get_shape()[:1] or [1])
+                self._places.setdefault(name, []).append((piece, part))
 
     @property
     def names(self) -> set[str]:
@@ -121,20 +121,19 @@ class Pieces:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        file, piece = self._places[name][0]
-        shape = tuple(file.get_slice(name).get_shape())
-        return shape if piece is None else (piece.rows, *shape[1:])
+        piece, part = self._places[name][0]
+        shape = part.get_shape()
+        return (piece.rows, *shape[1:]) if shape else ()
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Some rows of a tensor; a scalar is read as it is."""
-        file, piece = self._places[name][0]
-        if piece is None:
-            tensor = file.get_tensor(name)
-            return tensor[start:stop] if tensor.ndim else tensor
-        # Of no rows, so that a rank that holds none of a short tensor is given as many.
-        found = [file.get_tensor(name)[:0]]
-        for file, piece in sorted(self._places[name], key=lambda place: place[1].start):
-            part = file.get_slice(name)
+        places = sorted(self._places[name], key=lambda place: place[0].start)
+        _, part = places[0]
+        if not part.get_shape():
+            return part[...]
+        # Of no rows: a rank may hold none of a short tensor.
+        found = [torch.empty(0, *part.get_shape()[1:], dtype=KINDS[part.get_dtype()])]
+        for piece, part in places:
             first, last = (min(max(edge - piece.start, 0), part.get_shape()[0]) for edge in (start, stop))
             if first < last:
                 found.append(part[first:last])

@@ -1,0 +1,155 @@
+"""Train a small model on a GPU in every way that a config offers, and compare: `python scripts/gpu_check.py`.
+
+Each way trains, stops half way, and goes on from its checkpoint; its losses must be close to those of float32 on the
+CPU, and no step may make the host wait for the GPU. Needs numpy, torch and safetensors, one GPU and half a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
+
+from chatmill.train.config import TrainConfig
+from chatmill.train.journal import read_metrics
+from chatmill.train.loop import train
+
+STEPS = 12
+CLOSE = 0.02
+"""How far bfloat16 may be from float32."""
+WAYS: dict[str, dict[str, Any]] = {
+    "float32 on the CPU": {"device": "cpu"},
+    "float32": {"dtype": "float32", "compile": False},
+    "bfloat16": {"compile": False},
+    "bfloat16, compiled": {},
+    "compiled, checkpointed": {"activation_checkpointing": True},
+    "losses by row": {"compile": False, "log_rows": True},
+    "ddp": {"parallel": "ddp"},
+    "fsdp": {"parallel": "fsdp"},
+    "fsdp, checkpointed": {"parallel": "fsdp", "activation_checkpointing": True},
+    "fsdp, sharded files": {"parallel": "fsdp", "checkpoint": "sharded"},
+}
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"}
+
+
+def write_data(folder: Path) -> Path:
+    """Episodes that count upwards, as another program would write them; the second half of each is trained."""
+    shard = folder / "train" / "shard_00000"
+    shard.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(40, 200, 400)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    np.concatenate([(rng.integers(1000) + np.arange(length)) % 1000 for length in lengths]).astype("<u2").tofile(
+        shard / "tokens.bin"
+    )
+    np.concatenate([np.arange(length) > length // 2 for length in lengths]).astype("u1").tofile(shard / "mask.bin")
+    np.stack([starts, lengths], axis=1).astype("<u8").tofile(shard / "episodes.idx")
+    return folder
+
+
+def config(data: Path, **changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        "dataset_dir": str(data),
+        "batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "block_size": 512,
+        "packing": "bins",
+        "use_loss_mask": True,
+        "pad_token_id": 0,
+        "n_layer": 4,
+        "n_embd": 256,
+        "n_head": 4,
+        "n_kv_head": 2,
+        "max_positions": 512,
+        "max_iters": STEPS,
+        "save_interval": STEPS // 2,
+        "eval_interval": 0,
+        "audit_dir": None,
+    }
+    return TrainConfig.from_mapping({**values, **changes})
+
+
+def losses(data: Path, out: Path, name: str, **changes: Any) -> list[float]:
+    """The loss of every step of a run that is stopped half way and goes on."""
+    ranks = "parallel" in changes
+    for variable, value in ONE_RANK.items():
+        os.environ.pop(variable, None)
+        if ranks:
+            os.environ[variable] = value
+    run = name.replace(" ", "_").replace(",", "")
+    settings = config(data, **changes)
+
+    def stop(step: Any) -> None:
+        if step.step == STEPS // 2 + 2:
+            raise KeyboardInterrupt
+
+    for resume, watch in ((None, stop), ("auto", None)):
+        try:
+            train(settings, model_name=run, out_dir=out, resume=resume, watch=watch, quiet=True)
+        except KeyboardInterrupt:
+            continue
+    if "log_rows" in changes:
+        lines = (out / run / "rows" / "rank_00000.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in read_metrics(out / run)]
+
+
+def waits() -> int:
+    """Operations of the steps of a run that made the host wait."""
+    with warnings.catch_warnings(record=True) as seen, tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("always")
+        data = write_data(Path(folder) / "data")
+
+        def watch(step: Any) -> None:
+            torch.cuda.set_sync_debug_mode("warn" if 3 <= step.step < STEPS - 1 else "default")
+
+        settings = config(data, save_interval=0, log_rows=True)
+        train(settings, model_name="waits", out_dir=Path(folder), watch=watch, quiet=True)
+        torch.cuda.set_sync_debug_mode("default")
+        found = [each for each in seen if "called a synchronizing CUDA operation" in str(each.message)]
+    for place in sorted({f"{each.filename}:{each.lineno}" for each in found}):
+        print(f"  the host waited at {place}")
+    return len(found)
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("torch finds no GPU")
+        return 1
+    faults = 0
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_data(Path(folder) / "data")
+        right: list[float] = []
+        for name, changes in WAYS.items():
+            began = time.perf_counter()
+            try:
+                found = losses(data, Path(folder), name, **changes)
+            except Exception:
+                traceback.print_exc()
+                faults += 1
+                continue
+            right = right or found
+            far = max(abs(one - other) for one, other in zip(found, right, strict=True))
+            faults += far > CLOSE
+            seconds = time.perf_counter() - began
+            print(f"{name:<24} {found[0]:.5f} to {found[-1]:.5f}, at most {far:.5f} off, {seconds:.1f} s", flush=True)
+    for variable in ONE_RANK:
+        os.environ.pop(variable, None)
+    count = waits()
+    print(f"operations that made the host wait: {count}")
+    return 1 if faults or count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
