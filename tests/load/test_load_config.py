@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -173,3 +175,10 @@ def test_only_what_changes_the_order_is_part_of_it():
         assert LoadConfig(**changes).order_part() != base
     packed = LoadConfig(packing="bins").order_part()
     assert LoadConfig(packing="bins", block_size=9).order_part() != packed
+
+
+def test_the_page_on_loading_has_every_key_with_its_default():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "loading.md").read_text("utf-8")
+    told = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", page, re.MULTILINE))
+    defaults = {name: json.dumps(value) for name, value in LoadConfig().to_json().items()}
+    assert {name: told.get(name, "").strip() for name in defaults} == defaults

@@ -278,7 +278,7 @@ def test_a_stateful_data_loader_goes_on_from_any_step(dataset, workers):
         return StatefulDataLoader(loader, batch_size=None, num_workers=workers)
 
     undisturbed = [batch.episode_ids.tolist() for batch in EpisodeLoader(dataset, SMALL, epochs=2)]
-    for step in (0, 1, 2, 5, 8, len(undisturbed)):
+    for step in (0, 3, 8, len(undisturbed)):
         first = made()
         begun = [batch.episode_ids.tolist() for batch in islice(iter(first), step)]
         state = copy.deepcopy(first.state_dict())
