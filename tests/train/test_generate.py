@@ -11,8 +11,9 @@ from model_material import small_gpt
 
 from chatmill.errors import DataError
 from chatmill.train.beams import beam_search
-from chatmill.train.generate import Sampling, choose, generate, generate_steps
+from chatmill.train.generate import Sampling, choose, generate, generate_steps, prefill
 from chatmill.train.gpt import GPT, GPTSizes
+from chatmill.train.port import CausalModel
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 1, 2, 3, 1]]
 END = 0
@@ -42,6 +43,16 @@ def test_greedy_answers_are_what_reading_everything_again_gives(model):
     answers = generate(model, PROMPTS, max_tokens=12, end_ids=[END])
     assert answers == [greedy(model, prompt, 12) for prompt in PROMPTS]
     assert len({tuple(answer) for answer in answers}) > 1
+
+
+def test_the_cache_gives_the_logits_of_reading_everything_again(model):
+    forced = torch.randint(1, 8, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, cache = prefill(model, PROMPTS, room=9)
+        for at in range(9):
+            wanted = [logprobs(model, prompt + forced[row, :at].tolist())[-1] for row, prompt in enumerate(PROMPTS)]
+            assert torch.allclose(logits.double().log_softmax(dim=1), torch.stack(wanted), atol=1e-4)
+            logits = model.step(forced[:, at], cache)
 
 
 def test_an_answer_stops_at_any_end_token_and_holds_it(model):
@@ -145,6 +156,33 @@ def test_with_beams_enough_the_best_of_all_answers_is_found(model, every_answer,
     ]
     found = beam_search(model, PROMPTS, beams=64, max_tokens=3, end_ids=[END], length_penalty=penalty)
     assert found == best
+
+
+class Markov(CausalModel):
+    """The next token depends on the last one alone, by a table of probabilities."""
+
+    vocab_size, max_positions = 2, 100
+
+    def __init__(self, table: list[list[float]]) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.tensor(table).log())
+
+    def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, room: int) -> tuple[torch.Tensor, Markov]:
+        return self.table[ids[torch.arange(len(ids)), lengths - 1]], self
+
+    def step(self, tokens: torch.Tensor, cache: object) -> torch.Tensor:
+        return self.table[tokens]
+
+    def take(self, rows: torch.Tensor) -> None:
+        """There is nothing to keep."""
+
+
+@pytest.mark.parametrize(("penalty", "best"), [(0.0, [END]), (1.0, [1] * 50)])
+def test_an_answer_that_ended_well_loses_to_a_longer_one_only_if_length_counts(penalty, best):
+    # To end at once is likely, but whoever goes on does so with near certainty.
+    model = Markov([[0.9, 0.1], [1e-6, 1 - 1e-6]])
+    found = beam_search(model, [[END]], beams=2, max_tokens=50, end_ids=[END], length_penalty=penalty)
+    assert found == [best]
 
 
 def test_one_beam_of_plain_likelihood_is_greedy(model):

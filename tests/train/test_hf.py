@@ -14,7 +14,7 @@ from model_material import VOCAB, conversation, gradients, inputs, packed, plain
 from chatmill.errors import DataError
 from chatmill.train.beams import beam_search
 from chatmill.train.folder import open_model
-from chatmill.train.generate import Sampling, generate
+from chatmill.train.generate import Sampling, generate, prefill
 from chatmill.train.hf import HFModel
 from chatmill.train.loss import Head
 
@@ -113,6 +113,17 @@ def test_loss_and_gradients_are_those_of_cross_entropy_on_full_logits(model):
 def test_answers_are_those_of_transformers_own_generation(model):
     answers = generate(model, PROMPTS, max_tokens=6, end_ids=[])
     assert answers == [their_answer(model, prompt, 6) for prompt in PROMPTS]
+
+
+def test_the_cache_gives_the_logits_of_reading_everything_again(model):
+    forced = torch.randint(1, VOCAB, (3, 4), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, cache = prefill(model, PROMPTS, room=4)
+        for at in range(4):
+            for row, prompt in enumerate(PROMPTS):
+                theirs = model.lm(input_ids=torch.tensor([prompt + forced[row, :at].tolist()])).logits[0, -1]
+                assert torch.allclose(logits[row], theirs, atol=1e-4)
+            logits = model.step(forced[:, at], cache)
 
 
 def their_answer(model: HFModel, prompt: list[int], count: int, **how: Any) -> list[int]:

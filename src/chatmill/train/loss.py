@@ -18,8 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from chatmill.load.batch import IGNORE_INDEX
 
-LOGIT_BYTES = 1 << 31
-"""Logits that are held at a time, at most."""
+LOGIT_BYTES = 1 << 26
+"""Logits that are held at a time, at most: few enough for a CPU's caches …"""
+GPU_LOGIT_BYTES = 1 << 31
+"""… and enough to keep a GPU busy."""
 MULTIPLE = 128
 """Positions come in multiples of this, for matrix products that run well."""
 
@@ -168,7 +170,8 @@ def _sweep(
 
 def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
     """Runs of positions whose logits fit, as even as multiples allow."""
-    most = max(1, LOGIT_BYTES // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
+    held = GPU_LOGIT_BYTES if matrix.is_cuda else LOGIT_BYTES
+    most = max(1, held // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
     number = -(-count // most)
     size = -(-count // (number * MULTIPLE)) * MULTIPLE
     return [(start, min(start + size, count)) for start in range(0, count, size)]
