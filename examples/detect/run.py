@@ -31,7 +31,7 @@ from chatmill.format import load_format
 from chatmill.rollout.files import read_truth
 from chatmill.rollout.score import Score, score_objects
 from chatmill.rollout.target import build_target, serialize_append
-from chatmill.rollout.task import Task, open_task, prompt_lists, task_prompts
+from chatmill.rollout.task import Task, answer_rows, open_task, prompt_lists, task_prompts
 from chatmill.tokenizer import train_bpe
 from chatmill.train.checkpoint import model_folder
 from chatmill.train.config import TrainConfig
@@ -40,11 +40,11 @@ from chatmill.train.generate import generate
 from chatmill.train.loop import train
 
 FORMAT = "primer"
-MODEL = {"n_layer": 4, "n_embd": 64, "n_head": 4, "max_positions": 320}
-LONGEST = 192
-"""Tokens of an answer, at most; four objects need about 120."""
-STAGE_1 = {"max_iters": 2000, "learning_rate": 3e-3, "warmup_iters": 100}
-STAGE_2 = {"max_iters": 500, "learning_rate": 5e-4, "warmup_iters": 20}
+MODEL = {"n_layer": 3, "n_embd": 64, "n_head": 4, "max_positions": 192}
+LONGEST = 128
+"""Tokens of an answer, at most; three objects need about 90."""
+STAGE_1 = {"max_iters": 1000, "learning_rate": 4e-3, "warmup_iters": 100}
+STAGE_2 = {"max_iters": 300, "learning_rate": 1e-3, "warmup_iters": 20}
 SHARED: dict[str, Any] = {"batch_size": 16, "weight_decay": 0.01, "min_lr_ratio": 0.1, "device": "auto"}
 WAYS = ("fine-tuned", "fine-tuned further", "rollout matching")
 
@@ -87,11 +87,11 @@ def run(folder: Path, seed: int, scenes: int, held_out: int, first: int, then: i
     with contextlib.redirect_stdout(io.StringIO()):
         answers(truth, folder / "answers", tokenizer=str(tokenizer), format=FORMAT, add_tokens=True)
 
-    longest = int(task_prompts(list(read_truth(truth)), task).lengths.max()) + LONGEST
+    longest = int(answer_rows(list(read_truth(truth)), task).lengths.max())
     fine_tuning = {
         **SHARED,
         "use_loss_mask": True,
-        "block_size": min(longest, MODEL["max_positions"]) - 1,
+        "block_size": longest - 1,
         "epoch_seed": seed,
         "seed": seed,
         "eval_interval": 0,

@@ -13,10 +13,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-LETTERS = "abcdef"
+LETTERS = "abcd"
 EMPTY = "."
-SIZE = 6
-MOST = 4
+SIZE = 5
+MOST = 3
 """Objects in a scene."""
 
 Grid = list[list[str]]

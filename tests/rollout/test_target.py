@@ -177,6 +177,7 @@ def test_an_invalid_object_still_counts_for_the_next_key(toy):
         ('"a": [{"object_4": 1}], "object_1": {}', 5),
         ('"object\\u005f6": {}', 7),
         ('"object_007": {}', 8),
+        ('"object_1": {"object\\u005f9": {}}', 10),
         ('"object_0": {}', 1),
         ('"object_\u0663": {}, "object_1": {}', 2),
         ('"object_1": {broken [ "object_5": }', 6),
@@ -194,6 +195,12 @@ def test_a_number_too_long_to_be_one_is_no_key(toy):
 def test_a_missing_comma_ends_the_scan(toy):
     found = target(toy, f"{{{FOUND_CAT} {box(2, 'dog', 1, 2, 3, 4)}}}", [])
     assert (found.prefix_text, found.truncated) == (f"{{{FOUND_CAT}", False)
+
+
+@pytest.mark.parametrize("other", ['"thing": {}', '"object_x": {}', '"object_2": [1]', '"object_2": "x"', '"n": null'])
+def test_entries_of_another_kind_are_kept_only_before_an_object(toy, other):
+    assert target(toy, f"{{{FOUND_CAT}, {other}}}", []).prefix_text == f"{{{FOUND_CAT}"
+    assert target(toy, f"{{{other}, {FOUND_CAT}}}", []).prefix_text == f"{{{other}, {FOUND_CAT}"
 
 
 def test_a_bracket_fault_in_a_body_spoils_that_entry_alone(toy):
