@@ -44,8 +44,13 @@ def test_every_command_runs_without_torch(tmp_path):
     (tmp_path / "chat.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
     )
+    (tmp_path / "truth.jsonl").write_text(
+        '{"id": 1, "messages": [{"role": "user", "content": "q"}], "objects": [{"desc": "x", "bbox_2d": [1, 2, 3, 4]}]}\n'
+    )
+    (tmp_path / "rollouts.jsonl").write_text('{"id": "1", "response_token_ids": [123]}\n')
     for args in (
         ["check", "chat.jsonl"],
+        ["rollout", "build", "rollouts.jsonl", "truth.jsonl", "-o", "targets", "--add-tokens"],
         ["render", "chat.jsonl", "--json"],
         ["tokenizer", "train", "chat.jsonl", "--vocab-size", "258", "-o", "t.json"],
         ["tokenizer", "info", "t.json"],

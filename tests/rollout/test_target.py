@@ -360,7 +360,11 @@ def test_objects_of_another_kind_or_length_are_matched_without_slots(toy, true):
 
 
 def test_the_end_may_be_given(toy):
-    assert build_target([], [], tokenizer=toy, eos_id=9).ids[-1] == 9
+    end = toy.token(b"</end>")
+    ids = [*toy.rollout(f"{{{FOUND_CAT}"), end, *toy.rollout(f", {box(2, 'dog', 1, 2, 3, 4)}}}")]
+    found = build_target(ids, [], tokenizer=toy, eos_id=end)
+    # It stops a rollout, too.
+    assert (found.ids[-1], found.prefix_text, found.truncated) == (end, f"{{{FOUND_CAT}", True)
 
     class NoEnd(Toy):
         def special_token_ids(self):

@@ -336,8 +336,8 @@ def _rows(ids: list[int], parts: list[Part], slots: Mapping[int, int], *, train_
     part[places] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)
     target[places] = np.fromiter(slots.values(), dtype=np.int32)
-    begins = np.append(True, (part[1:] != part[:-1]) | (part[1:] == Part.SLOT))
-    start = np.flatnonzero(begins)
+    # No two slots are neighbours: quotes and a comma stand between them.
+    start = np.flatnonzero(np.append(True, part[1:] != part[:-1]))
     spans = np.zeros(len(start), dtype=SPAN)
     spans["length"] = np.diff(np.append(start, len(ids)))
     spans["part"], spans["target"], spans["role"] = part[start], target[start], Role.ASSISTANT
