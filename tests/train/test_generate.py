@@ -177,11 +177,18 @@ class Markov(CausalModel):
         """There is nothing to keep."""
 
 
-@pytest.mark.parametrize(("penalty", "best"), [(0.0, [END]), (1.0, [1] * 50)])
-def test_an_answer_that_ended_well_loses_to_a_longer_one_only_if_length_counts(penalty, best):
-    # To end at once is likely, but whoever goes on does so with near certainty.
-    model = Markov([[0.9, 0.1], [1e-6, 1 - 1e-6]])
-    found = beam_search(model, [[END]], beams=2, max_tokens=50, end_ids=[END], length_penalty=penalty)
+# To end at once is likely, but whoever goes on does so with near certainty.
+LATE = [[0.9, 0.1], [1e-6, 1 - 1e-6]]
+# To end at the second token is likelier than at the first.
+SECOND = [[0.3, 0.7], [0.99, 0.01]]
+
+
+@pytest.mark.parametrize(
+    ("table", "penalty", "best"),
+    [(LATE, 0.0, [END]), (LATE, 1.0, [1] * 50), (SECOND, 0.0, [1, END]), (SECOND, -1.0, [1, END])],
+)
+def test_a_search_goes_on_for_as_long_as_a_better_answer_may_come(table, penalty, best):
+    found = beam_search(Markov(table), [[END]], beams=2, max_tokens=50, end_ids=[END], length_penalty=penalty)
     assert found == [best]
 
 

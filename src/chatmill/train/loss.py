@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,14 +49,15 @@ class Targets:
     @classmethod
     def of(cls, y: Tensor, weights: Tensor, *, multiple: int = MULTIPLE) -> Targets:
         """Of targets and weights (rows, length); y is -100 where nothing is trained."""
-        flat = y.reshape(-1)
-        index = (flat != IGNORE_INDEX).nonzero().squeeze(1)
-        count = len(index)
-        fill = -count % multiple if count else multiple
-        index = torch.cat([index, index.new_zeros(fill)])
-        weights = weights.reshape(-1)[index].float()
-        weights[count:] = 0
-        return cls(index, flat[index].clamp(min=0), weights, count, float(weights.sum(dtype=torch.float64)))
+        flat = y.cpu().numpy().ravel()
+        found = np.flatnonzero(flat != IGNORE_INDEX)
+        count = len(found)
+        index = np.zeros(max(1, -(-count // multiple)) * multiple, dtype=np.int64)
+        ids, weight = np.zeros_like(index), np.zeros(len(index), dtype=np.float32)
+        index[:count], ids[:count] = found, flat[found]
+        weight[:count] = weights.cpu().numpy().ravel()[found]
+        total = float(weight.sum(dtype=np.float64))
+        return cls(torch.from_numpy(index), torch.from_numpy(ids), torch.from_numpy(weight), count, total)
 
     def to(self, device: torch.device | str) -> Targets:
         """The same targets on another device."""
