@@ -42,7 +42,7 @@ REASONS = {
     Rule.PAD: "padding is never trained",
     Rule.INCOMPLETE_USER: "no complete user turn stands before this answer in its block",
     Rule.INJECTED: "it is a copy that begins a cut turn anew, and only the original is trained",
-    Rule.EARLIER_WINDOW: "it is trained in the row before and is context here",
+    Rule.EARLIER_WINDOW: "the row before holds it too, and what it teaches is taught there",
     Rule.PROMPT: "it is the prompt that a rollout answers",
     Rule.ROLLOUT: "what the model wrote itself is context, never a text to learn",
     Rule.MATCHED: "it belongs to an object that was matched, and the true value is the target",

@@ -112,7 +112,7 @@ class SplitIndex:
         searched, blocks = self.searched, self.blocks
         if start >= searched:
             return Found(found, start, ended=True)
-        ends = self.ends
+        ends, begun = self.ends, start
         stop = int(ends[searched])
         for first, last in self._runs(needle, int(ends[start]), stop, blocks):
             # What was found before may have led past the beginning of this run.
@@ -127,9 +127,10 @@ class SplitIndex:
                     if len(found) == limit:
                         return Found(found, start, ended=start >= searched)
                 place = text.find(needle, int(ends[start]) - at)
-            if monotonic() > deadline:
-                start = max(start, int(np.searchsorted(ends[: searched + 1], last, side="right")) - 1)
-                return Found(found, start, ended=start >= searched)
+            # Whoever asks goes on from here, so at least one whole episode was looked through.
+            reached = max(start, int(np.searchsorted(ends[: searched + 1], last, side="right")) - 1)
+            if monotonic() > deadline and reached > begun:
+                return Found(found, reached, ended=reached >= searched)
         return Found(found, searched, ended=True)
 
     def _runs(self, needle: bytes, start: int, stop: int, blocks: int) -> Iterator[tuple[int, int]]:

@@ -33,10 +33,13 @@ class IndexBuilder:
     def __init__(self, shown: Shown, cache: Path) -> None:
         self._shown, self._cache = shown, cache
         self._stop = threading.Event()
+        self._pause = 0.0
         self._thread = threading.Thread(target=self._run, name="index", daemon=True)
         self.indexes = {split: SplitIndex(len(shown.dataset[split])) for split in shown.dataset.splits}
 
-    def start(self) -> None:
+    def start(self, *, pause: float = 0) -> None:
+        """Begin, after so many seconds."""
+        self._pause = pause
         self._thread.start()
 
     def wait(self) -> None:
@@ -55,6 +58,8 @@ class IndexBuilder:
         return self._cache / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
     def _run(self) -> None:
+        if self._stop.wait(self._pause):
+            return
         for split, index in self.indexes.items():
             try:
                 if index.count:

@@ -20,6 +20,8 @@ from chatmill.errors import ChatmillError, UsageError
 from chatmill.show.viewer import PAGE, Viewer, filter_from
 
 HOST = "127.0.0.1"
+FIRST_PAGE = 0.5
+"""Seconds that the first page has for itself, before the index is begun."""
 NAMES = {"127.0.0.1", "localhost", "[::1]"}
 """What a browser on this machine calls it. Any other name in a request is a page of a stranger that was made to
 lead here; through a tunnel the port may be another one."""
@@ -55,12 +57,24 @@ def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
         config = uvicorn.Config(
             application(viewer), log_level="warning", access_log=False, lifespan="off", server_header=False, ws="none"
         )
-        viewer.builder.start()
-        ready(f"http://{HOST}:{listening.getsockname()[1]}/")
+        server = _Server(config, lambda: ready(f"http://{HOST}:{listening.getsockname()[1]}/"))
+        viewer.builder.start(pause=FIRST_PAGE)
         try:
-            uvicorn.Server(config).run(sockets=[listening])
+            server.run(sockets=[listening])
         finally:
             viewer.builder.close()
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, which tells when it answers."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
 
 
 def application(viewer: Viewer) -> Callable[[Scope, Receive, Send], Awaitable[None]]:

@@ -21,10 +21,9 @@ def visible(text: str, *, keep: str = "", limit: int | None = None) -> str:
 
     `keep` are such characters that stay, as line ends where lines are shown; of a longer text only `limit` stay.
     """
-    cut = text if limit is None or len(text) <= limit else text[:limit]
-    if not cut.isprintable():
-        cut = _SUSPECT.sub(lambda found: _shown(found[0], keep), cut)
-    return cut if len(cut) >= len(text) or limit is None else cut + "…"
+    kept = text if limit is None else text[:limit]
+    shown = kept if kept.isprintable() else _SUSPECT.sub(lambda found: _shown(found[0], keep), kept)
+    return shown if len(kept) == len(text) else shown + "…"
 
 
 def _shown(character: str, keep: str) -> str:

@@ -16,7 +16,7 @@ NOTES = {
     Rule.UNFINISHED: "cut: not trained, because it does not close",
     Rule.INCOMPLETE_USER: "not trained: no complete user turn stands before it",
     Rule.INJECTED: "begins a cut turn anew with an injected copy",
-    Rule.EARLIER_WINDOW: "trained in the row before",
+    Rule.EARLIER_WINDOW: "in part of the row before, and trained there",
     Rule.VALUES_OFF: "appended texts are not trained",
 }
 

@@ -60,6 +60,7 @@ class Viewer:
         """The dataset, its splits and what can be asked of it."""
         dataset, config = self._shown.dataset, self._schedule.config
         return {
+            "name": visible(self._shown.path.resolve().name, limit=100),
             "path": visible(str(self._shown.path), limit=300),
             "sha256": dataset.sha256,
             "tokenizer": None if self._shown.tokenizer is None else visible(self._shown.tokenizer.name, limit=100),

@@ -17,9 +17,9 @@ async function start() {
     byId("content").replaceChildren(failure(error));
     return;
   }
-  document.title = `${about.path} – chatmill`;
-  byId("dataset").textContent = about.path;
-  byId("dataset").title = about.sha256 ? `sha256 ${about.sha256}` : "written by another program";
+  document.title = `${about.name} – chatmill`;
+  byId("dataset").textContent = about.name;
+  byId("dataset").title = `${about.path}, ${about.sha256 ? `sha256 ${about.sha256}` : "written by another program"}`;
   const query = byId("query");
   if (about.without_text) {
     query.disabled = true;

@@ -1,0 +1,232 @@
+"""The viewer on a large store: `.venv/bin/python benchmarks/view.py [--episodes N] [--folder DIR] [--json]`.
+
+A store of a million conversations is written by a generator (some 1.5 GB in --folder, and as much again for the index),
+`chatmill view` is started on it, and asked what its page asks: the first page right after the start, while the index
+is being made, and searches when it is. One text stands in the last episodes alone. Exit 1 if a promise fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import machine, report
+
+from chatmill.format import load_format
+from chatmill.ledger import Ledger
+from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Part, Role, Rows, Rule, copy_tokens, offsets
+from chatmill.store.metadata import write_metadata
+from chatmill.store.write import SplitWriter
+from chatmill.tokenizer import open_tokenizer
+
+FIRST_PAGE_MS, FIRST_HIT_S = 300, 2
+CHUNK = 20_000
+RARE = "quokkasaurus"
+PAGE = ["/", "/page/page.css", "/page/page.js", "/page/dom.js", "/page/api.js", "/page/list.js", "/page/episode.js"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--episodes", type=int, default=1_000_000)
+    parser.add_argument("--folder", type=Path, help="where the store and its index are written for the time of the run")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        tokens, common = write(folder / "store", args.episodes)
+        with viewer(folder) as (url, started):
+            first_ms = first_page(url)
+            listed = []
+            while not complete(url):
+                listed.append(ask_ms(url, "/api/train/episodes"))
+                time.sleep(0.5)
+            indexed = time.perf_counter() - started
+            hits = {
+                "a text of the last episodes alone": first_hit(url, RARE),
+                "a text that is everywhere": first_hit(url, common[0]),
+                "two frequent words in a row": first_hit(url, " ".join(common[100:102])),
+                "a text that is nowhere": first_hit(url, "zzyzzx road"),
+            }
+            filtered = ask_ms(url, "/api/train/episodes?least=600&share_from=0.7&role=assistant")
+        with viewer(folder) as (url, _):
+            again_ms = first_page(url)
+        size = sum(path.stat().st_size for path in (folder / "index").rglob("*") if path.is_file())
+    found = hits["a text of the last episodes alone"]
+    lines = [
+        ("store", f"{args.episodes:,} episodes, {tokens:,} tokens"),
+        ("first page after the start, index not begun", f"{first_ms:.0f} ms (promised {FIRST_PAGE_MS})"),
+        ("first page after the start, index there", f"{again_ms:.0f} ms (promised {FIRST_PAGE_MS})"),
+        ("the slowest page of the list while the index was made", f"{max(listed, default=0):.0f} ms"),
+        ("the index", f"{indexed:.0f} s, {size / 1e6:,.0f} MB"),
+        *(
+            (f"search for {what}", f"{seconds:.2f} s, {'found' if hit else 'none'}")
+            for what, (seconds, hit) in hits.items()
+        ),
+        ("a filter by length, share and role", f"{filtered:.0f} ms"),
+    ]
+    figures = {
+        "episodes": args.episodes,
+        "first_page_ms": [first_ms, again_ms],
+        "index_s": indexed,
+        "index_bytes": size,
+        "search_s": {what: seconds for what, (seconds, _) in hits.items()},
+        "filter_ms": filtered,
+    }
+    report(f"viewer; {machine('numpy', 'starlette', 'uvicorn')}", lines, figures, as_json=args.json)
+    kept = max(first_ms, again_ms) < FIRST_PAGE_MS and found[1] and found[0] < FIRST_HIT_S
+    return 0 if kept else 1
+
+
+# Asking as the page does.
+
+
+@contextmanager
+def viewer(folder: Path) -> Iterator[tuple[str, float]]:
+    """The command itself, and when it was ready."""
+    command = [
+        Path(sys.executable).with_name("chatmill"),
+        "view",
+        folder / "store",
+        "--index",
+        folder / "index",
+        "--json",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"].rstrip("/")
+        yield url, time.perf_counter()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def ask(url: str, path: str) -> Any:
+    with urllib.request.urlopen(url + path) as answer:
+        return answer.read()
+
+
+def ask_ms(url: str, path: str) -> float:
+    started = time.perf_counter()
+    ask(url, path)
+    return 1e3 * (time.perf_counter() - started)
+
+
+def first_page(url: str) -> float:
+    """Milliseconds for all that the first page needs, one request after the other."""
+    return sum(ask_ms(url, path) for path in [*PAGE, "/api/about", "/api/train/episodes?limit=50"])
+
+
+def complete(url: str) -> bool:
+    progress = json.loads(ask(url, "/api/progress"))["train"]
+    assert progress["error"] is None, progress["error"]
+    return progress["filtered"] == progress["searched"] == progress["episodes"]
+
+
+def first_hit(url: str, text: str) -> tuple[float, bool]:
+    """Seconds to the first answer that holds an episode, or to the end; and whether there was one."""
+    started, start = time.perf_counter(), 0
+    while start is not None:
+        query = urllib.parse.urlencode({"q": text, "start": start, "limit": 1})
+        answer = json.loads(ask(url, f"/api/train/episodes?{query}"))
+        if answer["episodes"]:
+            return time.perf_counter() - started, True
+        start = answer["next"]
+    return time.perf_counter() - started, False
+
+
+# The store.
+
+
+def write(folder: Path, episodes: int) -> tuple[int, list[str]]:
+    """Conversations of one exchange, in words of an invented language; how many tokens, and its words."""
+    format = load_format("chatml")
+    tokenizer = open_tokenizer("bytes", control=format.tokens)
+    rng = np.random.default_rng(0)
+    words = invented(rng, 20_000)
+    with SplitWriter(folder / "train", vocab_size=tokenizer.vocab_size, shard_tokens=1 << 24) as writer:
+        for start in range(0, episodes, CHUNK):
+            count = min(CHUNK, episodes - start)
+            planted = count - 3 if start + count == episodes else None
+            writer.append(conversations(rng, words, tokenizer.special_token_ids(), start, count, planted))
+        info = writer.close()
+    ledger = Ledger()
+    ledger.add("read", rows=episodes)
+    ledger.add("rendered", rows=episodes, tokens=info.num_tokens, trained=info.num_trained_tokens)
+    ledger.add("stored", rows=episodes, tokens=info.num_tokens, trained=info.num_trained_tokens)
+    write_metadata(
+        folder,
+        vocab_size=tokenizer.vocab_size,
+        format={"name": format.name},
+        tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+        tokenizer_state=tokenizer.state(added_tokens=False),
+        special_token_ids=tokenizer.special_token_ids(),
+        pad_token_id=None,
+        splits={"train": info},
+        ledger=ledger,
+        config={"train_on": "assistant"},
+    )
+    return info.num_tokens, words
+
+
+def invented(rng: np.random.Generator, count: int) -> list[str]:
+    syllables = [a + b for a in "bdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "er", "in", "os")]
+    return ["".join(rng.choice(syllables, rng.integers(1, 5))) for _ in range(count)]
+
+
+def conversations(
+    rng: np.random.Generator, words: list[str], special: dict[str, int], first: int, count: int, planted: int | None
+) -> Rows:
+    """Rows as rendering gives them, made of pieces: the literals of the format, and words, some much more often."""
+    start, eot = special["start"], special["eot"]
+    literals = [[start, *b"user\n"], [eot], [*b"\n"], [start, *b"assistant\n"], [*RARE.encode()]]
+    pieces = [*literals, *([*f"{word} ".encode()] for word in words)]
+    table = np.array([id for piece in pieces for id in piece], dtype=np.uint32)
+    begin = offsets(np.array([len(piece) for piece in pieces]))
+    asked, answered = rng.integers(4, 14, count), rng.integers(8, 50, count)
+    edges = offsets(asked + answered + 6)
+    rank = np.minimum((len(words) ** rng.random(edges[-1])).astype(np.int64), len(words)) - 1
+    chosen = rank + len(literals)
+    user, close, end, opener, last = (
+        edges[:-1],
+        edges[:-1] + asked + 1,
+        edges[:-1] + asked + 2,
+        edges[:-1] + asked + 3,
+        edges[1:],
+    )
+    for places, literal in ((user, 0), (close, 1), (end, 2), (opener, 3), (last - 2, 1), (last - 1, 2)):
+        chosen[places] = literal
+    if planted is not None:
+        chosen[user[planted] + 1] = 4
+    at = offsets(np.diff(begin)[chosen])
+    # Opener, text, close, line end of the user; opener, text, close, line end of the assistant.
+    borders = np.stack(
+        [at[user], at[user] + 1, at[close], at[end], at[opener], at[opener + 1], at[last - 2], at[last - 1]]
+    )
+    spans = np.zeros((count, 8), dtype=SPAN)
+    spans["length"] = np.diff(np.vstack([borders, at[last]]), axis=0).T
+    spans["role"] = [Role.USER] * 4 + [Role.ASSISTANT] * 4
+    spans["part"] = [Part.OPEN, Part.CONTENT, Part.CLOSE, Part.CLOSE] * 2
+    spans["rule"] = [Rule.HEADER, Rule.ROLE, Rule.ROLE, Rule.HEADER] * 2
+    spans["message"], spans["target"] = [0] * 4 + [1] * 4, OWN_ID
+    spans["weight"] = [0, 0, 0, 0, 0, 1, 1, 0]
+    origins = np.zeros(count, dtype=ORIGIN)
+    origins["line"] = np.arange(first + 1, first + count + 1)
+    ids = copy_tokens(table, begin[chosen], np.diff(begin)[chosen])
+    rows = np.arange(count + 1, dtype=np.int64)
+    return Rows(ids, spans.ravel(), 8 * rows, origins, rows, (File("made", "generator.jsonl"),))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Datasets that many tests look at, made once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from show_material import hostile_lines, line, make
+
+from chatmill.ledger import Ledger
+from chatmill.rows import ORIGIN, SPAN, File, Part, Role, Rows, Rule
+from chatmill.show.dataset import open_shown
+from chatmill.store.metadata import write_metadata
+from chatmill.store.write import SplitWriter
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory):
+    """Six conversations in the format `primer` over bytes."""
+    folder = tmp_path_factory.mktemp("chats")
+    texts = [
+        ("hi", "yo"),
+        ("Gold?", "It is Au.", "And silver?", "It is Ag."),
+        ("ä Ö", "ß é"),
+        ("", "nothing"),
+        ("a", "b"),
+    ]
+    return make(folder, [*(line(*each) for each in texts), line("[x]", "y ] z")])
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory):
+    """A dataset whose texts would act if anything let them."""
+    return make(tmp_path_factory.mktemp("hostile"), hostile_lines(), format="chatml")
+
+
+@pytest.fixture
+def rollout_target(tmp_path):
+    """A row in which one token is trained as another: a coordinate of a rollout."""
+    shown = make(tmp_path, [line("q", "a")])
+    spans = np.zeros(4, dtype=SPAN)
+    spans["length"], spans["message"], spans["target"] = [1, 1, 1, 2], [0, 1, 1, 1], [-1, -1, 52, -1]
+    spans["role"], spans["weight"] = [Role.USER, *[Role.ASSISTANT] * 3], [0, 0, 1, 1]
+    spans["part"] = [Part.CONTENT, Part.PREFIX, Part.SLOT, Part.STRUCTURE]
+    spans["rule"] = [Rule.PROMPT, Rule.ROLLOUT, Rule.MATCHED, Rule.MISSED]
+    origins = np.zeros(1, dtype=ORIGIN)
+    ids = np.array([113, 49, 50, 53, 54], dtype=np.uint32)
+    rows = Rows(ids, spans, np.array([0, 4]), origins, np.array([0, 1]), (File("made", "rollouts.jsonl"),))
+    metadata = shown.dataset.metadata
+    staging = tmp_path / "rollout"
+    with SplitWriter(staging / "train", vocab_size=metadata.vocab_size, shard_tokens=100) as writer:
+        writer.append(rows)
+        info = writer.close()
+    ledger = Ledger()
+    ledger.add("read", rows=1)
+    ledger.add("rendered", rows=1, tokens=5, trained=3)
+    ledger.add("stored", rows=1, tokens=5, trained=3)
+    write_metadata(
+        staging,
+        vocab_size=metadata.vocab_size,
+        format=metadata.format,
+        tokenizer=metadata.tokenizer,
+        tokenizer_state=shown.dataset.tokenizer_state(),
+        special_token_ids=metadata.special_token_ids,
+        pad_token_id=metadata.pad_token_id,
+        splits={"train": info},
+        ledger=ledger,
+        config={},
+    )
+    return open_shown(staging)

@@ -1,0 +1,132 @@
+"""An episode in the terminal: turns, brackets around what is trained, and what was cut or injected."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from rich.text import Text
+from show_material import line, make
+
+from chatmill.show.conversation import conversation_lines, title, token_lines
+from chatmill.show.turns import first_words, turns
+
+
+def plain(shown, number: int) -> list[str]:
+    row = shown.row("train", number)
+    return [each.plain for each in conversation_lines(row, shown.text, plain=True)]
+
+
+def test_turns_stand_one_below_the_other_with_trained_text_in_brackets(chats):
+    assert title(chats.row("train", 1), "train", 1).plain == "train 1  chat.jsonl:2  42 tokens, 20 trained (48%)"
+    assert plain(chats, 1) == [
+        "user 0",
+        "  <|usr|>Gold?<|eot|>",
+        "assistant 1",
+        "  <|asst|>[It is Au.<|eot|>]",
+        "user 2",
+        "  <|usr|>And silver?<|eot|>",
+        "assistant 3",
+        "  <|asst|>[It is Ag.<|eot|>]",
+    ]
+
+
+def test_brackets_of_the_text_are_told_from_those_of_the_mask(chats):
+    assert plain(chats, 5) == [
+        "user 0",
+        r"  <|usr|>\[x\]<|eot|>",
+        "assistant 1",
+        r"  <|asst|>[y \] z<|eot|>]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pack": 60},
+        {"max_tokens": 16, "fit": "windows"},
+        {"max_tokens": 20, "fit": "blocks", "format": "post-training"},
+    ],
+)
+def test_what_stands_in_brackets_is_what_is_trained(tmp_path, options):
+    lines = [line(f"question {n} [a]", f"answer {n} ]b[", "so?", "yes\nand no") for n in range(6)]
+    shown = make(tmp_path, lines, **options)
+    for number in range(len(shown.dataset["train"])):
+        row = shown.row("train", number)
+        trained = bytes(b for id, on in zip(row.ids, row.mask(), strict=True) if on for b in shown.text.piece(int(id)))
+        said = "\n".join(each.removeprefix("  ") for each in plain(shown, number) if each.startswith("  "))
+        inside = "".join(re.findall(r"(?<!\\)\[((?:[^\]\[\\]|\\.)*)\]", said, re.DOTALL))
+        assert re.sub(r"\\([\[\]])", r"\1", inside).encode() == trained
+
+
+def test_another_weight_stands_behind_its_bracket(tmp_path):
+    weighed = '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0.5}]}\n'
+    assert plain(make(tmp_path, [weighed]), 0)[2:] == [
+        "assistant 1  weighed by the message itself",
+        "  <|asst|>[a<|eot|>]×0.5",
+    ]
+
+
+def test_a_packed_row_shows_its_borders_and_where_each_conversation_is_from(tmp_path):
+    shown = make(tmp_path, [line("a", "b"), line("c", "d")], pack=20)
+    assert plain(shown, 0)[::5] == [
+        "── segment 0 of 2: chat.jsonl:1, 6 tokens",
+        "── segment 1 of 2: chat.jsonl:2, 6 tokens",
+    ]
+    assert title(shown.row("train", 0), "train", 0).plain == "train 0  2 segments  12 tokens, 4 trained (33%)"
+
+
+def test_messages_that_were_cut_are_named(tmp_path):
+    shown = make(tmp_path, [line("one", "two", "three", "four")], max_tokens=13, fit="turns")
+    assert plain(shown, 0)[0] == "… messages 0 to 1 are not in this row"
+    assert [(turn.message, turn.missing) for turn in turns(shown.row("train", 0), 0)] == [(2, (0, 1)), (3, None)]
+
+
+def test_blocks_show_injected_copies_cut_turns_and_padding(tmp_path):
+    lines = [line("a question", "an answer that is long enough to be cut by the end of its block") for _ in range(3)]
+    shown = make(tmp_path, lines, format="post-training", fit="blocks", max_tokens=32)
+    said = "\n".join(text for number in range(len(shown.dataset["train"])) for text in plain(shown, number))
+    assert "begins a cut turn anew with an injected copy" in said
+    assert "cut: not trained, because it does not close" in said
+    assert re.search(r"── padding: \d+ tokens", said)
+
+
+def test_a_target_stands_behind_the_token_it_corrects(rollout_target):
+    assert plain(rollout_target, 0) == ["user 0", "  q", "assistant 1", "  1[2→456]"]
+    assert [each.plain for each in token_lines(rollout_target.row("train", 0), rollout_target.text)][2] == (
+        "   *      2      50   1 assistant slot      matched    2 → 52 4"
+    )
+
+
+def test_tokens_one_by_one(chats):
+    assert [each.plain for each in token_lines(chats.row("train", 0), chats.text)] == [
+        "          0     261   0 user      open      header     <|usr|>",
+        "          1     104   0 user      content   role       h",
+        "          2     105   0 user      content   role       i",
+        "          3     263   0 user      close     role       <|eot|>",
+        "          4     262   1 assistant open      header     <|asst|>",
+        "   *      5     121   1 assistant content   role       y",
+        "   *      6     111   1 assistant content   role       o",
+        "   *      7     263   1 assistant close     role       <|eot|>",
+    ]
+
+
+def test_trained_text_is_bold_in_the_colour_of_its_speaker(chats):
+    body = list(conversation_lines(chats.row("train", 0), chats.text, plain=False))[3]
+    assert body.plain == "  <|asst|>yo<|eot|>"
+    styles = {body.plain[span.start : span.end]: str(span.style) for span in body.spans}
+    assert styles == {"<|asst|>": "dim", "yo": "bold green", "<|eot|>": "bold green"}
+
+
+def test_no_line_of_a_hostile_episode_can_act(hostile):
+    for number in range(len(hostile.dataset["train"])):
+        row = hostile.row("train", number)
+        for each in [
+            title(row, "train", number),
+            *conversation_lines(row, hostile.text, plain=False),
+            *(token_lines(row, hostile.text) if len(row.ids) < 10_000 else []),
+            Text(first_words(row, hostile.text)),
+        ]:
+            left = each.plain.replace("\u200d", "").replace("\t", "")
+            assert left.isprintable(), ascii(left[:200])

@@ -1,0 +1,113 @@
+"""The server: this machine's own browser is answered, and nothing else; nothing can be changed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from urllib.parse import urlsplit
+
+import pytest
+from show_material import line, make
+from viewing import viewer
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """Ask a viewer of thirty episodes: status, headers and body of an answer."""
+    folder = tmp_path_factory.mktemp("server")
+    shown = make(folder, [line(f"question {n}", f"answer {n}") for n in range(30)])
+    with viewer(shown.path, folder) as url:
+        port = urlsplit(url).port
+
+        def ask(path: str, method: str = "GET", **headers: str):
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+            answer = connection.getresponse()
+            said = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+            connection.close()
+            return said
+
+        yield ask
+
+
+def test_it_listens_on_this_machine_alone(asked):
+    assert asked("/")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/page/page.js", "/api/about", "/page/none.js", "/none"])
+def test_every_answer_forbids_what_the_page_does_not_need(asked, path):
+    _, headers, _ = asked(path)
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'" in policy and "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy and "http" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cache-control"] == "no-store"
+    assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "127.0.0.1@evil.example"]
+)
+def test_a_name_that_was_made_to_lead_here_is_refused(asked, host):
+    status, _, body = asked("/api/about", Host=host)
+    assert (status, b"episodes" in body) == (421, False)
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1", "127.0.0.1:8080", "[::1]:9"])
+def test_names_of_this_machine_are_answered_also_through_a_tunnel(asked, host):
+    assert asked("/api/about", Host=host)[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_can_be_changed(asked, method):
+    assert asked("/api/about", method)[0] == 405
+
+
+def test_pages_of_other_sites_may_not_ask(asked):
+    assert asked("/api/about", Sec_Fetch_Site="cross-site")[0] == 403
+    assert asked("/api/about", Sec_Fetch_Site="same-site")[0] == 403
+    assert asked("/api/about", Sec_Fetch_Site="same-origin")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/../server.py", "/page/..%2fserver.py", "/page/%2e%2e/viewer.py", "//etc/passwd"]
+)
+def test_no_file_but_the_page_is_served(asked, path):
+    assert asked(path)[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/api/train/episode/30", "no episode 30 in train"),
+        ("/api/none/episodes", "has no split none"),
+        ("/api/train/episodes?least=many", "least is not a number"),
+        ("/api/train/episodes?share_from=nan", "not a number"),
+        ("/api/train/episodes?role=bot", "no such role"),
+        ("/api/train/episode/0/token/999", "no token 999"),
+        ("/api/train/episode/0/record/7", "no segment 7"),
+        ("/api/audit/0", "no audit log 0"),
+        ("/api/train/order?seed=-1", "seed is -1"),
+        ("/api/train/order?epoch=99999999999", "epoch"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(asked, path, words):
+    status, _, body = asked(path)
+    error = json.loads(body)["error"]
+    assert status == 400
+    assert words in error and "\n" not in error
+
+
+def test_pages_of_the_list_follow_one_another_to_the_end(asked):
+    numbers, start = [], 0
+    while start is not None:
+        page = json.loads(asked(f"/api/train/episodes?start={start}&limit=7")[2])
+        numbers += [each["episode"] for each in page["episodes"]]
+        start = page["next"]
+    assert numbers == list(range(30))
+
+
+def test_a_page_never_holds_more_than_its_most(asked):
+    page = json.loads(asked("/api/train/episodes?limit=100000")[2])
+    assert len(page["episodes"]) == 30
+    assert page["next"] is None
