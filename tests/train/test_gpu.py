@@ -13,7 +13,11 @@ from chatmill.train.generate import generate
 from chatmill.train.loss import Head, Targets, entropy, weighted_loss
 from chatmill.train.port import Inputs
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+    # The compiler warns of its own innards.
+    pytest.mark.filterwarnings("ignore"),
+]
 
 CHATS = [conversation(length, seed=length) for length in (150, 9, 260, 31, 7, 90)]
 ROWS = [CHATS[:3], CHATS[3:]]
