@@ -66,7 +66,7 @@ def test_other_stop_tokens_may_be_named(toy):
 
 
 def test_an_id_that_the_vocabulary_lacks_ends_the_rollout(toy):
-    for stranger in (-1, 10**6):
+    for stranger in (-1, 290, 10**6, 10**30):
         ids = [*toy.rollout(f"{{{FOUND_CAT}"), stranger, *toy.rollout(f", {box(2, 'dog', 1, 2, 3, 4)}}}")]
         assert build_target(ids, [], tokenizer=toy).prefix_text == f"{{{FOUND_CAT}"
 

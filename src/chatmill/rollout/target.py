@@ -93,7 +93,7 @@ def build_target(
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
-    ids: list[int] = np.asarray(rollout_ids, dtype=np.int64).tolist()
+    ids = list(map(int, rollout_ids))
     found = scan(ids, vocabulary, stop_ids={eos} if stop_ids is None else stop_ids, stop_texts=stop_texts)
     cut = _cut(ids, found, vocabulary)
     entries, valid, dropped = _read(found, schema, cut)

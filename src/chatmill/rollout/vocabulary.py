@@ -48,8 +48,9 @@ class Vocabulary:
         known = self._pieces
         for id in set(ids).difference(known):
             try:
-                known[id] = self._tokenizer.piece(id)
+                known[id] = self._tokenizer.piece(id) if 0 <= id < self._tokenizer.vocab_size else None
             except DataError:
+                # A hole in the vocabulary.
                 known[id] = None
         return [known[id] for id in ids]
 
