@@ -92,6 +92,45 @@ def test_a_folder_of_caches_is_mixed_as_documented_by_default(root):
         assert np.bincount(source, minlength=3).tolist() == [2, 7, 1]
 
 
+@pytest.mark.parametrize("kind", ["known", "plain"])
+@pytest.mark.parametrize("by", ["tokens", "trained_tokens"])
+def test_a_mix_by_tokens_gives_the_requested_shares_of_what_is_delivered(tmp_path, by, kind):
+    """Rows of one source are long and cut, of the other short and some skipped: all that changes what a row gives."""
+    long, short = talks(1, 60, longest=90), talks(2, 80, longest=9)
+    if kind == "known":
+        write_source(tmp_path, "long", {"train": long})
+        write_rows(tmp_path / "short", {"train": short})
+    for name, rows in {"long": long, "short": short}.items() if kind == "plain" else ():
+        ids, masks = (np.split(flat, rows.row_start[1:-1]) for flat in (rows.ids, rows.mask()))
+        write_plain_files(tmp_path / name, ids, masks)
+    config = {
+        "batch_size": 10,
+        "block_size": 30,
+        "use_loss_mask": True,
+        "mix_sft": {"long": 3, "short": 2},
+        "mix_by": by,
+        "episode_min_tokens": 5,
+        "pad_token_id": 3,
+    }
+    loader = EpisodeLoader(tmp_path, config, tensors=False)
+    given = np.zeros(2)
+    for batch in islice(loader, 1200):
+        amount = batch.loss_mask.sum(axis=1) if by == "trained_tokens" else (batch.segments == 0).sum(axis=1)
+        np.add.at(given, (batch.episode_ids[:, 0] >= 60).astype(int), amount)
+    # x holds a token less than a row that is cut or full gives, and the first token is not trained.
+    assert given / given.sum() == pytest.approx([0.6, 0.4], abs=0.01)
+
+
+def test_every_split_of_a_mix_has_its_own_order_and_pass(root):
+    loader = EpisodeLoader(root, {**SMALL, "batch_size": 10}, tensors=False)
+    batch = loader.get_batch("val")
+    edges = [0, 4, 8, 12]
+    source = np.searchsorted(edges, batch.episode_ids[:, 0], side="right") - 1
+    assert np.bincount(source, minlength=3).tolist() == [2, 7, 1]
+    passed = np.concatenate([batch.episode_ids[:, 0] for batch in loader.one_pass("val")])
+    assert passed.tolist() == [*range(12), *[-1] * 8]
+
+
 def test_the_order_in_which_a_config_names_sources_does_not_matter(root):
     one, other = ({"oasst1": 2, "primer": 1}, {"primer": 1, "oasst1": 2})
     loaders = [EpisodeLoader(root, {**SMALL, "mix_sft": mix}, tensors=False) for mix in (one, other)]
