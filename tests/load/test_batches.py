@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from load_material import (
-    expected,
-    listed,
-    together,
-    write_rows,
-)
+from load_material import expected, listed, together, write_rows
 from plain_rows import build, rows_
 
 from chatmill.errors import DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
-from chatmill.rows import Rows
-
-numbers = count()
+from chatmill.rows import Part, Rows, Rule
 
 
 def order(seed: int, epoch: int, eligible: list[int]) -> list[int]:
@@ -105,3 +97,24 @@ def test_every_batch_of_two_epochs_is_what_the_oracle_says(plain, more, shard_to
         found = [listed(together(parts)) for parts in zip(*ranks, strict=True)]
         arrays = {"block_size": config["block_size"], "use_loss_mask": config["use_loss_mask"]}
         assert found == [expected(rows, batch, **arrays) for batch in wanted]
+
+
+def test_no_loss_crosses_a_border_where_other_rows_are_empty(tmp_path):
+    rows = build([[((None, 1), [([5, 6], 1, 0, 1.0, 0, -1)])], [((None, 2), [([7, 8, 9], 1, 0, 1.0, 0, -1)])]])
+    target = write_rows(tmp_path / "d", {"train": rows})
+    config = {"batch_size": 4, "block_size": 6, "packing": "bins", "epoch_drop_last": False, "use_loss_mask": True}
+    found = listed(EpisodeLoader(target, config, tensors=False).get_batch())
+    held = rows_of_epoch(rows, {**config, "epoch_seed": 1337, "episode_min_tokens": 2}, 0)
+    assert len(held) == 1
+    assert found == expected(rows, [*held, [], [], []], block_size=6)
+
+
+def test_stored_padding_is_never_trained_with_or_without_the_mask(tmp_path):
+    plain = build([[((None, 1), [([5, 6, 7], 1, 0, 1.0, 0, -1)]), ((None, 0), [([3, 3], 1, 0, 0.0, 0, -1)])]])
+    plain.spans["part"][1], plain.spans["rule"][1] = Part.PAD, Rule.PAD
+    target = write_rows(tmp_path / "d", {"train": plain})
+    for use_loss_mask in (True, False):
+        config = {"batch_size": 1, "block_size": 5, "use_loss_mask": use_loss_mask}
+        batch = EpisodeLoader(target, config, tensors=False).get_batch()
+        assert batch.y.tolist() == [[6, 7, -100, -100, -100]]
+        assert batch.segments.tolist() == [[0, 0, 0, 1, 1]]

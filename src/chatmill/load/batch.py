@@ -126,11 +126,10 @@ def assemble(
 
 
 class Sheet:
-    """Rows of `block_size` tokens, of which row r holds episodes[first[r]:first[r + 1]] and then padding: all that is
-    known of them before a token is copied.
+    """All that is known of some rows before a token is copied: row r is episodes[first[r]:first[r + 1]], and padding.
 
-    Of an episode that is longer than a row the last tokens stay. Looking up many rows at once costs little more than
-    one; copying some of them at a time keeps what is copied in the cache.
+    A row has `block_size` tokens and one more to be predicted; of an episode that is longer the last tokens stay.
+    Looking up many rows at once costs little more than one; copying few of them at a time keeps them in the cache.
     """
 
     def __init__(self, reader: Reader, episodes: Index, first: Index, layout: Layout) -> None:
@@ -189,8 +188,7 @@ class Sheet:
         of = slice(self._first_segment[start], self._first_segment[stop])
         row, number, inside = self._row[of] - start, self._number[of], self._inside[of]
         # No loss crosses a border: neither is the first token of any later segment predicted.
-        if len(row) > shape[0]:
-            later = number > 0
+        if len(later := np.flatnonzero(number)):
             weights[row[later], inside[later] - 1] = 0
         loss_mask = weights > 0
         x, y = _pair(ids, loss_mask)
