@@ -9,14 +9,14 @@ key = $(shell cat pyproject.toml $(1) | cksum | cut -d ' ' -f 1)
 DEV := requirements/dev.txt requirements/tokenizers.txt
 DEV_STAMP := .venv/installed-$(call key,$(DEV))
 
-.PHONY: help install test check demo bench clean
+.PHONY: help install test check browser demo bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-8s %s\n' $$name "$$does"; done
 
 install: $(DEV_STAMP) ## make .venv with the pinned versions and the package, editable
 
-test: check ## install, check, run every test (ARGS="-k words" to choose)
+test: check browser ## install, check, run every test (ARGS="-k words" to choose)
 	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(DEV_STAMP) ## format, lint, types, import direction
@@ -25,6 +25,16 @@ check: $(DEV_STAMP) ## format, lint, types, import direction
 	.venv/bin/mypy
 	.venv/bin/python scripts/check_imports.py
 
+# Debian's browser, for the tests of what it shows; where it cannot be installed, those say so and are skipped.
+browser:
+	@if ! command -v chromium >/dev/null; then \
+		echo "chromium: installing with apt-get (once)"; \
+		as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
+		{ $$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+			--no-install-recommends chromium fonts-dejavu-core fonts-noto-color-emoji; } >/dev/null 2>&1 \
+		|| echo "chromium: cannot be installed here; the tests that need it are skipped" >&2; \
+	fi
+
 demo: $(DEV_STAMP) ## from the embedded conversations to what exists so far, step by step
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash scripts/demo.sh
 
@@ -32,7 +42,7 @@ bench: $(DEV_STAMP) ## side by side with peers (BENCHES="render" to choose)
 	@set -e; for name in $(BENCHES); do echo "== benchmarks/$$name.py"; .venv/bin/python benchmarks/$$name.py; done
 
 clean: ## remove what the other targets made, environments included
-	rm -rf .venv demo build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch stands in the same pip command as all the rest, so nothing else can pull another build of it.

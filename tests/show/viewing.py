@@ -32,10 +32,19 @@ def viewer(dataset: Path, folder: Path, *options: str) -> Iterator[str]:
 
 
 def chromium() -> str:
-    """Debian's Chromium, which `make test` installs; without it tests are skipped only where it cannot be installed."""
+    """Debian's Chromium, which `make test` installs; tests are skipped only where that cannot be done."""
     found = shutil.which("chromium")
     if found is None:
-        if shutil.which("apt-get") and os.geteuid() == 0:
-            pytest.fail("chromium is not installed; `make test` installs it, or apt-get install chromium")
-        pytest.skip("no Chromium here, and none can be installed: that needs apt-get and root")
+        if _succeeds("apt-get", "install", "--simulate", "chromium") and (
+            os.geteuid() == 0 or _succeeds("sudo", "-n", "true")
+        ):
+            pytest.fail("chromium is not installed; run make browser")
+        pytest.skip("chromium is not here and cannot be installed: that needs apt-get, a package server, and root")
     return found
+
+
+def _succeeds(*command: str) -> bool:
+    return (
+        shutil.which(command[0]) is not None
+        and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    )

@@ -86,8 +86,11 @@ def show(
             hits = islice(find(shown, name, search, progress=advance), limit + 1)
             count = _list(shown, name, hits, search, console, most=limit, as_json=as_json)
         if not as_json:
-            more = f"the first {limit:,}" if count > limit else f"{count:,}"
-            typer.echo(f"{more} of {len(episodes):,} episodes of {name} hold it" if count else "no episode holds it")
+            of = f"{len(episodes):,} episodes of {name}"
+            if count > limit:
+                typer.echo(f"{limit:,} shown; more of {of} hold it")
+            else:
+                typer.echo(f"{count:,} of {of} hold it")
 
 
 def _show_one(shown: Shown, split: str, episode: int, console: Console, *, decode: bool, as_json: bool) -> None:
