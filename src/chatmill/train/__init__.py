@@ -5,5 +5,6 @@ gpt        chatmill's own GPT
 hf, lora   any Hugging Face causal model, and adapters on it
 attention  a token sees its own conversation alone
 loss       the weighted loss of the trained tokens, without the logits of all
-generate   answers: greedy, sampled, or the best of several beams
+generate   answers, greedy or sampled; beams: the best of several
+folder     open_model: a model from its folder, whoever's it is
 """
