@@ -3,10 +3,10 @@
     python scripts/train_gauntlet.py --kills 20
     python scripts/train_gauntlet.py --kills 20 --ranks 2
 
-The run gets SIGKILL, all its ranks at once, and goes on with --resume auto. Some moments are counted from the start of
-the process, most from its first step; checkpoints are written slowly, so that many are hit. At the end weights and
-moments must have the same bits as those of the undisturbed run, the loss of every step must be equal, and the
-audit log must verify with the head that the last checkpoint keeps. All is done in a temporary folder.
+The run gets SIGKILL, all its ranks at once, and goes on with --resume auto. One moment in five is before its first
+step, the others a little after one of its next steps; checkpoints are written slowly, so that some are hit. At the end
+weights and moments must have the same bits as those of the undisturbed run, the loss of every step must be equal, and
+the audit log must verify with the head that the last checkpoint keeps. All is done in a temporary folder.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which the optimizer would import again in every process that is begun
 
 from chatmill.cli.main import main as chatmill
 from chatmill.load.audit_check import verify_log
@@ -39,8 +40,8 @@ from chatmill.train.world import World
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "conversations.jsonl"
 SIZES = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_ffn": 64, "max_positions": 256}
-LEAST, MOST = 0.0, 0.3
-"""Seconds after which a run is killed."""
+LATER = 0.05
+"""Seconds, at most, from the end of a step to the kill."""
 
 
 class Slow(files.Disk):
@@ -69,7 +70,7 @@ def config(steps: int, folder: Path) -> TrainConfig:
     return TrainConfig.from_mapping(values)
 
 
-def run(folder: Path, name: str, steps: int, first_step: Callable[[], None] = lambda: None) -> None:
+def run(folder: Path, name: str, steps: int, each_step: Callable[[], object] = lambda: None) -> None:
     """Train, or go on with it."""
     torch.set_num_threads(1)
     files.disk = Slow()
@@ -78,13 +79,13 @@ def run(folder: Path, name: str, steps: int, first_step: Callable[[], None] = la
         model_name=name,
         out_dir=folder / "out",
         resume="auto",
-        watch=lambda step: first_step(),
+        watch=lambda step: each_step() and None,
         quiet=True,
     )
 
 
 def started(folder: Path, name: str, steps: int, ranks: int) -> tuple[int, int]:
-    """Begin a run in processes of a group of their own: its leader, and a pipe that is closed at the first step."""
+    """Begin a run in processes of a group of their own: its leader, and a pipe that gets a byte at every step."""
     told, tell = os.pipe()
     leader = os.fork()
     if leader:
@@ -106,8 +107,7 @@ def started(folder: Path, name: str, steps: int, ranks: int) -> tuple[int, int]:
                     os._exit(0)
                 others.append(other)
             os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
-        open_pipe = [tell]
-        run(folder, name, steps, lambda: os.close(open_pipe.pop()) if open_pipe else None)
+        run(folder, name, steps, lambda: os.write(tell, b"."))
         if ranks > 1:
             for other in others:
                 os.waitpid(other, 0)
@@ -116,17 +116,16 @@ def started(folder: Path, name: str, steps: int, ranks: int) -> tuple[int, int]:
         os._exit(1)
 
 
-def killed(folder: Path, name: str, steps: int, ranks: int, seconds: float, *, training: bool) -> bool:
-    """Begin or go on, and kill after a while, counted from the start or the first step; whether it still ran."""
+def killed(folder: Path, name: str, steps: int, ranks: int, after: int, seconds: float) -> bool:
+    """Begin or go on, and kill some seconds after so many of its steps; whether it still ran."""
     leader, told = started(folder, name, steps, ranks)
-    if training:
-        # Nothing is written: it ends when the other side closes it, or dies.
-        os.read(told, 1)
+    while after > 0 and (seen := os.read(told, after)):
+        after -= len(seen)
     time.sleep(seconds)
-    os.close(told)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
     _, status = os.waitpid(leader, 0)
+    os.close(told)
     return os.WIFSIGNALED(status)
 
 
@@ -167,8 +166,11 @@ def gauntlet(kills: int, steps: int, ranks: int, seed: int, folder: Path) -> Cou
         chatmill()
     finished(folder, "undisturbed", steps, ranks)
     for number in range(kills):
-        seconds = rng.uniform(LEAST, MOST)
-        counts["killed while it ran"] += killed(folder, "killed", steps, ranks, seconds, training=number % 4 != 3)
+        # Few enough steps that the run cannot come to its end before the last kill.
+        after, seconds = rng.randint(1, max(1, steps // kills)), rng.uniform(0, LATER)
+        if number % 5 == 4:
+            after, seconds = 0, rng.uniform(0, 10 * LATER)
+        counts["killed while it ran"] += killed(folder, "killed", steps, ranks, after, seconds)
         counts["hit a checkpoint that was being written"] += any((folder / "out" / "killed").glob(".step_*"))
     finished(folder, "killed", steps, ranks)
     mine, right = outcome(folder, "killed"), outcome(folder, "undisturbed")

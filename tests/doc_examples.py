@@ -127,6 +127,8 @@ def run(page: Path, folder: Path) -> None:
 def run_command(place: str, command: str, shown: str, folder: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     plain = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
+    # Pages are run beside each other: threads of one would be in the way of the others.
+    plain["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
         ["sh", "-c", command],
         cwd=folder,

@@ -15,7 +15,7 @@ PAGES = [
     if page.is_file()
 ]
 # A page may run the scripts of the repository as a reader in its root would.
-LINKED = ("scripts", "train.py")
+LINKED = ("scripts", "configs", "train.py")
 
 
 @pytest.fixture

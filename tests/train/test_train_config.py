@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,9 @@ def test_the_learning_rate_rises_and_falls():
     assert rates("cosine", 0, 4) == [1.0, 0.8828, 0.6, 0.3172, 0.2, 0.2]
     assert rates("constant", 4, 4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert rates("cosine", 3, 2) == [0.3333, 0.6667, 1.0, 1.0]
+
+
+def test_every_key_of_a_run_is_on_its_page():
+    pages = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("training.md", "loading.md", "models.md"))
+    keys = [each.name for each in fields(TrainConfig)]
+    assert [name for name in keys if f"`{name}`" not in pages] == []
