@@ -67,7 +67,8 @@ class TemplateFormat:
         names = {id: token for token, id in tokenizer.control_ids.items()}
         self.ends = frozenset(names[id] for id in folder.stops or () if id in names)
         """The tokens a server stops at."""
-        self.writers = {True: self._writer(folder.with_tools or folder.template), False: self._writer(folder.template)}
+        writer = self._writer(folder.template)
+        self.writers = {False: writer, True: self._writer(folder.with_tools) if folder.with_tools else writer}
         """By whether the conversation has tools."""
         self._tokenizer = tokenizer
         self._ways: dict[tuple[bool, bytes], list[Way]] = {}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from chatmill.errors import RecordError
-from chatmill.format.template.markers import common_length
 
 Writing = Callable[[int, bool], str]
 """The text of the first so many messages, with or without the prompt."""
@@ -72,6 +71,7 @@ def one_of(tokens: Collection[str]) -> re.Pattern[str]:
 
 def opener_of(prompt: str, before: str, token: re.Pattern[str]) -> str:
     """What a prompt adds to the same messages without one; where they part inside a control token, all of that."""
-    common = common_length(prompt, before)
+    parting = (at for at, (one, other) in enumerate(zip(prompt, before, strict=False)) if one != other)
+    common = len(before) if prompt.startswith(before) else next(parting, len(prompt))
     cut = [found.start() for found in token.finditer(prompt) if found.start() < common < found.end()]
     return prompt[cut[0] if cut else common :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,13 +31,17 @@ class Program:
         """The pieces a rendering is made of; everything that goes wrong is a `RecordError`."""
         self.sandbox.meter = meter
         with self._faults():
-            written = 0
-            for piece in self._pieces(variables):
+            written, pieces = 0, self._pieces(variables)
+            for piece in pieces:
                 written += str.__len__(piece)
-                meter.size(written)
+                try:
+                    meter.size(written)
+                except LimitError as error:
+                    # Raised where it was written, so that the line is known.
+                    pieces.throw(error)
                 yield piece
 
-    def _pieces(self, variables: Mapping[str, Any]) -> Iterator[str]:
+    def _pieces(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
         yield from self._template.generate(variables)
 
     def render(self, variables: Mapping[str, Any], meter: Meter) -> str:

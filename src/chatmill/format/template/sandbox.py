@@ -27,7 +27,7 @@ from jinja2.utils import Namespace, missing
 from chatmill.format.template.rewrite import Rewriter
 
 SECONDS = 20.0
-STEPS = 2**20
+STEPS = 2**16
 CHARACTERS = 2**20
 GROWTH = 8
 """Characters a template may write besides, for each that the conversation has itself."""
@@ -66,7 +66,7 @@ class Meter:
 
 def meter_for(characters: int, messages: int) -> Meter:
     """A meter for a conversation of this size; templates may look at all messages for each of them."""
-    return Meter(CHARACTERS + GROWTH * characters, STEPS + 16 * messages**2, time.monotonic() + SECONDS)
+    return Meter(CHARACTERS + GROWTH * characters, STEPS + 64 * messages**2, time.monotonic() + SECONDS)
 
 
 class Missing(Undefined):
@@ -195,6 +195,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     # Limits.
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        @wraps(wrapped)
+        def checked(*args: Any, **kwargs: Any) -> str:
+            self._check_numbers((*args, *kwargs.values()))
+            self._check_growth("format", value.__self__, args)
+            return str(wrapped(*args, **kwargs))
+
+        return checked
 
     def _metered(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that keeps to the limits."""

@@ -47,25 +47,27 @@ def settle(
             _settle(trace, whole, alone)
         if before is None:
             continue
-        if prompt[:-1] != before[:-1] or not (_ends_in_words(prompt) and _ends_in_words(before)):
+        (asked_of, words), (said, less) = _parted(prompt), _parted(before)
+        if asked_of != said:
             # What the prompt adds is not words alone; nothing is said of other conversations then.
             trace.give_up()
             return
-        opener = opener_of(str(prompt[-1]), str(before[-1]), token)
+        opener = opener_of(words, less, token)
         if not opener and openers:
-            _settle(trace, whole, [*prompt[:-1], str(prompt[-1]) + openers[0]])
+            _settle(trace, whole, [*asked_of, words + openers[0]])
         if opener and full.text.startswith(tracing(message, True).text):
             openers.append(opener)
         if opener and asked is not None:
-            end = asked[-1] if _ends_in_words(asked) else ""
-            if len(str(end)) < len(opener):
+            body, end = _parted(asked)
+            if len(end) < len(opener):
                 trace.give_up()
-            elif str(end).endswith(opener):
-                _settle(trace, whole, [*asked[:-1], str(end)[: -len(opener)]])
+            elif end.endswith(opener):
+                _settle(trace, whole, [*body, *filter(None, [end[: -len(opener)]])])
 
 
-def _ends_in_words(items: Sequence[Item]) -> bool:
-    return bool(items) and isinstance(items[-1], str)
+def _parted(items: list[Item]) -> tuple[list[Item], str]:
+    """Items without the words that they end in, and those."""
+    return (items[:-1], items[-1]) if items and isinstance(items[-1], str) else (items, "")
 
 
 def _items(rendering: Rendering) -> list[Item]:

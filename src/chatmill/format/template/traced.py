@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, wraps
@@ -249,7 +249,7 @@ class TracedProgram(Program):
                     lines.append(piece.line or line)
         return Rendering(tuple(pieces), tuple(owners), tuple(lines))
 
-    def _pieces(self, variables: Mapping[str, Any]) -> Iterator[str]:
+    def _pieces(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
         """What the template writes; while it waits, `_line` is the line of it that wrote the last."""
         running: Any = self._template.root_render_func(self._template.new_context(dict(variables)))
         try:

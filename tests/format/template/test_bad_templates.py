@@ -1,0 +1,149 @@
+"""Templates that raise, loop, grow or reach for what is not theirs: one line with its place, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from template_material import answer, own_format, user
+
+from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.format.template import open_template
+from chatmill.records import Message, Record
+
+GOOD = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+PROMPT = "{{ '<|assistant|>' if add_generation_prompt else '' }}"
+TALK = Record([user("Hi"), answer("Hello.")], file="chat.jsonl", line=7, id="a1")
+
+
+def refused(tmp_path, bad: str) -> RecordError:
+    """The fault of a conversation under a template that is good but for what stands behind it."""
+    format = own_format(tmp_path, GOOD + PROMPT + "\n" + bad, control=["<|user|>", "<|assistant|>", "<|end|>"])
+    with pytest.raises(RecordError) as found:
+        format.lay(TALK)
+    fault = found.value
+    assert "\n" not in str(fault)
+    assert str(fault).startswith("chat.jsonl:7 (id=a1): ")
+    assert "chat_template.jinja:2: " in str(fault)
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("bad", "said", "kind"),
+    [
+        (
+            "{{ raise_exception('no\nway') }}",
+            r'the template refuses the conversation: "no\\nway"',
+            "template_refuses",
+        ),
+        ("{{ nonsense }}", "the template uses what is not there: 'nonsense' is undefined", "template_undefined"),
+        ("{{ messages[9].content }}", "the template uses what is not there", "template_undefined"),
+        ("{{ messages[0].content + 1 }}", "the template fails with TypeError", "template_fails"),
+        ("{{ 1 / 0 }}", "the template fails with ZeroDivisionError", "template_fails"),
+        ("{{ ''.__class__ }}", "reaches for what it may not see", "template_security"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "reaches for what it may not see", "template_security"),
+        ("{{ messages.append(1) }}", "reaches for what it may not see", "template_security"),
+        ("{{ messages[0].update(role='x') }}", "reaches for what it may not see", "template_security"),
+        ("{% set ns = namespace(__init__=1) %}", "reaches for what it may not see", "template_security"),
+        ("{{ raise_exception.__globals__ }}", "reaches for what it may not see", "template_security"),
+        ("{{ '{0.__class__}'.format(messages) }}", "reaches for|TypeError", None),
+        ("{{ [1, 2] | random }}", "draws at random", "template_refuses"),
+        ("{{ lipsum() }}", "draws at random", "template_refuses"),
+    ],
+)
+def test_what_a_template_does_wrong_is_one_line_with_its_place(tmp_path, bad, said, kind):
+    fault = refused(tmp_path, bad)
+    assert re.search(said, str(fault)), str(fault)
+    assert kind is None or fault.kind == kind
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{{ 'x' * 999999999 }}",
+        "{{ ([0] * 999999999) | length }}",
+        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x.replace('a', ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
+        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x.join([ns.x, ns.x]) %}{% endfor %}",
+        "{{ 9 ** 99999999 }}",
+        "{% set ns = namespace(x=7) %}{% for a in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+        "{{ 'x'.ljust(999999999) }}",
+        "{{ 'x' | center(999999999) }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ [1] | tojson(indent=999999999) }}",
+    ],
+)
+def test_a_template_that_loops_or_grows_for_ever_is_stopped(tmp_path, bad):
+    started = time.monotonic()
+    fault = refused(tmp_path, bad)
+    assert fault.kind == "template_limit", str(fault)
+    # Generous: a busy machine is no fault. What matters is that it ends, in memory that is there.
+    assert time.monotonic() - started < 120
+
+
+def test_a_long_conversation_is_no_growth(tmp_path):
+    format = own_format(tmp_path, GOOD + PROMPT, control=["<|user|>", "<|assistant|>", "<|end|>"])
+    long = Record([user("x" * 2_000_000), answer("y" * 10)])
+    assert format.text(long).count("x") == 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for m in messages %}", "chat_template.jinja:1: Unexpected end of template"),
+        ("line\n{{ a b }}", "chat_template.jinja:2: expected token 'end of print statement', got 'b'"),
+        ("{% include 'other' %}", "chat_template.jinja:1: a chat template is one file"),
+        ("{% autoescape true %}x{% endautoescape %}", "chat_template.jinja:1: autoescape changes text"),
+        ("{{ x | nofilter }}", "chat_template.jinja:1: No filter named 'nofilter'"),
+    ],
+)
+def test_a_template_that_is_none_is_named_with_its_line(tmp_path, source, said):
+    with pytest.raises(DataError) as refused:
+        own_format(tmp_path, source)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_undefined_attribute_and_the_tokens_of_a_tokenizer_may_be_missing_as_templates_are_used_to(tmp_path):
+    source = GOOD + PROMPT + "{{ unk_token }}{{ messages[0].nothing }}{% if missing is defined %}x{% endif %}"
+    format = own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
+    assert format.text(TALK) == "<|user|>Hi<|end|><|assistant|>Hello.<|end|>"
+
+
+def test_a_turn_that_never_closed_and_an_empty_record_are_refused(tmp_path):
+    format = own_format(tmp_path, GOOD + PROMPT, control=["<|user|>", "<|assistant|>", "<|end|>"])
+    with pytest.raises(RecordError, match="message 1 never closes"):
+        format.lay(Record([user("Hi"), Message("assistant", "Hel", complete=False)]))
+    with pytest.raises(RecordError, match="the record has no messages"):
+        format.lay(Record([]))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "has no chat template; give one with --chat-template FILE"),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": ""}]}'}, "rag but no default"),
+        ({"tokenizer_config.json": "[1]"}, "tokenizer_config.json: holds no JSON object"),
+        ({"generation_config.json": '{"eos_token_id": "x"}', "chat_template.jinja": GOOD}, "eos_token_id is 'x'"),
+        ({"chat_template.jinja": b"\xff"}, "chat_template.jinja: cannot be read"),
+    ],
+)
+def test_a_folder_that_lacks_something_is_named(tmp_path, files, said):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises((DataError, UsageError), match=said):
+        open_template(str(tmp_path))
+
+
+@pytest.mark.parametrize("argument", ["enable", "=1", "messages=[]", "a b=1"])
+def test_an_argument_that_is_none_is_refused(tmp_path, argument):
+    with pytest.raises(UsageError, match="is no NAME=VALUE"):
+        own_format(tmp_path, GOOD + PROMPT, argument)

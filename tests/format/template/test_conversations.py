@@ -1,0 +1,136 @@
+"""Random conversations: replayed as derived, with the ids of transformers, each answer untouched by the others."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from template_material import TEMPLATES as FOLDER
+from template_material import answer, peer_ids, trained_texts, trl_format, trl_tokenizer, user
+
+from chatmill.errors import RecordError
+from chatmill.format.template import TemplateFormat, open_template
+from chatmill.records import Message, Record
+
+TEXTS = st.one_of(
+    st.text(alphabet="ab \n", min_size=1, max_size=12),
+    st.sampled_from(
+        ["</think>", "<think>a</think>b", "x<|im_end|>", " ", "\n\n", "1+1=2", "ünï 漢字 👍🏽", "<think>\nq"]
+    ),
+    st.text(min_size=1, max_size=12).filter(str.isprintable),
+)
+NAMES = ["qwen3", "qwen3_5_think", "llama3", "gemma4", "nemotron_3_ultra", "gptoss", "deepseekv3", "phi3", "glm4moe"]
+
+
+@st.composite
+def conversations(draw):
+    messages = [Message("system", draw(TEXTS))] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        thought = draw(st.sampled_from(["", "", "hm", " so\n"]))
+        messages += [user(draw(TEXTS)), answer(draw(TEXTS), thought)]
+    return Record(messages)
+
+
+@lru_cache(None)
+def forgetful(name: str) -> TemplateFormat:
+    return open_template(str(trl_tokenizer()), chat_template=str(FOLDER / f"{name}.jinja"))
+
+
+def made(of: TemplateFormat, record: Record):
+    """Ids, spans and all of a row; or the kind of fault."""
+    try:
+        rows = of.render([record])
+    except RecordError as fault:
+        return fault.kind
+    rows.check()
+    return rows.ids.tolist(), rows.spans.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_way_that_is_kept_gives_what_a_derivation_of_its_own_gives(name):
+    keeps = trl_format(name)
+
+    @given(conversations())
+    @settings(max_examples=60)
+    def check(record):
+        with patch("chatmill.format.template.format.WAYS", 0):
+            alone = made(forgetful(name), record)
+        assert made(keeps, record) == alone
+        assert made(keeps, record) == alone
+
+    check()
+    assert keeps._ways and not forgetful(name)._ways
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma4", "deepseekv3", "gptoss"])
+def test_ids_are_those_of_transformers_wherever_no_text_holds_a_control_token(name):
+    of = trl_format(name)
+
+    @given(conversations())
+    @settings(max_examples=40)
+    def check(record):
+        assume(not any("<" in message.content for message in record.messages))
+        try:
+            rows = of.render([record])
+        except RecordError:
+            return
+        assert rows.ids.tolist() == peer_ids(of, record)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen2_5", "phi3", "qwen3_8", "gemma4_v2", "cohere2"])
+def test_the_trained_characters_of_an_answer_do_not_change_with_the_other_messages(name):
+    # Templates whose certificate says that answers stay as they were.
+    of = trl_format(name)
+
+    @given(conversations(), st.data())
+    @settings(max_examples=40)
+    def check(record, data):
+        messages = record.messages
+        changed = data.draw(st.integers(0, len(messages) - 1))
+        other = Message(messages[changed].role, data.draw(TEXTS), messages[changed].reasoning)
+        try:
+            before = trained_texts(of, record)
+            after = trained_texts(of, Record([*messages[:changed], other, *messages[changed + 1 :]]))
+        except RecordError:
+            assume(False)
+        before.pop(changed, None)
+        after.pop(changed, None)
+        assert before == after
+
+    check()
+
+
+@given(conversations())
+@settings(max_examples=60)
+def test_control_tokens_come_from_the_template_alone(record):
+    of = trl_format("qwen3")
+    try:
+        rows = of.render([record])
+    except RecordError:
+        return
+    control = np.array(list(of.marked.ids.values()))
+    plain = Record([Message(m.role, "word", m.reasoning and "why") for m in record.messages])
+    own = np.isin(of.render([plain]).ids, control).sum()
+    # A template that finds its own tags in a text writes others instead; it never lets the text's through.
+    tags = sum(m.content.count("</think>") for m in record.messages if m.role == "assistant")
+    found = np.isin(rows.ids, control).sum()
+    assert own - 2 * tags <= found <= own
+
+
+def test_many_conversations_at_once_are_the_same_rows_as_one_by_one():
+    of = trl_format("qwen3")
+    records = [
+        Record([user(f"q{n}" * (n % 7)), answer("ä" * n + "."), *([user("x"), answer("y", "z")] * (n % 3))])
+        for n in range(1, 40)
+    ]
+    together = of.render(records)
+    together.check()
+    for number, record in enumerate(records):
+        one, row = of.render([record]), together[number : number + 1]
+        assert row.ids.tolist() == one.ids.tolist() and row.spans.tolist() == one.spans.tolist()

@@ -1,0 +1,216 @@
+"""Ten templates with one difficulty each, and the masks that they must have, written by hand.
+
+In the expected text, what is trained stands between « and ».
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from template_material import TOOLS, answer, own_format, user
+
+from chatmill.errors import RecordError
+from chatmill.records import Message, Record, ToolCall
+
+TALK = Record([user("Hi"), answer(" Hello. "), user("Go"), answer("Bye")])
+THINKING = Record([user("Hi"), answer("Hello.", "First."), user("Go"), answer("Bye", "Second.")])
+CALL = ToolCall("lookup", '{"word":"sun"}', "c1")
+CALLING = Record(
+    [user("Hi"), answer("", "", CALL), Message("tool", "a star", name="lookup", tool_call_id="c1"), answer("A star.")],
+    tools=TOOLS,
+)
+
+PLAIN = """{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+GOLDEN = {
+    "reasoning stripped from earlier turns": (
+        """{%- for message in messages -%}
+        {{- '<|im_start|>' + message.role + '\\n' -}}
+        {%- if message.reasoning_content and loop.last -%}
+          {{- '<think>' + message.reasoning_content + '</think>' -}}
+        {%- endif -%}
+        {{- message.content + '<|im_end|>\\n' -}}
+        {%- endfor -%}
+        {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}""",
+        THINKING,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Hello.<|im_end|>»\n"
+        "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«<think>Second.</think>Bye<|im_end|>»\n",
+    ),
+    "an empty think block, in the answer and not in its prompt": (
+        """{%- for message in messages -%}
+        {{- '<|im_start|>' + message.role + '\\n' -}}
+        {%- if message.role == 'assistant' and loop.last -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
+        {{- message.content + '<|im_end|>\\n' -}}
+        {%- endfor -%}
+        {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}""",
+        TALK,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Hello. <|im_end|>»\n"
+        "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\nBye<|im_end|>»\n",
+    ),
+    "a think block that the prompt has begun": (
+        """{%- for message in messages -%}
+        {{- '<|im_start|>' + message.role + '\\n' -}}
+        {%- if message.role == 'assistant' -%}
+          {{- '<think>\\n' + (message.reasoning_content or '') + '</think>' -}}
+        {%- endif -%}
+        {{- message.content + '<|im_end|>\\n' -}}
+        {%- endfor -%}
+        {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}""",
+        THINKING,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n«First.</think>Hello.<|im_end|>»\n"
+        "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n<think>\n«Second.</think>Bye<|im_end|>»\n",
+    ),
+    "only the last turn is closed": (
+        """{%- for message in messages -%}
+        {%- if message.role == 'user' -%}{{- '[INST]' + message.content + '[/INST]' -}}
+        {%- else -%}{{- message.content -}}{%- if loop.last -%}{{- eos_token -}}{%- endif -%}{%- endif -%}
+        {%- endfor -%}""",
+        TALK,
+        "[INST]Hi[/INST]« Hello. »[INST]Go[/INST]«Bye</s>»",
+    ),
+    "a turn is closed by the opener of the next": (
+        """{%- for message in messages -%}
+        {{- '<|' + message.role + '|>\\n' + message.content -}}
+        {%- endfor -%}
+        {{- '<|assistant|>\\n' if add_generation_prompt else '<|user|>' -}}""",
+        TALK,
+        "<|user|>\nHi<|assistant|>\n« Hello. <|user|>»\nGo<|assistant|>\n«Bye<|user|>»",
+    ),
+    "space around messages is stripped": (
+        PLAIN.replace("message.content", "message.content | trim"),
+        TALK,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Hello.<|im_end|>»\n"
+        "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«Bye<|im_end|>»\n",
+    ),
+    "all is put together first and written at once": (
+        """{%- set all = namespace(text='') -%}
+        {%- for message in messages -%}
+        {%- set all.text = all.text ~ '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' -%}
+        {%- endfor -%}
+        {%- if add_generation_prompt -%}{%- set all.text = all.text ~ '<|im_start|>assistant\\n' -%}{%- endif -%}
+        {{- all.text -}}""",
+        TALK,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n« Hello. <|im_end|>»\n"
+        "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«Bye<|im_end|>»\n",
+    ),
+    "results of tools stand inside the turn": (
+        """{%- for message in messages -%}
+        {%- if message.role == 'user' -%}{{- '<|user|>' + message.content + '<|end|>' -}}
+        {%- elif message.role == 'tool' -%}{{- '<|result|>' + message.content + '<|done|>' -}}
+        {%- else -%}
+          {%- if not (loop.previtem and loop.previtem.role == 'tool') -%}{{- '<|assistant|>' -}}{%- endif -%}
+          {{- message.content -}}
+          {%- for call in message.tool_calls -%}
+            {{- '<|call|>' + call.function.name + (call.function.arguments | tojson) + '<|run|>' -}}
+          {%- endfor -%}
+          {%- if not message.tool_calls -%}{{- '<|end|>' -}}{%- endif -%}
+        {%- endif -%}
+        {%- endfor -%}
+        {%- if add_generation_prompt and messages[-1].role != 'tool' -%}{{- '<|assistant|>' -}}{%- endif -%}""",
+        CALLING,
+        '<|user|>Hi<|end|><|assistant|>«<|call|>lookup{"word": "sun"}<|run|>»<|result|>a star<|done|>«A star.<|end|>»',
+    ),
+    "reasoning is cut out of the content": (
+        """{%- for message in messages -%}
+        {%- set said = message.content.split('</think>')[-1].lstrip('\\n') -%}
+        {{- '<|im_start|>' + message.role + '\\n' -}}
+        {%- if '</think>' in message.content and loop.last -%}
+          {{- '<think>' + message.content.split('</think>')[0].split('<think>')[-1] + '</think>' -}}
+        {%- endif -%}
+        {{- said + '<|im_end|>\\n' -}}
+        {%- endfor -%}
+        {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}""",
+        Record([user("Hi"), answer("<think>a</think>\nHello."), user("Go"), answer("<think>b</think>\n\nBye")]),
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Hello.<|im_end|>»\n"
+        "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«<think>b</think>Bye<|im_end|>»\n",
+    ),
+    "more follows the end of the turn, and there is a macro": (
+        """{%- macro turn(role, text) -%}{{- '<|' + role + '|>\\n' + text + '<|end|>\\n' -}}{%- endmacro -%}
+        {{- bos_token -}}
+        {%- for message in messages -%}{{- turn(message.role, message.content) -}}{%- endfor -%}
+        {{- '<|assistant|>\\n' if add_generation_prompt else eos_token -}}""",
+        TALK,
+        "<s><|user|>\nHi<|end|>\n<|assistant|>\n« Hello. <|end|>»\n"
+        "<|user|>\nGo<|end|>\n<|assistant|>\n«Bye<|end|>»\n</s>",
+    ),
+}
+STOPS = {"a turn is closed by the opener of the next": ["<|user|>"]}
+
+
+def marked(format, record: Record) -> str:
+    """The row as text, with marks around what is trained."""
+    rows = format.render([record])
+    rows.check()
+    out = []
+    for span, start, stop in zip(rows.spans, rows.span_start[:-1], rows.span_start[1:], strict=True):
+        text = format.tokenizer.decode(rows.ids[start:stop].tolist())
+        out.append(f"«{text}»" if span["weight"] > 0 else text)
+    return "".join(out).replace("»«", "")
+
+
+def opened(tmp_path, source: str, name: str):
+    format = own_format(tmp_path, source, control=[*re.findall(r"<[|/]?\w+\|?>|\[/?INST\]", source), *EXTRA])
+    if name in STOPS:
+        format.ends = frozenset(STOPS[name])
+    return format
+
+
+EXTRA = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
+    source, record, expected = GOLDEN[name]
+    format = opened(tmp_path, source, name)
+    # Derived afresh, derived to be kept, and replayed.
+    for _ in range(3):
+        assert marked(format, record) == expected
+
+
+def test_what_stands_around_the_answers_is_the_rendering(tmp_path):
+    for name, (source, record, expected) in GOLDEN.items():
+        format = opened(tmp_path, source, name)
+        assert expected.replace("«", "").replace("»", "") == format.text(record)
+
+
+REFUSED = {
+    "the opener is not the prompt": (
+        PLAIN.replace("'<|im_start|>assistant\\n' -}}{%- endif", "'<|assistant|>' -}}{%- endif"),
+        TALK,
+        r'message 1 begins with "<\|im_start\|>assistant\\n", its prompt ends with "<\|im_end\|>\\n<\|assistant\|>"',
+    ),
+    "the answer is written before the question": (
+        """{%- for message in messages | reverse -%}
+        {{- '<|' + message.role + '|>' + message.content + '<|end|>' -}}
+        {%- endfor -%}
+        {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}""",
+        Record([user("Hi"), answer("Hello.")]),
+        "what stands before message 1 in its prompt is not in the rendering",
+    ),
+    "a message is left out": (
+        PLAIN.replace("{%- for message in messages -%}", "{%- for message in messages if message.role != 'user' -%}"),
+        Record([user("Hi"), answer("Hello."), user("Go"), answer("Bye")]),
+        r"the template leaves out the content of message 0 \(user\)",
+    ),
+    "nothing is left of an answer": (
+        PLAIN.replace("message.content + '<|im_end|>\\n'", "message.content"),
+        Record([user("Hi"), answer("")]),
+        "nothing of message 1 would be trained",
+    ),
+    "an answer without a question": (
+        PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1),
+        Record([answer("Hello.")]),
+        "message 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_known_is_refused_with_the_text_in_dispute(tmp_path, name):
+    source, record, said = REFUSED[name]
+    with pytest.raises(RecordError, match=said):
+        opened(tmp_path, source, name).lay(record)

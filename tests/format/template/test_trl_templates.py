@@ -1,0 +1,168 @@
+"""Every template that TRL ships: the ids of transformers, and of each answer exactly what the model must write."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from template_material import (
+    ORIGINALS,
+    TOOLS,
+    answer,
+    peer_ids,
+    peer_text,
+    trained_texts,
+    trl_format,
+    user,
+)
+
+from chatmill.errors import RecordError
+from chatmill.format.template.certificate import certify
+from chatmill.records import Message, Record, ToolCall
+
+CALL = ToolCall("lookup", '{"word":"gammaword","deep":true}', "call12345")
+RESULT = Message("tool", "deltaword", name="lookup", tool_call_id="call12345")
+# Every message holds a word of its own, so that a stray character of one is seen in another.
+CONVERSATIONS = {
+    "plain": Record([user("alphaword one"), answer("betaword two")]),
+    "system": Record([Message("system", "omegaword rules"), user("alphaword one"), answer("betaword two")]),
+    "turns": Record(
+        [
+            user("alphaword"),
+            answer("betaword"),
+            user("gammaword"),
+            answer("deltaword"),
+            user("sigmaword"),
+            answer("omicron."),
+        ]
+    ),
+    "spaces": Record([user("  alphaword\n"), answer("\n betaword  "), user(" gammaword"), answer("  deltaword\n\n")]),
+    "reasoning": Record(
+        [user("alphaword"), answer("betaword", "kappaword"), user("gammaword"), answer("deltaword", "lambdaword")]
+    ),
+    "tools": Record([user("alphaword"), answer("", "", CALL), RESULT, answer("betaword")], tools=TOOLS),
+    "tools and reasoning": Record(
+        [user("alphaword"), answer("", "kappaword", CALL), RESULT, answer("betaword", "lambdaword")], tools=TOOLS
+    ),
+}
+NO_SYSTEM = {"gemma"}
+NO_TOOLS = {
+    *("cohere", "cohere2", "deepseek_r1_distill", "gemma", "gemma3", "idefics3", "lfm2", "llama3", "llava_next"),
+    *("phi3", "phi3_5", "qwen2_5_vl", "smolvlm"),
+}
+# How each family opens an answer, and with what it may end one. Written by hand from the templates.
+CHATML = ("<|im_start|>assistant\n", {"<|im_end|>"})
+FAMILIES = {
+    "cohere": ("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", {"<|END_OF_TURN_TOKEN|>"}),
+    "cohere2": ("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>", {"<|END_OF_TURN_TOKEN|>"}),
+    "deepseek": ("<｜Assistant｜>", {"<｜end▁of▁sentence｜>"}),
+    "diffusion_gemma": ("<|turn>model\n", {"<turn|>", "<|tool_response>"}),
+    "gemma": ("<start_of_turn>model\n", {"<end_of_turn>"}),
+    "gemma4": ("<|turn>model\n", {"<turn|>", "<|tool_response>"}),
+    "glm4moe": ("<|assistant|>", {""}),
+    "gptoss": ("<|start|>assistant", {"<|return|>", "<|end|>", "<|call|>"}),
+    "idefics3": ("Assistant:", {"<end_of_utterance>"}),
+    "lfm2": CHATML,
+    "llama3": ("<|start_header_id|>assistant<|end_header_id|>\n\n", {"<|eot_id|>"}),
+    "llava_next": (" [/INST]", {"</s>"}),
+    "muse_glimmer": ("<|start|>assistant", {"<|eot|>"}),
+    "nemotron": CHATML,
+    "phi3": ("<|assistant|>\n", {"<|end|>"}),
+    "qwen": CHATML,
+    "smolvlm": ("Assistant:", {"<end_of_utterance>"}),
+}
+# After a tool result these write no header: the turn goes on.
+GOES_ON = {
+    "deepseekv3": "<｜tool▁outputs▁end｜>",
+    **{f"gemma4{v}": "<tool_response|>" for v in ("", "_v3", "_v4", "_v5")},
+}
+
+# What prompts put behind the header.
+GIVEN = ("", "<think>", "<think>\n", "<think>\n\n</think>\n\n")
+
+
+def family(name: str) -> tuple[str, set[str]]:
+    return FAMILIES[max((key for key in FAMILIES if name.startswith(key)), key=len)]
+
+
+def supported(name: str) -> dict[str, Record]:
+    return {
+        kind: record
+        for kind, record in CONVERSATIONS.items()
+        if not (kind == "system" and name in NO_SYSTEM) and not (record.tools and name in NO_TOOLS)
+    }
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_ids_and_text_are_those_of_transformers(name):
+    format = trl_format(name)
+    for kind, record in supported(name).items():
+        assert format.text(record) == peer_text(format, record), kind
+        # The first time a shape is derived, the next it is replayed.
+        for _ in range(3):
+            assert format.render([record]).ids.tolist() == peer_ids(format, record), kind
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_of_each_answer_everything_after_the_header_up_to_its_end_is_trained_and_nothing_of_others(name):
+    format = trl_format(name)
+    header, terminators = family(name)
+    for kind, record in supported(name).items():
+        trained = trained_texts(format, record)
+        text = format.text(record)
+        answers = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
+        assert sorted(trained) == answers, kind
+        place = 0
+        for number in answers:
+            message, got = record.messages[number], trained[number].strip()
+            others = [m.content for n, m in enumerate(record.messages) if n != number] + [
+                m.reasoning for n, m in enumerate(record.messages) if n != number
+            ]
+            assert not [other for other in others if other.strip() and other.strip() in got], (kind, number)
+            # It ends with the content and the terminator; between them stand control tokens at most.
+            said = message.content.strip() or "gammaword"
+            assert said in got, (kind, number)
+            rest = got[got.rindex(said) + len(said) :]
+            terminator = next(t for t in sorted(terminators, key=len, reverse=True) if rest.endswith(t))
+            rest = rest.removesuffix(terminator)
+            if message.content:
+                assert rest.strip() in ("", "<|END_RESPONSE|>"), (kind, number)
+            # It starts after the header, or after what the prompt puts behind that.
+            place = text.index(trained[number], place)
+            goes_on = number > 0 and record.messages[number - 1].role == "tool" and name in GOES_ON
+            opener = GOES_ON[name] if goes_on else header
+            assert text[:place].endswith(tuple(opener + given for given in GIVEN)), (kind, number)
+            place += len(trained[number])
+
+
+@pytest.mark.parametrize("name", sorted(NO_TOOLS))
+def test_tool_calls_that_a_template_cannot_write_are_refused_and_not_lost(name):
+    with pytest.raises(RecordError):
+        trl_format(name).lay(CONVERSATIONS["tools"])
+
+
+def test_at_least_37_of_the_41_originals_certify_and_a_refusal_quotes_the_template():
+    certified, refused = [], {}
+    for name in ORIGINALS:
+        format = trl_format(name)
+        findings = certify(format, peer=partial(peer_ids, format), peer_name="transformers")
+        failed = [finding for finding in findings if not finding.passed]
+        if failed:
+            refused[name] = failed
+        else:
+            certified.append(name)
+    assert len(ORIGINALS) == 41 and len(certified) >= 37
+    assert sorted(refused) == ["glm4moe"]
+    (finding,) = refused["glm4moe"]
+    assert finding.name == "terminator"
+    assert "glm4moe.jinja:66: {{ '\\n' + content.strip() }}" in finding.text
+
+
+def test_both_derivations_apply_to_at_least_half_of_the_templates():
+    both = []
+    for name in ORIGINALS:
+        prefixes = [
+            prefix for kind in ("plain", "turns") for prefix in trl_format(name).derive(CONVERSATIONS[kind]).prefixes
+        ]
+        both.append(all(prefix.start is not None for prefix in prefixes) and prefixes[-1].stop is not None)
+    assert sum(both) * 2 >= len(ORIGINALS)

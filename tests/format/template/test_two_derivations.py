@@ -1,0 +1,55 @@
+"""The two ways to find an answer share no code, and one character between them is enough to refuse."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from template_material import answer, trl_format, user
+
+from chatmill.errors import RecordError
+from chatmill.format.template import derive, origins, prefixes
+from chatmill.records import Record
+
+TALK = Record([user("Which way?"), answer("North."), user("And then?"), answer("West.")])
+
+
+def imported(module) -> set[str]:
+    tree = ast.parse(Path(module.__file__).read_text("utf-8"))
+    return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def test_origins_and_prefixes_have_no_module_of_chatmill_in_common_but_errors():
+    shared = {name for name in imported(origins) & imported(prefixes) if name.startswith("chatmill")}
+    assert shared == {"chatmill.errors"}
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gptoss", "gemma3", "phi3"])
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("edge", ["start", "stop"])
+@pytest.mark.parametrize("way", ["turns_by_origin", "turns_by_prefix"])
+def test_an_answer_shifted_by_one_character_in_either_way_is_refused(monkeypatch, name, by, edge, way):
+    right = getattr(derive, way)
+
+    def shifted(*args):
+        *first, last = right(*args)
+        return [*first, last._replace(**{edge: getattr(last, edge) + by})]
+
+    assert trl_format(name).derive(TALK).turns
+    monkeypatch.setattr(derive, way, shifted)
+    with pytest.raises(
+        RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .* is disputed"
+    ):
+        trl_format(name).derive(TALK)
+
+
+def test_the_fault_shows_the_text_in_dispute_and_both_opinions(monkeypatch):
+    right = derive.turns_by_prefix
+    monkeypatch.setattr(derive, "turns_by_prefix", lambda *args: [p._replace(start=p.start + 3) for p in right(*args)])
+    with pytest.raises(RecordError) as refused:
+        trl_format("llama3").derive(TALK)
+    assert refused.value.kind == "mask_disputed"
+    assert refused.value.what == (
+        'whether the answer of message 1 begins before or after "Nor" is disputed: by origin before, by prefix after'
+    )

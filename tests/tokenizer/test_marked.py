@@ -1,0 +1,138 @@
+"""Texts with control tokens in them: the ids of the whole, whichever way they are encoded."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from chatmill.tokenizer import open_tokenizer
+from chatmill.tokenizer.marked import Marked
+
+TEXTS = ["the quick brown fox, the lazy dog. ", "Größe ändern: ünï 漢字 ", "a b  c\n\nd "] * 3
+TOKENS = [
+    AddedToken("<s>", special=True),
+    AddedToken("<|end|>", special=True, rstrip=True),
+    AddedToken("<|left|>", special=True, lstrip=True),
+    AddedToken("<think>", special=False, normalized=False),
+]
+
+
+def byte_level() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def nfc() -> Tokenizer:
+    made = byte_level()
+    made.normalizer = normalizers.NFC()
+    return made
+
+
+def metaspace(scheme: str) -> Tokenizer:
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return made
+
+
+KINDS = {
+    "bytes": byte_level,
+    "nfc": nfc,
+    "metaspace always": lambda: metaspace("always"),
+    "metaspace first": lambda: metaspace("first"),
+}
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """Each kind of tokenizer, with the original that it is held against."""
+    out = {}
+    for name, make in KINDS.items():
+        made = make()
+        special = ["<unk>"] if "metaspace" in name else []
+        alphabet = pre_tokenizers.ByteLevel.alphabet() if not special else list(" abcdefghijklmnopqrstuvwxyz.,\n<|>/")
+        trainer = trainers.BpeTrainer(
+            vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        made.train_from_iterator(TEXTS, trainer)
+        made.add_tokens(TOKENS)
+        path = tmp_path_factory.mktemp("marked") / f"{name.replace(' ', '_')}.json"
+        made.save(str(path))
+        with warnings.catch_warnings():
+            # That the quick engine leaves some of them to the other is not what is tested.
+            warnings.simplefilter("ignore")
+            out[name] = (Marked(open_tokenizer(path), json.loads(path.read_text())), made)
+    return out
+
+
+def test_sections_are_used_where_they_give_the_ids_of_the_whole(encoders):
+    by_sections = {name: marked.by_sections for name, (marked, _) in encoders.items()}
+    assert by_sections == {"bytes": True, "nfc": True, "metaspace always": True, "metaspace first": False}
+
+
+PARTS = st.lists(
+    st.one_of(st.sampled_from([token.content for token in TOKENS]), st.text("ab c.\n", max_size=6)), max_size=8
+)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_whole_is_encoded_as_the_tokenizer_itself_does(encoders, name):
+    marked, original = encoders[name]
+    names = {token.content for token in TOKENS}
+
+    @given(PARTS)
+    @settings(max_examples=80)
+    def check(parts):
+        text = "".join(parts)
+        ids, begins = marked.encode_whole(parts, [part in names for part in parts])
+        right = original.encode(text, add_special_tokens=False)
+        assert ids.tolist() == right.ids == marked.reference(text)
+        # Where an id begins is told in characters of the text, for what is text.
+        for begin, id, (start, _) in zip(begins.tolist(), right.ids, right.offsets, strict=True):
+            if id not in marked.ids.values():
+                assert begin == start
+
+    check()
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "metaspace first"])
+def test_sections_between_control_tokens_give_the_same(encoders, name):
+    marked, original = encoders[name]
+    names = [token.content for token in TOKENS]
+
+    @given(st.lists(st.tuples(st.text("ab c.\n", max_size=6), st.sampled_from(names)), min_size=1, max_size=5))
+    @settings(max_examples=80)
+    def check(pairs):
+        ids: list[int] = []
+        before = None
+        for text, token in pairs:
+            ids += [*marked.tokenizer.encode(marked.feed(text, before, token)[0]), marked.ids[token]]
+            before = token
+        assert ids == original.encode("".join(map("".join, pairs)), add_special_tokens=False).ids
+
+    check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_name_of_a_control_token_in_a_text_is_text(encoders, name):
+    marked, _ = encoders[name]
+    text = "say <|end|> and <think> <s>"
+    ids, _ = marked.encode_whole(["<s>", text, "<|end|>"], [True, False, True])
+    control = np.isin(ids, list(marked.ids.values()))
+    assert control.tolist() == [True, *[False] * (len(ids) - 2), True]
+    assert not np.isin(marked.encode_sections([text])[0], list(marked.ids.values())).any()
+
+
+def test_how_many_bytes_an_id_stands_for(encoders):
+    marked, _ = encoders["bytes"]
+    for text in ("the fox", "Größe 漢字", ""):
+        ids = marked.encode_sections([text])[0]
+        assert marked.byte_lengths(ids).sum() == len(text.encode())
