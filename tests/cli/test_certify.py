@@ -107,7 +107,7 @@ def test_a_template_is_a_format_like_any_other(run, folder, tmp_path):
     made = json.loads(out)
     assert code == 0 and made["splits"]["train"]["episodes"] == 2
     assert made["ledger"]["noted"]["control_text"]["rows"] == 1
-    format = json.loads(Path("data/metadata.json").read_text())["format"]
+    format = json.loads(Path("data/dataset_metadata.json").read_text())["format"]
     assert (format["name"], format["template"], format["mask"]) == ("template", CHATML, "derived")
     assert run("verify", "data", "--full")[0] == 0
 
@@ -173,4 +173,4 @@ def test_the_day_is_told_and_remembered(run, folder, tmp_path):
     assert first["sha256"] == json.loads(run("prepare", chat, "-o", "two", *flags)[1])["sha256"]
     other = (*flags[:-2], "2024-03-01", "--json")
     assert first["sha256"] != json.loads(run("prepare", chat, "-o", "three", *other)[1])["sha256"]
-    assert json.loads(Path("one/metadata.json").read_text())["format"]["now"] == "2024-02-29T00:00:00"
+    assert json.loads(Path("one/dataset_metadata.json").read_text())["format"]["now"] == "2024-02-29T00:00:00"
