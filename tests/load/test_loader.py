@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import subprocess
 import sys
 import threading
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -284,15 +284,46 @@ def test_a_reader_that_finds_damage_says_so_each_time_and_leaves_the_cursor(tmp_
     assert loader.cursor().step == 0
 
 
-def test_a_forgotten_loader_ends_its_thread(dataset):
-    before = threading.active_count()
+def slowly(loader: EpisodeLoader) -> threading.Thread:
+    """Take batches so slowly that a thread makes them ahead; the thread."""
+    known = set(threading.enumerate())
+    while not (new := set(threading.enumerate()) - known):
+        loader.get_batch()
+        time.sleep(0.05)
+    return new.pop()
+
+
+def test_what_a_thread_made_ahead_and_was_not_handed_out_does_not_count(dataset, monkeypatch):
+    monkeypatch.setattr("chatmill.load.make.MOST", 1)
+    loader = EpisodeLoader(dataset, SMALL, tensors=False, ahead=3)
+    slowly(loader)
+    time.sleep(0.2)
+    other = EpisodeLoader(dataset, SMALL, tensors=False, ahead=0)
+    other.load_state_dict(loader.state_dict())
+    for _ in range(9):
+        assert same(loader.get_batch(), other.get_batch())
+    assert loader.state_dict() == other.state_dict()
+
+
+def test_a_forgotten_loader_ends_its_thread(dataset, monkeypatch):
+    monkeypatch.setattr("chatmill.load.make.MOST", 1)
     loader = EpisodeLoader(dataset, SMALL, ahead=1)
-    loader.get_batch()
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "chatmill-ahead"]
+    thread = slowly(loader)
     del loader
-    gc.collect()
     thread.join(timeout=30)
-    assert threading.active_count() == before
+    assert not thread.is_alive()
+
+
+def test_a_closed_loader_ends_its_thread_and_goes_on(dataset, monkeypatch):
+    monkeypatch.setattr("chatmill.load.make.MOST", 1)
+    loader = EpisodeLoader(dataset, SMALL, tensors=False, ahead=1)
+    thread = slowly(loader)
+    before = loader.cursor()
+    loader.close()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    loader.get_batch()
+    assert loader.cursor().step == before.step + 1
 
 
 # Around it.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,7 +67,7 @@ class EpisodeLoader(IterableDataset):
 
     Each rank gets its rows of the global batch, in order: batch_size / world_size of them. Arrays are tensors if
     torch is installed, unless `tensors` is false; with a `device` they are moved there ahead of time. A thread
-    reads `ahead` slabs of batches ahead; with 0 they are read when asked for.
+    makes `ahead` slabs of batches ahead, as soon as they are taken more slowly than made; with 0 there is none.
     """
 
     def __init__(
@@ -257,19 +258,34 @@ class EpisodeLoader(IterableDataset):
 
 
 class _Reading:
-    """Batches of a split as they are made, by a thread if any are to be made ahead."""
+    """Batches of a split as they are made; by a thread, from when on the caller leaves time for it."""
 
     def __init__(self, maker: Maker, steps: Iterator[Step], ahead: int) -> None:
         self.plan = maker.plan
         # Threads do not follow into a forked process.
         self.process = os.getpid()
-        slabs = maker.slabs(steps)
-        self._thread = Ahead(slabs, ahead) if ahead else None
-        self.items = chain.from_iterable(self._thread or slabs)
+        self._threads: list[Ahead[list[Item]]] = []
+        self.items = _items(maker.slabs(steps), ahead, self._threads)
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
+        for thread in self._threads:
+            thread.close()
+
+
+def _items(slabs: Iterator[list[Item]], ahead: int, threads: list[Ahead[list[Item]]]) -> Iterator[Item]:
+    """All that is in the slabs; a thread that makes them from some time on is put among the threads."""
+    making = taking = 0.0
+    # Where batches are taken as fast as they are made a thread would only be in the way.
+    while not ahead or taking <= making:
+        started = perf_counter()
+        slab = next(slabs, None)
+        if slab is None:
+            return
+        made = perf_counter()
+        yield from slab
+        making, taking = made - started, perf_counter() - made
+    threads.append(Ahead(slabs, ahead))
+    yield from chain.from_iterable(threads[-1])
 
 
 def _output(tensors: bool, device: Any, pin_memory: bool) -> Output:
