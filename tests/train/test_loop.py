@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import shutil
 import signal
 import time
 import xml.etree.ElementTree as ElementTree
@@ -18,6 +20,7 @@ from train_material import SMALL, config, curve, prepare, ranks, run_chatmill, s
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.load.audit_check import verify_log
 from chatmill.load.loader import EpisodeLoader
+from chatmill.store import files
 from chatmill.train.checkpoint import found, model_folder
 from chatmill.train.folder import open_model
 from chatmill.train.gpt import GPT
@@ -398,3 +401,61 @@ def test_ranks_that_cannot_share_a_batch_all_say_so(sums_data, tmp_path):
 
     for said in ranks(2, run):
         assert said.startswith("batch_size 3 cannot be shared by 2 ranks")
+
+
+def test_conversations_that_lose_their_beginning_are_counted(sums_data, tmp_path):
+    result = trained(sums_data, tmp_path, block_size=20, max_iters=None, epoch_drop_last=False)
+    plan = EpisodeLoader(sums_data, config()).plan("train")
+    lengths = plan.reader.locate(np.arange(plan.num_episodes)).length
+    assert result.cut_episodes == (lengths > 21).sum() > 0
+    assert result.cut_tokens == np.maximum(lengths - 21, 0).sum()
+
+
+def test_val_without_trained_tokens_has_no_loss(tmp_path):
+    data = write_files(tmp_path / "data", [[1, 2, 3, 4]] * 8, [[0, 1, 1, 1]] * 8)
+    shutil.copytree(data / "train", data / "val")
+    mask = data / "val/shard_00000/mask.bin"
+    mask.write_bytes(bytes(mask.stat().st_size))
+    result = trained(data, tmp_path, pad_token_id=0, max_iters=1, eval_interval=1)
+    assert (result.val_loss, result.val_perplexity) == (None, None)
+    assert read_metrics(result.folder)[-1] == {"step": 1, "val_loss": None, "val_perplexity": None, "val_trained": 0}
+
+
+def test_a_run_that_failed_can_be_gone_on_with_in_the_same_process(sums_data, tmp_path):
+    def fail(step):
+        if step.step == 5:
+            raise RuntimeError("enough")
+
+    settings = config(audit_dir=str(tmp_path / "logs"))
+    with pytest.raises(RuntimeError, match="enough"):
+        train(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=fail, quiet=True)
+    again = train(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, resume="auto", quiet=True)
+    assert again.step == 8
+    (log,) = (tmp_path / "logs").glob("audit_*.log")
+    assert verify_log(log, sums_data).fault is None
+
+
+@pytest.mark.parametrize("where", ["state-00000-of-00001.safetensors", "checkpoint.json", "training.json"])
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(sums_data, tmp_path, monkeypatch, where):
+    trained(sums_data, tmp_path, max_iters=4)
+
+    names = {}
+
+    class Full(files.Disk):
+        def create(self, path):
+            fd = super().create(path)
+            names[fd] = path.name
+            return fd
+
+        def write(self, fd, data):
+            if names.get(fd) == where:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "disk", Full())
+        with pytest.raises((ChatmillError, OSError), match="No space left on device"):
+            trained(sums_data, tmp_path, resume="auto")
+    assert [path.name for path in found(tmp_path / "run")] == ["step_00000004"]
+    assert trained(sums_data, tmp_path, resume="auto").step == 8
+    assert not list((tmp_path / "run").glob(".*"))

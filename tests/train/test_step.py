@@ -11,7 +11,7 @@ from train_material import ranks
 from chatmill.load.batch import Batch
 from chatmill.train.gpt import GPT
 from chatmill.train.loop import _seed
-from chatmill.train.step import Stepper, counts_of, make_optimizer, parts_of
+from chatmill.train.step import Counts, Stepper, counts_of, make_optimizer, parts_of
 from chatmill.train.world import World, whole
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_a_batch_without_trained_tokens_has_a_gradient_of_zero():
     batch = packed([[([1, 2, 3], [0.0] * 3)], [([4, 5], [0.0] * 2)]], 8)
     stepper = a_stepper(small_gpt())
     parts = parts_of(batch, 2, CPU)
-    assert counts_of(batch, parts)[:4] == (0.0, 0, 5, 2)
+    assert counts_of(batch, parts) == Counts(weight=0.0, trained=0, tokens=5, untrained_rows=2)
     loss, _ = stepper.gradients(parts, weight=0.0)
     assert float(loss) == 0.0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in stepper.model.parameters())
@@ -119,9 +119,9 @@ def test_a_batch_without_trained_tokens_has_a_gradient_of_zero():
 def test_what_a_batch_holds_is_counted():
     rows = [[([1, 2, 3], [0.0, 1.0, 0.5])], [([4, 5], [0.0, 0.0]), ([6, 7, 8], [1.0, 0.0, 0.0])], []]
     batch = packed(rows, 9)
-    counts = counts_of(batch, parts_of(batch, 3, CPU), stop=True)
+    counts = counts_of(batch, parts_of(batch, 3, CPU))
     # The first token of a conversation is never predicted, so the second row trains nothing; the third is empty.
-    assert counts == (1.5, 2, 8, 1, 1.0)
+    assert counts == Counts(weight=1.5, trained=2, tokens=8, untrained_rows=1)
 
 
 def test_every_conversation_has_its_own_loss():

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from chatmill.errors import DataError, UsageError, one_line
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.store import files
 from chatmill.store.publish import publish, recover
 from chatmill.train.pieces import Entry, FileInfo, Piece, Pieces, file_info, named, write_tensors
@@ -135,7 +136,7 @@ def save(
         infos = {name: info for part in all_written for name, info in part.items()}
         if about is not None:
             files.disk.make_folder(staging / MODEL)
-            model.save(staging / MODEL, weights)
+            _save_model(model, staging / MODEL, weights)
             for name, data in about.items():
                 with files.create(staging / MODEL / name) as file:
                     file.write(data)
@@ -151,6 +152,14 @@ def save(
     all_written = world.gather({name: list(info) for name, info in written.items()})
     world.together(finish)
     return target
+
+
+def _save_model(model: CausalModel, folder: Path, weights: dict[str, Tensor]) -> None:
+    try:
+        model.save(folder, weights)
+    except SafetensorError as error:
+        # A full disk, as safetensors says it.
+        raise ChatmillError(f"{folder}: the model cannot be written ({one_line(str(error))})") from None
 
 
 def _write_state(staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool) -> dict[str, FileInfo]:

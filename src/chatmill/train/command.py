@@ -73,7 +73,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     for each in fields(TrainConfig):
         text = f"{each.metadata['doc']} ({json.dumps(each.default)})".replace("%", "%%")
         # A flag without a value is true, for keys that are.
-        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(each.default, bool) else {}
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if each.metadata["right"].fits(True) else {}
         keys.add_argument(*_spelled(each.name), dest=f"key_{each.name}", metavar="V", help=text, **bare)
     return made
 
@@ -119,6 +119,11 @@ def told(result: Result) -> str:
         )
     else:
         lines.append(f"{result.step:,} steps, {result.tokens:,} tokens, {result.trained:,} of them trained")
+    if result.cut_episodes:
+        lines.append(
+            f"{result.cut_episodes:,} conversations were longer than a row and lost {result.cut_tokens:,} tokens at "
+            "their beginning; raise block_size, or prepare the data with --max-tokens"
+        )
     if result.untrained_rows:
         lines.append(
             f"{result.untrained_rows:,} rows had nothing to train; {result.skipped_steps:,} steps were skipped for it"

@@ -20,14 +20,19 @@ from chatmill.train.world import World
 class Evaluation(NamedTuple):
     """What a model makes of a split."""
 
-    loss: float
-    """The weighted mean over trained tokens; nan if there are none."""
+    loss: float | None
+    """The weighted mean over trained tokens; None if there are none."""
     trained: int
     """Trained tokens that it is over."""
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+    def perplexity(self) -> float | None:
+        return None if self.loss is None else math.exp(min(self.loss, 700))
+
+    def __str__(self) -> str:
+        if self.loss is None:
+            return "val has no trained tokens"
+        return f"val loss {self.loss:.4f}, perplexity {self.perplexity:.4g} over {self.trained:,} trained tokens"
 
 
 def evaluate(
@@ -46,7 +51,7 @@ def evaluate(
     if world.size > 1:
         dist.all_reduce(total)
     weights, counts = world.sums([weight, trained])
-    return Evaluation(float(total) / weights if weights else math.nan, int(counts))
+    return Evaluation(float(total) / weights if weights else None, int(counts))
 
 
 @contextmanager

@@ -64,6 +64,9 @@ class Result:
     trained: int
     untrained_rows: int
     """Rows of which nothing was trained: they count for nothing."""
+    cut_episodes: int
+    """Conversations that were longer than a row, and lost their beginning."""
+    cut_tokens: int
     skipped_steps: int
     """Steps of post-training that had nothing to train at all."""
     seconds: float
@@ -102,9 +105,8 @@ def train(
     folder, data = Path(out_dir) / model_name, Path(chosen)
     with joined(config.device) as world:
         try:
-            opened = open_run(config, data, folder, world, resume=resume, model=model)
-            loop = Loop(opened, Output(folder, data, opened, quiet=quiet), watch, on_eval)
-            return loop.run()
+            with open_run(config, data, folder, world, resume=resume, model=model) as opened:
+                return Loop(opened, Output(folder, data, opened, quiet=quiet), watch, on_eval).run()
         except torch.OutOfMemoryError:
             raise _out_of_memory(config, world) from None
 
@@ -152,25 +154,27 @@ class Loop:
                         if saves or (config.save_interval and (stop or last)):
                             self._output.save()
                         self._ended = time.perf_counter()
-            if opened.audit is not None:
-                opened.audit.close()
             if opened.step > began:
                 self._output.plot()
             early = stop and opened.step < opened.stage.stop
             return self._result((asked.by or "a signal to another rank") if early else None)
         finally:
             self._output.close()
-            opened.loader.close()
 
     def _step(self, *, asked_to_stop: bool) -> bool:
         """Hand one step to the device and look at the one before; whether any rank was asked to stop."""
         opened, config, world = self._o, self._o.config, self._o.world
         before = time.perf_counter()
-        at = opened.loader.cursor()
+        at, cut = opened.loader.cursor(), opened.loader.counts()
         batch = opened.loader.get_batch()
         parts = parts_of(batch, config.gradient_accumulation_steps, world.device)
         waited = time.perf_counter() - before
-        counts = Counts(*world.sums(counts_of(batch, parts, stop=asked_to_stop)))
+        counts = counts_of(batch, parts)._replace(
+            cut_episodes=opened.loader.counts().cut_episodes - cut.cut_episodes,
+            cut_tokens=opened.loader.counts().cut_tokens - cut.cut_tokens,
+            stop=float(asked_to_stop),
+        )
+        counts = Counts(*world.sums(counts))
         lr = opened.stage.lr(opened.step)
         pending = None
         if counts.weight or not config.post_training:
@@ -188,9 +192,7 @@ class Loop:
         if behind is None:
             return
         counts, totals = behind.counts, self._o.totals
-        totals.tokens += int(counts.tokens)
-        totals.trained += int(counts.trained)
-        totals.untrained_rows += int(counts.untrained_rows)
+        totals.add(counts)
         read = None if behind.pending is None else behind.pending.read()
         now = time.perf_counter()
         seconds, self._ended = now - self._ended, now

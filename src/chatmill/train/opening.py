@@ -7,7 +7,8 @@ the last step on it. The order of the data and the schedule count from there.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from chatmill.train.journal import METRICS
 from chatmill.train.port import CausalModel
 from chatmill.train.schedule import Schedule
 from chatmill.train.start import check_fit, data_vocab_size, make_model, steps_in_pass, tokenizer_of
-from chatmill.train.step import Stepper, make_optimizer
+from chatmill.train.step import Counts, Stepper, make_optimizer
 from chatmill.train.world import World
 
 
@@ -59,8 +60,15 @@ class Totals:
     trained: int = 0
     untrained_rows: int = 0
     """Rows that hold something, of which nothing was trained."""
+    cut_episodes: int = 0
+    """Conversations that were longer than a row, and lost their beginning."""
+    cut_tokens: int = 0
     skipped_steps: int = 0
     """Steps of post-training that had nothing to train at all."""
+
+    def add(self, counts: Counts) -> None:
+        for name in ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens"):
+            setattr(self, name, getattr(self, name) + int(getattr(counts, name)))
 
 
 @dataclass
@@ -98,13 +106,15 @@ class Opened:
         }
 
 
+@contextmanager
 def open_run(
     config: TrainConfig, dataset_dir: Path, folder: Path, world: World, *, resume: str | None, model: CausalModel | None
-) -> Opened:
+) -> Iterator[Opened]:
     """Open data and model, and put both where the checkpoint stands that the run goes on from, if it does."""
     path = world.together(lambda: _chosen(folder, resume))
     found = None if path is None else checkpoints.open_checkpoint(path, world)
     loader, audit, same_data = _open_data(config, dataset_dir, world, found)
+    ended_well = False
     try:
         stepper = _open_model(config, loader, world, found, model)
         start = 0 if found is None else found.said["stage"]["start"] if same_data else found.step
@@ -113,6 +123,8 @@ def open_run(
             opened.step, opened.saved = found.step, found.path
             opened.totals = Totals(**found.said["totals"])
             opened.notes.append(f"goes on from {found.path}")
+            if opened.step >= opened.stage.stop:
+                opened.notes.append(f"nothing is left to be done: it has {opened.step:,} steps; raise max_iters")
             if not same_data:
                 opened.notes.append(
                     f"{_change(found.said['stage'], opened.stage)}: its order begins at the beginning, "
@@ -120,10 +132,13 @@ def open_run(
                 )
         if config.eval_interval and "val" not in loader.splits:
             opened.notes.append(f"{dataset_dir} has no episodes in val: nothing is evaluated")
-        return opened
-    except BaseException:
+        yield opened
+        ended_well = True
+    finally:
         loader.close()
-        raise
+        # To close it ranks must meet, which they may not do any more if one of them failed.
+        if audit is not None and (ended_well or world.size == 1):
+            audit.close()
 
 
 def _chosen(folder: Path, resume: str | None) -> Path | None:

@@ -109,10 +109,7 @@ class Output:
         said = {"val_loss": found.loss, "val_perplexity": found.perplexity, "val_trained": found.trained}
         self._measure({"step": step, **said, **more})
         rest = "".join(f", {name} {value:.4g}" for name, value in more.items())
-        self.say(
-            f"step {step:,}: val loss {found.loss:.4f}, perplexity {found.perplexity:.4g} "
-            f"over {found.trained:,} trained tokens{rest}"
-        )
+        self.say(f"step {step:,}: {found}{rest}")
 
     def save(self) -> None:
         """Write a checkpoint; all ranks call this."""

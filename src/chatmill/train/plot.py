@@ -16,7 +16,7 @@ Points = Sequence[tuple[float, float]]
 def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
     """The loss of every step and of every evaluation."""
     train = _thinned([(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None])
-    val = [(line["step"], line["val_loss"]) for line in metrics if "val_loss" in line]
+    val = [(line["step"], line["val_loss"]) for line in metrics if line.get("val_loss") is not None]
     curves = [("train", "#2563eb", train), ("val", "#dc2626", val)]
     points = [point for _, _, curve in curves for point in curve if math.isfinite(point[1])]
     if not points:

@@ -30,6 +30,9 @@ class Counts(NamedTuple):
     """Tokens that are read, without padding."""
     untrained_rows: float = 0.0
     """Rows that hold something, of which nothing is trained."""
+    cut_episodes: float = 0.0
+    """Episodes that are longer than a row, and lose their beginning."""
+    cut_tokens: float = 0.0
     stop: float = 0.0
     """Ranks that were asked to stop."""
 
@@ -64,13 +67,16 @@ def parts_of(batch: Batch, count: int, device: torch.device) -> list[Part]:
     return [Part(Inputs.of(part, device), part.episode_ids) for part in batch.split(count)]
 
 
-def counts_of(batch: Batch, parts: Sequence[Part], *, stop: bool = False) -> Counts:
+def counts_of(batch: Batch, parts: Sequence[Part]) -> Counts:
     """What a rank's rows of a batch hold; read on the host."""
     real = batch.episode_ids[:, 0] >= 0
-    number = (batch.segments < _segments(batch.episode_ids)[:, None]).sum()
-    untrained = int((real & (batch.y == IGNORE_INDEX).all(dim=1)).sum())
-    weight = math.fsum(part.inputs.targets.weight for part in parts)
-    return Counts(weight, sum(part.inputs.targets.count for part in parts), int(number), untrained, float(stop))
+    tokens = (batch.segments < _segments(batch.episode_ids)[:, None]).sum()
+    return Counts(
+        weight=math.fsum(part.inputs.targets.weight for part in parts),
+        trained=sum(part.inputs.targets.count for part in parts),
+        tokens=int(tokens),
+        untrained_rows=int((real & (batch.y == IGNORE_INDEX).all(dim=1)).sum()),
+    )
 
 
 def _segments(episode_ids: Tensor) -> Tensor:
