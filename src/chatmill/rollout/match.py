@@ -191,11 +191,10 @@ def _assign_group(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, 
     pairs = []
     for row in range(len(steps)):
         options = np.flatnonzero(allowed[row]).tolist()
-        others = np.arange(len(steps)) > row
         for column in options:
             tried = allowed.copy()
             tried[row], tried[:, column] = False, False
-            if steps[row, column] + _largest_sum(steps[others], tried[others]) == best:
+            if steps[row, column] + _largest_sum(steps, tried) == best:
                 best -= int(steps[row, column])
                 allowed = tried
                 pairs.append((row, column))
