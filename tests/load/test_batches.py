@@ -118,3 +118,13 @@ def test_stored_padding_is_never_trained_with_or_without_the_mask(tmp_path):
         batch = EpisodeLoader(target, config, tensors=False).get_batch()
         assert batch.y.tolist() == [[6, 7, -100, -100, -100]]
         assert batch.segments.tolist() == [[0, 0, 0, 1, 1]]
+
+
+def test_a_shard_with_as_many_segments_as_episodes_may_have_two_in_one_of_them(tmp_path):
+    """Numbers of segments are not those of episodes then, though there are equally many."""
+    span = ([5, 6], 1, 0, 1.0, 0, -1)
+    rows = build([[], [((None, 1), [span]), ((None, 2), [span])], [((None, 3), [span])]])
+    target = write_rows(tmp_path / "d", {"train": rows}, shard_tokens=1000)
+    config = {"batch_size": 3, "block_size": 5, "episode_min_tokens": 0, "epoch_shuffle": False, "use_loss_mask": True}
+    found = listed(EpisodeLoader(target, config, tensors=False).get_batch())
+    assert found == expected(rows, [[0], [1], [2]], block_size=5)
