@@ -103,7 +103,7 @@ def run(
 def rechained(lines: list[bytes], start: int) -> list[bytes]:
     """The lines with every hash from `start` on made anew, as one would who wants to hide a change before it."""
     fixed = list(lines)
-    for number in range(max(start, 1), len(fixed)):
-        text, _, _ = fixed[number].rpartition(b" | previous=")
-        fixed[number] = text + b" | previous=" + hashlib.sha256(fixed[number - 1]).hexdigest().encode()
+    for number in range(start, len(fixed)):
+        previous = hashlib.sha256(fixed[number - 1]).hexdigest() if number else "0" * 64
+        fixed[number] = fixed[number].rpartition(b" | previous=")[0] + b" | previous=" + previous.encode()
     return fixed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -106,8 +107,10 @@ def test_an_untouched_log_verifies(dataset, tmp_path, name):
     assert (checked.fault, checked.steps, checked.abandoned, checked.torn, checked.unanchored) == (None, 31, 0, [], 0)
 
 
-@pytest.mark.parametrize("mix_by", ["rows", "tokens", "trained_tokens"])
-@pytest.mark.parametrize("packing", ["none", "bins"])
+@pytest.mark.parametrize(
+    ("mix_by", "packing"),
+    [("rows", "none"), ("tokens", "none"), ("trained_tokens", "none"), ("trained_tokens", "bins")],
+)
 def test_a_mixed_run_logs_what_every_source_gave(root, tmp_path, mix_by, packing):
     config = {"mix_sft": {"b": 0.75, "a": 0.25}, "mix_by": mix_by, "packing": packing, "block_size": 120}
     audit, states = run(root, tmp_path, 40, checkpoints=(20, 40), config=config)
@@ -136,7 +139,7 @@ def counted(root, config, steps):
         batch = loader.get_batch()
         for number in batch.episode_ids[batch.episode_ids >= 0].tolist():
             name, rows = episodes[number]
-            kept = min(len(rows.ids), 121)
+            kept = min(len(rows.ids), config["block_size"] + 1)
             trained = rows.mask()[len(rows.ids) - kept :][1:].sum()
             total[name] += {"rows": 1, "tokens": kept, "trained_tokens": int(trained)}[config["mix_by"]]
     return total
@@ -297,6 +300,73 @@ def tampered(lines, kind, rng):
     return changed, at
 
 
+def swap(old, new):
+    return lambda line: [re.sub(old, new, line)]
+
+
+FORGERIES = [
+    (
+        "dataset_load",
+        swap(rb" \| split", rb" | extra=1 | split"),
+        ":1: dataset_load has a field extra, which is not its own",
+    ),
+    ("dataset_load", swap(rb" \| num_skipped=0", b""), ":1: dataset_load has no num_skipped"),
+    (
+        "dataset_load",
+        swap(rb"digest_steps=5", b"digest_steps=x"),
+        ":1: dataset_load says digest_steps x; expected a whole",
+    ),
+    ("dataset_load", swap(rb'config="(?:[^"\\]|\\.)*"', b"config=1"), ":1: config cannot be read"),
+    ("dataset_load", lambda line: [], ":1: is epoch_start; expected dataset_load"),
+    ("dataset_load", lambda line: [line, line], ":2: is dataset_load, which cannot come here"),
+    ("epoch_start", lambda line: [], ":2: holds steps of epoch 0, which no line begins"),
+    ("epoch_start", lambda line: [line, line], ":3: begins epoch 0 in the middle of 0"),
+    ("steps", lambda line: [], ":3: holds steps 5 to 6; expected at most 5 from 0 on"),
+    ("steps", lambda line: [line, line], ":4: holds steps 0 to 5; expected at most 5 from 5 on"),
+    ("steps", swap(rb"stop_step=5", b"stop_step=6"), ":3: holds steps 0 to 6; expected at most 5 from 0 on"),
+    ("steps", swap(rb"stop_step=5", b"stop_step=4"), ":3: steps says digest "),
+    ("steps", swap(rb"row=0", b"row=8"), ":3: steps says row 8; the dataset gives 0"),
+    ("drop_last", lambda line: [], ":5: is epoch_complete; expected drop_last"),
+    ("drop_last", swap(rb'episode_ids="\[', rb'episode_ids="[1, '), ":5: drop_last says episode_ids "),
+    ("epoch_complete", lambda line: [], ":6: is epoch_start; expected epoch_complete"),
+    ("epoch_complete", swap(rb"seen=48", b"seen=50"), ":6: epoch_complete says episodes_seen 50; the dataset gives 48"),
+    ("checkpoint", swap(rb"step=9", b"step=8"), ":9: checkpoint says step 8; the dataset gives 9"),
+    ("checkpoint", swap(rb"action=checkpoint", b"action=coffee"), ":9: is coffee, which cannot come here"),
+    ("checkpoint", lambda line: [], ":10: goes on from "),
+    ("resume", swap(rb"abandoned=1", b"abandoned=2"), ":11: resume says abandoned 2; the dataset gives 1"),
+    ("resume", lambda line: [], ":11: is dataset_load, which cannot come here"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FORGERIES)))
+def test_a_forger_who_writes_the_chain_anew_meets_the_dataset(dataset, tmp_path, number):
+    """No head of a checkpoint is given."""
+    action, forge, said = FORGERIES[number]
+    _, states = run(dataset, tmp_path, 11, checkpoints=(9,), config={"batch_size": 8})
+    audit, _ = run(dataset, tmp_path, 12, config={"batch_size": 8}, saved=states[9])
+    lines = audit.path.read_bytes().split(b"\n")[:-1]
+    at = actions(audit.path).index(action)
+    # The head that the resume line names goes with the forged chain.
+    forged = rechained([*lines[:at], *forge(lines[at]), *lines[at + 1 :]], at)
+    head = states[9]["audit"]["head"].encode()
+    for number, line in enumerate(forged):
+        if b"action=checkpoint" in line and number < len(forged) - 1:
+            head, old = hashlib.sha256(line).hexdigest().encode(), head
+            forged = rechained([each.replace(b"head=" + old, b"head=" + head) for each in forged], number + 1)
+    audit.path.write_bytes(b"".join(line + b"\n" for line in forged))
+    assert f"{audit.path}{said}" in verify_log(audit.path, dataset).fault
+
+
+def test_bytes_after_the_last_line_are_torn_only_without_an_end(dataset, tmp_path):
+    audit, _ = run(dataset, tmp_path, 12)
+    whole = audit.path.read_bytes()
+    count = len(read_log(audit.path))
+    audit.path.write_bytes(whole + b"2026")
+    assert verify_log(audit.path, dataset).torn == [count + 1]
+    audit.path.write_bytes(whole + b"2026\n")
+    assert f":{count + 1}: is no line of an audit log" in verify_log(audit.path, dataset).fault
+
+
 def test_a_cut_end_is_found_up_to_the_last_head_and_later_lines_are_unanchored(dataset, tmp_path):
     audit, states = run(dataset, tmp_path, 20, checkpoints=(10,), every=2)
     raw = audit.path.read_bytes()
@@ -331,6 +401,14 @@ def test_a_resumed_run_names_the_head_and_leaves_lines_behind(dataset, tmp_path)
     assert lines[at + 1].action == "dataset_load"
     checked = verify_log(audit.path, dataset, heads=head_of(later[24]))
     assert (checked.fault, checked.abandoned, checked.unanchored) == (None, left, 0)
+
+
+def test_what_sources_gave_is_counted_over_a_resumed_run(root, tmp_path):
+    config = {"mix_sft": {"b": 0.75, "a": 0.25}, "mix_by": "tokens"}
+    _, states = run(root, tmp_path, 20, checkpoints=(15,), config=config)
+    audit, later = run(root, tmp_path, 30, checkpoints=(30,), config=config, saved=states[15])
+    assert verify_log(audit.path, root, heads=head_of(later[30])).fault is None
+    assert later[30]["audit"]["given"] == counted(root, {**config, "block_size": 48}, 30)
 
 
 def test_a_torn_line_is_reported_and_the_log_goes_on(dataset, tmp_path):

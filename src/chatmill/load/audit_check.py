@@ -40,6 +40,10 @@ class Checked:
     """Lines after the last one whose hash a checkpoint keeps: of those, the end may be missing."""
 
 
+DIGITS = 12
+"""No number of steps, windows or rows in a log has more."""
+
+
 class MismatchError(DataError):
     """A line does not say what it should."""
 
@@ -113,9 +117,12 @@ class _Run(NamedTuple):
 def _loaded(line: Line, dataset: str | Path | None) -> _Run:
     """The run that a dataset_load line begins, with the dataset open and found to be the one it names."""
     try:
-        config = LoadConfig.from_mapping(json.loads(line.fields.get("config", "")))
-    except (ChatmillError, ValueError, RecursionError) as error:
+        values = json.loads(line.fields.get("config", ""))
+    except (ValueError, RecursionError) as error:
         raise MismatchError(f"config cannot be read ({one_line(str(error))})") from None
+    if not isinstance(values, dict):
+        raise MismatchError("config cannot be read; expected a JSON object")
+    config = LoadConfig.from_mapping(values)
     every, world = _number(line, "digest_steps", 1), _number(line, "world_size", 1)
     sources, config = open_sources(dataset or line.fields.get("dataset", ""), config)
     splits = [name for name in sources[0].dataset.splits if all(name in source for source in sources)]
@@ -284,7 +291,7 @@ def _compare(line: Line, expected: Mapping[str, Any]) -> None:
 
 def _number(line: Line, name: str, least: int) -> int:
     text = line.fields.get(name, "")
-    if not text.isascii() or not text.isdigit() or len(text) > 18 or int(text) < least:
+    if not text.isascii() or not text.isdigit() or len(text) > DIGITS or int(text) < least:
         raise MismatchError(f"{line.action} says {name} {one_line(text)}; expected a whole number from {least} on")
     return int(text)
 
