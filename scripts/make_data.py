@@ -1,11 +1,15 @@
 """Write the small conversations in data/ that the README, the demo and the tests use.
 
-    python scripts/make_data.py            write the three files
+    python scripts/make_data.py            write the files
     python scripts/make_data.py --check    exit 1 if a file is not what this script writes
 
 conversations.jsonl      `messages` shape: questions with one right answer, small talk, some with several turns
 tool_conversations.jsonl `tool` shape: the assistant calls small tools and reads their results
 primer.jsonl             `primer` shape: role and content only
+desk_chat.jsonl, desk_tools.jsonl
+                         what the demo trains on: the desk of a lost property office (scripts/desk.py)
+desk_chat_heldout.jsonl, desk_tools_heldout.jsonl
+                         what it is asked then: facts that no training conversation holds
 
 Each file is a pure function of its seed, so the bytes are the same everywhere.
 """
@@ -21,6 +25,8 @@ from datetime import date, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import desk
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -350,10 +356,21 @@ def files() -> dict[str, str]:
     tools = islice(distinct(tool_conversation, seed=2), 150)
     primer = islice(distinct(conversation, seed=3), 120)
     return {
+        **desk_files(),
         "conversations.jsonl": lines({"id": f"chat-{n:03}", "messages": messages} for n, messages in enumerate(chats)),
         "tool_conversations.jsonl": lines({"system": TOOL_SYSTEM, "messages": messages} for messages in tools),
         "primer.jsonl": lines({"messages": messages} for messages in primer),
     }
+
+
+def desk_files() -> dict[str, str]:
+    """What the demo trains on, and what it is asked then."""
+    texts = {}
+    for facts, kept, count, seed in zip(desk.split_facts(4), ("", "_heldout"), (400, 60), (5, 7), strict=True):
+        for make, name in ((desk.chat, "desk_chat"), (desk.tools, "desk_tools")):
+            texts[f"{name}{kept}.jsonl"] = lines(islice(desk.conversations(make, facts, seed=seed), count))
+            seed += 1
+    return texts
 
 
 def lines(records: Iterator[dict[str, Any]]) -> str:

@@ -1,0 +1,135 @@
+"""`chatmill eval`: what a model makes of a dataset, source by source."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chatmill.cli.chat import Device, ModelPath
+from chatmill.cli.options import AsJson, counting, echo_json, tell_table
+from chatmill.cli.show import ItsTokenizer
+from chatmill.errors import one_line
+from chatmill.show.dataset import open_shown
+from chatmill.show.text import TokenText
+
+if TYPE_CHECKING:
+    from chatmill.train.score import Answer, Report, Score
+
+REASONS = {
+    "partly_trained": "of which only a part is trained",
+    "unfinished": "that do not end with an end token",
+    "nothing_before": "with nothing before them",
+    "too_long": "longer than the model's positions with what is before them",
+    "over_the_limit": "over --limit",
+}
+
+
+def eval_command(
+    model: ModelPath,
+    dataset: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A dataset, or the cache of a source.", show_default=False)
+    ],
+    split: Annotated[str, typer.Option(help="train or val.")] = "val",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Cut an answer that is longer.")] = 256,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=0, help="Questions to ask at most, chosen evenly.")
+    ] = None,
+    wrong: Annotated[int, typer.Option(min=0, help="Show so many answers that are not exact.")] = 0,
+    tokenizer: ItsTokenizer = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model: the loss of trained tokens, answers that are exact, and answers that end by themselves.
+
+    Every trained answer of the split is a question: the model is given the very ids that stand before it there, and
+    says what is likeliest. Exact means equal to the last token; stopped, that it came to the end token itself.
+
+    \b
+    Examples:
+      chatmill eval checkpoints/my_sft_model data/chat_sft
+      chatmill eval checkpoints/my_sft_model data/chat_sft --wrong 5
+      chatmill eval checkpoints/my_sft_model data/chat_sft --split train --limit 200 --json
+    """
+    from chatmill.train.score import check_tokenizer, open_ready, open_source, score
+
+    source = open_source(dataset)
+    check_tokenizer(Path(model), source)
+    if source.eot is None:
+        typer.echo(f"chatmill: {dataset} does not say which token ends a turn: no question is asked", err=True)
+    with counting("conversations and answers") as advance:
+        report = score(
+            open_ready(model, device), dataset, split=split, max_tokens=max_tokens, limit=limit, progress=advance
+        )
+    if as_json:
+        echo_json(
+            {
+                "model": model,
+                "dataset": str(dataset),
+                "split": split,
+                **_score_json(report.all),
+                "sources": {name: _score_json(each) for name, each in report.sources.items()},
+                "left_out": dict(report.left_out),
+                "cut_episodes": report.cut,
+            }
+        )
+        return
+    _tell(report)
+    missed = [answer for answer in report.answers if not answer.exact]
+    if wrong and missed:
+        text = open_shown(dataset, tokenizer).text
+        for answer in missed[:wrong]:
+            _tell_wrong(answer, text)
+
+
+def _score_json(score: Score) -> dict[str, Any]:
+    loss = score.loss if math.isfinite(score.loss) else None
+    return {
+        "conversations": score.conversations,
+        "loss": loss,
+        "perplexity": math.exp(min(score.loss, 700)) if loss is not None else None,
+        "questions": score.questions,
+        "exact": score.exact,
+        "stopped": score.stopped,
+        "exact_rate": score.exact / score.questions if score.questions else None,
+        "stop_rate": score.stopped / score.questions if score.questions else None,
+    }
+
+
+def _tell(report: Report) -> None:
+    scores = dict(report.sources)
+    if len(scores) > 1:
+        scores["all"] = report.all
+    tell_table(
+        ("source",),
+        ("conversations", "loss", "questions", "exact", "stopped"),
+        [
+            (
+                one_line(name),
+                f"{each.conversations:,}",
+                f"{each.loss:.4f}" if each.weight else "-",
+                f"{each.questions:,}",
+                _share(each.exact, each.questions),
+                _share(each.stopped, each.questions),
+            )
+            for name, each in scores.items()
+        ],
+    )
+    for reason, count in report.left_out.items():
+        typer.echo(f"not asked: {count:,} answers {REASONS[reason]}")
+    if report.cut:
+        typer.echo(f"{report.cut:,} episodes are longer than the model's positions; their last tokens were read")
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _tell_wrong(answer: Answer, text: TokenText) -> None:
+    typer.echo(
+        f"{one_line(answer.place, 200)}\n"
+        f"  expected {text.text(answer.question.answer, limit=300)}\n"
+        f"  said     {text.text(answer.said, limit=300)}"
+    )
