@@ -17,10 +17,11 @@ from audit_material import SMALL, make_dataset, rechained, run
 
 from chatmill.errors import DataError, UsageError
 from chatmill.load.audit import Audit
-from chatmill.load.audit_check import replay, verify_log
+from chatmill.load.audit_check import verify_log
 from chatmill.load.audit_log import AuditError, Line, read_log
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.read import Reader
+from chatmill.load.replay import replay
 from chatmill.store import files
 
 

@@ -13,8 +13,9 @@ import typer
 from chatmill.cli.options import AsJson, counting, echo_json
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.format import load_format
-from chatmill.load.audit_check import Replayed, replay, verify_log
+from chatmill.load.audit_check import verify_log
 from chatmill.load.plan import Plan
+from chatmill.load.replay import Replayed, replay
 from chatmill.rows import NO_FILE
 from chatmill.store.cache import Cache
 from chatmill.tokenizer import Tokenizer, open_tokenizer

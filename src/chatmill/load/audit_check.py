@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.errors import ChatmillError, one_line
 from chatmill.load import audit
-from chatmill.load.audit_log import START, Line, Torn, read_log, torn_fields, written
-from chatmill.load.batch import Batch, assemble, row_digests
-from chatmill.load.config import LoadConfig
-from chatmill.load.plan import Cursor, Plan, Step
-from chatmill.load.source import open_sources
-from chatmill.load.tally import tally
-from chatmill.rows import Index
+from chatmill.load.audit_log import START, Line, Torn, read_log, torn_fields
+from chatmill.load.plan import Cursor
+from chatmill.load.recompute import MismatchError, Run, compare, load_run, recompute, whole_number
 from chatmill.store.cache import Cache, verify_cache
 from chatmill.store.verify import verify
 
@@ -38,14 +30,6 @@ class Checked:
     """Numbers of lines that a crash broke off."""
     unanchored: int = 0
     """Lines after the last one whose hash a checkpoint keeps: of those, the end may be missing."""
-
-
-DIGITS = 12
-"""No number of steps, windows or rows in a log has more."""
-
-
-class MismatchError(DataError):
-    """A line does not say what it should."""
 
 
 def verify_log(
@@ -103,35 +87,6 @@ def _anchors(place: Path, found: Sequence[Line | Torn], heads: Mapping[str, str]
     return None, sum(number > last for number in numbers.values())
 
 
-class _Run(NamedTuple):
-    """What a dataset_load line says of the lines after it."""
-
-    plan: Plan
-    every: int
-    """Steps that a digest covers at most."""
-    rows: int | None
-    """Rows of a step that it covers: those of rank 0, or None for all."""
-    said: Mapping[str, str]
-
-
-def _loaded(line: Line, dataset: str | Path | None) -> _Run:
-    """The run that a dataset_load line begins, with the dataset open and found to be the one it names."""
-    try:
-        values = json.loads(line.fields.get("config", ""))
-    except (ValueError, RecursionError) as error:
-        raise MismatchError(f"config cannot be read ({one_line(str(error))})") from None
-    if not isinstance(values, dict):
-        raise MismatchError("config cannot be read; expected a JSON object")
-    config = LoadConfig.from_mapping(values)
-    every, world = _number(line, "digest_steps", 1), _number(line, "world_size", 1)
-    sources, config = open_sources(dataset or line.fields.get("dataset", ""), config)
-    splits = [name for name in sources[0].dataset.splits if all(name in source for source in sources)]
-    plan = Plan(sources, config, line.fields.get("split", ""))
-    told = {name: line.fields.get(name, "") for name in ("dataset", "world_size", "ranks", "digest_steps")}
-    _compare(line, {**audit.dataset_fields(sources, plan, splits), **told})
-    return _Run(plan, every, None if told["ranks"] == "all" else config.batch_size // world, line.fields)
-
-
 class _Reached(NamedTuple):
     """What holds after a line: where the run stands, and what was said of it."""
 
@@ -146,7 +101,7 @@ class _Checker:
 
     def __init__(self, dataset: str | Path | None, progress: Callable[[int], None] | None) -> None:
         self._dataset, self._progress = dataset, progress
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._reached = _Reached()
         self._due: list[tuple[str, dict[str, Any]]] = [("dataset_load", {})]
         """Lines that must come next."""
@@ -168,10 +123,10 @@ class _Checker:
         elif self._due and line.action == "dataset_load":
             # A run that goes on mostly says what the one before it said, and need not be opened again.
             if self._run is None or line.fields != self._run.said:
-                self._run = _loaded(line, self._dataset)
+                self._run = load_run(line, self._dataset)
             del self._due[0]
         elif self._due:
-            _compare(line, self._due[0][1])
+            compare(line, self._due[0][1])
             del self._due[0]
         else:
             self._follow(line)
@@ -195,7 +150,7 @@ class _Checker:
             raise MismatchError(f"goes on from {one_line(head, 12)}, which is no checkpoint before it")
         number, self._reached = self._checkpoints[head]
         said = {"head": head, "abandoned": self.lines - number, **self._reached.at._asdict()}
-        _compare(line, said | (torn_fields(torn) if torn else {}))
+        compare(line, said | (torn_fields(torn) if torn else {}))
         self._due = [("dataset_load", {})]
         return self.lines - number
 
@@ -207,28 +162,28 @@ class _Checker:
                 raise MismatchError(
                     f"begins epoch {one_line(line.fields.get('epoch', ''))} in the middle of {at.epoch}"
                 )
-            _compare(line, audit.start_fields(plan, at.epoch))
+            compare(line, audit.start_fields(plan, at.epoch))
             self._reached = self._reached._replace(started=True)
         elif line.action == "steps":
             self._steps(line, self._run)
         elif line.action == "checkpoint":
-            _compare(line, at._asdict())
+            compare(line, at._asdict())
         elif line.action == "mix" and given:
-            _compare(line, audit.mix_fields(plan, given))
+            compare(line, audit.mix_fields(plan, given))
         else:
             raise MismatchError(f"is {one_line(line.action)}, which cannot come here")
 
-    def _steps(self, line: Line, run: _Run) -> None:
+    def _steps(self, line: Line, run: Run) -> None:
         plan, (at, started, given) = run.plan, self._reached
-        first, stop = _number(line, "first_step", 0), _number(line, "stop_step", 1)
+        first, stop = whole_number(line, "first_step", 0), whole_number(line, "stop_step", 1)
         if first != at.step or not first < stop <= first + run.every:
             raise MismatchError(f"holds steps {first} to {stop}; expected at most {run.every} from {at.step} on")
         if plan.step(at).begins_epoch and not started:
             raise MismatchError(f"holds steps of epoch {at.epoch}, which no line begins")
-        made = Recomputed(plan, at, stop, rows=run.rows)
+        made = recompute(run, at, stop)
         if self._progress is not None:
             self._progress(len(made.steps))
-        _compare(line, audit.steps_fields(plan, made.steps, made.digest, made.given))
+        compare(line, audit.steps_fields(plan, *made))
         last = made.steps[-1]
         self.steps += len(made.steps)
         if made.given is not None:
@@ -238,118 +193,3 @@ class _Checker:
             epoch = last.at.epoch
             self._due = [("drop_last", audit.drop_fields(epoch, last))] if len(last.dropped) else []
             self._due.append(("epoch_complete", audit.complete_fields(plan, epoch, last)))
-
-
-class Recomputed:
-    """Some steps, with their rows read again: the first `rows` of each (None: all)."""
-
-    def __init__(self, plan: Plan, at: Cursor, stop: int, *, rows: int | None = None) -> None:
-        self.steps: list[Step] = []
-        self.digest: NDArray[np.uint64] = np.zeros(2, dtype=np.uint64)
-        self.given: Index | None = None
-        for step in plan.steps(at):
-            batch, given = read_batch(plan, step, rows)
-            self.steps.append(step)
-            self.digest = self.digest + row_digests(batch, step=step.at.step, first_row=0).sum(axis=0, dtype=np.uint64)
-            if given is not None:
-                self.given = given if self.given is None else self.given + given
-            if step.after.step >= stop:
-                return
-            if step.ends_epoch:
-                raise MismatchError(f"holds steps up to {stop}, and the epoch ends with step {step.at.step}")
-
-
-def read_batch(plan: Plan, step: Step, rows: int | None = None) -> tuple[Batch, Index | None]:
-    """The first rows of a step as they are handed out, and what each source has in them."""
-    count = plan.config.batch_size if rows is None else rows
-    chosen = step.rows(0, count)
-    assert plan.config.pad_token_id is not None
-    batch, _ = assemble(
-        plan.reader,
-        chosen.episodes,
-        chosen.first,
-        num_rows=count,
-        block_size=plan.config.block_size,
-        pad_token_id=plan.config.pad_token_id,
-        use_loss_mask=plan.config.use_loss_mask,
-    )
-    return batch, tally(plan, chosen, batch)
-
-
-def _compare(line: Line, expected: Mapping[str, Any]) -> None:
-    """Raise for the first field that is not what it should be, that is missing, or that is one too many."""
-    for name, value in expected.items():
-        if name not in line.fields:
-            raise MismatchError(f"{line.action} has no {name}")
-        if line.fields[name] != written(value):
-            said, right = one_line(line.fields[name]), one_line(written(value))
-            raise MismatchError(f"{line.action} says {name} {said}; the dataset gives {right}")
-    for name in line.fields:
-        if name not in expected:
-            raise MismatchError(f"{line.action} has a field {name}, which is not its own")
-
-
-def _number(line: Line, name: str, least: int) -> int:
-    text = line.fields.get(name, "")
-    if not text.isascii() or not text.isdigit() or len(text) > DIGITS or int(text) < least:
-        raise MismatchError(f"{line.action} says {name} {one_line(text)}; expected a whole number from {least} on")
-    return int(text)
-
-
-# Replay.
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A step of a run with its rows, and the line of the log whose digest they have."""
-
-    plan: Plan
-    step: Step
-    batch: Batch
-    line: int
-
-
-def replay(log: str | Path, step: int, dataset: str | Path | None = None) -> Replayed:
-    """The rows of a step as they were handed out, from the dataset that the log names or this one.
-
-    They are the rows only if they have the digest that was logged: `DataError` if not.
-    """
-    place = Path(log)
-    lines = _surviving(read_log(place))
-    loaded: Line | None = None
-    covered = 0
-    for number, line in lines:
-        loaded = line if line.action == "dataset_load" else loaded
-        if line.action != "steps" or loaded is None:
-            continue
-        try:
-            first, stop = _number(line, "first_step", 0), _number(line, "stop_step", 1)
-            covered = max(covered, stop)
-            if not first <= step < stop:
-                continue
-            plan, every, rows, _ = _loaded(loaded, dataset)
-            if stop > first + every:
-                raise MismatchError(f"holds steps {first} to {stop}; expected at most {every}")
-            at = Cursor(first, *(_number(line, name, 0) for name in ("epoch", "window", "row")))
-            plan.check(at)
-            made = Recomputed(plan, at, stop, rows=rows)
-            _compare(line, audit.steps_fields(plan, made.steps, made.digest, made.given))
-        except ChatmillError as error:
-            raise DataError(f"{place}:{number}: {error}") from None
-        found = next(each for each in made.steps if each.at.step == step)
-        return Replayed(plan, found, read_batch(plan, found)[0], number)
-    raise UsageError(f"{place}: step {step} is not in it; expected one below {covered}")
-
-
-def _surviving(found: Sequence[Line | Torn]) -> list[tuple[int, Line]]:
-    """The lines that no resumed run left behind, with their numbers."""
-    kept: list[tuple[int, Line]] = []
-    for number, line in enumerate(found, start=1):
-        if not isinstance(line, Line):
-            continue
-        if line.action == "resume":
-            heads = [each.sha256 for _, each in kept]
-            head = line.fields.get("head", "")
-            kept = kept[: heads.index(head) + 1] if head in heads else kept
-        kept.append((number, line))
-    return kept

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from chatmill.errors import UsageError
-from chatmill.load.audit_check import replay
 from chatmill.load.audit_log import Line, Torn, read_log
 from chatmill.load.config import LoadConfig
 from chatmill.load.plan import WINDOW, Cursor, Plan
+from chatmill.load.replay import replay
 from chatmill.load.source import open_sources
 from chatmill.show.text import visible
 
