@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from chatmill.train.checkpoint import model_folder
 from chatmill.train.folder import open_model
 from chatmill.train.gpt import GPT, GPTSizes
 
+torch.set_num_threads(1)
 FORMAT = load_format("primer")
 TOKENIZER = open_tokenizer("bytes", control=FORMAT.tokens, besides=COORDINATES, add_tokens=True)
 
@@ -155,6 +158,58 @@ def test_fields_are_trained_as_text_alone(files):
     train_rollouts(config_of(files, fields=["name"]), files / "run", quiet=True)
     steps = [line for line in lines_of(files / "run" / "metrics.jsonl") if "loss" in line]
     assert all(line["soft"] == line["outside"] == 0 < line["text"] for line in steps)
+
+
+def test_a_hugging_face_model_answers_and_is_trained_too(files):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=TOKENIZER.vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=220,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(files / "theirs")
+    settings = {"init_from_model": str(files / "theirs"), "max_iters": 2, "decoding": "greedy"}
+    result = train_rollouts(config_of(files, **settings), files / "run", quiet=True)
+    assert (result.step, result.health.rollouts) == (2, 6)
+    assert (model_folder(files / "run") / "model.safetensors").is_file()
+    assert weights(files / "run") != weights(files / "theirs")
+
+
+def test_a_server_answers_in_place_of_the_model(files):
+    def answer(prompt):
+        return [*b'{"object_1": {"desc": "', prompt[-3], *b'"}}']
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+            data = json.dumps({"choices": [{"token_ids": answer(prompt), "prompt_token_ids": prompt}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        place = {"server": f"http://127.0.0.1:{server.server_address[1]}/v1", "server_model": "m"}
+        result = train_rollouts(config_of(files, **place, max_iters=2), files / "run", quiet=True)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert result.health.to_json()["dropped"] == {"geometry": 6}
+    for line in lines_of(files / "run" / "rollouts.jsonl"):
+        assert line["response_token_ids"] == answer(line["prompt_token_ids"])
 
 
 def test_a_command_trains_and_says_what_came_of_it(run, files):

@@ -17,6 +17,7 @@ from chatmill.rollout.target import build_target
 from chatmill.rollout.vocabulary import vocabulary_of
 from chatmill.rows import concat
 
+torch.set_num_threads(1)
 VOCABULARY, PLACES, FIRST = 40, 12, 20
 
 

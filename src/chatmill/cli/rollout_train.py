@@ -42,7 +42,7 @@ from chatmill.train.progress import Progress
 from chatmill.train.schedule import Schedule
 from chatmill.train.signals import noted
 from chatmill.train.start import TRAINING, trained_with
-from chatmill.train.step import Stepper, make_optimizer, parts_of
+from chatmill.train.step import Stepper, make_optimizer, parts_of, seed_draws
 from chatmill.train.world import World, joined
 
 CONFIG, ROLLOUTS = "config.json", "rollouts.jsonl"
@@ -240,6 +240,7 @@ class RolloutRun:
         if not weight:
             self._metrics.add({"step": self.step, "skipped": 1})
             return
+        seed_draws(config.seed, self.step)
         read = self.stepper.step(parts, weight=weight, lr=lr).read()
         if not (math.isfinite(read.loss) and math.isfinite(read.grad_norm)):
             raise ChatmillError(f"step {self.step}: the loss is {read.loss}; lower learning_rate")

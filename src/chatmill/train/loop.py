@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from chatmill.errors import ChatmillError, UsageError
@@ -27,7 +26,7 @@ from chatmill.train.output import CONFIG as CONFIG
 from chatmill.train.output import Output, Step
 from chatmill.train.port import CausalModel
 from chatmill.train.signals import noted
-from chatmill.train.step import Counts, Pending, counts_of, parts_of
+from chatmill.train.step import Counts, Pending, counts_of, parts_of, seed_draws
 from chatmill.train.world import World, joined
 
 SHOWN = 20
@@ -178,7 +177,7 @@ class Loop:
         lr = opened.stage.lr(opened.step)
         pending = None
         if counts.weight or not config.post_training:
-            _seed(config.seed, opened.step, world.rank)
+            seed_draws(config.seed, opened.step, world.rank)
             pending = opened.stepper.step(parts, weight=counts.weight, lr=lr, rows=config.log_rows)
         opened.step += 1
         now = _Behind(opened.step, at, lr, counts, waited, pending)
@@ -260,11 +259,6 @@ class Loop:
             data_wait=self._waited,
             stopped_by=stopped_by,
         )
-
-
-def _seed(*place: int) -> None:
-    """Let what is drawn in a step be a function of (seed, step, rank) alone."""
-    torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1))
 
 
 def _out_of_memory(config: TrainConfig, world: World) -> OutOfMemoryError:

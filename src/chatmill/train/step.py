@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -161,6 +162,11 @@ class Stepper:
         if self.world.size > 1:
             dist.all_reduce(total)
         return total / weight if weight else total, by_row
+
+
+def seed_draws(*place: int) -> None:
+    """Let what is drawn in a step be a function of (seed, step, rank) alone."""
+    torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1))
 
 
 def make_optimizer(
