@@ -7,11 +7,11 @@ The first is used where it gives the same ids on a probe; the second always does
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
@@ -32,19 +32,26 @@ class Appetite(NamedTuple):
     right: bool = False
 
 
+class _Added(msgspec.Struct):
+    """Of a tokenizer.json, the tokens that were added to its model."""
+
+    added_tokens: list[Json] | None = None
+
+
 class Marked:
     """The encoder of one tokenizer for texts with control tokens in them."""
 
-    def __init__(self, tokenizer: Tokenizer, content: Json | None) -> None:
-        """`content` is the parsed tokenizer.json, where there is one: only then is there a whole to compare with."""
+    def __init__(self, tokenizer: Tokenizer, raw: bytes | None) -> None:
+        """`raw` is the tokenizer.json, where there is one: only then is there a whole to compare with."""
         self.tokenizer = tokenizer
         self.ids = tokenizer.control_ids
         self.appetite: Mapping[str, Appetite] = {}
-        self._content = content
+        self._raw = raw = raw.removeprefix(b"\xef\xbb\xbf") if raw is not None else None
         self.by_sections = True
         self._bytes = np.full(tokenizer.vocab_size, -1, dtype=np.int64)
-        if content is not None:
-            added = [token for token in content.get("added_tokens") or [] if token["content"] in self.ids]
+        if raw is not None:
+            content = msgspec.json.decode(raw, type=_Added)
+            added = [token for token in content.added_tokens or [] if token["content"] in self.ids]
             self.appetite = {
                 token["content"]: Appetite(bool(token.get("lstrip")), bool(token.get("rstrip")))
                 for token in added
@@ -59,19 +66,19 @@ class Marked:
 
     @property
     def knows_whole(self) -> bool:
-        return self._content is not None
+        return self._raw is not None
 
     @cached_property
     def _whole(self) -> _Whole:
-        assert self._content is not None
+        assert self._raw is not None
         with faults_of(self.tokenizer.name, "no tokenizer.json that can be loaded", _RIGHT):
-            return _Whole(self._content, self.ids)
+            return _Whole(msgspec.json.decode(self._raw), self.ids)
 
     @cached_property
     def _reference(self) -> tokenizers.Tokenizer:
-        assert self._content is not None
+        assert self._raw is not None
         with faults_of(self.tokenizer.name, "no tokenizer.json that can be loaded", _RIGHT):
-            return _reference(self._content, self.ids)
+            return _reference(self._raw, self.ids)
 
     def encode_whole(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets]:
         """Ids of the parts one after the other, tokens and texts, and the character at which each id begins."""
@@ -85,8 +92,8 @@ class Marked:
         """How many bytes each id stands for."""
         lengths = self._bytes[ids]
         if len(lengths) and lengths.min() < 0:
-            for id in np.unique(ids[lengths < 0]).tolist():
-                self._bytes[id] = len(self.tokenizer.piece(id))
+            new = np.unique(ids[lengths < 0])
+            self._bytes[new] = self.tokenizer.byte_lengths(new.tolist())
             lengths = self._bytes[ids]
         return lengths
 
@@ -124,7 +131,7 @@ class _Whole:
     def __init__(self, content: Json, ids: Mapping[str, int]) -> None:
         self._names = aliases(ids)
         stripped, _ = strip("tokenizer.json", content, list(ids))
-        self._engine = tokenizers.Tokenizer.from_str(json.dumps(stripped))
+        self._engine = tokenizers.Tokenizer.from_str(msgspec.json.encode(stripped).decode())
         self._engine.encode_special_tokens = True
         flags = {token["content"]: token for token in content.get("added_tokens") or []}
         added = []
@@ -151,9 +158,11 @@ class _Whole:
         return self._real[np.array(encoding.ids, dtype=np.int64)], start[part] + inside
 
 
-def _reference(content: Json, ids: Mapping[str, int]) -> tokenizers.Tokenizer:
+def _reference(raw: bytes, ids: Mapping[str, int]) -> tokenizers.Tokenizer:
     """The tokenizer as its file has it, with the control tokens that other files add."""
-    engine = tokenizers.Tokenizer.from_str(json.dumps({**content, "truncation": None, "padding": None}))
+    engine = tokenizers.Tokenizer.from_buffer(raw)
+    engine.no_truncation()
+    engine.no_padding()
     missing = [token for token in ids if engine.token_to_id(token) is None]
     engine.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in missing])
     return engine

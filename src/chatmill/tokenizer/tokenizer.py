@@ -85,6 +85,13 @@ class Tokenizer:
         with faults_of(self.name, f"no token has id {id}", f"ids run from 0 to {self.vocab_size - 1}, with holes"):
             return self._backend.piece(id)
 
+    def byte_lengths(self, ids: Sequence[int]) -> list[int]:
+        """How many bytes each id stands for: the lengths of their pieces, many at a time."""
+        self._check_ids(np.asarray(ids, dtype=np.int64))
+        names, piece = self._tokens, self._backend.piece
+        with faults_of(self.name, "no token has one of these ids", f"ids run from 0 to {self.vocab_size - 1}"):
+            return [len(names[id].encode() if id in names else piece(id)) for id in ids]
+
     def token_id(self, token: str) -> int | None:
         """The id of a control token by its name, of whatever format; None if the vocabulary has none of that name."""
         return self._ids.get(token)

@@ -62,7 +62,7 @@ def read_folder(tokenizer: str, chat_template: str | None) -> Folder:
         templates.get(TOOL_USE),
         {name: token for name in SPECIAL_NAMES if (token := _token(config.get(name))) is not None},
         stops,
-        tokenizer_json if tokenizer_json is not None and tokenizer_json.is_file() else None,
+        tokenizer_json if tokenizer_json is not None and _is_tokenizer(tokenizer_json) else None,
     )
 
 
@@ -96,6 +96,19 @@ def _stops(path: Path) -> tuple[int, ...] | None:
     if not isinstance(ids, list) or not all(type(id) is int for id in ids):
         raise DataError(f"{_shown(path)}: eos_token_id is {one_line(repr(given))}; expected an id or a list of ids")
     return tuple(ids)
+
+
+class _Tokenizer(msgspec.Struct):
+    """A tokenizer.json, as far as it takes to know that it is one."""
+
+    model: dict[str, msgspec.Raw]
+
+
+def _is_tokenizer(path: Path) -> bool:
+    try:
+        return path.is_file() and "vocab" in msgspec.json.decode(path.read_bytes(), type=_Tokenizer).model
+    except (msgspec.DecodeError, OSError):
+        return False
 
 
 def _token(given: Any) -> str | None:

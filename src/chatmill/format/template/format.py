@@ -61,8 +61,7 @@ class TemplateFormat:
     ) -> None:
         self.folder, self.mask, self.now = folder, mask, now
         self.arguments = dict(arguments or {})
-        content = None if folder.tokenizer_json is None else _tokenizer_json(folder.tokenizer_json.read_bytes())
-        self.marked = Marked(tokenizer, content)
+        self.marked = Marked(tokenizer, None if folder.tokenizer_json is None else folder.tokenizer_json.read_bytes())
         self.markers = Markers(tokenizer.control_ids)
         names = {id: token for token, id in tokenizer.control_ids.items()}
         self.ends = frozenset(names[id] for id in folder.stops or () if id in names)
@@ -265,13 +264,3 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         except msgspec.DecodeError:
             out[name] = value
     return out
-
-
-def _tokenizer_json(raw: bytes) -> dict[str, Any] | None:
-    """The content of a tokenizer.json; None for tokenizers of another kind."""
-    try:
-        content = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))
-    except msgspec.DecodeError:
-        return None
-    is_one = isinstance(content, dict) and isinstance(content.get("model"), dict) and "vocab" in content["model"]
-    return content if is_one else None
