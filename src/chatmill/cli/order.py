@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
 from chatmill.cli.options import AsJson, echo_json
-from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
 from chatmill.load.order import MODES
 from chatmill.load.plan import Plan
@@ -64,7 +62,7 @@ def order(
         "num_skipped": len(plan.skipped),
     }
     if find is not None:
-        answer: dict[str, object] = {"episode": find, "position": _position(plan, epoch, find)}
+        answer: dict[str, object] = {"episode": find, "position": plan.order.find(epoch, plan.ordinal(find))}
     else:
         answer = {"episodes": plan.first_episodes(epoch, first).tolist()}
     if as_json:
@@ -79,16 +77,3 @@ def order(
         typer.echo(f"episode {find} is at position {answer['position']}")
     else:
         typer.echo(" ".join(map(str, plan.first_episodes(epoch, first))))
-
-
-def _position(plan: Plan, epoch: int, episode: int) -> int:
-    """Where an episode comes in an epoch, given by its number among all."""
-    if not 0 <= episode < plan.num_episodes:
-        raise UsageError(f"episode {episode}; {plan.split} has 0 to {plan.num_episodes - 1}")
-    before = int(np.searchsorted(plan.skipped, episode))
-    if before < len(plan.skipped) and plan.skipped[before] == episode:
-        least = plan.config.episode_min_tokens
-        raise UsageError(
-            f"episode {episode} has fewer than {least} tokens and comes in no epoch; see episode_min_tokens"
-        )
-    return plan.order.find(epoch, episode - before)

@@ -142,6 +142,16 @@ class Plan:
             return ordinals
         return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")
 
+    def ordinal(self, episode: int) -> int:
+        """The number of an episode among the eligible ones: the inverse of `episodes`."""
+        if not 0 <= episode < self.num_episodes:
+            raise UsageError(f"episode {episode}; {self.split} has 0 to {self.num_episodes - 1}")
+        before = int(np.searchsorted(self.skipped, episode))
+        if before < len(self.skipped) and self.skipped[before] == episode:
+            least = self.config.episode_min_tokens
+            raise UsageError(f"episode {episode} has fewer than {least} tokens (episode_min_tokens) and comes in no epoch")
+        return episode - before
+
     def first_episodes(self, epoch: int, count: int) -> Index:
         """The first episodes of an epoch, in the order that it draws them."""
         stop = count if self.order.length is None else min(count, self.order.length)

@@ -73,7 +73,7 @@ class Schedule:
 
     def find(self, split: str, episode: int, *, seed: int, epoch: int) -> Whereabouts:
         plan = self.plan(split, seed)
-        position = plan.order.find(epoch, _ordinal(plan, episode))
+        position = plan.order.find(epoch, plan.ordinal(episode))
         number = position // WINDOW
         row, together = (
             _row_of(plan, episode, epoch, number) if self.config.packing != "none" else (position % WINDOW, [])
@@ -101,15 +101,6 @@ def _row_of(plan: Plan, episode: int, epoch: int, window: int) -> tuple[int, lis
             row = int(np.searchsorted(step.first, found[0], side="right")) - 1
             return step.at.row + row, step.episodes[step.first[row] : step.first[row + 1]].tolist()
     raise AssertionError("steps have no end")
-
-
-def _ordinal(plan: Plan, episode: int) -> int:
-    """The number of an episode among those that are long enough to be drawn."""
-    before = int(np.searchsorted(plan.skipped, episode))
-    if before < len(plan.skipped) and plan.skipped[before] == episode:
-        least = plan.config.episode_min_tokens
-        raise UsageError(f"episode {episode} has fewer than {least} tokens and comes in no epoch")
-    return episode - before
 
 
 # Audit logs.
