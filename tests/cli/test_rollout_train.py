@@ -144,6 +144,15 @@ def test_answers_depend_on_seed_step_and_row_and_not_on_how_they_are_batched(fil
     assert logs[0] == logs[1]
 
 
+def test_every_step_and_row_draws_anew(files):
+    one = {"id": 1, "messages": [{"role": "user", "content": "again"}], "objects": []}
+    (files / "truth.jsonl").write_text(json.dumps(one) + "\n")
+    # The model never changes, and the prompt is always the same.
+    train_rollouts(config_of(files, learning_rate=0, weight_decay=0), files / "run", quiet=True)
+    answers = [tuple(line["response_token_ids"]) for line in lines_of(files / "run" / "rollouts.jsonl")]
+    assert len(set(answers)) == len(answers) == 18
+
+
 def test_targets_too_long_for_the_model_are_left_out_and_counted(files):
     torch.manual_seed(0)
     sizes = GPTSizes(vocab_size=TOKENIZER.vocab_size, n_layer=1, n_embd=16, n_head=2, max_positions=60)
