@@ -148,8 +148,8 @@ class Plan:
             raise UsageError(f"episode {episode}; {self.split} has 0 to {self.num_episodes - 1}")
         before = int(np.searchsorted(self.skipped, episode))
         if before < len(self.skipped) and self.skipped[before] == episode:
-            least = self.config.episode_min_tokens
-            raise UsageError(f"episode {episode} has fewer than {least} tokens (episode_min_tokens) and comes in no epoch")
+            least = f"{self.config.episode_min_tokens} tokens (episode_min_tokens)"
+            raise UsageError(f"episode {episode} has fewer than {least} and comes in no epoch")
         return episode - before
 
     def first_episodes(self, epoch: int, count: int) -> Index:
