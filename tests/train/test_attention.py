@@ -90,3 +90,12 @@ def test_fewer_heads_of_keys_serve_several_heads_of_queries():
     mask = dense_mask(segment_start(torch.zeros(2, 5, dtype=torch.long)))
     repeated = (heads.repeat_interleave(2, dim=2) for heads in (k, v))
     assert torch.allclose(attend(q, k, v, mask), attend(q, *repeated, mask), atol=1e-6)
+
+
+@given(st.integers(1, 5), st.integers(1, 300))
+@settings(max_examples=40)
+def test_tables_of_blocks_lie_in_memory_as_the_kernel_counts_on(rows, length):
+    mask = block_mask(segment_start(torch.zeros(rows, length, dtype=torch.long)))
+    tables = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    tables += (mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices)
+    assert [table.stride() for table in tables] == [torch.empty(table.shape).stride() for table in tables]

@@ -79,7 +79,12 @@ def block_mask(start: Tensor) -> BlockMask:
 
 
 def _blocks(number: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
-    return number[:, None].int(), which[:, None].int().contiguous()
+    number, which = (
+        # Copied: the kernel counts on strides that `contiguous` leaves as they are where a size is 1.
+        part[:, None].to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+        for part in (number, which)
+    )
+    return number, which
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
