@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from show_material import hostile_lines, line, make
+from show_material import HOSTILE, HOSTILE_FILE, hostile_lines, line, make
 
+from chatmill.format import load_format
 from chatmill.ledger import Ledger
 from chatmill.rows import ORIGIN, SPAN, File, Part, Role, Rows, Rule
 from chatmill.show.dataset import open_shown
 from chatmill.store.metadata import write_metadata
 from chatmill.store.write import SplitWriter
+from chatmill.tokenizer import train_bpe
 
 
 @pytest.fixture(scope="session")
@@ -29,8 +31,14 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hostile(tmp_path_factory):
-    """A dataset whose texts would act if anything let them."""
-    return make(tmp_path_factory.mktemp("hostile"), hostile_lines(), format="chatml")
+    """A dataset whose texts, and the name of whose file, would act if anything let them.
+
+    Its vocabulary was trained on them, so that whole tags and escapes are single tokens.
+    """
+    folder = tmp_path_factory.mktemp("hostile")
+    control = list(load_format("chatml").tokens.values())
+    (folder / "tokenizer.json").write_bytes(train_bpe(HOSTILE * 20, vocab_size=1200, control=control))
+    return make(folder, hostile_lines(), file=HOSTILE_FILE, format="chatml", tokenizer=str(folder / "tokenizer.json"))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ HOSTILE = [
     "zalgo " + "a" + "\u0301\u0316\u0323" * 40,
 ]
 """Texts that act where they are not shown as text."""
+HOSTILE_FILE = "<img src=x onerror=window.acted=3>\u202e\x1b[2J.jsonl"
 LONG = "x" * 1_000_000
 """A line of a megabyte."""
 

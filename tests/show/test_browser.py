@@ -250,7 +250,7 @@ def test_no_text_of_a_hostile_dataset_acts_in_the_viewer(watched, hostile_url):
     # The line of a megabyte comes in pieces.
     page.goto(f"{hostile_url}#/episodes?split=train&episode={len(HOSTILE)}")
     page.wait_for_selector(".more:not([hidden])")
-    assert page.inner_text(".more") == "998,031 tokens more"
+    assert page.inner_text(".more") == "998,019 tokens more"
     page.click(".more")
     count(page, ".t", 4000)
     page.fill("#query", "<script>window.acted")

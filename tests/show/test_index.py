@@ -84,6 +84,15 @@ def test_the_index_finds_what_a_look_at_every_episode_finds(many, tmp_path, smal
     assert any(naive(many, query) for query in QUERIES[:6])
 
 
+@pytest.mark.parametrize("length", [270, 290, 310])
+def test_a_text_is_found_across_every_border_of_blocks(tmp_path, small_blocks, length):
+    said = "".join(chr(ord("a") + int(n)) for n in np.random.default_rng(1).integers(0, 26, length))
+    shown = make(tmp_path, [line("q", said)])
+    index = built(shown, tmp_path / "index")
+    for start in range(len(said) - 12):
+        assert index.search(needle_of(said[start : start + 12]), 0, 10).episodes == [0]
+
+
 @settings(max_examples=40)
 @given(st.text(st.sampled_from("Milston grawäÄß"), min_size=1, max_size=9), st.integers(0, 299), st.integers(1, 5))
 def test_pages_of_a_search_one_after_the_other_are_all_of_it(many, shared_index, query, start, limit):
