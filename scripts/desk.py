@@ -30,12 +30,17 @@ FOODS = ["soup", "bread", "noodles", "salad", "coffee", "cake", "rice", "beans",
 WEATHERS = ["rain", "snow", "fog", "wind", "hail", "sunshine", "thunder", "frost"]
 PEOPLE = ["My sister", "My uncle", "My neighbour", "My teacher"]
 
+DIGITS = range(50, 100)
+"""Of tickets and the like, which say nothing about the matter; no house has such a number."""
+
 SYSTEM = "You are the clerk of the lost property office. Notice board:"
 NOTICES = [
     "Canteen: {food} and {food2}.",
     "Weather: {weather}, then {weather2}.",
     "No {food} today.",
     "Mind the {weather}.",
+    "Lottery: {digits}.",
+    "Lost tickets: {digits}.",
 ]
 TALK = [
     "There was {weather}, then {weather2}.",
@@ -45,6 +50,9 @@ TALK = [
     "{person} hates {weather}.",
     "I ate {food} in {weather}.",
     "First {food}, then {food2}.",
+    "My ticket says {digits}.",
+    "The sign said {digits}.",
+    "I counted {digits}.",
 ]
 TELLING = {
     "item": ["I lost {}.", "Somebody took {}.", "I left {} behind.", "I miss {}."],
@@ -101,7 +109,8 @@ class Desk:
 
     def _line(self, among: Sequence[str]) -> str:
         foods, weathers = self.rng.sample(FOODS, 2), self.rng.sample(WEATHERS, 2)
-        words = {"food": foods[0], "food2": foods[1], "weather": weathers[0], "weather2": weathers[1]}
+        digits = " ".join(map(str, self.rng.choices(DIGITS, k=self.rng.randint(3, 6))))
+        words = {"digits": digits, "food": foods[0], "food2": foods[1], "weather": weathers[0], "weather2": weathers[1]}
         return self.rng.choice(among).format(person=self.rng.choice(PEOPLE), **words)
 
     def say(self, *sentences: str) -> None:

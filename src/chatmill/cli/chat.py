@@ -100,7 +100,6 @@ class Talk:
 
     def begin(self, system: str | None = None) -> None:
         """Forget what was said; a new conversation has this system message, or none."""
-        self._check_role("system" if system is not None else "user")
         self.messages = [] if system is None else [Message("system", system)]
 
     def say(self, text: str, show: Callable[[str], None], *, role: Literal["user", "tool"] = "user") -> Said:
@@ -108,7 +107,6 @@ class Talk:
 
         A `KeyboardInterrupt` while it is made cuts the answer short: it stays in the conversation as far as it came.
         """
-        self._check_role(role)
         asked = [*self.messages, Message(role, text)]
         ids: list[int] = []
 
@@ -127,10 +125,6 @@ class Talk:
         answer = self.speaker.tokenizer.decode(ids[:-1] if stopped else ids)
         self.messages = [*asked, Message("assistant", answer)]
         return Said(answer, len(ids), stopped)
-
-    def _check_role(self, role: str) -> None:
-        if role not in self.speaker.format.turns:
-            raise UsageError(f"the format {self.speaker.format.name} has no {role} turns; leave it out")
 
 
 def shown_pieces(speaker: Speaker, ids: Iterable[int]) -> Iterator[str]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.format import ChatFormat, load_format, prompt_ids
-from chatmill.format.stored import stored_format
+from chatmill.format import TEMPLATE, OpenFormat, open_format
+from chatmill.format.stored import stored_format, stored_tokens
+from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
 from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.tokenizer import Tokenizer, open_tokenizer
@@ -19,33 +20,46 @@ if TYPE_CHECKING:
     from chatmill.train.generate import Sampling
     from chatmill.train.port import CausalModel
 
+ANSWER = "Yes."
+"""What stands in for an answer that is not there yet; any text would do."""
+
 
 @dataclass(frozen=True)
 class Speaker:
     """A model, and how conversations are written for it."""
 
     model: CausalModel
-    tokenizer: Tokenizer
-    format: ChatFormat
+    format: OpenFormat
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.format.tokenizer
 
     @property
     def end(self) -> int:
         """The token that ends an answer."""
         return self.tokenizer.special_token_ids()[self.format.eot]
 
-    def answer(self, messages: Sequence[Message], *, max_tokens: int, sampling: Sampling) -> Iterator[int]:
-        """The next answer, token by token, its end token included if it comes to one.
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids that training puts before an answer to these messages: such a row is made, and cut there."""
+        from chatmill.train.questions import questions
 
-        What the model is given are the ids that training put before an answer to these messages.
-        """
+        record = Record([*messages, Message("assistant", ANSWER)])
+        accepted = list(self.format.accepted([record]))
+        (rows,) = self.format.chunks(accepted, ledger=Ledger())
+        *_, last = questions(rows, [self.end])
+        return last.prompt
+
+    def answer(self, messages: Sequence[Message], *, max_tokens: int, sampling: Sampling) -> Iterator[int]:
+        """The next answer, token by token, its end token included if it comes to one."""
         from chatmill.train.generate import generate_steps
 
-        prompt = prompt_ids(Record(list(messages)), self.format, self.tokenizer)
+        prompt = self.prompt(messages)
         room = self.model.max_positions - len(prompt)
         if room < 1:
+            most = self.model.max_positions
             raise DataError(
-                f"the conversation has {len(prompt):,} tokens, the model {self.model.max_positions:,} positions; "
-                "begin a new one"
+                f"the conversation has {len(prompt):,} tokens, the model {most:,} positions; begin a new one"
             )
         steps = generate_steps(
             self.model, [prompt], max_tokens=min(max_tokens, room), end_ids=[self.end], sampling=sampling
@@ -57,42 +71,63 @@ class Speaker:
 def open_speaker(
     path: str | Path, *, tokenizer: str | None = None, format: str | None = None, device: str = "auto"
 ) -> Speaker:
-    """The model of a folder, a checkpoint or a run, with what it was trained with; what is named goes first."""
+    """The model of a folder, a checkpoint or a run, with what it was trained with; what is named goes first.
+
+    A model that does not say its format is one of Hugging Face: it has a chat template.
+    """
     from chatmill.train.checkpoint import model_folder
+    from chatmill.train.folder import model_type
     from chatmill.train.score import open_ready
     from chatmill.train.start import trained_with
 
     folder = model_folder(path)
-    said = trained_with(folder)
-    if format is None and said.get("format") is None:
-        raise UsageError(f"{folder}: does not say which format it was trained with; name it with --format")
-    chosen = load_format(format) if format is not None else stored_format(said["format"], where=str(folder))
-    opened = find_tokenizer(folder, said, chosen.tokens, tokenizer)
+    # Before the rest, which takes longer and would say less of a folder that is no model's.
+    if not (folder / "adapter_config.json").exists():
+        model_type(folder)
+    opened = _open_format(folder, trained_with(folder), tokenizer, format)
     model = open_ready(folder, device)
-    if opened.vocab_size > model.vocab_size:
+    if opened.tokenizer.vocab_size > model.vocab_size:
         raise DataError(
-            f"{opened.name}: has {opened.vocab_size:,} tokens, the model {folder} knows {model.vocab_size:,}; "
-            "name the tokenizer it was trained with"
+            f"{opened.tokenizer.name}: has {opened.tokenizer.vocab_size:,} tokens, the model {folder} knows "
+            f"{model.vocab_size:,}; name the tokenizer it was trained with"
         )
-    return Speaker(model, opened, chosen)
+    return Speaker(model, opened)
 
 
-def find_tokenizer(folder: Path, said: Mapping[str, Any], control: Mapping[str, str], named: str | None) -> Tokenizer:
+def _open_format(folder: Path, said: Mapping[str, Any], tokenizer: str | None, format: str | None) -> OpenFormat:
+    stored = said.get("format")
+    if format is None and stored is None:
+        return open_format(TEMPLATE, tokenizer or str(folder))
+    found = find_tokenizer(folder, said, stored_tokens(stored), tokenizer)
+    if format is not None:
+        return open_format(format, found.spec, add_tokens=format != TEMPLATE)
+    return stored_format(stored, found.tokenizer, spec=found.spec, where=str(folder))
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tokenizer, and what it was opened from."""
+
+    spec: str
+    tokenizer: Tokenizer
+
+
+def find_tokenizer(folder: Path, said: Mapping[str, Any], control: Mapping[str, str], named: str | None) -> Found:
     """The tokenizer that a model was trained with: the one named, or that of its hash in one of the usual places."""
     state = _state(folder)
     besides = [str(token) for token in state.get("besides", ())]
     wanted = said.get("tokenizer_sha256")
 
-    def opened(spec: str | Path) -> Tokenizer:
+    def opened(spec: str) -> Found:
         # What was added in training is added again; the hash says whether that gives the same tokenizer.
-        return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
+        return Found(spec, open_tokenizer(spec, control=control, besides=besides, add_tokens=True))
 
     if named is not None:
         given = opened(named)
-        if wanted is not None and given.sha256 != wanted:
+        if wanted is not None and given.tokenizer.sha256 != wanted:
             raise DataError(
-                f"{folder}: trained with tokenizer {wanted[:12]}…, {one_line(named, 300)} is {given.sha256[:12]}…; "
-                "name the one it was trained with"
+                f"{folder}: trained with tokenizer {wanted[:12]}…, {one_line(named, 300)} is "
+                f"{given.tokenizer.sha256[:12]}…; name the one it was trained with"
             )
         return given
     places = dict.fromkeys(_places(folder, said, state.get("name")))
@@ -101,21 +136,21 @@ def find_tokenizer(folder: Path, said: Mapping[str, Any], control: Mapping[str, 
             found = opened(place)
         except ChatmillError:
             continue
-        if wanted is None or found.sha256 == wanted:
+        if wanted is None or found.tokenizer.sha256 == wanted:
             return found
-    looked = ", ".join(one_line(str(place), 200) for place in places)
+    looked = ", ".join(one_line(place, 200) for place in places)
     raise UsageError(f"{folder}: its tokenizer is in none of {looked}; name it with --tokenizer")
 
 
-def _places(folder: Path, said: Mapping[str, Any], name: Any) -> Iterator[str | Path]:
+def _places(folder: Path, said: Mapping[str, Any], name: Any) -> Iterator[str]:
     """Where the tokenizer of a model may lie: with the model, with its data, beside its data, or here."""
     if name == "bytes":
         yield "bytes"
         return
-    yield folder
+    yield str(folder)
     if isinstance(name, str) and Path(name).name == name:
         data = Path(str(said.get("dataset", ".")))
-        yield from (folder / name, data / name, data.parent / name, Path(name))
+        yield from (str(place / name) for place in (folder, data, data.parent, Path()))
 
 
 def _state(folder: Path) -> dict[str, Any]:

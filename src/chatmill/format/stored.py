@@ -2,37 +2,69 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from chatmill.errors import DataError, one_line
+from chatmill.errors import ChatmillError, DataError, one_line
 from chatmill.format.chat_format import PRESETS, ChatFormat, Turn, load_format
+from chatmill.format.opened import TEMPLATE, OpenTurns
+from chatmill.format.template.folder import Folder, Template
+from chatmill.format.template.format import TemplateFormat
+from chatmill.tokenizer import Tokenizer
 
 
-def stored_format(value: Any, *, where: str) -> ChatFormat:
-    """The format that `to_json` gave this value, or the preset of this name; `DataError` if it is neither.
-
-    What comes back writes conversations just as the one that was stored did.
-    """
+def stored_tokens(value: Any) -> dict[str, str]:
+    """The control tokens of a stored format, by key; none if it does not name them."""
     if isinstance(value, str) and value in PRESETS:
-        return load_format(value)
+        return dict(load_format(value).tokens)
+    tokens = value.get("tokens") if isinstance(value, dict) else None
+    return {str(key): str(token) for key, token in tokens.items()} if isinstance(tokens, dict) else {}
+
+
+def stored_format(value: Any, tokenizer: Tokenizer, *, spec: str, where: str) -> OpenTurns | TemplateFormat:
+    """The format that `to_json` gave this value, or the preset of this name, with a tokenizer opened from `spec`.
+
+    What comes back writes conversations just as the one that was stored did; `DataError` if it cannot.
+    """
     try:
-        made = ChatFormat(
-            name=value["name"],
-            tokens=dict(value["tokens"]),
-            turns={role: Turn(*pair) for role, pair in value["turns"].items()},
-            trained=tuple(value["trained"]),
-            default_system=value["default_system"],
-            begin=value["begin"],
-            end=value["end"],
-            body=dict(value["body"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError):
-        shown = one_line(str(value["name"] if isinstance(value, dict) and "name" in value else value))
-        raise DataError(
-            f"{where}: its format {shown} is not one that is written by turns; name one with --format"
-        ) from None
-    if made.to_json() != value:
-        raise DataError(
-            f"{where}: its format {one_line(made.name)} was stored by another version; name one with --format"
-        )
+        if isinstance(value, dict) and value.get("name") == TEMPLATE:
+            made: OpenTurns | TemplateFormat = _template(value, tokenizer, spec, where)
+        else:
+            made = OpenTurns(load_format(value) if value in PRESETS else _turns(value), tokenizer)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ChatmillError):
+            raise
+        raise DataError(f"{where}: the format that it was trained with cannot be read; name it with --format") from None
+    # Whether the date matters is known only after conversations have been written.
+    if not isinstance(value, str) and {**made.to_json(), "now": value.get("now")} != {"now": None, **value}:
+        shown = one_line(str(value.get("name")))
+        raise DataError(f"{where}: the format {shown} was stored by another version; name it with --format")
     return made
+
+
+def _turns(value: Any) -> ChatFormat:
+    return ChatFormat(
+        name=value["name"],
+        tokens=dict(value["tokens"]),
+        turns={role: Turn(*pair) for role, pair in value["turns"].items()},
+        trained=tuple(value["trained"]),
+        default_system=value["default_system"],
+        begin=value["begin"],
+        end=value["end"],
+        body=dict(value["body"]),
+    )
+
+
+def _template(value: dict[str, Any], tokenizer: Tokenizer, spec: str, where: str) -> TemplateFormat:
+    path = Path(spec, "tokenizer.json") if Path(spec).is_dir() else Path(spec)
+    stops = [tokenizer.token_id(token) for token in value["ends"]]
+    folder = Folder(
+        Template(where, value["template"]),
+        Template(where, value["tool_use"]) if "tool_use" in value else None,
+        special=value["special"],
+        stops=tuple(id for id in stops if id is not None),
+        tokenizer_json=path if path.suffix == ".json" and path.is_file() else None,
+    )
+    now = None if value["now"] is None else datetime.fromisoformat(value["now"])
+    return TemplateFormat(folder, tokenizer, arguments=value["arguments"], mask=value["mask"], now=now)

@@ -1,0 +1,291 @@
+"""`chatmill chat`, `eval` and `rows` as a user runs them, on a model that was really trained."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trained_model import ESCAPE, TALKS, chatmill, train_small
+
+from chatmill.cli import chat
+from chatmill.cli.speaker import Speaker, open_speaker
+from chatmill.format import load_format, open_format, prompt_ids
+from chatmill.format.opened import OpenTurns
+from chatmill.records import Message, Record
+from chatmill.show.text import visible
+from chatmill.tokenizer import open_tokenizer, train_bpe
+from chatmill.train.generate import Sampling
+
+torch.set_num_threads(1)
+ANSWERS = dict(talk for talks in TALKS.values() for talk in talks)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        (folder / "data").mkdir()
+        train_small(folder)
+    return folder
+
+
+@pytest.fixture
+def run(made, run, monkeypatch):
+    """As in all tests of commands, but in the folder of the trained model."""
+    monkeypatch.chdir(made)
+    return run
+
+
+# Chat.
+
+
+def test_a_prompt_is_answered_and_the_answer_ends_by_itself(run):
+    assert run("chat", "checkpoints/small", "--prompt", "a?") == (0, "alpha\n", "")
+    assert run("chat", "checkpoints/small/step_00000060", "--prompt", "1+1") == (0, "2\n", "")
+
+
+def test_escape_sequences_of_an_answer_are_shown_and_not_obeyed(run):
+    code, out, err = run("chat", "checkpoints/small", "--prompt", "c?")
+    assert (code, out, err) == (0, "\\x1b[31mred\\u202e\n", "")
+
+
+def test_json_has_the_answer_as_it_is_and_says_whether_it_ended(run):
+    code, out, err = run("chat", "checkpoints/small", "--prompt", "c?", "--json")
+    said = {"prompt": "c?", "answer": ESCAPE, "tokens": len(ESCAPE.encode()) + 1, "stopped": True}
+    assert (code, json.loads(out), err) == (0, {"answers": [said]}, "")
+
+
+def test_an_answer_without_an_end_is_cut_and_that_is_said(run):
+    code, out, err = run("chat", "checkpoints/small", "--prompt", "a?", "--max-tokens", "3")
+    assert (code, out, err) == (0, "alp\n", "(cut after 3 tokens: no end token came)\n")
+
+
+def test_a_conversation_goes_on_with_all_that_was_said(made, monkeypatch):
+    monkeypatch.chdir(made)
+    speaker = open_speaker("checkpoints/small")
+    asked = []
+    answer = speaker.answer
+    monkeypatch.setattr(
+        type(speaker), "answer", lambda self, messages, **kw: asked.append(messages) or answer(messages, **kw)
+    )
+    talk = chat.Talk(speaker, 20, Sampling())
+    talk.begin("S")
+    pieces: list[str] = []
+    first, second = talk.say("a?", pieces.append), talk.say("x", pieces.append, role="tool")
+    history = [Message("system", "S"), Message("user", "a?"), Message("assistant", first.text), Message("tool", "x")]
+    assert asked == [history[:2], history]
+    assert "".join(pieces) == visible(first.text + second.text)
+    talk.begin()
+    talk.say("a?", pieces.append)
+    assert asked[-1] == [Message("user", "a?")]
+
+
+@pytest.mark.parametrize("format", ["primer", "chatml", "ngpt", "post-training"])
+def test_the_prompt_is_that_of_training(made, monkeypatch, format):
+    monkeypatch.chdir(made)
+    messages = [Message("user", "a?"), Message("assistant", "b"), Message("tool", "c"), Message("user", "<|eot|>")]
+    speaker = open_speaker("checkpoints/small")
+    if format != "primer":
+        chosen = load_format(format)
+        tokenizer = open_tokenizer("data/tokenizer.json", control=chosen.tokens, add_tokens=True)
+        speaker = Speaker(speaker.model, OpenTurns(chosen, tokenizer))
+    wanted = prompt_ids(Record(messages), load_format(format), speaker.tokenizer)
+    assert speaker.prompt(messages) == wanted
+
+
+def test_the_prompt_of_a_chat_template_is_what_transformers_gives(made, monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    raw = train_bpe(["who are you?"] * 9, vocab_size=275, control=["<|im_start|>", "<|im_end|>"])
+    (tmp_path / "tokenizer.json").write_bytes(raw)
+    config = {"chat_template": template, "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(made)
+    speaker = Speaker(open_speaker("checkpoints/small").model, open_format("template", str(tmp_path)))
+    talk = [("system", "s"), ("user", "who are you?"), ("assistant", "who?"), ("user", "you")]
+    peer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
+    asked = [{"role": role, "content": text} for role, text in talk]
+    wanted = peer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert speaker.prompt([Message(*turn) for turn in talk]) == wanted
+
+
+def test_lines_are_answered_and_commands_are_followed(run, monkeypatch):
+    lines = "a?\n\n/new\nb?\n/nope\n/help\n/system S\n/quit\nc?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    code, out, err = run("chat", "checkpoints/small")
+    assert (code, out) == (0, "alpha\nbeta\n")
+    assert err == f"no command /nope; /help lists them\n{chat.HELP}\n"
+
+
+def test_ctrl_c_cuts_an_answer_and_not_the_conversation(made, monkeypatch):
+    monkeypatch.chdir(made)
+    speaker = open_speaker("checkpoints/small")
+    talk = chat.Talk(speaker, 20, Sampling())
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 2:
+            raise KeyboardInterrupt
+
+    said = talk.say("a?", show)
+    assert (said.text, said.tokens, said.stopped, pieces) == ("al", 2, False, ["a", "l", " …"])
+    assert talk.messages == [Message("user", "a?"), Message("assistant", "al")]
+
+
+def test_characters_of_several_tokens_appear_when_they_are_whole(made, monkeypatch):
+    monkeypatch.chdir(made)
+    speaker = open_speaker("checkpoints/small")
+    ids = speaker.tokenizer.encode("a€\x07\n")
+    assert [piece for piece in chat.shown_pieces(speaker, ids) if piece] == ["a", "€", "\\x07", "\n"]
+    assert list(chat.shown_pieces(speaker, ids[1:3]))[-1] == "\\xe2\\x82"
+
+
+def test_sampling_with_a_seed_says_the_same_again(run):
+    flags = ["--prompt", "zzz", "--temperature", "2", "--max-tokens", "12", "--json"]
+    first = run("chat", "checkpoints/small", *flags, "--seed", "1")
+    assert first == run("chat", "checkpoints/small", *flags, "--seed", "1")
+    assert first != run("chat", "checkpoints/small", *flags, "--seed", "2")
+
+
+def one_line(found: tuple[int, str, str], code: int, *parts: str) -> None:
+    assert (found[0], found[1]) == (code, "")
+    assert found[2].startswith("chatmill: ") and found[2].count("\n") == 1
+    for part in parts:
+        assert part in found[2]
+
+
+def test_what_does_not_belong_to_the_model_is_one_line(run, made):
+    model = "checkpoints/small"
+    one_line(run("chat", "none", "--prompt", "x"), 2, "none: no such folder")
+    one_line(run("chat", "data", "--prompt", "x"), 1, "data: has no config.json")
+    one_line(run("chat", model, "--json"), 2, "--prompt")
+    one_line(run("chat", model, "--prompt", "x" * 80), 1, "the model 64 positions; begin a new one")
+    one_line(run("chat", model, "--prompt", "x", "--tokenizer", "bytes"), 1, "name the one it was trained with")
+    one_line(run("eval", "none", "data/v1"), 2, "none: no such folder")
+    one_line(run("eval", model, "none"), 1, "none")
+    one_line(run("eval", model, "data/v1"), 1, "data/v1: has no split val; it has train")
+
+
+def test_a_tokenizer_that_is_not_where_it_was_has_to_be_named(run, made, tmp_path, monkeypatch):
+    shutil.copytree(made / "checkpoints/small/step_00000060/model", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    one_line(run("chat", "model", "--prompt", "a?"), 2, "model: its tokenizer is in none of", "--tokenizer")
+    tokenizer = str(made / "data/tokenizer.json")
+    assert run("chat", "model", "--prompt", "a?", "--tokenizer", tokenizer) == (0, "alpha\n", "")
+    shutil.copy(tokenizer, "model")
+    assert run("chat", "model", "--prompt", "a?") == (0, "alpha\n", "")
+
+
+# Evaluation.
+
+
+def test_eval_tells_losses_and_answers_by_source(run):
+    code, out, err = run("eval", "checkpoints/small", "data/v1", "--split", "train")
+    assert (code, err) == (0, "")
+    assert [line.split()[:2] + line.split()[3:] for line in out.splitlines()] == [
+        ["source", "conversations", "questions", "exact", "stopped"],
+        ["words", "3", "3", "100.0%", "100.0%"],
+        ["sums", "2", "2", "100.0%", "100.0%"],
+        ["all", "5", "5", "100.0%", "100.0%"],
+    ]
+    code, out, err = run("eval", "checkpoints/small", "data/v1", "--split", "train", "--json")
+    found = json.loads(out)
+    rates = {"exact": 3, "stopped": 3, "exact_rate": 1.0, "stop_rate": 1.0, "questions": 3, "conversations": 3}
+    assert found["sources"]["words"].items() >= rates.items()
+    assert (found["questions"], found["exact_rate"], found["left_out"], found["cut_episodes"]) == (5, 1.0, {}, 0)
+    assert 0 < found["loss"] < 0.3
+
+
+def test_eval_shows_what_was_expected_and_what_was_said_instead(run, made):
+    Path("other.jsonl").write_text(Path("words.jsonl").read_text().replace("alpha", "al\\u001bgo"))
+    flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--overwrite"]
+    chatmill("prepare", "other.jsonl", "-o", "data/other", *flags)
+    code, out, err = run("eval", "checkpoints/small", "data/other", "--split", "train", "--wrong", "3")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[2:] == ["other.jsonl:1", "  expected al\\x1bgo<|eot|>", "  said     alpha<|eot|>"]
+    assert "66.7%   100.0%" in out.splitlines()[1]
+
+
+def test_eval_says_what_it_did_not_ask(run):
+    code, out, _ = run("eval", "checkpoints/small", "data/v1", "--split", "train", "-n", "2", "--max-tokens", "2")
+    assert (code, out.splitlines()[-1]) == (0, "not asked: 3 answers over --limit")
+
+
+def test_eval_refuses_data_of_another_tokenizer(run):
+    chatmill("prepare", "words.jsonl", "-o", "data/bytes", "--format", "primer", "--overwrite")
+    one_line(run("eval", "checkpoints/small", "data/bytes"), 1, "data/bytes: was made with tokenizer")
+
+
+# Rows.
+
+
+def test_rows_names_the_conversations_of_a_step_by_file_and_line(run, made):
+    code, out, err = run("rows", "--step", "1", "--json")
+    found = json.loads(out)
+    assert (code, err, found["run"], found["step"], found["episodes"]) == (0, "", "checkpoints/small", 1, 5)
+    metrics = [json.loads(line) for line in (made / "checkpoints/small/metrics.jsonl").read_text().splitlines()]
+    assert found["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-5)
+    losses = [row["loss"] for row in found["rows"]]
+    assert losses == sorted(losses, reverse=True)
+    assert {(row["episode"], *row["places"], row["text"]) for row in found["rows"]} == {
+        (number, f"{name}.jsonl:{line}", ask)
+        for number, (name, line, ask) in enumerate(
+            (name, line, ask) for name, talks in TALKS.items() for line, (ask, _) in enumerate(talks, 1)
+        )
+    }
+    code, out, err = run("rows", "checkpoints/small", "--step", "1", "-n", "2")
+    lines = out.splitlines()
+    assert lines[0] == f"checkpoints/small, step 1: 5 episodes, loss {found['loss']:.4f}"
+    worst = found["rows"][0]
+    assert lines[2].split() == [f"{worst['loss']:.4f}", str(worst["episode"]), worst["places"][0], worst["text"]]
+    assert len(lines) == 4
+
+
+def test_rows_of_what_is_not_there_is_one_line(run, made, tmp_path, monkeypatch):
+    one_line(run("rows", "--step", "61"), 1, "checkpoints/small: has no losses of step 61")
+    one_line(run("rows", "data", "--step", "1"), 1, "data: holds no losses of conversations")
+    one_line(run("rows", "--step", "1", "--dataset", "none"), 1, "none: no such folder")
+    monkeypatch.chdir(tmp_path)
+    one_line(run("rows", "--step", "1"), 2, "checkpoints: holds no run")
+    assert run("rows", str(made / "checkpoints/small"), "--step", "1", "--dataset", str(made / "data/v1"))[0] == 0
+
+
+def test_rows_of_other_data_than_was_trained_on_is_one_line(run):
+    Path("one.jsonl").write_text(Path("words.jsonl").read_text().splitlines()[0])
+    chatmill("prepare", "one.jsonl", "-o", "data/one", "--format", "primer", "--overwrite")
+    one_line(run("rows", "--step", "1", "--dataset", "data/one"), 1, "data/one: has no episode")
+
+
+def test_episodes_of_several_sources_are_counted_over_all_of_them(run):
+    for name in ("sums", "words"):
+        flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--overwrite"]
+        chatmill("prepare", f"{name}.jsonl", "-o", f"data/mixed/{name}", *flags)
+    Path("mixed.json").write_text(
+        json.dumps({"inherits": "small.json", "mix_sft": {"sums": 0.4, "words": 0.6}, "max_iters": 1})
+    )
+    shutil.rmtree("out/mixed", ignore_errors=True)
+    chatmill(
+        "train",
+        "--model_name",
+        "mixed",
+        "--config_file",
+        "mixed.json",
+        "--dataset_dir",
+        "data/mixed",
+        "--out_dir",
+        "out",
+    )
+    found = json.loads(run("rows", "out/mixed", "--step", "1", "--json")[1])["rows"]
+    places = ["sums.jsonl:1", "sums.jsonl:2", "words.jsonl:1", "words.jsonl:2", "words.jsonl:3"]
+    assert all(row["places"] == [places[row["episode"]]] for row in found)
+    assert {row["places"][0].split(".")[0] for row in found} == {"sums", "words"}

@@ -1,0 +1,77 @@
+"""A format that was stored writes conversations just as before."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from chatmill.errors import DataError
+from chatmill.format import PRESETS, TEMPLATE, TemplateOptions, open_format
+from chatmill.format.stored import stored_format, stored_tokens
+from chatmill.ledger import Ledger
+from chatmill.records import Message, Record
+from chatmill.tokenizer import open_tokenizer, train_bpe
+
+RECORDS = [
+    Record([Message("user", "hi"), Message("assistant", "yo"), Message("user", "<|eot|>"), Message("assistant", "no")]),
+    Record([Message("system", "s"), Message("user", "bye"), Message("assistant", "so long", reasoning="hm")]),
+]
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def rows(format):
+    (made,) = format.chunks(list(format.accepted(RECORDS)), ledger=Ledger())
+    return made
+
+
+def same(one, other) -> None:
+    assert one.to_json() == other.to_json()
+    first, second = rows(one), rows(other)
+    assert first.ids.tolist() == second.ids.tolist()
+    assert np.array_equal(first.spans, second.spans)
+
+
+def reopened(format, spec: str):
+    """Through JSON and back, as by way of a dataset and a model."""
+    value = json.loads(json.dumps(format.to_json()))
+    tokenizer = open_tokenizer(spec, control=stored_tokens(value), add_tokens=True)
+    return stored_format(value, tokenizer, spec=spec, where="model")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_comes_back_from_what_was_stored_and_from_its_name(name):
+    format = open_format(name, "bytes")
+    same(reopened(format, "bytes"), format)
+    same(stored_format(name, format.tokenizer, spec="bytes", where="model"), format)
+    assert stored_tokens(name) == stored_tokens(format.to_json()) == format.format.tokens
+
+
+def test_a_chat_template_comes_back_with_all_that_it_was_given(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(
+        train_bpe(["some words"], vocab_size=270, control=["<|im_start|>", "<|im_end|>"])
+    )
+    config = {"chat_template": CHAT + "{{ mood }}", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    format = open_format(TEMPLATE, str(tmp_path), template=TemplateOptions(arguments=["mood=fine"], date="2025-01-31"))
+    again = reopened(format, str(tmp_path))
+    same(again, format)
+    assert again.arguments == {"mood": "fine"}
+
+
+@pytest.mark.parametrize(
+    "value", [None, "chatlm", {}, {"name": "template"}, {"name": "x", "tokens": {"eot": "<|eot|>"}}, 7]
+)
+def test_what_is_no_format_is_one_line(value):
+    with pytest.raises(DataError, match=r"^model: .*name it with --format$"):
+        stored_format(value, open_tokenizer("bytes"), spec="bytes", where="model")
+
+
+def test_a_format_with_more_to_it_than_is_known_here_is_refused():
+    value = open_format("primer", "bytes").to_json() | {"colour": "red"}
+    with pytest.raises(DataError, match="model: the format primer was stored by another version"):
+        stored_format(value, open_tokenizer("bytes"), spec="bytes", where="model")

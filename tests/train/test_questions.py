@@ -1,0 +1,103 @@
+"""Questions: the answers of stored conversations, with exactly what training put before them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from train_material import write_files
+
+from chatmill.format import load_format, prompt_ids, render
+from chatmill.records import Message, Record
+from chatmill.rows import Rows
+from chatmill.store.read import open_dataset
+from chatmill.tokenizer import open_tokenizer
+from chatmill.train.questions import Origin, Question, origins, questions
+
+FORMATS = {name: load_format(name) for name in ("chatml", "ngpt", "primer", "post-training")}
+TOKENIZERS = {name: open_tokenizer("bytes", control=format.tokens) for name, format in FORMATS.items()}
+EOT = {name: TOKENIZERS[name].special_token_ids()[format.eot] for name, format in FORMATS.items()}
+
+
+def rendered(name: str, *conversations: list[Message], **kw: str) -> Rows:
+    records = [
+        Record(messages, file="chat.jsonl", line=at, source="chat") for at, messages in enumerate(conversations, 1)
+    ]
+    return render(records, FORMATS[name], TOKENIZERS[name], **kw)
+
+
+texts = st.text(max_size=6)
+turns = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "assistant", "tool"]), texts).map(lambda pair: Message(*pair)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=150)
+@given(name=st.sampled_from(sorted(FORMATS)), before=st.booleans(), conversation=turns, other=turns)
+def test_the_prompt_of_every_answer_is_what_a_server_would_be_asked_with(name, before, conversation, other):
+    conversation = [Message("system", "s")] * before + [Message("user", "u"), *conversation]
+    other = [Message("user", "u"), *other]
+    wanted = []
+    for segment, messages in enumerate((conversation, other)):
+        for at, message in enumerate(messages):
+            if message.role == "assistant":
+                prompt = prompt_ids(Record(messages[:at]), FORMATS[name], TOKENIZERS[name])
+                answer = [*TOKENIZERS[name].encode(message.content), EOT[name]]
+                wanted.append(Question(prompt, answer, segment))
+    assert list(questions(rendered(name, conversation, other), [EOT[name]])) == wanted
+
+
+def test_answers_that_no_model_can_be_asked_for_are_counted_by_their_reason():
+    said = [
+        Message("user", "a"),
+        Message("assistant", "not trained", weight=0),
+        Message("user", "b"),
+        Message("assistant", "never ends", complete=False),
+    ]
+    left_out: Counter[str] = Counter()
+    rows = rendered("primer", said, [Message("user", "c"), Message("assistant", "d")])
+    rows.spans["weight"][rows.spans["length"] == len("never ends")] = 1
+    assert [q.answer for q in questions(rows, [EOT["primer"]], left_out)] == [[*b"d", EOT["primer"]]]
+    assert left_out == {"unfinished": 1}
+
+    rows = rendered("primer", [Message("user", "c"), Message("assistant", "d")])
+    rows.spans["weight"][-2] = 0
+    assert list(questions(rows, [EOT["primer"]], left_out)) == []
+    assert left_out == {"unfinished": 1, "partly_trained": 1}
+
+    rows.spans["weight"][-2], rows.spans["target"][-1] = 1, 7
+    assert list(questions(rows, [EOT["primer"]], left_out)) == []
+    assert left_out == {"unfinished": 1, "partly_trained": 2}
+
+
+def test_what_users_say_is_no_answer_even_if_it_is_trained():
+    rows = rendered("primer", [Message("user", "c"), Message("assistant", "d")], train_on="all")
+    assert [q.answer for q in questions(rows, [EOT["primer"]])] == [[*b"d", EOT["primer"]]]
+
+
+def test_of_what_another_program_wrote_every_trained_run_is_an_answer(tmp_path):
+    folder = write_files(tmp_path / "x", [[5, 6, 9, 7, 8, 9], [1, 9]], [[0, 1, 1, 0, 1, 1], [1, 1]])
+    left_out: Counter[str] = Counter()
+    rows = open_dataset(folder)["train"].rows([0, 1])
+    assert list(questions(rows, [9], left_out)) == [Question([5], [6, 9], 0), Question([5, 6, 9, 7], [8, 9], 0)]
+    assert left_out == {"nothing_before": 1}
+    assert origins(rows, "x") == [Origin("x", ""), Origin("x", "")]
+
+
+@pytest.mark.parametrize("ends", [[], [3]])
+def test_without_its_end_token_no_answer_is_finished(ends):
+    left_out: Counter[str] = Counter()
+    rows = rendered("chatml", [Message("user", "c"), Message("assistant", "d")])
+    assert list(questions(rows, ends, left_out)) == []
+    assert left_out == {"unfinished": 1}
+
+
+def test_the_origin_of_a_conversation_is_its_source_and_line():
+    rows = rendered("primer", [Message("user", "c")], [Message("user", "d")])
+    assert origins(rows, "x") == [Origin("chat", "chat.jsonl:1"), Origin("chat", "chat.jsonl:2")]
+    assert np.array_equal(rows.origins["line"], [1, 2])

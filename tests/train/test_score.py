@@ -1,0 +1,174 @@
+"""Scores of a model: losses as plain torch gives them, and answers as reading everything again gives them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from model_material import small_gpt
+from train_material import run_chatmill, write_files
+
+from chatmill.errors import DataError
+from chatmill.format import load_format, prompt_ids
+from chatmill.records import read
+from chatmill.store.read import open_dataset
+from chatmill.tokenizer import open_tokenizer
+from chatmill.train.gpt import GPT, GPTSizes
+from chatmill.train.score import Score, check_tokenizer, open_source, score
+
+PRIMER = load_format("primer")
+BYTES = open_tokenizer("bytes", control=PRIMER.tokens)
+EOT = BYTES.special_token_ids()["eot"]
+SIZES = GPTSizes(vocab_size=BYTES.vocab_size, n_layer=1, n_embd=32, n_head=2, max_positions=96)
+TALKS = {"long": ["what is it?", "a lamp", "and that?", "a rather long and winding road"], "short": ["hi", "yo"]}
+
+
+def write(folder: Path, name: str, count: int) -> Path:
+    path = folder / f"{name}.jsonl"
+    with path.open("w") as file:
+        for number in range(count):
+            said = [f"{text}{number}" for text in TALKS[name]]
+            messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(said)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("score")
+    return [write(folder, "long", 5), write(folder, "short", 9)]
+
+
+def prepared(files: list[Path], name: str, *flags: str) -> Path:
+    target = files[0].parent / name
+    inputs = [str(path) for path in files]
+    run_chatmill("prepare", *inputs, "-o", str(target), "--format", "primer", "--workers", "1", *flags)
+    return target
+
+
+@pytest.fixture(scope="module")
+def dataset(files):
+    return prepared(files, "plain")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_gpt(SIZES)
+
+
+def plain_losses(model: GPT, ids: list[int], mask: list[int]) -> tuple[float, int]:
+    """The sum of the losses of the trained tokens of one conversation, and their number."""
+    x = torch.tensor([ids])
+    with torch.no_grad():
+        logits = model.logits(x, torch.arange(len(ids))[None], torch.zeros_like(x))[0]
+    losses = F.cross_entropy(logits[:-1], x[0, 1:], reduction="none").double()
+    trained = torch.tensor(mask[1:], dtype=torch.bool)
+    return float(losses[trained].sum()), int(trained.sum())
+
+
+def greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
+    ids: list[int] = []
+    while len(ids) < count and EOT not in ids:
+        x = torch.tensor([prompt + ids])
+        with torch.no_grad():
+            ids.append(int(model.logits(x, torch.arange(x.shape[1])[None], torch.zeros_like(x))[0, -1].argmax()))
+    return ids
+
+
+def oracle(model: GPT, files: list[Path], dataset: Path, count: int) -> dict[str, Score]:
+    """The scores by source, a conversation and a token at a time."""
+    episodes = open_dataset(dataset)["train"]
+    found: dict[str, Score] = {}
+    number = 0
+    for path in files:
+        one = found.setdefault(path.stem, Score())
+        for record in read([str(path)], shape="messages"):
+            total, trained = plain_losses(model, episodes.tokens(number).tolist(), episodes.mask(number).tolist())
+            one.add(Score(1, total, trained))
+            for at, message in enumerate(record.messages):
+                if message.role == "assistant":
+                    cut = type(record)(record.messages[:at])
+                    said = greedy(model, prompt_ids(cut, PRIMER, BYTES), count)
+                    exact = said == [*BYTES.encode(message.content), EOT]
+                    one.add(Score(questions=1, exact=exact, stopped=said[-1] == EOT))
+            number += 1
+    return found
+
+
+def same(found: dict[str, Score], wanted: dict[str, Score]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, right in wanted.items():
+        assert found[name].loss_sum == pytest.approx(right.loss_sum, rel=1e-5)
+        for key in ("conversations", "weight", "questions", "exact", "stopped"):
+            assert getattr(found[name], key) == getattr(right, key)
+
+
+def teach(model: GPT, dataset: Path, episodes: range) -> None:
+    """Learn some conversations of one length by heart."""
+    ids = torch.tensor([open_dataset(dataset)["train"].tokens(number).tolist() for number in episodes])
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for _ in range(60):
+        logits = model.logits(ids, positions, torch.zeros_like(ids))
+        optimizer.zero_grad()
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
+def test_losses_and_answers_are_those_of_one_conversation_and_token_at_a_time(dataset, files):
+    model = GPT(SIZES)
+    teach(model, dataset, range(5, 14))
+    wanted = oracle(model, files, dataset, 12)
+    found = score(model, dataset, split="train", max_tokens=12)
+    same(found.sources, wanted)
+    # Something was learned and something not, or nothing would be shown here.
+    assert 0 < found.all.exact < found.all.questions == 19
+    assert found.all.loss_sum == pytest.approx(sum(each.loss_sum for each in wanted.values()), rel=1e-5)
+    assert (found.cut, found.left_out) == (0, Counter())
+    assert [answer.place for answer in found.answers[-2:]] == [f"{files[1].name}:8", f"{files[1].name}:9"]
+
+
+@pytest.mark.parametrize("size", [90, 96])
+def test_conversations_that_were_packed_are_scored_as_those_that_were_not(dataset, files, model, size):
+    packed = prepared(files, f"packed{size}", "--pack", str(size))
+    assert len(open_dataset(packed)["train"]) < 14
+    same(
+        score(model, packed, split="train", max_tokens=6).sources,
+        score(model, dataset, split="train", max_tokens=6).sources,
+    )
+
+
+def test_a_limit_chooses_questions_evenly_and_says_how_many_are_left(dataset, model):
+    found = score(model, dataset, split="train", max_tokens=2, limit=4)
+    assert found.left_out == {"over_the_limit": 15}
+    everything = score(model, dataset, split="train", max_tokens=2)
+    assert [answer.question for answer in found.answers] == [everything.answers[at].question for at in (0, 4, 9, 14)]
+    assert found.all.loss_sum == everything.all.loss_sum
+
+
+def test_what_is_longer_than_the_model_is_cut_and_not_asked(dataset):
+    short = small_gpt(GPTSizes(vocab_size=BYTES.vocab_size, n_layer=1, n_embd=32, n_head=2, max_positions=40))
+    found = score(short, dataset, split="train", max_tokens=100)
+    assert (found.cut, found.left_out) == (5, {"too_long": 5})
+    assert max(len(answer.question.prompt) + len(answer.said) for answer in found.answers) <= 40
+
+
+def test_a_dataset_that_does_not_say_what_ends_a_turn_has_losses_alone(tmp_path, model):
+    folder = write_files(tmp_path / "x", [[5, 6, 9, 7, 8, 9], [1, 9]], [[0, 1, 1, 0, 1, 1], [1, 1]])
+    found = score(model, folder, split="train")
+    wanted = [plain_losses(model, [5, 6, 9, 7, 8, 9], [0, 1, 1, 0, 1, 1]), plain_losses(model, [1, 9], [0, 1])]
+    same(found.sources, {"x": Score(2, *np.sum(wanted, axis=0))})
+    assert found.left_out == {"unfinished": 3}
+
+
+def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
+    (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": "ab" * 32}))
+    with pytest.raises(DataError, match=f"{dataset}: was made with tokenizer {BYTES.sha256[:12]}…, the model .* abab"):
+        check_tokenizer(tmp_path, open_source(dataset))
+    (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": BYTES.sha256}))
+    check_tokenizer(tmp_path, open_source(dataset))
