@@ -81,7 +81,7 @@ def test_of_every_token_the_explanation_is_what_the_store_says(tmp_path, options
 def test_a_target_that_is_another_id_is_named(rollout_target):
     said = explain(rollout_target, "train", 0, 2)
     assert (said.id, said.target, said.rule) == (50, 52, "matched")
-    assert "is trained as '4' (id 52): it belongs to an object that was matched" in said.sentence
+    assert 'is trained as "4" (id 52): it belongs to an object that was matched' in said.sentence
 
 
 def test_after_reweighing_the_choice_is_the_new_one(chats, tmp_path):

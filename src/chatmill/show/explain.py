@@ -109,7 +109,7 @@ def explain(shown: Shown, split: str, episode: int, token: int) -> Explanation:
     else:
         what = f"is trained with weight {weight:g}" if weight != 1 else "is trained"
     if weight > 0 and target is not None:
-        what += f" as {shown.text.token(target)!r} (id {target})"
+        what += f' as "{shown.text.token(target)}" (id {target})'
     # In a batch no loss crosses a border: the first token of a conversation is the target of nothing.
     never = "; yet no batch predicts it, as the first token of its conversation" if weight > 0 and not position else ""
     text = shown.text.token(id)

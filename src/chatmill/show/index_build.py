@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.errors import ChatmillError, DataError
+from chatmill.errors import DataError
 from chatmill.load.source import Source
 from chatmill.rows import NO_FILE, Index, Rows, offsets
 from chatmill.show.dataset import Shown
@@ -64,8 +64,9 @@ class IndexBuilder:
             try:
                 if index.count:
                     self._make(self._shown.dataset[split], index, self.folder(split))
-            except (ChatmillError, OSError) as error:
-                index.error = str(error)
+            except Exception as error:
+                # Whatever it is, it ends this thread: whoever asks is told.
+                index.error = str(error) or type(error).__name__
 
     def _make(self, episodes: Episodes, index: SplitIndex, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.errors import UsageError
+from chatmill.errors import DataError, UsageError
 from chatmill.load.config import LoadConfig
 from chatmill.rows import NO_MESSAGE, OWN_ID, Index, Part, Role, Rows, Rule
 from chatmill.show.dataset import Shown
@@ -126,6 +126,10 @@ class Viewer:
         if not query and wanted.is_open:
             stop = min(count, start + limit)
             return Found(list(range(min(start, stop), stop)), stop, ended=stop == count), count, count
+        if index.error is not None:
+            raise DataError(f"the index could not be made: {index.error}")
+        if query and self._shown.without_text is not None:
+            raise DataError(f"there is no text to search: {self._shown.without_text}")
         kept = None if wanted.is_open else self._mask(index, wanted, index.filtered)
         if query:
             return index.search(needle_of(query), start, limit, kept=kept), index.searched, None

@@ -1,0 +1,133 @@
+"""What the page may ask: a page at a time, from an index that grows, of rows of every kind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from show_material import line, make
+from viewing import viewer as running
+
+from chatmill.errors import DataError, UsageError
+from chatmill.load.config import LoadConfig
+from chatmill.show.index import Filter
+from chatmill.show.text import TokenText
+from chatmill.show.viewer import MAP, TOKENS, Viewer, drawn, filter_from
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("viewer"), [line(f"question {n}", "a" * (n + 1)) for n in range(30)])
+
+
+def test_before_the_index_is_made_the_list_is_there_and_the_rest_waits(shown, tmp_path):
+    viewer = Viewer(shown, cache=tmp_path)
+    plain = viewer.episodes("train", Filter(), "", 0, 10)
+    assert ([each["episode"] for each in plain["episodes"]], plain["next"], plain["matching"]) == (
+        list(range(10)),
+        10,
+        30,
+    )
+    for wanted, query in ((Filter(least=20), ""), (Filter(), "question")):
+        page = viewer.episodes("train", wanted, query, 0, 10)
+        assert (page["episodes"], page["next"], page["waiting"]) == ([], 0, True)
+    assert viewer.about()["index"]["train"]["roles"] is None
+    viewer.builder.start()
+    viewer.builder.wait()
+    assert viewer.about()["index"]["train"]["roles"] == ["user", "assistant"]
+    page = viewer.episodes("train", Filter(least=30), "", 0, 5)
+    lengths = [len(shown.row("train", n).ids) for n in range(30)]
+    right = [n for n, length in enumerate(lengths) if length >= 30]
+    assert [each["episode"] for each in page["episodes"]] == right[:5]
+    assert (page["matching"], page["waiting"], page["next"]) == (len(right), False, right[5])
+    page = viewer.episodes("train", Filter(least=30), "Question 2", 0, 200)
+    assert [each["episode"] for each in page["episodes"]] == [
+        n for n in right if f"question {n}".startswith("question 2")
+    ]
+    assert {each["found"] for each in page["episodes"]} == {"question 2"}
+
+
+def test_an_index_that_cannot_be_made_and_text_that_cannot_be_read_are_said(shown, tmp_path):
+    (tmp_path / "file").write_text("")
+    viewer = Viewer(shown, cache=tmp_path / "file")
+    viewer.builder.start()
+    viewer.builder.wait()
+    with pytest.raises(DataError, match="the index could not be made"):
+        viewer.episodes("train", Filter(least=1), "", 0)
+    assert len(viewer.episodes("train", Filter(), "", 0)["episodes"]) == 30
+    blind = Viewer(replace(shown, text=TokenText(None), without_text="not here"), cache=tmp_path / "index")
+    with pytest.raises(DataError, match="no text to search: not here"):
+        blind.episodes("train", Filter(), "question", 0)
+
+
+def test_tokens_come_in_pieces_that_make_up_the_episode(tmp_path):
+    viewer = Viewer(make(tmp_path, [line("q", "b" * 5000)]), cache=tmp_path)
+    start, ids, spans, turns = 0, [], [], []
+    while True:
+        part = viewer.episode("train", 0, start, "")
+        assert part["stop"] - part["start"] <= TOKENS
+        ids += part["ids"]
+        spans += [(each["start"], each["stop"]) for each in part["spans"]]
+        turns += [each["message"] for each in part["turns"]]
+        if part["stop"] == part["tokens"]:
+            break
+        start = part["stop"]
+    assert ids == viewer._shown.row("train", 0).ids.tolist()
+    assert sorted(set(spans)) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5004), (5004, 5005)]
+    assert turns == [0, 1, 1, 1]
+
+
+def test_the_conversations_of_a_packed_row_are_named_with_their_places(tmp_path):
+    viewer = Viewer(
+        make(tmp_path, [line("a", "b"), line("c", "d")], pack=20), cache=tmp_path, record_folders=[tmp_path]
+    )
+    found = viewer.episode("train", 0, 0, "")
+    assert [(each["file"], each["line"], each["start"], each["stop"]) for each in found["segments"]] == [
+        ("chat.jsonl", 1, 0, 6),
+        ("chat.jsonl", 2, 6, 12),
+    ]
+    assert '"c"' in viewer.record("train", 0, 1)["text"]
+
+
+def test_a_strip_is_as_long_as_its_row_and_says_who_speaks(tmp_path):
+    many = make(tmp_path, [line(*(f"{n}" for n in range(200)))])
+    row = many.row("train", 0)
+    assert len(row.spans) > MAP
+    strip = drawn(row)
+    assert sum(size for *_, size in strip) == len(row.ids)
+    assert {(role, on) for role, on, _ in strip} == {("user", False), ("assistant", False), ("assistant", True)}
+    few = make(tmp_path, [line("hi", "yo")], file="few.jsonl").row("train", 0)
+    assert drawn(few) == [["user", False, 4], ["assistant", False, 1], ["assistant", True, 3]]
+
+
+def test_where_a_config_packs_an_episode_has_neighbours(shown, tmp_path):
+    config = LoadConfig(packing="bins", block_size=64, batch_size=2, epoch_seed=5)
+    viewer = Viewer(shown, cache=tmp_path, config=config)
+    assert viewer.about()["order"] == {"mode": "epoch", "seed": 5, "packing": "bins"}
+    together = {n: viewer.whereabouts("train", n, 5, 0)["shares_row_with"] for n in range(30)}
+    assert any(together.values())
+    assert all(n in together[other] for n, others in together.items() for other in others)
+    lengths = [len(shown.row("train", n).ids) for n in range(30)]
+    assert all(lengths[n] + sum(lengths[each] for each in others) <= 65 for n, others in together.items())
+
+
+def test_a_filter_of_names_that_are_not_there_is_a_usage_error():
+    assert filter_from(roles=["user", "user"], rules=["flag"], source="b", sources=["a", "b"]) == Filter(2, 4, 1)
+    for wrong in ({"roles": ["bot"]}, {"rules": ["luck"]}, {"source": "c", "sources": ["a"]}):
+        with pytest.raises(UsageError, match="no such role, rule or source"):
+            filter_from(**wrong)
+
+
+def test_the_config_of_a_run_is_taken_for_its_order_whatever_else_it_says(shown, tmp_path):
+    run = {"n_layer": 2, "learning_rate": 0.1, "epoch_seed": 9, "batch_sampling_mode": "feistel"}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    with running(shown.path, tmp_path, "--config", "run.json") as url:
+        with urlopen(f"{url}api/about") as answer:
+            assert json.load(answer)["order"] == {"mode": "feistel", "seed": 9, "packing": "none"}
+        with urlopen(f"{url}api/train/order?seed=9") as answer:
+            page = json.load(answer)
+    assert page["order"] == "feistel/1"
+    assert sorted(each["episode"] for each in page["episodes"]) == np.arange(30).tolist()
