@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from load_material import expected, listed, together, write_rows
+from load_material import expected, listed, talks, together, write_rows
 from plain_rows import build, rows_
 
 from chatmill.errors import DataError, UsageError
@@ -128,3 +128,28 @@ def test_a_shard_with_as_many_segments_as_episodes_may_have_two_in_one_of_them(t
     config = {"batch_size": 3, "block_size": 5, "episode_min_tokens": 0, "epoch_shuffle": False, "use_loss_mask": True}
     found = listed(EpisodeLoader(target, config, tensors=False).get_batch())
     assert found == expected(rows, [[0], [1], [2]], block_size=5)
+
+
+def test_a_segment_without_a_token_counts_for_nothing(tmp_path):
+    span = ([5, 6], 1, 0, 1.0, 0, -1)
+    rows = build([[((None, 1), []), ((None, 2), [span]), ((None, 3), []), ((None, 4), [span]), ((None, 5), [])]])
+    target = write_rows(tmp_path / "d", {"train": rows})
+    found = listed(EpisodeLoader(target, {"batch_size": 1, "block_size": 5}, tensors=False).get_batch())
+    assert found == expected(rows, [[0]], block_size=5)
+    assert found["segments"] == [[0, 0, 1, 1, 2]]
+
+
+@pytest.mark.parametrize("window", [1, 5, 8, 100])
+def test_an_epoch_ends_where_no_whole_batch_is_left_wherever_windows_end(tmp_path, monkeypatch, window):
+    monkeypatch.setattr("chatmill.load.plan.WINDOW", window)
+    target = write_rows(tmp_path / "d", {"train": talks(1, 20)})
+    for size in range(1, 21):
+        for drop in (True, False):
+            config = {"batch_size": size, "block_size": 8, "epoch_drop_last": drop, "epoch_shuffle": False}
+            steps = list(EpisodeLoader(target, config, tensors=False).plan("train").one_epoch())
+            held = [step.episodes.tolist() for step in steps]
+            whole = 20 - 20 % size if drop else 20
+            assert held == [list(range(at, min(at + size, 20))) for at in range(0, whole, size)]
+            assert [step.dropped.tolist() for step in steps] == [*[[]] * (len(steps) - 1), list(range(whole, 20))]
+            assert [step.ends_epoch for step in steps] == [*[False] * (len(steps) - 1), True]
+            assert steps[-1].after == (len(steps), 1, 0, 0)

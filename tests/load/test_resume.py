@@ -122,6 +122,15 @@ def test_each_episode_comes_exactly_once_an_epoch(places, case):
     assert seen[0] != seen[1] != seen[2]
 
 
+def test_a_loader_that_was_in_use_goes_back_to_a_state(places):
+    loader = EpisodeLoader(places[False], BASE, tensors=False)
+    list(islice(loader, 3))
+    state = loader.state_dict()
+    after = list(islice(loader, 6))
+    loader.load_state_dict(state)
+    assert all(map(same, islice(loader, 6), after))
+
+
 def test_what_was_read_ahead_and_not_handed_out_does_not_count(places):
     loader = EpisodeLoader(places[False], BASE, tensors=False, ahead=3)
     list(islice(loader, 2))
