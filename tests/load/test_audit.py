@@ -477,6 +477,8 @@ def test_a_step_is_replayed_as_it_was_handed_out(dataset, tmp_path):
     for step in range(12):
         delivered, replayed = loader.get_batch(), replay(audit.path, step)
         assert replayed.step.at.step == step
+        # Lines that were abandoned are not looked at.
+        assert (replayed.line > actions(audit.path).index("resume")) == (step >= 5)
         for mine, theirs in zip(delivered, replayed.batch, strict=True):
             np.testing.assert_array_equal(mine, theirs)
 
