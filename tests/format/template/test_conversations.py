@@ -23,7 +23,7 @@ TEXTS = st.one_of(
     ),
     st.text(min_size=1, max_size=12).filter(str.isprintable),
 )
-NAMES = ["qwen3", "qwen3_5_think", "llama3", "gemma4", "nemotron_3_ultra", "gptoss", "deepseekv3", "phi3", "glm4moe"]
+NAMES = ["qwen3", "qwen3_5_think", "gemma4", "nemotron_3_ultra", "gptoss", "deepseekv3"]
 
 
 @st.composite
@@ -55,7 +55,7 @@ def test_a_way_that_is_kept_gives_what_a_derivation_of_its_own_gives(name):
     keeps = trl_format(name)
 
     @given(conversations())
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     def check(record):
         with patch("chatmill.format.template.format.WAYS", 0):
             alone = made(forgetful(name), record)
@@ -66,12 +66,12 @@ def test_a_way_that_is_kept_gives_what_a_derivation_of_its_own_gives(name):
     assert keeps._ways and not forgetful(name)._ways
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama3", "gemma4", "deepseekv3", "gptoss"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma4", "deepseekv3"])
 def test_ids_are_those_of_transformers_wherever_no_text_holds_a_control_token(name):
     of = trl_format(name)
 
     @given(conversations())
-    @settings(max_examples=40)
+    @settings(max_examples=25)
     def check(record):
         assume(not any("<" in message.content for message in record.messages))
         try:
@@ -83,13 +83,13 @@ def test_ids_are_those_of_transformers_wherever_no_text_holds_a_control_token(na
     check()
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen2_5", "phi3", "qwen3_8", "gemma4_v2", "cohere2"])
+@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_8", "gemma4_v2"])
 def test_the_trained_characters_of_an_answer_do_not_change_with_the_other_messages(name):
     # Templates whose certificate says that answers stay as they were.
     of = trl_format(name)
 
     @given(conversations(), st.data())
-    @settings(max_examples=40)
+    @settings(max_examples=25)
     def check(record, data):
         messages = record.messages
         changed = data.draw(st.integers(0, len(messages) - 1))

@@ -99,7 +99,8 @@ class _Certificate:
         ledger = Ledger()
         try:
             derived = self.format.derive(record)
-            rows = self.format.render([record], ledger=ledger)
+            laid = self.format.lay_derived(record, derived, control_text=False)
+            rows = self.format.render([laid], ledger=ledger)
         except RecordError as fault:
             return Seen(record, fault=fault)
         straddling = sum(entry.tokens for _, reason, entry in ledger if reason == "straddling_token")

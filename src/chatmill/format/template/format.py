@@ -183,17 +183,20 @@ class TemplateFormat:
                 return laid(record, way.layout, slots, control_text=control_text)
         lasting = self._recurs(with_tools, shape) and len(ways) < WAYS and self._kept < CELLS
         derived = self.derive(record, lasting=lasting)
-        roles = [CODE[message.role] for message in record.messages]
         if not (lasting and derived.trace.whole):
-            layout = lay_out(derived.rendering, derived.turns, roles, self.markers)
-            return laid(record, layout, [], control_text=control_text)
-        layout = lay_out(derived.rendering, derived.turns, roles, self.markers, cast=self.marked)
+            return self.lay_derived(record, derived, control_text=control_text)
+        layout = lay_out(derived.rendering, derived.turns, _roles(record), self.markers, cast=self.marked)
         steps = shortened(derived.trace.steps, len(texts))
         self._kept += layout.cells + len(steps)
         self._ways.setdefault((with_tools, shape), []).append(Way(steps, layout))
         slots = replay(steps, texts.copy())
         assert slots is not None
         return laid(record, layout, slots, control_text=control_text)
+
+    def lay_derived(self, record: Record, derived: Derived, *, control_text: bool) -> Laid:
+        """A record laid out by a derivation of its own."""
+        layout = lay_out(derived.rendering, derived.turns, _roles(record), self.markers)
+        return laid(record, layout, [], control_text=control_text)
 
     def _recurs(self, with_tools: bool, shape: bytes) -> bool:
         """Whether others of this shape are likely: plain ones are, the others when they have been met before."""
@@ -264,3 +267,7 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         except msgspec.DecodeError:
             out[name] = value
     return out
+
+
+def _roles(record: Record) -> list[int]:
+    return [CODE[message.role] for message in record.messages]
