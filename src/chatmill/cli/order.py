@@ -49,7 +49,7 @@ def order(
     """
     chosen = {"epoch_seed": seed, "batch_sampling_mode": mode}
     changes = {name: value for name, value in chosen.items() if value is not None}
-    settings = LoadConfig.from_mapping(changes) if config is None else LoadConfig.from_file(config, **changes)
+    settings = LoadConfig.from_mapping(changes) if config is None else LoadConfig.of_run(config, **changes)
     # What rows are padded with is nothing to their order: a dataset that does not say it has one all the same.
     sources, settings = open_sources(dataset, replace(settings, pad_token_id=0))
     plan = Plan(sources, settings, split)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import typer
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.cli.show import Dataset, ItsTokenizer
 from chatmill.errors import UsageError
-from chatmill.load.config import LoadConfig, read_values
+from chatmill.load.config import LoadConfig
 from chatmill.show.dataset import open_shown
 from chatmill.show.schedule import audit_logs
 from chatmill.show.viewer import Viewer
@@ -64,7 +63,7 @@ def view(
     viewer = Viewer(
         shown,
         cache=cache,
-        config=None if config is None else _order_config(config),
+        config=None if config is None else LoadConfig.of_run(config),
         logs=audit_logs(audit or []),
         record_folders=records or [Path()],
     )
@@ -77,13 +76,6 @@ def view(
             typer.echo(f"the index for search and filters is kept in {cache}")
 
     serve(viewer, port=port, ready=ready)
-
-
-def _order_config(path: Path) -> LoadConfig:
-    """What a run's config says of the order; the model and the training it describes are nothing to it."""
-    known = {each.name for each in fields(LoadConfig)}
-    values = {name: value for name, value in read_values(path).items() if name in known}
-    return LoadConfig.from_mapping(values, place=str(path))
 
 
 def _cache() -> Path:

@@ -103,6 +103,13 @@ class Config:
         """The configuration of a JSON file and of those it inherits from; `changes` come last."""
         return cls.from_mapping({**read_values(Path(path)), **changes}, place=str(path))
 
+    @classmethod
+    def of_run(cls, path: str | Path, **changes: Any) -> Self:
+        """The same of a run's file, whose other keys, of the model and its training, are nothing to this."""
+        known = {each.name for each in fields(cls)}
+        values = {name: value for name, value in read_values(Path(path)).items() if name in known}
+        return cls.from_mapping({**values, **changes}, place=str(path))
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(Config):
