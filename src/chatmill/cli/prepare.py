@@ -285,6 +285,8 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
         "duplicate": "{rows:,} rows were of conversations that came before, and were dropped",
         "too_long": "{rows:,} rows were too long and were dropped",
+        "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write",
+        "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
     }
     for bucket, reason, entry in ledger:
         if bucket in ("noted", "dropped") and reason in reasons:

@@ -99,7 +99,7 @@ class _Certificate:
         ledger = Ledger()
         try:
             derived = self.format.derive(record)
-            laid = self.format.lay_derived(record, derived, control_text=False)
+            laid = self.format.lay_derived(record, derived)
             rows = self.format.render([laid], ledger=ledger)
         except RecordError as fault:
             return Seen(record, fault=fault)

@@ -36,6 +36,8 @@ class Derived:
     turns: tuple[Turn, ...]
     prefixes: tuple[Prefix, ...]
     trace: Trace
+    notes: tuple[str, ...]
+    """What the template leaves out though it may: reasoning, tools."""
 
 
 def derive(
@@ -87,10 +89,10 @@ def derive(
         for turn, prefix in zip(turns, prefixes, strict=True):
             _agree(text, turn, prefix)
         _check_whole(full, turns)
-    _check_written(record, traced, full, turns)
+    notes = _check_written(record, traced, full, turns)
     if lasting and mask == "derived":
         settle(trace, full, tracing, assistants, one_of(markers.ids))
-    return Derived(full, tuple(turns), tuple(prefixes), trace)
+    return Derived(full, tuple(turns), tuple(prefixes), trace, notes)
 
 
 def _visible(rendering: Rendering, trace: Trace) -> Rendering:
@@ -126,8 +128,8 @@ def _check(record: Record) -> None:
             raise RecordError(what, "use another format, or leave it out", kind="unfinished")
 
 
-def _check_written(record: Record, traced: Conversation, full: Rendering, turns: Sequence[Turn]) -> None:
-    """Raise if a template leaves out what a message says; reasoning alone may be left out."""
+def _check_written(record: Record, traced: Conversation, full: Rendering, turns: Sequence[Turn]) -> tuple[str, ...]:
+    """Raise if a template leaves out what a message says; reasoning and tools may be left out, which is noted."""
     written = {(piece.source.message, piece.source.path[0]) for piece in full.pieces if piece.source is not None}
     trained = {turn.message for turn in turns}
     for number, (message, given) in enumerate(zip(record.messages, traced.messages, strict=True)):
@@ -143,6 +145,12 @@ def _check_written(record: Record, traced: Conversation, full: Rendering, turns:
         if message.role == "assistant" and number not in trained:
             what = f"nothing of message {number} (assistant) is trained"
             raise RecordError(what, "put it between generation tags, or use --mask derived", kind="not_trained")
+    notes = []
+    if any(message.reasoning and (at, "reasoning") not in written for at, message in enumerate(record.messages)):
+        notes.append("reasoning_left_out")
+    if record.tools and (-1, "tools") not in written:
+        notes.append("tools_left_out")
+    return tuple(notes)
 
 
 def _check_whole(full: Rendering, turns: Sequence[Turn]) -> None:

@@ -33,7 +33,8 @@ WAYS = 16
 """Ways of writing one shape that are kept; more are derived each time."""
 CELLS = 2**20
 """Cells of all that are kept together: memory, not correctness."""
-SHAPES = 2**20
+SHAPES = 2**17
+"""Shapes that are remembered to have been met."""
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Way:
 
     steps: tuple[Step, ...]
     layout: Layout
+    notes: tuple[str, ...]
     uses: int = 0
 
 
@@ -174,29 +176,30 @@ class TemplateFormat:
     def _lay(self, record: Record) -> Laid:
         with_tools = bool(record.tools)
         shape, texts = shape_and_texts(record, self.writers[with_tools].style)
-        control_text = self.markers.any_in(texts) or (with_tools and self.markers.any_in(record.tools))
+        holds_control = self.markers.any_in(texts) or (with_tools and self.markers.any_in(record.tools))
+        control = ("control_text",) if holds_control else ()
         ways = self._ways.get((with_tools, shape), ())
         for way in ways:
             slots = replay(way.steps, texts.copy())
             if slots is not None:
                 self._confirm(record, way, slots)
-                return laid(record, way.layout, slots, control_text=control_text)
+                return laid(record, way.layout, slots, control + way.notes)
         lasting = self._recurs(with_tools, shape) and len(ways) < WAYS and self._kept < CELLS
         derived = self.derive(record, lasting=lasting)
         if not (lasting and derived.trace.whole):
-            return self.lay_derived(record, derived, control_text=control_text)
+            return self.lay_derived(record, derived, control)
         layout = lay_out(derived.rendering, derived.turns, _roles(record), self.markers, cast=self.marked)
         steps = shortened(derived.trace.steps, len(texts))
         self._kept += layout.cells + len(steps)
-        self._ways.setdefault((with_tools, shape), []).append(Way(steps, layout))
+        self._ways.setdefault((with_tools, shape), []).append(Way(steps, layout, derived.notes))
         slots = replay(steps, texts.copy())
         assert slots is not None
-        return laid(record, layout, slots, control_text=control_text)
+        return laid(record, layout, slots, control + derived.notes)
 
-    def lay_derived(self, record: Record, derived: Derived, *, control_text: bool) -> Laid:
+    def lay_derived(self, record: Record, derived: Derived, notes: tuple[str, ...] = ()) -> Laid:
         """A record laid out by a derivation of its own."""
         layout = lay_out(derived.rendering, derived.turns, _roles(record), self.markers)
-        return laid(record, layout, [], control_text=control_text)
+        return laid(record, layout, [], notes + derived.notes)
 
     def _recurs(self, with_tools: bool, shape: bytes) -> bool:
         """Whether others of this shape are likely: plain ones are, the others when they have been met before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,11 @@ class Laid(Record, frozen=True, kw_only=True):
 
     layout: Any
     slots: list[str]
-    control_text: bool
-    """Whether a message holds the name of a control token."""
+    notes: tuple[str, ...]
+    """What of it deserves a look."""
 
 
-def laid(record: Record, layout: Layout, slots: list[str], *, control_text: bool) -> Laid:
+def laid(record: Record, layout: Layout, slots: list[str], notes: tuple[str, ...]) -> Laid:
     """A record in a layout."""
     return Laid(
         record.messages,
@@ -37,7 +38,7 @@ def laid(record: Record, layout: Layout, slots: list[str], *, control_text: bool
         record.line,
         layout=layout,
         slots=slots,
-        control_text=control_text,
+        notes=notes,
     )
 
 
@@ -48,12 +49,12 @@ def print_rows(batch: Sequence[Laid], marked: Marked, *, train_on: TrainOn, tags
     press = _Press(marked, tags)
     parts: list[Rows] = []
     if marked.by_sections:
-        rows, vague = press.by_sections(batch)
+        made, vague = press.by_sections(batch)
         first = 0
         for at in np.flatnonzero(vague).tolist():
-            parts += [rows[first:at], press.as_whole(batch[at])]
+            parts += [made[first:at], press.as_whole(batch[at])]
             first = at + 1
-        parts.append(rows[first:])
+        parts.append(made[first:])
     else:
         parts = [press.as_whole(one) for one in batch]
     out = parts[0] if len(parts) == 1 else concat(parts)
@@ -61,8 +62,8 @@ def print_rows(batch: Sequence[Laid], marked: Marked, *, train_on: TrainOn, tags
     _flags(batch, spans, out.first_span)
     weigh(spans, out.first_span, train_on)
     origins, files = origins_of(batch)
-    if control := sum(one.control_text for one in batch):
-        ledger.add("noted", "control_text", rows=control)
+    for note, rows in Counter(note for one in batch for note in one.notes).items():
+        ledger.add("noted", note, rows=rows)
     if press.straddling:
         ledger.add("noted", "straddling_token", tokens=press.straddling)
     return Rows(out.ids, spans, out.first_span, origins, out.first_segment, files)

@@ -1,0 +1,168 @@
+"""Tokens at the borders of answers, whichever way they are encoded; weights and notes of rows."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from template_material import TOOLS, answer, user
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from chatmill.format.template import certificate, open_template
+from chatmill.format.template.certificate import certify
+from chatmill.ledger import Ledger
+from chatmill.records import Message, Record
+from chatmill.rows import Part, Rule
+
+CHATML = """{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.role == 'assistant' -%}
+{% generation %}{{- message.content + '<|im_end|>' -}}{% endgeneration %}{{- '\\n' -}}
+{%- else -%}{{- message.content + '<|im_end|>\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+CONTROL = ["<|im_start|>", "<|im_end|>"]
+
+
+def write(folder: Path, made: Tokenizer, texts: list[str], **options: object) -> str:
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if not options else list("▁Habcdefghijklmnopqrstuvwxyz.\n<|>_")
+    made.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False, **options)
+    )
+    made.add_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHATML}))
+    return str(folder)
+
+
+@pytest.fixture
+def greedy(tmp_path) -> str:
+    """A tokenizer that joins words across newlines: `assistant\\nHello` is one token."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return write(tmp_path / "greedy", made, ["assistant\nHello there"] * 9)
+
+
+@pytest.fixture
+def spaced(tmp_path) -> str:
+    """A tokenizer that puts a space before a text, but only before the first section of it."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    return write(tmp_path / "spaced", made, ["the lazy dog. user assistant\nhello"] * 4, special_tokens=["<unk>"])
+
+
+def opened(folder: str, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return open_template(folder, **options)
+
+
+def cells(format, record: Record, ledger: Ledger | None = None) -> list[tuple[str, bool]]:
+    rows = format.render([record], ledger=ledger)
+    rows.check()
+    mask = rows.mask()
+    return [(format.tokenizer.decode([id]), bool(trained)) for id, trained in zip(rows.ids.tolist(), mask, strict=True)]
+
+
+TALK = Record([user("Hi"), answer("Hello there")])
+
+
+def test_a_token_in_which_the_prompt_ends_is_context_and_is_noted(greedy):
+    ledger = Ledger()
+    found = cells(opened(greedy), TALK, ledger)
+    assert found[-3:] == [("assistant\nHello there", False), ("<|im_end|>", True), ("\n", False)]
+    assert {reason: entry.tokens for bucket, reason, entry in ledger if bucket == "noted"} == {"straddling_token": 1}
+
+
+def test_the_certificate_names_tokens_across_a_border(greedy):
+    format = opened(greedy)
+    found = {finding.name: finding for finding in certify(format)}
+    assert found["borders"].passed
+    # No probe begins as that text does.
+    assert found["borders"].text == "no token lies across the border of an answer"
+    probes = (Record([user("Hi"), answer("Hello there")], id="question"), *certificate.PROBES[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certificate, "PROBES", probes)
+        found = {finding.name: finding for finding in certify(format)}
+    assert found["borders"].text == (
+        "tokens across a border count as where they begin: 1 in probe question, as after "
+        '"…user\\nHi<|im_end|>\\n<|im_start|>assistant\\n"'
+    )
+
+
+def test_under_tags_such_a_token_is_trained_as_in_transformers(greedy):
+    found = cells(opened(greedy, mask="tags"), TALK)
+    assert found[-3:] == [("assistant\nHello there", True), ("<|im_end|>", True), ("\n", False)]
+
+
+def test_a_tokenizer_that_treats_the_first_section_apart_is_asked_for_the_whole(spaced):
+    format = opened(spaced)
+    assert not format.marked.by_sections
+    peer = PreTrainedTokenizerFast(tokenizer_file=f"{spaced}/tokenizer.json")
+    for record in (TALK, Record([user("the dog"), answer(" lazy <|im_end|> dog."), user("a"), answer("b")])):
+        messages = [{"role": m.role, "content": m.content} for m in record.messages]
+        right = peer.apply_chat_template(messages, chat_template=CHATML, tokenize=True, return_dict=False)
+        for _ in range(3):
+            rows = format.render([record])
+            rows.check()
+            if record is TALK:
+                assert rows.ids.tolist() == right
+            ends = rows.ids == format.tokenizer.token_id("<|im_end|>")
+            assert ends.sum() == len(record.messages)
+            trained = "".join(format.tokenizer.decode([id]) for id in rows.ids[rows.mask()].tolist())
+            said = "".join(m.content + "<|im_end|>" for m in record.messages if m.role == "assistant")
+            assert trained.replace(" ", "") == said.replace(" ", "")
+
+
+def test_texts_that_a_tokenizer_rewrites_are_cut_by_what_it_reports(tmp_path):
+    made = Tokenizer(models.BPE())
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    format = opened(write(tmp_path / "nfc", made, ["the lazy dog"] * 3))
+    assert format.marked.by_sections
+    rows = format.render([TALK, Record([user("e\u0301"), answer("e\u0301a")]), TALK])
+    rows.check()
+    assert [format.tokenizer.decode(rows[n : n + 1].ids[rows[n : n + 1].mask()].tolist()) for n in range(3)] == [
+        "Hello there<|im_end|>",
+        "éa<|im_end|>",
+        "Hello there<|im_end|>",
+    ]
+
+
+def test_a_message_may_bring_its_own_weight(greedy):
+    format = opened(greedy)
+    record = Record(
+        [
+            user("a"),
+            Message("assistant", "b", weight=0.0),
+            user("c"),
+            Message("assistant", "d", weight=0.5),
+            user("e"),
+            answer("f"),
+        ]
+    )
+    rows = format.render([record])
+    of_answers = rows.spans["part"] == Part.CLOSE
+    of_answers &= np.isin(rows.spans["rule"], [Rule.ROLE, Rule.FLAG])
+    assert rows.spans["weight"][of_answers].tolist() == [0.0, 0.5, 1.0]
+    assert format.render([record], train_on="last").spans["weight"][of_answers].tolist() == [0.0, 0.5, 1.0]
+    everyone = format.render([Record([user("a"), answer("b")])], train_on="all")
+    assert "a" in format.tokenizer.decode(everyone.ids[everyone.mask()].tolist())
+
+
+def test_reasoning_and_tools_that_a_template_leaves_out_are_noted(greedy):
+    ledger = Ledger()
+    record = Record([user("a"), answer("b", "why")], tools=TOOLS)
+    opened(greedy).render([record, record, record], ledger=ledger)
+    assert {reason: entry.rows for bucket, reason, entry in ledger if bucket == "noted"} == {
+        "reasoning_left_out": 3,
+        "tools_left_out": 3,
+    }
