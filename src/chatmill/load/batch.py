@@ -109,22 +109,6 @@ class Layout(NamedTuple):
     use_loss_mask: bool
 
 
-def assemble(
-    reader: Reader,
-    episodes: Index,
-    first: Index,
-    *,
-    num_rows: int,
-    block_size: int,
-    pad_token_id: int,
-    use_loss_mask: bool,
-) -> tuple[Batch, Counts]:
-    """One batch, of which row r holds episodes[first[r]:first[r + 1]]; rows after those are empty."""
-    first = np.append(first, np.repeat(first[-1:], num_rows - (len(first) - 1)))
-    made = Sheet(reader, episodes, first, Layout(block_size, pad_token_id, use_loss_mask)).make(0, num_rows)
-    return made.split(num_rows)[0], made.counts(num_rows)[0]
-
-
 class Sheet:
     """All that is known of some rows before a token is copied: row r is episodes[first[r]:first[r + 1]], and padding.
 
