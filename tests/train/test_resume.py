@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from train_material import curve, prepare, ranks, trained, weights
 
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.train.checkpoint import found, model_folder
 
 OFTEN = {"save_interval": 1, "keep_checkpoints": 8}
@@ -159,3 +159,21 @@ def test_two_ranks_go_on_after_one_and_one_after_two(undisturbed, sums_data, tmp
     for name, tensor in theirs.items():
         np.testing.assert_allclose(mine[name], tensor, rtol=0, atol=1e-5, err_msg=name)
     np.testing.assert_allclose(curve(result.folder), curve(undisturbed.folder), rtol=0, atol=1e-5)
+
+
+def test_damage_that_one_rank_finds_stops_all(undisturbed, sums_data, tmp_path):
+    shutil.copytree(undisturbed.folder, tmp_path / "run")
+    # Ranks share the work of checking; this file is the second of them.
+    damaged = tmp_path / "run" / "step_00000008" / "model" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+
+    def run(rank: int) -> str:
+        try:
+            trained(sums_data, tmp_path, resume="auto")
+        except ChatmillError as error:
+            return str(error)
+        return "trained"
+
+    said = ranks(2, run)
+    assert said[0] == said[1]
+    assert "model.safetensors: is damaged" in said[0]

@@ -10,8 +10,7 @@ from train_material import ranks
 
 from chatmill.load.batch import Batch
 from chatmill.train.gpt import GPT
-from chatmill.train.loop import _seed
-from chatmill.train.step import Counts, Stepper, counts_of, make_optimizer, parts_of
+from chatmill.train.step import Counts, Stepper, counts_of, make_optimizer, parts_of, seed_draws
 from chatmill.train.world import World, whole
 
 CPU = torch.device("cpu")
@@ -177,7 +176,7 @@ def test_gradients_longer_than_asked_for_are_shortened():
 
 def test_what_is_drawn_depends_on_seed_step_and_rank_alone():
     def draw(*place: int) -> float:
-        _seed(*place)
+        seed_draws(*place)
         return float(torch.rand(()))
 
     assert draw(1, 2, 3) == draw(1, 2, 3)
