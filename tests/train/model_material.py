@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -72,3 +76,16 @@ def plain_loss(model: CausalModel, batch: Batch) -> tuple[Tensor, float]:
 
 def gradients(model: CausalModel, loss: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def save_qwen(folder: Path, **changes: Any) -> Path:
+    """A small Qwen3 of fresh weights, as transformers writes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoModelForCausalLM, Qwen3Config
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**{**sizes, **heads, "tie_word_embeddings": True, **changes})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder

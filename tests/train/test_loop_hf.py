@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_material import save_qwen
 from train_material import curve, prepare, ranks, run_chatmill, sums, trained
 
 from chatmill.errors import DataError, UsageError
@@ -17,7 +18,7 @@ from chatmill.train.folder import open_model
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import peft  # noqa: F401
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM
 
 ADAPTERS = {"lora": {"r": 4, "dropout": 0.2}}
 WAYS = pytest.mark.parametrize("way", [{}, ADAPTERS], ids=["all weights", "adapters"])
@@ -26,22 +27,8 @@ WAYS = pytest.mark.parametrize("way", [{}, ADAPTERS], ids=["all weights", "adapt
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A model as transformers writes it, with dropout."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        attention_dropout=0.1,
-        tie_word_embeddings=True,
-    )
     folder = tmp_path_factory.mktemp("base") / "model"
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+    return save_qwen(folder, vocab_size=300, max_position_embeddings=64, attention_dropout=0.1)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from model_material import conversation, inputs, packed
+from model_material import conversation, inputs, packed, save_qwen
 
 from chatmill.errors import DataError, UsageError
 from chatmill.train.folder import open_model
@@ -16,7 +16,7 @@ from chatmill.train.lora import LoraModel, LoraSizes
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import peft  # noqa: F401
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM
 
 CHATS = [conversation(length, seed=length) for length in (5, 9, 3, 7)]
 BATCH = packed([CHATS[:2], CHATS[2:]], 16)
@@ -25,19 +25,7 @@ BATCH = packed([CHATS[:2], CHATS[2:]], 16)
 @pytest.fixture
 def base(tmp_path):
     """A folder as transformers writes it."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    return save_qwen(tmp_path / "base")
 
 
 def adapted(folder, **changes) -> LoraModel:
