@@ -161,7 +161,17 @@ class Sheet:
         self._x_length[segments.end - (room == 0)] -= 1
         self._x_number = segments.put(self._number, counts).astype(np.int32)
         self._x_start = segments.put(self._inside, filled).astype(np.int32)
-        self._columns = filled, _sums(cut > 0, first), _sums(cut, first), counts
+        self._segments = counts
+        trained = _sums(np.where(self._weight > 0, self._y_length, 0), self._y_edges)
+        # A later segment that begins with a trained token: what is not predicted there was counted.
+        border = (self._number > 0) & (weight[spans.first_of_segment[:-1]] > 0)
+        trained -= np.bincount(self._row[border], minlength=num_rows)
+        self._counts = np.stack([filled > 0, filled, trained, _sums(cut > 0, first), _sums(cut, first)])
+
+    def counts(self, size: int) -> list[Counts]:
+        """What becomes of the tokens of each so many rows."""
+        by_batch = self._counts.reshape(len(self._counts), -1, size).sum(axis=2)
+        return [Counts(*columns) for columns in by_batch.T.tolist()]
 
     def make(self, start: int, stop: int) -> Made:
         """The arrays of some of the rows."""
@@ -185,36 +195,27 @@ class Sheet:
         segments = np.repeat(self._x_number[runs], length).reshape(shape)
         positions = np.repeat(self._x_start[runs], length).reshape(shape)
         np.subtract(np.arange(shape[1], dtype=np.int32), positions, out=positions)
-        columns = [column[start:stop] for column in self._columns]
-        episode_ids = np.full((shape[0], max(1, int(columns[-1].max(initial=0)))), -1, dtype=np.int64)
+        count = self._segments[start:stop]
+        episode_ids = np.full((shape[0], max(1, int(count.max(initial=0)))), -1, dtype=np.int64)
         episode_ids[row, number] = self._episode[of]
-        return Made(Batch(x, y, loss_mask, weights, positions, segments, episode_ids), *columns)
+        return Made(Batch(x, y, loss_mask, weights, positions, segments, episode_ids), count)
 
 
 class Made(NamedTuple):
-    """Rows for one or several batches, and what became of the tokens of each."""
+    """The arrays of one or several batches."""
 
     batch: Batch
-    tokens: Index
-    cut_episodes: Index
-    cut_tokens: Index
     segments: Index
+    """Segments of each row, without padding."""
 
     def split(self, size: int) -> list[Batch]:
         """Batches of so many rows each: the same, whatever other rows were made with them."""
-        shape = len(self.tokens) // size, size, -1
+        shape = len(self.segments) // size, size, -1
         *arrays, episode_ids = (array.reshape(shape) for array in self.batch)
-        most = np.maximum(self.segments.reshape(shape[:2]).max(axis=1), 1).tolist()
-        if min(most) < episode_ids.shape[2]:
+        if episode_ids.shape[2] > 1:
+            most = np.maximum(self.segments.reshape(shape[:2]).max(axis=1), 1).tolist()
             episode_ids = [ids[:, :width] for ids, width in zip(episode_ids, most, strict=True)]
         return [Batch(*columns) for columns in zip(*arrays, episode_ids, strict=True)]
-
-    def counts(self, size: int) -> list[Counts]:
-        """What became of the tokens of each of these batches."""
-        by_batch = [column.reshape(-1, size) for column in (self.tokens > 0, *self[1:-1])]
-        rows, tokens, *cut = (column.sum(axis=1).tolist() for column in by_batch)
-        trained = [int(np.count_nonzero(mask)) for mask in self.batch.loss_mask.reshape(len(rows), -1)]
-        return [Counts(*columns) for columns in zip(rows, tokens, trained, *cut, strict=True)]
 
 
 class _Runs:

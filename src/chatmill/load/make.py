@@ -57,23 +57,23 @@ class Maker:
             parts = [step.rows(self.rank * self.num_rows, (self.rank + 1) * self.num_rows) for step in chunk]
             together = join([fill(part, self.num_rows) for part in parts])
             sheet = Sheet(self.plan.reader, together.episodes, together.first, self.plan.layout)
+            counts = sheet.counts(self.num_rows)
             for at in range(0, len(chunk), each):
-                stop = min(at + each, len(chunk))
-                made = sheet.make(at * self.num_rows, stop * self.num_rows)
-                yield self._items(chunk[at:stop], parts[at:stop], made)
+                these = slice(at, at + each)
+                made = sheet.make(at * self.num_rows, min(at + each, len(chunk)) * self.num_rows)
+                yield self._items(chunk[these], parts[these], counts[these], made)
 
-    def _items(self, steps: list[Step], parts: list[Window], made: Made) -> list[Item]:
+    def _items(self, steps: list[Step], parts: list[Window], counts: list[Counts], made: Made) -> list[Item]:
         digests: list[NDArray[np.uint64] | None] = [None] * len(steps)
         given: list[Index | None] = [None] * len(steps)
         if self.listened:
             for number, batch in enumerate(made.split(self.num_rows)):
-                at, first_row = steps[number].at, self.rank * self.num_rows
-                rows = row_digests(batch, step=at.step, first_row=first_row)
+                rows = row_digests(batch, step=steps[number].at.step, first_row=self.rank * self.num_rows)
                 digests[number] = rows.sum(axis=0, dtype=np.uint64)
                 given[number] = tally(self.plan, parts[number], batch)
         arrays, ready = self.output(made.batch)
         batches = made._replace(batch=arrays).split(self.num_rows)
-        columns = zip(steps, batches, made.counts(self.num_rows), digests, given, strict=True)
+        columns = zip(steps, batches, counts, digests, given, strict=True)
         return [Item(*column, ready) for column in columns]
 
 

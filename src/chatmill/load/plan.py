@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -211,7 +212,7 @@ class Plan:
         """Some rows of a window."""
         if self.config.packing == "none":
             first = window * WINDOW
-            return Window(self._drawn(epoch, first + start, first + stop), np.arange(stop - start + 1, dtype=np.int64))
+            return Window(self._drawn(epoch, first + start, first + stop), _counted(stop - start))
         return self._remembered("pack", epoch, window, self._pack).rows(start, stop)
 
     def step(self, at: Cursor) -> Step:
@@ -219,10 +220,6 @@ class Plan:
         size, last = self.config.batch_size, self.num_windows()
         begins = at.window == 0 and at.row == 0
         window, row = at.window, at.row
-        if row + 2 * size <= self._count(at.epoch, window):
-            # The common case, deep inside a window: another whole batch follows in it.
-            after = Cursor(at.step + 1, at.epoch, window, row + size)
-            return Step(at, after, *self._rows(at.epoch, window, row, row + size), begins, False, NONE)
         parts: list[Window] = []
         missing = size
         while missing and (last is None or window < last):
@@ -254,7 +251,14 @@ class Plan:
 
     def steps(self, at: Cursor) -> Iterator[Step]:
         """All batches from a cursor on, without end."""
+        size = self.config.batch_size
         while True:
+            # Deep inside a window, where another whole batch follows, there is nothing to decide.
+            for row in range(at.row, self._count(at.epoch, at.window) - 2 * size + 1, size):
+                after = Cursor(at.step + 1, at.epoch, at.window, row + size)
+                begins = row == 0 and at.window == 0
+                yield Step(at, after, *self._rows(at.epoch, at.window, row, row + size), begins, False, NONE)
+                at = after
             step = self.step(at)
             yield step
             at = step.after
@@ -273,6 +277,14 @@ class Plan:
             raise UsageError(f"{self.split}: no batch begins at epoch {at.epoch}, window {at.window}, row {at.row}")
         if at.row >= self._count(at.epoch, at.window):
             raise UsageError(f"{self.split}: window {at.window} of epoch {at.epoch} has no row {at.row}")
+
+
+@lru_cache(maxsize=8)
+def _counted(rows: int) -> Index:
+    """Where rows of one episode each begin."""
+    first = np.arange(rows + 1, dtype=np.int64)
+    first.flags.writeable = False
+    return first
 
 
 def fill(rows: Window, count: int) -> Window:

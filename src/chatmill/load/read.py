@@ -148,9 +148,8 @@ class Reader:
     def _span_ranges(self, shard: int, here: Places) -> tuple[Index, Index, tuple[Index, Index] | None]:
         """The spans of these episodes in their shard; and, unless each has one segment, how many and their spans."""
         origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
-        if len(origins) == self._records[shard][INDEX] and _own_segment(origins, here.number):
-            begin, end = _first_spans(origins, np.stack([here.number, here.number + 1]), most)
-            return begin, end, None
+        if len(origins) == self._records[shard][INDEX] and (own := _own_segments(origins, here.number, most)):
+            return *own, None
         low, high = _lower_bounds(origins, "row", here.number), _lower_bounds(origins, "row", here.number + 1)
         begin, end = _first_spans(origins, np.stack([low, high]), most)
         inside = _first_spans(origins, ragged_index(low, high - low), most)
@@ -211,12 +210,15 @@ def _by_shard(shard: Index) -> Iterator[tuple[int, Where]]:
         yield int(ordered[begin]), order[begin:end]
 
 
-def _own_segment(origins: Table, episodes: Index) -> bool:
-    """Whether each of these episodes is one segment, and that with its own number."""
-    around = np.stack([episodes - 1, episodes, episodes + 1])
-    before, row, after = _records(origins, around)["row"].astype(np.int64)
-    alone = (row == episodes) & ((before < row) | (row == 0)) & ((after > row) | (row == len(origins) - 1))
-    return bool(alone.all())
+def _own_segments(origins: Table, episodes: Index, most: int) -> tuple[Index, Index] | None:
+    """Where the spans of these episodes begin and end if each is one segment, and that with its own number."""
+    around = _records(origins, np.stack([episodes - 1, episodes, episodes + 1]))
+    before, row, after = around["row"].astype(np.int64)
+    last = row == len(origins) - 1
+    if not bool(((row == episodes) & ((before < row) | (row == 0)) & ((after > row) | last)).all()):
+        return None
+    _, begin, end = around["first_span"].astype(np.int64)
+    return begin, np.where(last, most, end)
 
 
 def _records(table: Table, numbers: Index) -> Table:
