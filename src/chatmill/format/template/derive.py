@@ -77,14 +77,26 @@ def derive(
             raise found
         return found
 
+    written: dict[tuple[int, bool], str] = {(len(record.messages), False): text}
+
     def writing(messages: int, prompt: bool) -> str:
-        return writer.write(plain, messages, prompt=prompt)
+        if (messages, prompt) not in written:
+            written[messages, prompt] = writer.write(plain, messages, prompt=prompt)
+        return written[messages, prompt]
+
+    def prompt_ends(messages: int, end: str) -> bool:
+        try:
+            return writing(messages, True).endswith(end)
+        except RecordError:
+            return False
 
     prefixes: list[Prefix] = []
     if mask == "tags":
         turns = turns_by_tags(full, assistants)
     else:
-        turns = turns_by_origin(full, assistants, tracing, markers, ends)
+        # To last, a trace must know of every prompt; otherwise one that is like another need not be traced.
+        alike = None if lasting else prompt_ends
+        turns = turns_by_origin(full, assistants, tracing, markers, ends, alike)
         prefixes = turns_by_prefix(text, assistants, writing, markers.ids, ends)
         for turn, prefix in zip(turns, prefixes, strict=True):
             _agree(text, turn, prefix)

@@ -29,6 +29,8 @@ from chatmill.rows import Rows, TrainOn
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 from chatmill.tokenizer.marked import Marked
 
+LONGEST = 64
+"""Messages of a conversation whose way of writing is kept: to make sure of one takes the square of their number."""
 WAYS = 16
 """Ways of writing one shape that are kept; more are derived each time."""
 CELLS = 2**20
@@ -184,7 +186,8 @@ class TemplateFormat:
             if slots is not None:
                 self._confirm(record, way, slots)
                 return laid(record, way.layout, slots, control + way.notes)
-        lasting = self._recurs(with_tools, shape) and len(ways) < WAYS and self._kept < CELLS
+        lasting = len(record.messages) <= LONGEST and self._recurs(with_tools, shape)
+        lasting = lasting and len(ways) < WAYS and self._kept < CELLS
         derived = self.derive(record, lasting=lasting)
         if not (lasting and derived.trace.whole):
             return self.lay_derived(record, derived, control)

@@ -15,6 +15,7 @@ Earlier messages may be written differently in the prompt and in the rendering: 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from chatmill.errors import RecordError
 from chatmill.format.template.markers import Found, Markers, common_length
@@ -24,27 +25,71 @@ from chatmill.format.template.turns import Turn, disputed, shown, shown_end
 
 Tracing = Callable[[int, bool], Rendering]
 """The traced rendering of the first so many messages, with or without the prompt."""
+Ending = Callable[[int, str], bool]
+"""Whether the prompt after so many messages ends with a text."""
+
+
+@dataclass
+class Learned:
+    """What one answer of a conversation taught about others like it, so that not each is traced for itself."""
+
+    starts: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """By the words before an answer: those that end its prompt, and how much the two have in common."""
+    closings: dict[str, int] = field(default_factory=dict)
+    """By the words after an answer, from the first control token on: how many of their characters close it."""
 
 
 def turns_by_origin(
-    full: Rendering, assistants: Sequence[int], tracing: Tracing, markers: Markers, ends: Collection[str]
+    full: Rendering,
+    assistants: Sequence[int],
+    tracing: Tracing,
+    markers: Markers,
+    ends: Collection[str],
+    prompt_ends: Ending | None = None,
 ) -> list[Turn]:
-    """The answer of each of these messages; `ends` are the tokens that a server stops at, where they are known."""
+    """The answer of each of these messages; `ends` are the tokens that a server stops at, where they are known.
+
+    With `prompt_ends` an answer that is opened like an earlier one need not be traced, if its prompt ends alike.
+    """
+    places = [0]
+    for piece in full.pieces:
+        places.append(places[-1] + len(piece.text))
+    fields = [at for at, piece in enumerate(full.pieces) if piece.source is not None]
+    shared = _Shared(full, places, fields, _visited(full), tracing, markers, ends, prompt_ends, Learned())
     first = assistants[0] if assistants else 0
-    return [_Search(full, message, tracing, markers, ends, first).turn() for message in assistants]
+    return [_Search(shared, message, first).turn() for message in assistants]
+
+
+def _visited(full: Rendering) -> set[int]:
+    """Messages among whose own words a text of another one stands."""
+    pairs = zip(full.pieces, full.owners, strict=True)
+    return {owner for piece, owner in pairs if piece.source is not None and piece.source.message not in (owner, -1)}
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What is the same for all answers of a conversation."""
+
+    full: Rendering
+    places: list[int]
+    """The character at which each piece begins, and the end."""
+    fields: list[int]
+    """The pieces that are texts of messages."""
+    visited: set[int]
+    tracing: Tracing
+    markers: Markers
+    ends: Collection[str]
+    prompt_ends: Ending | None
+    learned: Learned
 
 
 class _Search:
-    def __init__(
-        self, full: Rendering, message: int, tracing: Tracing, markers: Markers, ends: Collection[str], first: int
-    ) -> None:
-        self.full, self.message, self.tracing, self.markers, self.ends = full, message, tracing, markers, ends
-        self.first = first
-        """The first answer of the conversation."""
-        self.places = [0]
-        for piece in full.pieces:
-            self.places.append(self.places[-1] + len(piece.text))
-        self.fields = [at for at, piece in enumerate(full.pieces) if piece.source is not None]
+    """The search for one answer."""
+
+    def __init__(self, shared: _Shared, message: int, first: int) -> None:
+        self.shared, self.message, self.first = shared, message, first
+        self.full, self.places, self.fields = shared.full, shared.places, shared.fields
+        self.markers = shared.markers
 
     def turn(self) -> Turn:
         start = self._start()
@@ -54,13 +99,23 @@ class _Search:
     # The beginning.
 
     def _start(self) -> int:
+        own = next((at for at in self.fields if self._of(at) == self.message), len(self.full.pieces))
+        before = max((at for at in self.fields if at < own), default=-1)
+        words = self._words(before, own)
+        known = self.shared.learned.starts.get(words)
+        if known is not None and before >= 0 and own < len(self.full.pieces) and self.shared.prompt_ends is not None:
+            asked, common = known
+            if self.shared.prompt_ends(self.message, self.full.pieces[before].text + asked):
+                return self.places[before + 1] + common
+        return self._traced_start(own)
+
+    def _traced_start(self, own: int) -> int:
         try:
-            prompt = self.tracing(self.message, True)
+            prompt = self.shared.tracing(self.message, True)
         except RecordError as error:
             what = f"message {self.message} is an answer that no prompt asks for: {error.what}"
             raise disputed(what, "begin with what it answers") from None
         anchor, asked = _tail(prompt)
-        own = next((at for at in self.fields if self._of(at) == self.message), len(self.full.pieces))
         before = self._anchor(anchor, own)
         after = self._next_field(before)
         words = self._words(before, after)
@@ -76,13 +131,15 @@ class _Search:
             header = self._adds(self.first)
             if header and words.startswith(header, common):
                 # A header is given, also where this prompt lacks the one that others have.
-                common += len(header)
+                return self.places[before + 1] + common + len(header)
+        self.shared.learned.starts.setdefault(words, (asked, common))
         return self.places[before + 1] + common
 
     def _adds(self, message: int) -> str | None:
         """The words that the prompt for a message adds to what is there without it."""
         try:
-            asked, there = _tail(self.tracing(message, True))[1], _tail(self.tracing(message, False))[1]
+            asked = _tail(self.shared.tracing(message, True))[1]
+            there = _tail(self.shared.tracing(message, False))[1]
         except RecordError:
             return None
         return asked[self._common(asked, there) :]
@@ -101,18 +158,19 @@ class _Search:
 
     def _stop(self, start: int) -> tuple[int, bool]:
         last = self._last_field(start)
-        after = self._next_field(last) if last is not None else self._next_field_from(start)
         begin = self.places[last + 1] if last is not None else start
+        after = next((at for at in self.fields if self.places[at] >= begin), len(self.full.pieces))
         words = self.full.text[begin : self.places[after]]
         own = self._owned(begin, words)
-        closing = self._closing(words if own is None else own, own is not None)
+        closing = self._closing(words) if own is None else self._own_closing(own)
         found = self.markers.find(closing)
         if not found and own:
             closing, found = own, self.markers.find(own)
         if found:
             return begin + self._terminator(found).stop, True
         following = self.markers.find(words)
-        if following and following[0].token in self.ends and not words[len(own or "") : following[0].start].strip():
+        between = words[len(own or "") : following[0].start] if following else ""
+        if following and following[0].token in self.shared.ends and not between.strip():
             # The turn is closed by what opens the next one: a server stops there, so the model must write it.
             return begin + following[0].stop, True
         return begin + len((own if own is not None else closing).rstrip()), False
@@ -127,12 +185,12 @@ class _Search:
                 run.append(at)
         if not run:
             return None
+        own = [at for at in run if self.full.owners[at] == self.message]
+        if own and self.message not in self.shared.visited:
+            return own[-1]
         inside = {self.full.pieces[at].source for at in run}
-        alone = self._alone()
-        last = next((piece.source for piece in reversed(alone.pieces) if piece.source in inside), None)
-        ending = [at for at in run if self.full.pieces[at].source == last]
-        if not ending:
-            ending = [at for at in run if self.full.owners[at] == self.message]
+        last = next((piece.source for piece in reversed(self._alone().pieces) if piece.source in inside), None)
+        ending = [at for at in run if self.full.pieces[at].source == last] or own
         if not ending:
             what = f"the end of message {self.message} cannot be told: nothing says where the template leaves it"
             raise disputed(f"{what}, after {shown_end(self.full.pieces[run[-1]].text)}")
@@ -141,7 +199,7 @@ class _Search:
     def _alone(self) -> Rendering:
         """The rendering that ends with this message."""
         try:
-            return self.tracing(self.message + 1, False)
+            return self.shared.tracing(self.message + 1, False)
         except RecordError:
             return self.full
 
@@ -160,13 +218,21 @@ class _Search:
             stop = self.places[at + 1]
         return words[: max(0, stop - begin)]
 
-    def _closing(self, words: str, owned: bool) -> str:
-        """Of these words, those that close the message as well when it is the last."""
+    def _own_closing(self, own: str) -> str:
+        """Of the words written for this message, those that close it as well when it is the last."""
+        found = self.markers.find(own)
+        if len(found) < 2:
+            return own
+        first, learned = found[0].start, self.shared.learned.closings
+        if own[first:] not in learned or self.shared.prompt_ends is None:
+            learned[own[first:]] = self._common(own, _tail(self._alone(), of=self.message)[1]) - first
+        return own[: max(0, first + learned[own[first:]])]
+
+    def _closing(self, words: str) -> str:
+        """Of words of which it is not known for whom they were written, those that close this message in any case."""
         closing = words[: self._common(words, _tail(self._alone(), of=self.message)[1])]
-        if owned or not closing:
-            return closing
         try:
-            prompted = _tail(self.tracing(self.message + 1, True), of=self.message)[1]
+            prompted = _tail(self.shared.tracing(self.message + 1, True), of=self.message)[1]
         except RecordError:
             return closing
         both = closing[: self._common(closing, prompted)]
@@ -174,7 +240,7 @@ class _Search:
 
     def _terminator(self, found: Sequence[Found]) -> Found:
         """The control token that ends the turn: the first a server stops at, or the last of all."""
-        return next((marker for marker in found if marker.token in self.ends), found[-1])
+        return next((marker for marker in found if marker.token in self.shared.ends), found[-1])
 
     # Pieces and words.
 
@@ -184,9 +250,6 @@ class _Search:
 
     def _next_field(self, at: int) -> int:
         return next((field for field in self.fields if field > at), len(self.full.pieces))
-
-    def _next_field_from(self, place: int) -> int:
-        return next((field for field in self.fields if self.places[field] >= place), len(self.full.pieces))
 
     def _words(self, before: int, after: int) -> str:
         return self.full.text[self.places[before + 1] : self.places[after]]

@@ -39,25 +39,38 @@ def turns_by_prefix(
         except RecordError:
             return None
 
+    def opener(message: int, prompt: str) -> str:
+        """What this prompt adds; if it ends like the first one, that."""
+        if openers and prompt.endswith(openers[0]):
+            return openers[0]
+        before = written(message, False)
+        return "" if before is None else opener_of(prompt, before, each)
+
+    def end_of(message: int, prompt: str) -> int | None:
+        """How much of the text is there when the answer is, before anything follows."""
+        alone = written(message + 1, False)
+        if alone is not None and alone != text and text.startswith(alone):
+            return len(alone)
+        asked, added = written(message + 1, True), opener(message, prompt)
+        body = asked[: -len(added)] if added and asked and asked.endswith(added) else None
+        lengths = [len(body) for body in (alone, body) if body is not None and text.startswith(body)]
+        return min(lengths, default=None)
+
     def found(message: int) -> Prefix:
-        prompt, before = written(message, True), written(message, False)
+        prompt = written(message, True)
         if prompt is None or not text.startswith(prompt):
             return Prefix(message, None, None)
-        opener = "" if before is None else opener_of(prompt, before, each)
         start = len(prompt)
-        if opener:
-            openers.append(opener)
-        elif openers and text.startswith(openers[0], start):
+        if openers and text.startswith(openers[0], start) and not opener(message, prompt):
             # A header is given, also where this prompt lacks the one that others have.
             start += len(openers[0])
-        alone, asked = written(message + 1, False), written(message + 1, True)
-        bodies = [alone, asked[: -len(opener)] if opener and asked and asked.endswith(opener) else None]
-        lengths = [len(body) for body in bodies if body is not None and text.startswith(body)]
-        answer = text[start : min(lengths)] if lengths else ""
-        run = closing.search(answer)
+        elif not openers and (added := opener(message, prompt)):
+            openers.append(added)
+        end = end_of(message, prompt)
+        run = closing.search(text[start:end]) if end is not None else None
         if run is None:
             return Prefix(message, start, None)
-        markers = list(each.finditer(answer, run.start()))
+        markers = list(each.finditer(text[start:end], run.start()))
         last = next((marker for marker in markers if marker[0] in ends), markers[-1])
         return Prefix(message, start, start + last.end())
 

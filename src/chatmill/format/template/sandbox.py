@@ -187,10 +187,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _OF_DICT:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is LoopContext and attribute in _OF_LOOP:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if type(obj) in (LoopContext, _Namespace):
+        if type(obj) is _Namespace:
             return not attr.startswith("_")
         return super().is_safe_attribute(obj, attr, value)
 
@@ -290,6 +292,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 _OF_DICT = frozenset(dir(dict))
+_OF_LOOP = frozenset(("first", "last", "index", "index0", "length", "previtem", "nextitem"))
 
 
 def _size(value: Any) -> int:

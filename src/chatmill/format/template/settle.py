@@ -52,7 +52,10 @@ def settle(
             # What the prompt adds is not words alone; nothing is said of other conversations then.
             trace.give_up()
             return
-        opener = opener_of(words, less, token)
+        opener = openers[0] if openers and words.endswith(openers[0]) else opener_of(words, less, token)
+        if openers and len(words) < len(openers[0]):
+            trace.give_up()
+            return
         if not opener and openers:
             _settle(trace, whole, [*asked_of, words + openers[0]])
         if opener and full.text.startswith(tracing(message, True).text):

@@ -7,7 +7,6 @@ a text are replaced. Which message a template was at when it wrote something is 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -140,9 +139,11 @@ class TracedSandbox(Sandbox):
             return value
 
         layout = json.dumps(without(x), ensure_ascii=ensure_ascii, indent=indent, separators=separators)
-        parts: list[Text] = []
-        for number, part in enumerate(re.split(rf"{mark}(\d+)\.", layout)):
-            parts.append(_escaped(texts[int(part)], ensure_ascii) if number % 2 else literal(part))
+        first, *rest = layout.split(mark)
+        parts = [literal(first)]
+        for part in rest:
+            number, _, words = part.partition(".")
+            parts += [_escaped(texts[int(number)], ensure_ascii), literal(words)]
         return joined(parts)
 
     # Where a template is.
