@@ -40,11 +40,11 @@ from chatmill.train.generate import generate
 from chatmill.train.loop import train
 
 FORMAT = "primer"
-MODEL = {"n_layer": 3, "n_embd": 64, "n_head": 4, "max_positions": 192}
+MODEL = {"n_layer": 3, "n_embd": 64, "n_head": 4, "max_positions": 192, "rope_theta": 200.0, "qk_norm": True}
 LONGEST = 128
 """Tokens of an answer, at most; three objects need about 90."""
-STAGE_1 = {"max_iters": 1000, "learning_rate": 4e-3, "warmup_iters": 100}
-STAGE_2 = {"max_iters": 300, "learning_rate": 1e-3, "warmup_iters": 20}
+STAGE_1 = {"max_iters": 1500, "learning_rate": 4e-3, "warmup_iters": 100}
+STAGE_2 = {"max_iters": 400, "learning_rate": 1e-3, "warmup_iters": 20}
 SHARED: dict[str, Any] = {"batch_size": 16, "weight_decay": 0.01, "min_lr_ratio": 0.1, "device": "auto"}
 WAYS = ("fine-tuned", "fine-tuned further", "rollout matching")
 

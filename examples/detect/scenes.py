@@ -1,9 +1,9 @@
 """Scenes: a grid of cells with filled rectangles, written as text, and the boxes that are in it.
 
-     . a a .        {"desc": "a", "bbox_2d": [250, 0, 749, 500]}
-     . a a .        {"desc": "c", "bbox_2d": [0, 500, 250, 999]}
-     c . . .
-     c . . .
+    0 . a a .       {"desc": "a", "bbox_2d": [250, 0, 749, 500]}
+    1 . a a .       {"desc": "c", "bbox_2d": [0, 500, 250, 999]}
+    2 c . . .
+    3 c . . .
 
 Rectangles neither overlap nor touch one of their own letter, so that what is one object can be seen.
 """
@@ -36,7 +36,7 @@ def scene(draw: random.Random) -> tuple[str, list[dict[str, Any]]]:
             for y in range(top, top + height):
                 grid[y][left : left + width] = [letter] * width
             boxes.append((top, left, top + height, left + width, letter))
-    text = "\n".join("".join(f" {cell}" for cell in row) for row in grid)
+    text = "\n".join(f"{y}" + "".join(f" {cell}" for cell in row) for y, row in enumerate(grid))
     return text, [
         {"desc": letter, "bbox_2d": [_place(left), _place(top), _place(right), _place(bottom)]}
         for top, left, bottom, right, letter in sorted(boxes)

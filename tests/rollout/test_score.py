@@ -37,7 +37,7 @@ def test_the_boxes_of_a_scene_are_what_can_be_seen_in_it():
     draw = random.Random(0)
     for _ in range(100):
         text, objects = scene(draw)
-        grid = [line.split() for line in text.split("\n")]
+        grid = [line.split()[1:] for line in text.split("\n")]
         assert [len(row) for row in grid] == [SIZE] * SIZE
         found = sorted(rectangles(grid))
         expected = []
