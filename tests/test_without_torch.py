@@ -45,7 +45,8 @@ def test_every_command_runs_without_torch(tmp_path):
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
     )
     (tmp_path / "truth.jsonl").write_text(
-        '{"id": 1, "messages": [{"role": "user", "content": "q"}], "objects": [{"desc": "x", "bbox_2d": [1, 2, 3, 4]}]}\n'
+        '{"id": 1, "messages": [{"role": "user", "content": "q"}], '
+        '"objects": [{"desc": "x", "bbox_2d": [1, 2, 3, 4]}]}\n'
     )
     (tmp_path / "rollouts.jsonl").write_text('{"id": "1", "response_token_ids": [123]}\n')
     for args in (
