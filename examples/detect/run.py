@@ -1,6 +1,6 @@
 """Detection on small scenes: fine-tuning, more fine-tuning, and rollout matching for as many steps.
 
-    python examples/detect/run.py [--seeds 3] [--out runs/detect] [--json]
+    python examples/detect/run.py [--seeds 0 1 2] [--out runs/detect] [--json]
 
 For every seed a GPT is trained on true answers; from there it is trained on with the same data and as many steps in
 two ways, and all three are scored on scenes that none of them has seen: recall and F1 of boxes that overlap a true
@@ -51,7 +51,7 @@ WAYS = ("fine-tuned", "fine-tuned further", "rollout matching")
 
 def main() -> None:
     options = argparse.ArgumentParser(description="Detection: fine-tuning, and rollout matching after it.")
-    options.add_argument("--seeds", type=int, default=3, help="runs of everything")
+    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run of everything for each")
     options.add_argument("--out", type=Path, default=Path("runs/detect"), help="where data and runs go")
     options.add_argument("--scenes", type=int, default=8000, help="scenes to train on")
     options.add_argument("--held-out", type=int, default=300, help="scenes to score on")
@@ -61,7 +61,7 @@ def main() -> None:
     first, then = args.steps or (STAGE_1["max_iters"], STAGE_2["max_iters"])
     began = time.perf_counter()
     scores: dict[str, list[Score]] = {way: [] for way in WAYS}
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for way, score in run(args.out / f"seed{seed}", seed, args.scenes, args.held_out, int(first), int(then)):
             scores[way].append(score)
             said = f"seed {seed}, {way}: recall {score.recall:.3f}, F1 {score.f1:.3f}"
