@@ -67,7 +67,7 @@ def peer() -> PreTrainedTokenizerFast:
     )
 
 
-@lru_cache(None)
+@lru_cache(4)
 def trl_format(name: str, mask: str = "derived") -> TemplateFormat:
     return open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / f"{name}.jinja"), mask=mask)
 
