@@ -10,11 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from template_material import TEMPLATES as FOLDER
-from template_material import answer, peer_ids, trained_texts, trl_format, trl_tokenizer, user
+from template_material import TOOLS, answer, own_format, peer_ids, trained_texts, trl_format, trl_tokenizer, user
 
 from chatmill.errors import RecordError
 from chatmill.format.template import TemplateFormat, open_template
-from chatmill.records import Message, Record
+from chatmill.records import Message, Record, ToolCall
 
 TEXTS = st.one_of(
     st.text(alphabet="ab \n", min_size=1, max_size=12),
@@ -134,3 +134,51 @@ def test_many_conversations_at_once_are_the_same_rows_as_one_by_one():
     for number, record in enumerate(records):
         one, row = of.render([record]), together[number : number + 1]
         assert row.ids.tolist() == one.ids.tolist() and row.spans.tolist() == one.spans.tolist()
+
+
+def test_a_kept_way_is_not_followed_where_prefixes_would_say_something_else():
+    # The prompt ends with <think>; a content that begins so makes it the beginning of the row, by chance.
+    of = trl_format("deepseek_r1_distill")
+    for text in ("Hello.", "Hello.", "Well."):
+        of.lay(Record([user("Hi"), answer(text)]))
+    with pytest.raises(RecordError, match="is disputed"):
+        of.lay(Record([user("Hi"), answer("<think>\nHello.")]))
+
+
+def test_a_kept_way_does_not_lose_what_was_blank_when_it_was_kept(tmp_path):
+    source = (
+        "{% for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+        "{% endfor %}{{ '<|assistant|>' if add_generation_prompt else '' }}"
+    )
+    of = own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
+    for text in (" ", "\n", ""):
+        of.lay(Record([Message("system", text), user("Hi"), answer("Hello.")]))
+    with pytest.raises(RecordError, match=r"leaves out the content of message 0 \(system\)"):
+        of.lay(Record([Message("system", "Rules"), user("Hi"), answer("Hello.")]))
+
+
+def test_a_conversation_of_many_messages_is_derived_like_a_short_one():
+    of = trl_format("qwen3")
+    calls = [
+        (answer("", "", ToolCall("lookup", f'{{"word":"w{n}","n":{n}}}', f"c{n}")), Message("tool", f"result {n}"))
+        for n in range(40)
+    ]
+    record = Record([user("Go"), *(message for pair in calls for message in pair), answer("Done.")], tools=TOOLS)
+    trained = trained_texts(of, record)
+    assert of.render([record]).ids.tolist() == peer_ids(of, record)
+    for n in range(40):
+        assert trained[2 * n + 1] == (
+            f'<tool_call>\n{{"name": "lookup", "arguments": {{"word": "w{n}", "n": {n}}}}}\n</tool_call><|im_end|>'
+        )
+    assert trained[81] == "<think>\n\n</think>\n\nDone.<|im_end|>"
+
+
+def test_a_kept_way_that_went_wrong_is_found_out():
+    of = open_template(str(trl_tokenizer()), chat_template=str(FOLDER / "llama3.jinja"))
+    record = Record([user("Hi"), answer("Hello.")])
+    of.lay(record)
+    with (
+        patch("chatmill.format.template.format.replay", lambda steps, texts: ["?"] * 9),
+        pytest.raises(RecordError, match="it is not written as others of its kind"),
+    ):
+        of.lay(record)

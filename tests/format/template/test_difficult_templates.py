@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from template_material import TOOLS, answer, own_format, user
+from template_material import TOOLS, answer, own_format, trl_format, user
 
 from chatmill.errors import RecordError
 from chatmill.records import Message, Record, ToolCall
@@ -201,6 +201,14 @@ REFUSED = {
         Record([user("Hi"), answer("")]),
         "nothing of message 1 would be trained",
     ),
+    "a control token in words that can no longer be told from a text": (
+        PLAIN.replace(
+            "message.content + '<|im_end|>\\n'",
+            "('%-9s<|im_end|>\\n' % message.content if loop.first else message.content + '<|im_end|>\\n')",
+        ),
+        TALK,
+        r'a control token may be of the template or of message 0 in "Hi       <\|im_end\|>\\n"',
+    ),
     "an answer without a question": (
         PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1),
         Record([answer("Hello.")]),
@@ -214,3 +222,10 @@ def test_what_cannot_be_known_is_refused_with_the_text_in_dispute(tmp_path, name
     source, record, said = REFUSED[name]
     with pytest.raises(RecordError, match=said):
         opened(tmp_path, source, name).lay(record)
+
+
+def test_an_answer_of_which_a_part_is_written_elsewhere_is_refused():
+    # Gemma writes what was said with a call behind the result of the call.
+    talk = Record([CALLING.messages[0], answer("I look.", "", CALL), *CALLING.messages[2:]], tools=TOOLS)
+    with pytest.raises(RecordError, match=r'content of message 1 is written outside of its turn: "I look\."'):
+        trl_format("gemma4").lay(talk)

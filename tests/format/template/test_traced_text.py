@@ -125,3 +125,28 @@ def test_every_method_of_a_string_is_followed_or_gives_the_trace_up():
     for name in dir(str):
         if not name.startswith("_"):
             assert name in Text.__dict__, name
+
+
+def test_words_that_are_left_of_a_text_when_its_field_is_cut_away_need_no_trace():
+    trace = Trace(["why"])
+    (why,) = fields(["why"], trace)
+    rest = ("<think>" + why + "</think>\n ").split("</think>")[-1]
+    assert rest.trace is None and rest.strip().plain() == ""
+    assert not rest.strip()
+    assert replay(trace.steps, ["another"]) is not None
+    assert replay(trace.steps, ["an</think>other"]) is None
+
+
+def test_what_is_looked_up_by_a_text_cannot_be_asked_again():
+    trace = Trace(["a"])
+    (one,) = fields(["a"], trace)
+    assert {"a": 1}.get(one) == 1
+    assert not trace.whole
+
+
+def test_a_field_that_was_empty_is_kept_where_the_next_may_be_full():
+    trace = Trace(["", "b"])
+    one, two = fields(["", "b"], trace)
+    made = one.strip() + two
+    slots = replay(trace.steps, [" x ", "y"])
+    assert "".join(slots[piece.slot] for piece in made.pieces) == "xy"

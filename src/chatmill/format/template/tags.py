@@ -26,8 +26,4 @@ def turns_by_tags(full: Rendering, assistants: Collection[int]) -> list[Turn]:
     if open_at is not None:
         turns.append(Turn(message, open_at, place, False))
     last = max(assistants, default=NOBODY)
-    return [
-        turn._replace(message=last if turn.message not in assistants else turn.message)
-        for turn in turns
-        if turn.start < turn.stop
-    ]
+    return [turn if turn.message in assistants else turn._replace(message=last) for turn in turns]
