@@ -97,6 +97,16 @@ class Marked:
             lengths = self._bytes[ids]
         return lengths
 
+    @cached_property
+    def rewrites(self) -> bool:
+        """Whether a text may become tokens of other bytes, so that their borders in it cannot be told."""
+        if self.knows_whole:
+            return False
+        flat, starts = self.encode_sections(PROBE)
+        bytes = np.add.reduceat(np.append(self.byte_lengths(flat), 0), starts[:-1]) * (np.diff(starts) > 0)
+        extra = bytes - np.array([len(text.encode()) for text in PROBE])
+        return bool(np.any((extra < 0) | (extra > 1)))
+
     def feed(self, text: str, before: str | None, after: str | None) -> tuple[str, int]:
         """What control tokens on its sides leave of a text, and how many characters went at its beginning."""
         eaten = 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 from template_material import TOOLS, answer, user
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -166,3 +168,27 @@ def test_reasoning_and_tools_that_a_template_leaves_out_are_noted(greedy):
         "reasoning_left_out": 3,
         "tools_left_out": 3,
     }
+
+
+def test_a_text_whose_tokens_cannot_be_told_apart_is_refused_before_it_is_accepted(tmp_path):
+    # It writes full-width letters as plain ones, and has no tokenizer.json that could be asked.
+    made, model = io.BytesIO(), tmp_path / "sp.model"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["Hello full width user assistant dog fox"] * 20),
+        model_writer=made,
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        user_defined_symbols=CONTROL,
+        hard_vocab_limit=False,
+        minloglevel=3,
+    )
+    model.write_bytes(made.getvalue())
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    format = opened(str(model), chat_template=str(tmp_path / "chat.jinja"))
+    good, odd = Record([user("Hi"), answer("Hello")]), Record([user("Hi"), answer("ｆｕｌｌ ｗｉｄｔｈ")], line=2)
+    refused = []
+    assert [record.messages for record in format.accepted([good, odd, good], refused.append)] == [good.messages] * 2
+    assert [(fault.kind, fault.line) for fault in refused] == [("vague_border", 2)]
+    # The newline that ends the prompt becomes the space that begins the answer's first token.
+    assert [trained for _, trained in cells(format, good)][-3:] == [False, True, False]

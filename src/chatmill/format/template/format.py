@@ -157,9 +157,13 @@ class TemplateFormat:
     def lay(self, record: Record) -> Laid:
         """The record laid out for encoding; a `RecordError` with its place if it is refused."""
         try:
-            return self._lay(record)
+            one = self._lay(record)
+            if self.marked.rewrites:
+                # Whether its borders can be told is seen when it is encoded, and must be known before it is accepted.
+                print_rows([one], self.marked, train_on="assistant", tags=False, ledger=Ledger())
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
+        return one
 
     def derive(self, record: Record, *, lasting: bool = False) -> Derived:
         """The rendering of one record and its answers, afresh."""

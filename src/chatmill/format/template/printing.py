@@ -159,8 +159,7 @@ class _Press:
         """One row, encoded as one text, with the beginnings that the tokenizer itself reports."""
         if not self.marked.knows_whole:
             what = "where its tokens begin cannot be told: the tokenizer rewrites its text"
-            fault = RecordError(what, "use a tokenizer.json, or leave it out", kind="vague_border")
-            raise fault.at(one.file, one.line, one.id)
+            raise RecordError(what, "use a tokenizer.json, or leave it out", kind="vague_border")
         layout: Layout = one.layout
         parts = [filled(words, one.slots) for words in layout.words]
         ids, begins = self.marked.encode_whole(parts, [name is not None for name in layout.names])
