@@ -13,7 +13,6 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
 """Numbers stay text: however long one is, it is JSON."""
 RANKED = (Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE)
 """What a token that holds bytes of several parts counts as: the last of them here."""
+RANK = {part: rank for rank, part in enumerate(RANKED)}
 
 
 @dataclass(frozen=True)
@@ -315,17 +315,19 @@ def _encode(pieces: Sequence[Piece], vocabulary: Vocabulary) -> tuple[list[int],
 
     A token that holds any byte of a value counts as that value.
     """
-    runs = [
-        list(run) if is_coordinate else "".join([piece.text for piece in run])
-        for is_coordinate, run in groupby(pieces, key=lambda piece: piece.coordinate >= 0)
-    ]
-    texts = list(dict.fromkeys(run for run in runs if isinstance(run, str)))
-    encoded = dict(zip(texts, vocabulary.exact(texts), strict=True))
-    ids: list[int] = []
-    for run in runs:
-        ids += encoded[run] if isinstance(run, str) else [vocabulary.coordinate_ids[piece.coordinate] for piece in run]
+    texts, coordinates = [""], list[int]()
+    for text, _, coordinate in pieces:
+        if coordinate < 0:
+            texts[-1] += text
+        else:
+            coordinates.append(coordinate)
+            texts.append("")
+    first, *others = vocabulary.exact(texts)
+    ids = list(first)
+    for coordinate, following in zip(coordinates, others, strict=True):
+        ids += (vocabulary.coordinate_ids[coordinate], *following)
     sizes = [len(piece.text.encode()) for piece in pieces]
-    ranks = np.repeat([RANKED.index(piece.part) for piece in pieces], sizes)
+    ranks = np.repeat([RANK[piece.part] for piece in pieces], sizes)
     starts = np.minimum(vocabulary.starts(ids)[:-1], len(ranks) - 1)
     return ids, [RANKED[rank] for rank in np.maximum.reduceat(ranks, starts).tolist()]
 

@@ -15,6 +15,8 @@ from chatmill.rows import Ids, Index, offsets
 
 COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 """The tokens of the places 0 to 999 along an axis."""
+REMEMBERED = 1 << 16
+"""Texts whose ids are remembered."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
@@ -42,6 +44,7 @@ class Vocabulary:
     def __init__(self, tokenizer: RolloutTokenizer) -> None:
         self._tokenizer = tokenizer
         self._pieces: dict[int, bytes | None] = {}
+        self._exact: dict[str, list[int]] = {}
 
     def pieces(self, ids: Sequence[int]) -> list[bytes | None]:
         """The bytes of each id; None for an id that the tokenizer does not have."""
@@ -61,8 +64,17 @@ class Vocabulary:
     def exact(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, which say just its bytes, whatever the tokenizer does to texts of its own accord.
 
-        `DataError` for a text that no tokens of the vocabulary say.
+        `DataError` for a text that no tokens of the vocabulary say. Answers repeat themselves, so that most texts
+        were encoded before.
         """
+        if new := [text for text in dict.fromkeys(texts) if text not in self._exact]:
+            if len(self._exact) > REMEMBERED:
+                self._exact.clear()
+                new = list(dict.fromkeys(texts))
+            self._exact |= zip(new, self._encode(new), strict=True)
+        return [self._exact[text] for text in texts]
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
         found = [ids[start:stop] for start, stop in pairwise(first.tolist())]
