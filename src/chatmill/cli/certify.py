@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -23,7 +24,7 @@ def certify_command(
         str, typer.Option("--tokenizer", help="A Hugging Face folder, or any tokenizer with --chat-template.")
     ],
     inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="[INPUT...]", help="Conversations of your own.", show_default=False)
+        list[str] | None, typer.Argument(metavar="INPUT...", help="Conversations of your own.", show_default=False)
     ] = None,
     chat_template: ChatTemplate = None,
     template_arg: TemplateArgs = None,
@@ -47,7 +48,7 @@ def certify_command(
     options = TemplateOptions(chat_template, template_arg or (), mask, template_date)
     format = open_format(TEMPLATE, tokenizer, template=options)
     assert isinstance(format, TemplateFormat)
-    peer, peer_name = transformers_peer(format, tokenizer)
+    peer, peer_name = transformers_peer(format)
     records = progress(read(inputs, shape=shape), "records") if inputs else ()
     findings = certify(format, records, peer=peer, peer_name=peer_name)
     passed = all(finding.passed for finding in findings)
@@ -63,7 +64,7 @@ def certify_command(
         raise FailedError(f"{name}: not certified: {', '.join(failed)}")
 
 
-def transformers_peer(format: TemplateFormat, tokenizer: str) -> tuple[Peer | None, str]:
+def transformers_peer(format: TemplateFormat) -> tuple[Peer | None, str]:
     """What `apply_chat_template` of the installed transformers gives, if it is there and opens the tokenizer."""
     path = format.folder.tokenizer_json
     if path is None:
@@ -72,23 +73,25 @@ def transformers_peer(format: TemplateFormat, tokenizer: str) -> tuple[Peer | No
         import transformers
     except ImportError:
         return None, ""
-    special = dict(format.folder.special)
-    if path.parent.joinpath("tokenizer_config.json").is_file():
-        opened: Any = transformers.AutoTokenizer.from_pretrained(str(path.parent))
-    else:
-        opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **special)
+    opened: Any = None
+    with suppress(Exception):
+        # Folders come in many kinds; one that its own library cannot open is nothing to compare with.
+        if path.parent.joinpath("tokenizer_config.json").is_file():
+            opened = transformers.AutoTokenizer.from_pretrained(str(path.parent))
+        else:
+            opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **format.folder.special)
+    if opened is None:
+        return None, ""
 
     def ids(record: Record) -> list[int]:
         conversation = format.conversation(record)
-        return list(
-            opened.apply_chat_template(
-                conversation.messages,
-                tools=conversation.tools,
-                chat_template=format.writers[bool(record.tools)].source,
-                tokenize=True,
-                return_dict=False,
-                **format.arguments,
+        given = {"tools": conversation.tools, "chat_template": format.writers[bool(record.tools)].source}
+        with suppress(Exception):
+            found = opened.apply_chat_template(
+                conversation.messages, tokenize=True, return_dict=False, **given, **format.arguments
             )
-        )
+            return list(found)
+        # What it refuses and we write is a difference.
+        return []
 
     return ids, f"transformers {transformers.__version__}"
