@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = {"conversations.jsonl": 400, "tool_conversations.jsonl": 150, "primer.jsonl": 120}
+FILES = {
+    "conversations.jsonl": 400,
+    "tool_conversations.jsonl": 150,
+    "primer.jsonl": 120,
+    "desk_chat.jsonl": 400,
+    "desk_tools.jsonl": 400,
+    "desk_chat_heldout.jsonl": 60,
+    "desk_tools_heldout.jsonl": 60,
+}
 
 
 def records(name: str) -> list[dict]:
@@ -28,7 +36,7 @@ def test_every_conversation_is_different(name, count):
 
 
 def test_the_files_stay_small():
-    assert sum((ROOT / "data" / name).stat().st_size for name in FILES) < 400_000
+    assert sum((ROOT / "data" / name).stat().st_size for name in FILES) < 1_000_000
 
 
 def test_primer_holds_role_and_content_only():
@@ -37,9 +45,10 @@ def test_primer_holds_role_and_content_only():
         assert all(message.keys() == {"role", "content"} for message in record["messages"])
 
 
-def test_every_tool_call_is_followed_by_its_result():
-    for record in records("tool_conversations.jsonl"):
-        assert record.keys() == {"system", "messages"}
+@pytest.mark.parametrize("name", ["tool_conversations.jsonl", "desk_tools.jsonl", "desk_tools_heldout.jsonl"])
+def test_every_tool_call_is_followed_by_its_result(name):
+    for record in records(name):
+        assert record.keys() - {"system"} == {"messages"}
         messages = record["messages"]
         for message, after in pairwise(messages):
             if message["role"] == "assistant_toolcall":
