@@ -8,8 +8,9 @@ ARGS ?=
 key = $(shell cat pyproject.toml $(1) | cksum | cut -d ' ' -f 1)
 DEV := requirements/dev.txt requirements/tokenizers.txt
 DEV_STAMP := .venv/installed-$(call key,$(DEV))
+DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test check browser demo bench clean
+.PHONY: help install test check browser demo bench docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-8s %s\n' $$name "$$does"; done
@@ -41,8 +42,12 @@ demo: $(DEV_STAMP) ## from the embedded conversations to what exists so far, ste
 bench: $(DEV_STAMP) ## side by side with peers (BENCHES="render" to choose)
 	@set -e; for name in $(BENCHES); do echo "== benchmarks/$$name.py"; .venv/bin/python benchmarks/$$name.py; done
 
+docs: $(DOCS_STAMP) ## the pages of docs/ as a site, in site/
+	.venv-docs/bin/mkdocs build --quiet --strict
+	@echo "site/index.html: open it in a browser; it needs no server and no network"
+
 clean: ## remove what the other targets made, environments included
-	rm -rf .venv demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-docs site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch stands in the same pip command as all the rest, so nothing else can pull another build of it.
@@ -58,7 +63,13 @@ endef
 $(DEV_STAMP): | .venv/bin/python
 	$(call fill,requirements/dev.txt)
 
-.venv/bin/python:
+$(DOCS_STAMP): | .venv-docs/bin/python
+	@echo ".venv-docs: installing requirements/docs.txt (once)"
+	@rm -f .venv-docs/installed-*
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	@touch $@
+
+.venv/bin/python .venv-docs/bin/python:
 	@for py in $(PYTHON) python3 none; do \
 		if $$py -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
 	done; \

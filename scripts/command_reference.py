@@ -1,0 +1,161 @@
+"""Write docs/commands.md, the reference of every command, from the commands themselves.
+
+    python scripts/command_reference.py            print the page
+    python scripts/command_reference.py --write    put it into docs/commands.md
+    python scripts/command_reference.py --check    exit 1 if docs/commands.md is another one
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from chatmill.cli.main import app
+from chatmill.cli.rollout_config import RolloutConfig
+from chatmill.train.command import parser
+from chatmill.train.config import TrainConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+NAME = "chatmill"
+HEAD = """\
+# Commands
+
+<!-- Made by scripts/command_reference.py --write from the help of the commands: change that, not this page. -->
+
+What `--help` says of every command, on one page. Faults are one line and end with exit code 1 if the data is at fault, with
+2 if the command is; `--json` prints the result for programs.
+
+"""
+TRAIN = """\
+`python train.py` is the same command. Every key of a config file is a flag, as `--batch_size 8` or `--batch-size 8`; a flag
+wins over the file. Values are JSON or plain text, and a flag without a value is `true`. How they work together is on the
+pages about [training](training.md), [loading](loading.md), [models](models.md) and [many GPUs](many-gpus.md).
+"""
+KEYS = "Keys of CONFIG, a JSON file that may inherit from another; `chatmill rollout keys` prints them:"
+
+
+def page() -> str:
+    """The whole page: commands in the order of `chatmill --help`, those of a group one after the other."""
+    found = list(commands(typer.main.get_command(app), (NAME,)))
+    lines = ["| command | what it does |", "|---|---|"]
+    for path, command in found:
+        name = " ".join(path)
+        lines.append(f"| [`{name}`](#{name.replace(' ', '-')}) | {cell(promise(command))} |")
+    parts = [HEAD + "\n".join(lines) + "\n"]
+    parts += [section(path, command) for path, command in found]
+    return "\n".join(parts)
+
+
+def commands(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that does something, with the words that lead to it."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def section(path: tuple[str, ...], command: Any) -> str:
+    name = " ".join(path)
+    text, examples = split_help(command)
+    context = command.make_context(name, [], resilient_parsing=True)
+    parts = [f"## {name}", text]
+    if path == (NAME, "train"):
+        parts += [TRAIN.strip(), block(examples), *train_tables()]
+        return "\n\n".join(parts) + "\n"
+    usage = command.get_usage(context).removeprefix("Usage: ")
+    parts.append(block([re.sub(r"\s+", " ", usage), "", *examples]))
+    rows = [record for each in command.params if (record := each.get_help_record(context)) is not None]
+    parts.append(table("argument or option", (split_default(*record) for record in rows)))
+    if path == (NAME, "rollout", "train"):
+        parts += [KEYS, keys_table(RolloutConfig)]
+    return "\n\n".join(parts) + "\n"
+
+
+def split_help(command: Any) -> tuple[str, list[str]]:
+    """The prose of a help, a paragraph a line, and the examples below it."""
+    text, _, below = inspect.cleandoc(command.help or "").partition("\b\nExample")
+    paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text.replace("\b", "")) if part.strip()]
+    return "\n\n".join(paragraphs), [line.removeprefix("  ") for line in below.splitlines()[1:]]
+
+
+def promise(command: Any) -> str:
+    return split_help(command)[0].split("\n\n")[0]
+
+
+def split_default(flag: str, said: str) -> tuple[str, str, str]:
+    """A flag, what it says, and in brackets at its end the default and what is allowed."""
+    found = re.fullmatch(r"(.*?)(?:\s*\[([^\[\]]*)\])?", said, re.DOTALL)
+    text, brackets = (found[1], found[2] or "") if found else (said, "")
+    return f"`{flag}`", text, brackets.removeprefix("default: ")
+
+
+def train_tables() -> Iterator[str]:
+    """The flags of the run, and the keys of the config, as the parser of train.py has them."""
+    yield "Of the run:"
+    keys = {f"key_{each.name}" for each in dataclasses.fields(TrainConfig)}
+    # The groups of a parser have no public name.
+    actions = [each for each in parser(f"{NAME} train")._actions if each.dest not in keys and each.dest != "help"]
+    yield table(
+        "flag",
+        ((f"`{each.option_strings[0]} {each.metavar or ''}".rstrip() + "`", each.help or "", "") for each in actions),
+    )
+    yield "Keys of the config:"
+    yield keys_table(TrainConfig, flag="--")
+
+
+def keys_table(config: Any, *, flag: str = "") -> str:
+    rows = (
+        (f"`{flag}{each.name}`", each.metadata["doc"], f"`{json.dumps(each.default)}`")
+        for each in dataclasses.fields(config)
+    )
+    return table("flag" if flag else "key", rows)
+
+
+def table(first: str, rows: Iterable[tuple[str, str, str]]) -> str:
+    lines = [f"| {first} | | default |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(cell, row))} |" for row in rows)])
+
+
+def cell(text: str) -> str:
+    """Text that stays in its cell, and in which nothing but code is markup."""
+    plain = re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
+    return "".join(
+        part if number % 2 else part.replace("<", "&lt;").replace("*", "\\*")
+        for number, part in enumerate(re.split(r"(`[^`]*`)", plain))
+    )
+
+
+def block(lines: Sequence[str]) -> str:
+    return "\n".join(["```text", *lines, "```"])
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--write", action="store_true")
+    options.add_argument("--check", action="store_true")
+    args = options.parse_args()
+    text = page()
+    if args.write:
+        PAGE.write_text(text, "utf-8")
+        print(f"{PAGE.name}: {len(text.splitlines())} lines")
+    elif args.check:
+        if not PAGE.is_file() or PAGE.read_text("utf-8") != text:
+            print(f"{PAGE.name}: is not what the commands say; run scripts/command_reference.py --write")
+            return 1
+    else:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
