@@ -1,8 +1,8 @@
 """Write docs/commands.md, the reference of every command, from the commands themselves.
 
-    python scripts/command_reference.py            print the page
-    python scripts/command_reference.py --write    put it into docs/commands.md
-    python scripts/command_reference.py --check    exit 1 if docs/commands.md is another one
+python scripts/command_reference.py            print the page
+python scripts/command_reference.py --write    put it into docs/commands.md
+python scripts/command_reference.py --check    exit 1 if docs/commands.md is another one
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ HEAD = """\
 
 <!-- Made by scripts/command_reference.py --write from the help of the commands: change that, not this page. -->
 
-What `--help` says of every command, on one page. Faults are one line and end with exit code 1 if the data is at fault, with
-2 if the command is; `--json` prints the result for programs.
+What `--help` says of every command, on one page. Faults are one line and end with exit code 1 if the data is at fault,
+with 2 if the command is; `--json` prints the result for programs.
 
 """
 TRAIN = """\
-`python train.py` is the same command. Every key of a config file is a flag, as `--batch_size 8` or `--batch-size 8`; a flag
-wins over the file. Values are JSON or plain text, and a flag without a value is `true`. How they work together is on the
-pages about [training](training.md), [loading](loading.md), [models](models.md) and [many GPUs](many-gpus.md).
+`python train.py` is the same command. Every key of a config file is a flag, as `--batch_size 8` or `--batch-size 8`; a
+flag wins over the file. Values are JSON or plain text, and a flag without a value is `true`. How they work together is
+on the pages about [training](training.md), [loading](loading.md), [models](models.md) and [many GPUs](many-gpus.md).
 """
 KEYS = "Keys of CONFIG, a JSON file that may inherit from another; `chatmill rollout keys` prints them:"
 
@@ -122,7 +122,7 @@ def keys_table(config: Any, *, flag: str = "") -> str:
 
 
 def table(first: str, rows: Iterable[tuple[str, str, str]]) -> str:
-    lines = [f"| {first} | | default |", "|---|---|---|"]
+    lines = [f"| {first} | | default; limits |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(map(cell, row))} |" for row in rows)])
 
 
