@@ -125,6 +125,19 @@ def test_an_added_token_on_the_id_of_another_is_one_line(trained, tmp_path):
     assert line_of(path) == f"{what}; the file is damaged"
 
 
+def test_a_merge_without_the_prefix_of_its_model_is_one_line(trained, tmp_path):
+    """It would end the process: Rust cuts the prefix off by its length."""
+    model = {
+        "type": "BPE",
+        "vocab": {"a": 0, "b": 1, "ab": 2},
+        "merges": [["a", "b"]],
+        "continuing_subword_prefix": "##",
+    }
+    path = edited(trained, tmp_path / "tokenizer.json", added_tokens=[], model=model)
+    what = 'a merge ends in "b", without the prefix "##" of what continues a word'
+    assert line_of(path) == f"{what}; the file is damaged"
+
+
 def test_an_absurd_id_is_one_line(trained, tmp_path):
     far = [{"id": 4_000_000_000, "content": "<x>", "special": True}]
     path = edited(trained, tmp_path / "tokenizer.json", added_tokens=far)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from chatmill.errors import DataError, one_line
@@ -44,6 +44,7 @@ def strip(place: str, content: Json, control: Collection[str]) -> tuple[Json, di
     """
     model = dict(content["model"])
     vocab = vocabulary(content)
+    _check_merges(place, model)
     unknown = _unknown(content, vocab)
     if unknown is None and "unk_token" in model:
         model["unk_token"] = None
@@ -94,6 +95,22 @@ def _check_ids(place: str, taken: Mapping[str, int], vocab: Mapping[str, int]) -
             raise DataError(f"{place}: {what}; the file is damaged")
 
 
+def _check_merges(place: str, model: Json) -> None:
+    """A second half without the prefix that all of them have is cut by its length, which ends the process in Rust."""
+    if not (prefix := model.get("continuing_subword_prefix")):
+        return
+    for _, right in _pairs(model.get("merges") or []):
+        if not right.startswith(prefix):
+            what = (
+                f'a merge ends in "{one_line(right)}", without the prefix "{one_line(prefix)}" of what continues a word'
+            )
+            raise DataError(f"{place}: {what}; the file is damaged")
+
+
+def _pairs(merges: Sequence[Any]) -> list[Sequence[str]]:
+    return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
+
+
 def _rename(model: Json, names: Mapping[str, str]) -> None:
     """Give the tokens in `names` their other name in the vocabulary, and drop the merges that lead through them."""
     vocab = model["vocab"]
@@ -103,9 +120,8 @@ def _rename(model: Json, names: Mapping[str, str]) -> None:
     model["vocab"] = {names.get(token, token): id for token, id in vocab.items()}
     if "merges" in model:
         prefix = model.get("continuing_subword_prefix") or ""
-        pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
         model["merges"] = [
             merge
-            for merge, (left, right) in zip(model["merges"], pairs, strict=True)
+            for merge, (left, right) in zip(model["merges"], _pairs(model["merges"]), strict=True)
             if names.keys().isdisjoint((left, right, left + right.removeprefix(prefix)))
         ]
