@@ -36,7 +36,7 @@ browser:
 		|| echo "chromium: cannot be installed here; the tests that need it are skipped" >&2; \
 	fi
 
-demo: $(DEV_STAMP) ## from the embedded conversations to what exists so far, step by step
+demo: $(DEV_STAMP) ## from the embedded conversations to a model that answers, and a page about them
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash scripts/demo.sh
 
 bench: $(DEV_STAMP) ## side by side with peers (BENCHES="render" to choose)

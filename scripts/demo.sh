@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a dataset you can look into, with the embedded conversations. Everything is written under demo/.
+# From nothing to a model that answers, with the embedded conversations. Everything is written under demo/.
+# What follows the script's name is given to both trainings: scripts/demo.sh --max_iters 300
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf demo
@@ -7,22 +8,40 @@ mkdir demo
 
 step() { printf '\n== %s\n$ %s\n' "$1" "$2"; eval "$2"; }
 
-step "What is in the data?" "chatmill check data/conversations.jsonl data/tool_conversations.jsonl"
+data="data/desk_chat.jsonl data/desk_tools.jsonl"
+kept="--val-file data/desk_chat_heldout.jsonl --val-file data/desk_tools_heldout.jsonl"
+train="--config_file configs/demo.json --dataset_dir demo/dataset --out_dir demo/checkpoints $*"
+
+step "What is in the data? The desk of a lost property office, with talk, corrections and a tool" \
+  "chatmill check $data"
 step "Train a small tokenizer on it" \
-  "chatmill tokenizer train data/conversations.jsonl data/tool_conversations.jsonl --vocab-size 2000 -o demo/tokenizer.json"
-step "How is a conversation with a tool trained on? (* is trained)" \
-  "chatmill render data/tool_conversations.jsonl --tokenizer demo/tokenizer.json -n 1"
-step "A conversation in another format" \
-  "chatmill render data/conversations.jsonl --format post-training -n 1"
-step "Make a dataset of it, a tenth kept for validation" \
-  "chatmill prepare data/conversations.jsonl data/tool_conversations.jsonl -o demo/dataset --tokenizer demo/tokenizer.json --max-tokens 256 --val-split 0.1"
+  "chatmill tokenizer train $data --vocab-size 800 --format primer -o demo/tokenizer.json"
+step "Make a dataset of it, and keep for validation what the model is to be asked" \
+  "chatmill prepare $data $kept -o demo/dataset --tokenizer demo/tokenizer.json --format primer"
 step "Is every bit of it as it was written?" "chatmill verify demo/dataset --full"
+step "One of its conversations, as training sees it ([trained])" "chatmill show demo/dataset 601"
+step "Why is its last token trained?" "chatmill explain demo/dataset 601:207"
+step "All about the dataset on one page" "chatmill report demo/dataset -o demo/report.html"
+step "Train a small GPT on the answers" \
+  "chatmill train --model_name masked $train --audit_dir demo/audit"
+step "Was it trained on what the log says, in that order?" \
+  "chatmill audit verify demo/audit/audit_*.log --checkpoint demo/checkpoints/masked"
+step "Which conversations cost the most in step 10?" "chatmill rows demo/checkpoints/masked --step 10 -n 3"
+step "Talk to it" \
+  "chatmill chat demo/checkpoints/masked --prompt 'I lost a white silk umbrella. My ticket says 71 58 93.' --prompt 'It is for Ada Novak. We talked about soup, fog and rice. I live at Castle 12.' --prompt 'Please search now.'"
+step "The same training once more with the mask off: every token is trained" \
+  "chatmill train --model_name unmasked $train --use_loss_mask false"
+step "Ask both what they have never seen" \
+  "for name in masked unmasked; do chatmill eval demo/checkpoints/\$name demo/dataset --json > demo/\$name.json; done"
 
 cat <<'NEXT'
 
-demo/dataset is what training reads. What to try next:
-  .venv/bin/chatmill render YOUR.jsonl            your own conversations (see docs/records.md)
-  .venv/bin/chatmill prepare YOUR.jsonl -o data/v1   a dataset of them (see docs/prepare.md)
-  .venv/bin/chatmill formats chatml > mine.toml   a chat format of your own (see docs/formats.md)
-  .venv/bin/chatmill --help
+What to try next:
+  .venv/bin/chatmill chat demo/checkpoints/masked                          talk to it yourself
+  .venv/bin/chatmill eval demo/checkpoints/masked demo/dataset --wrong 5   what it gets wrong
+  .venv/bin/chatmill view demo/dataset                                     the dataset in a browser
+  .venv/bin/chatmill check YOUR.jsonl                                      your own data: docs/quickstart.md goes on
+The page about the dataset: demo/report.html
 NEXT
+
+step "What did the mask do? Same data, same steps" "python scripts/demo_table.py demo/masked.json demo/unmasked.json"

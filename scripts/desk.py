@@ -11,6 +11,7 @@ for the held-out conversations: every answer there says something that no traini
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -150,12 +151,14 @@ class Desk:
         return self._facts.draw("place", self.rng).removeprefix("at ")
 
 
-def begin(facts: Facts, rng: random.Random) -> Desk:
-    """A conversation in which all matters have been told, some of them perhaps twice."""
+def begin(facts: Facts, rng: random.Random, *, brief: float = 0) -> Desk:
+    """A conversation in which all matters have been told, some of them perhaps twice; or only some, with a chance."""
     desk = Desk(facts, rng)
     matters = rng.sample(list(TELLING), len(TELLING))
     first = rng.choice([1, 1, 2, 3])
     desk.tell(matters[:first])
+    if rng.random() < brief:
+        return desk
     if matters[first:]:
         desk.tell(matters[first:])
     if rng.random() < 0.35:
@@ -164,10 +167,11 @@ def begin(facts: Facts, rng: random.Random) -> Desk:
 
 
 def chat(facts: Facts, rng: random.Random) -> dict[str, Any]:
-    """A conversation that ends with all of it read back, in the shape `messages`."""
-    desk = begin(facts, rng)
-    desk.say(rng.choice(READ_BACK))
-    desk.answer(f"So: {desk.facts(list(TELLING))}.")
+    """A conversation in which all is read back in the end, or one that is soon over, in the shape `messages`."""
+    desk = begin(facts, rng, brief=0.5)
+    if len(desk.told) == len(TELLING):
+        desk.say(rng.choice(READ_BACK))
+        desk.answer(f"So: {desk.facts(list(TELLING))}.")
     system = [] if desk.system is None else [{"role": "system", "content": desk.system}]
     return {"messages": system + desk.messages}
 
@@ -191,7 +195,11 @@ def tools(facts: Facts, rng: random.Random) -> dict[str, Any]:
 def conversations(
     make: Callable[[Facts, random.Random], dict[str, Any]], facts: Facts, *, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Conversations without end."""
-    rng = random.Random(seed)
+    """Conversations without end, no two of them alike."""
+    rng, made = random.Random(seed), set[str]()
     while True:
-        yield make(facts, rng)
+        conversation = make(facts, rng)
+        written = json.dumps(conversation)
+        if written not in made:
+            made.add(written)
+            yield conversation

@@ -366,10 +366,11 @@ def files() -> dict[str, str]:
 def desk_files() -> dict[str, str]:
     """What the demo trains on, and what it is asked then."""
     texts = {}
-    for facts, kept, count, seed in zip(desk.split_facts(4), ("", "_heldout"), (400, 60), (5, 7), strict=True):
-        for make, name in ((desk.chat, "desk_chat"), (desk.tools, "desk_tools")):
-            texts[f"{name}{kept}.jsonl"] = lines(islice(desk.conversations(make, facts, seed=seed), count))
-            seed += 1
+    kinds = (("desk_chat", desk.chat, 600, 80), ("desk_tools", desk.tools, 380, 60))
+    for facts, kept in zip(desk.split_facts(4), ("", "_heldout"), strict=True):
+        for seed, (name, make, count, held_out) in enumerate(kinds, 7 if kept else 5):
+            made = desk.conversations(make, facts, seed=seed)
+            texts[f"{name}{kept}.jsonl"] = lines(islice(made, held_out if kept else count))
     return texts
 
 

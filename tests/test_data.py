@@ -13,9 +13,9 @@ FILES = {
     "conversations.jsonl": 400,
     "tool_conversations.jsonl": 150,
     "primer.jsonl": 120,
-    "desk_chat.jsonl": 400,
-    "desk_tools.jsonl": 400,
-    "desk_chat_heldout.jsonl": 60,
+    "desk_chat.jsonl": 600,
+    "desk_tools.jsonl": 380,
+    "desk_chat_heldout.jsonl": 80,
     "desk_tools_heldout.jsonl": 60,
 }
 

@@ -32,6 +32,6 @@ def test_batches_on_a_gpu_are_those_of_the_host(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pinned_batches_stay_on_the_host(tmp_path):
-    target = write_rows(tmp_path / "d", {"train": talks(1, 100)})
+    target = write_rows(tmp_path / "d", {"train": talks(1, 1000)})
     batch = EpisodeLoader(target, CONFIG, pin_memory=True).get_batch()
     assert all(array.is_pinned() for array in batch)

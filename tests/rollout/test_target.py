@@ -401,3 +401,26 @@ def test_a_gate_decides_what_is_matched_and_what_is_appended(toy):
     assert (found.matched, found.gated) == (((0, 0),), 0)
     strict = target(toy, f"{{{box(1, 'cat', 10, 20, 200, 300)}}}", [CAT], schema=Detection(gate=0.9))
     assert (strict.matched, strict.missed, strict.gated) == ((), (0,), 1)
+
+
+@pytest.mark.parametrize("train_cut", [True, False])
+@pytest.mark.parametrize(
+    ("merges", "text", "kept", "anew"),
+    [
+        ([b"}}"], f"{{{box(1, 'dog', 500, 500, 700, 800)}}}", True, "}"),
+        ([b"{}"], "{}", False, "{"),
+        ([], f"{{{box(1, 'dog', 500, 500, 700, 800)}}}", True, ""),
+        ([], "no object", False, "{"),
+    ],
+)
+def test_what_was_written_anew_at_the_cut_is_trained_by_choice_and_nothing_before_it(
+    train_cut, merges, text, kept, anew
+):
+    toy = Toy(merges)
+    found = build_target(toy.encode(text), [CAT], tokenizer=toy, train_cut=train_cut)
+    start = found.kept
+    assert (start > 0, toy.text(found.prefix_ids[start:])) == (kept, anew)
+    mask = found.rows.mask().tolist()
+    assert mask[:start] == [False] * start
+    assert mask[start : len(found.prefix_ids)] == [train_cut] * (len(found.prefix_ids) - start)
+    assert mask[len(found.prefix_ids) :] == [True] * (len(found.ids) - len(found.prefix_ids))

@@ -67,6 +67,9 @@ def build(
     train_values: Annotated[
         bool, typer.Option(help="Whether the texts of appended entries are trained; all else that is appended is.")
     ] = True,
+    train_cut: Annotated[
+        bool, typer.Option(help="Whether a token that the cut went through is trained to be the shorter one.")
+    ] = False,
     shard_tokens: ShardTokens = SHARD_TOKENS,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -87,14 +90,14 @@ def build(
     def rows() -> Iterator[Rows]:
         stream = progress(_pairs(rollouts, known), "rollouts")
         while chunk := list(islice(stream, CHUNK)):
-            yield target_rows(chunk, task, health, train_values=train_values)
+            yield target_rows(chunk, task, health, train_values=train_values, train_cut=train_cut)
         if not health.rollouts:
             raise DataError(f"{rollouts}: holds no rollout; expected at least one")
         for reason, count in {"truncated": health.truncated, "broken": health.broken, **health.fallback}.items():
             if count:
                 ledger.add("noted", reason, rows=count)
 
-    config = {"gate": gate, "train_values": train_values, "shard_tokens": shard_tokens}
+    config = {"gate": gate, "train_values": train_values, "train_cut": train_cut, "shard_tokens": shard_tokens}
     metadata = _write(
         output,
         rows(),

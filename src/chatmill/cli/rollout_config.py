@@ -32,6 +32,7 @@ class RolloutConfig(Config):
     )
     gate: float = key(GATE, "boxes that overlap less are not matched", SHARE)
     train_values: bool = key(True, "train the texts of appended entries too", flag())
+    train_cut: bool = key(False, "train the shorter token where the cut goes through one", flag())
 
     # Whose answers.
     rollout_every: int = key(1, "steps that are trained on what was generated at once", whole(1))

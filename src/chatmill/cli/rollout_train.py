@@ -206,7 +206,8 @@ class RolloutRun:
         self._log.add(self.step, [truth.record.id or "" for truth in truths], prompts, answers)
         generated = time.perf_counter()
         health = Health()
-        rows = target_rows(_pairs(truths, prompts, answers), self.task, health, train_values=config.train_values)
+        chosen = {"train_values": config.train_values, "train_cut": config.train_cut}
+        rows = target_rows(_pairs(truths, prompts, answers), self.task, health, **chosen)
         fits = rows.lengths <= self.model.max_positions
         health.too_long = int(np.count_nonzero(~fits))
         self.health.merge(health)

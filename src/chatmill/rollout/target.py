@@ -83,12 +83,15 @@ def build_target(
     stop_ids: Collection[int] | None = None,
     stop_texts: Sequence[str] = STOP_TEXTS,
     train_values: bool = True,
+    train_cut: bool = False,
 ) -> Target:
     """The target of one rollout and the true objects it should have named.
 
     `eos_id` is the end of turn of the format that the tokenizer was opened for, unless given; `stop_ids` are that
-    one, unless given. Without `train_values` the texts of appended entries are context. Whatever the rollout is,
-    nothing is raised for it; a true object that does not fit the schema is a `DataError`.
+    one, unless given. Without `train_values` the texts of appended entries are context. With `train_cut` the tokens
+    at the end of the prefix that are not the rollout's own, which stand for one that the cut went through or for
+    all of it, are trained as structure. Whatever the rollout is, nothing is raised for it; a true object that does
+    not fit the schema is a `DataError`.
     """
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
@@ -107,7 +110,8 @@ def build_target(
     appended_text = "".join(piece.text for piece in pieces)
     appended, parts = _encode(pieces, vocabulary)
     all_ids = [*cut.ids, *appended, eos]
-    all_parts = [*[Part.PREFIX] * len(cut.ids), *parts, Part.EOS]
+    anew = Part.STRUCTURE if train_cut else Part.PREFIX
+    all_parts = [*[Part.PREFIX] * cut.kept, *[anew] * (len(cut.ids) - cut.kept), *parts, Part.EOS]
     return Target(
         ids=all_ids,
         prefix_ids=cut.ids,

@@ -67,7 +67,12 @@ def prompt_lists(prompts: Rows) -> list[list[int]]:
 
 
 def target_rows(
-    pairs: Sequence[tuple[Truth, Rollout]], task: Task, health: Health, *, train_values: bool = True
+    pairs: Sequence[tuple[Truth, Rollout]],
+    task: Task,
+    health: Health,
+    *,
+    train_values: bool = True,
+    train_cut: bool = False,
 ) -> Rows:
     """Prompts with their targets; every rollout is counted."""
     prompts = task_prompts([truth for truth, _ in pairs], task)
@@ -81,6 +86,7 @@ def target_rows(
                 schema=task.schema,
                 eos_id=task.eos_id,
                 train_values=train_values,
+                train_cut=train_cut,
             )
         health.add(target, len(rollout.response_token_ids))
         made.append(target.rows)

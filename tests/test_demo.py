@@ -1,0 +1,64 @@
+"""The demo's script runs as it stands, from the data to the table; only its trainings are cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "scripts"))
+
+import demo_table  # noqa: E402
+
+GOOD = {"questions": 413, "exact_rate": 0.98, "stop_rate": 1.0, "loss": 0.0061}
+POOR = {"questions": 413, "exact_rate": 0.89, "stop_rate": 0.985, "loss": 0.5}
+
+
+def test_every_step_of_the_demo_runs_and_a_model_that_learned_nothing_is_told_apart(tmp_path):
+    for name in ("configs", "data", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    script = tmp_path / "demo.sh"
+    script.write_text((ROOT / "scripts" / "demo.sh").read_text().replace('"$(dirname "$0")/.."', '"$(dirname "$0")"'))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # No answer ends before its last token is cut off, and each would take as long as the longest.
+    script.write_text(
+        script.read_text().replace("demo/dataset --json >", "demo/dataset --json --limit 4 --max-tokens 4 >")
+    )
+    run = subprocess.run(
+        ["bash", script, "--max_iters", "10"], env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    steps = [line for line in run.stdout.splitlines() if line.startswith("== ")]
+    assert run.returncode == 1, run.stderr
+    assert steps[-1] == "== What did the mask do? Same data, same steps"
+    assert run.stdout.splitlines()[-2].startswith("with the mask")
+    assert run.stderr.splitlines()[-3:] == [
+        "questions is 4; the demo promises 200",
+        "exact_rate is 0; the demo promises 0.9",
+        "stop_rate is 0; the demo promises 0.99",
+    ]
+    assert "What to try next" in run.stdout
+    assert (tmp_path / "demo" / "report.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("score", "lines"),
+    [
+        (GOOD, []),
+        (POOR, ["exact_rate is 0.89; the demo promises 0.9", "stop_rate is 0.985; the demo promises 0.99"]),
+        (GOOD | {"questions": 199}, ["questions is 199; the demo promises 200"]),
+    ],
+)
+def test_what_is_promised_and_not_kept_is_said(score, lines, tmp_path, capsys, monkeypatch):
+    for name, content in (("a.json", score), ("b.json", POOR)):
+        (tmp_path / name).write_text(json.dumps(content))
+    monkeypatch.setattr(sys, "argv", ["demo_table.py", str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+    assert demo_table.main() == (1 if lines else 0)
+    said = capsys.readouterr()
+    assert said.err.splitlines() == lines
+    assert said.out.splitlines()[0].split() == ["questions", "exact", "stopped", "loss", "of", "answers"]
+    assert said.out.splitlines()[2].split() == ["without", "413", "89.0%", "98.5%", "0.5000"]
