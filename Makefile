@@ -43,8 +43,8 @@ bench: $(DEV_STAMP) ## side by side with peers (BENCHES="render" to choose)
 	@set -e; for name in $(BENCHES); do echo "== benchmarks/$$name.py"; .venv/bin/python benchmarks/$$name.py; done
 
 docs: $(DOCS_STAMP) ## the pages of docs/ as a site, in site/
-	.venv-docs/bin/mkdocs build --quiet --strict
-	@echo "site/index.html: open it in a browser; it needs no server and no network"
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "site/index.html: open it in a browser, or with search: python3 -m http.server -d site"
 
 clean: ## remove what the other targets made, environments included
 	rm -rf .venv .venv-docs site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
