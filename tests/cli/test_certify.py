@@ -150,6 +150,7 @@ def test_any_number_of_processes_gives_the_same_bytes(run, folder, tmp_path, wor
             "--chat-template, --template-arg is for chat templates",
         ),
         (("--format", "template"), "bytes: has no chat template; give one with --chat-template FILE"),
+        (("--format", "template", "--tokenizer", "nowhere"), "nowhere: no such file or folder; expected the folder"),
         (("--format", "template", "--tokenizer", "model", "--add-tokens"), "--add-tokens with --format template"),
         (
             ("--format", "template", "--tokenizer", "model", "--template-date", "soon"),

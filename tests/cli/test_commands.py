@@ -179,7 +179,11 @@ def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
         (["render", "chat.jsonl", "--tokenizer", "none.json"], 1, "none.json"),
         (["formats", "chatlm"], 2, 'no preset "chatlm"'),
         (["tokenizer", "train", "chat.jsonl", "--vocab-size", "10", "-o", "t.json"], 2, "256"),
-        (["tokenizer", "train", "chat.jsonl", "--vocab-size", "300", "-o", "no/t.json"], 1, "no/"),
+        (
+            ["tokenizer", "train", "chat.jsonl", "--vocab-size", "300", "-o", "no/t.json"],
+            1,
+            "no: no such folder; make it",
+        ),
         (["check", "chat.jsonl", "--on-error", "skip", "--rejects", "no/r.jsonl"], 1, "no/r.jsonl"),
     ],
 )

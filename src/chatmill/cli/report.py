@@ -12,10 +12,10 @@ from chatmill import __version__
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.cli.show import Dataset, ItsTokenizer
 from chatmill.cli.stats import surveys_of
-from chatmill.errors import DataError
 from chatmill.show.dataset import open_shown
 from chatmill.show.report import BLOCK_SIZES
 from chatmill.show.report import report as show_report
+from chatmill.store.files import refuse_existing
 
 
 def report(
@@ -35,10 +35,7 @@ def report(
       chatmill report data/chat_sft -o report.html
       chatmill report data/chat_sft --tokenizer tokenizer.json -o report.html --overwrite --json
     """
-    if output.exists() and not overwrite:
-        raise DataError(f"{output}: exists already; give another name, or --overwrite")
-    if not output.parent.is_dir():
-        raise DataError(f"{output.parent}: no such folder; make it, or name another")
+    refuse_existing(output, overwrite=overwrite)
     shown = open_shown(dataset, tokenizer)
     surveys = surveys_of(shown, None, BLOCK_SIZES)
     page = show_report(shown, surveys, version=__version__).encode()

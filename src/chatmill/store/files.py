@@ -154,9 +154,11 @@ def remove_tree(folder: Path, *, first: str | None = None) -> None:
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """Raise before any work is done for a file that may not be replaced."""
+    """Raise before any work is done for a file that may not be replaced, or has no folder to lie in."""
     if path.exists() and not overwrite:
         raise DataError(f"{path}: exists already; give another name, or --overwrite")
+    if not path.parent.is_dir():
+        raise DataError(f"{path.parent}: no such folder; make it, or name another")
 
 
 @contextmanager

@@ -56,6 +56,8 @@ def read_folder(tokenizer: str, chat_template: str | None) -> Folder:
         if templates:
             names = ", ".join(templates)
             raise UsageError(f"{where}: has chat templates {names} but no default; choose one with --chat-template")
+        if tokenizer != "bytes" and not path.exists():
+            raise UsageError(f"{where}: no such file or folder; expected the folder of a Hugging Face tokenizer")
         raise UsageError(f"{where}: has no chat template; give one with --chat-template FILE")
     return Folder(
         templates["default"],
