@@ -1,16 +1,16 @@
 # Everything runs from .venv, made with plain pip from pinned versions. `make help` lists the targets.
 
 PYTHON ?= python3.11
-BENCHES ?= render pack prepare open load rollout
 ARGS ?=
 
 # Named by the content it was installed from: unchanged requirements install nothing.
 key = $(shell cat pyproject.toml $(1) | cksum | cut -d ' ' -f 1)
 DEV := requirements/dev.txt requirements/tokenizers.txt
 DEV_STAMP := .venv/installed-$(call key,$(DEV))
+BENCH_STAMP := .venv-bench/installed-$(call key,requirements/bench.txt)
 DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test check browser demo bench docs clean
+.PHONY: help install test check browser demo bench profile docs gauntlet clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-8s %s\n' $$name "$$does"; done
@@ -39,15 +39,21 @@ browser:
 demo: $(DEV_STAMP) ## from the embedded conversations to a model that answers, and a page about them
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash scripts/demo.sh
 
-bench: $(DEV_STAMP) ## side by side with peers (BENCHES="render" to choose)
-	@set -e; for name in $(BENCHES); do echo "== benchmarks/$$name.py"; .venv/bin/python benchmarks/$$name.py; done
+bench: $(BENCH_STAMP) ## side by side with peers, into docs/benchmarks.md (ARGS=--quick, "--only load", --gpu)
+	.venv-bench/bin/python benchmarks/bench.py $(ARGS)
+
+profile: $(BENCH_STAMP) ## where the time goes, into docs/benchmarks.md, with what bench measured before
+	.venv-bench/bin/python benchmarks/bench.py --only profiles $(ARGS)
 
 docs: $(DOCS_STAMP) ## the pages of docs/ as a site, in site/
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 	@echo "site/index.html: open it in a browser, or with search: python3 -m http.server -d site"
 
+gauntlet: $(DEV_STAMP) ## try to break it: kills, crashes, full disks, damage, hostile input (ARGS="--only kill" to choose)
+	.venv/bin/python tests/gauntlet/run.py $(ARGS)
+
 clean: ## remove what the other targets made, environments included
-	rm -rf .venv .venv-docs site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-docs benchmarks/.data benchmarks/.results site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch stands in the same pip command as all the rest, so nothing else can pull another build of it.
@@ -63,13 +69,20 @@ endef
 $(DEV_STAMP): | .venv/bin/python
 	$(call fill,requirements/dev.txt)
 
+$(BENCH_STAMP): | .venv-bench/bin/python
+	@echo ".venv-bench: installing requirements/bench.txt (minutes the first time, nothing the next)"
+	@rm -f .venv-bench/installed-*
+	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/bench.txt
+	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
 $(DOCS_STAMP): | .venv-docs/bin/python
 	@echo ".venv-docs: installing requirements/docs.txt (once)"
 	@rm -f .venv-docs/installed-*
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	@touch $@
 
-.venv/bin/python .venv-docs/bin/python:
+.venv/bin/python .venv-bench/bin/python .venv-docs/bin/python:
 	@for py in $(PYTHON) python3 none; do \
 		if $$py -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
 	done; \

@@ -2,16 +2,21 @@
 
 English prose comes from docstrings and code from sources of the Python installation; other languages are
 drawn word by word from their scripts. Everything is seeded, made once, and kept under `benchmarks/.data`.
+`python benchmarks/corpus.py` makes it; `--input` and `--tokenizer` of the benchmarks take a user's own instead.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import random
+import sys
 import sysconfig
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 DATA = Path(__file__).parent / ".data"
 SYSTEMS = [
@@ -95,7 +100,7 @@ def chat_file(count: int) -> Path:
     """The file of `count` conversations, made if it is not there."""
     path = DATA / f"chat-{count}.jsonl"
     if not path.exists():
-        print(f"making {path.name} …", flush=True)
+        print(f"making {path.name} …", file=sys.stderr, flush=True)
         DATA.mkdir(exist_ok=True)
         aside = path.with_suffix(".part")
         with aside.open("w", encoding="utf-8") as file:
@@ -112,9 +117,55 @@ def tokenizer_file(vocab_size: int = 100_000) -> Path:
 
     path = DATA / f"bpe-{vocab_size}.json"
     if not path.exists():
-        print(f"training {path.name} …", flush=True)
+        print(f"training {path.name} …", file=sys.stderr, flush=True)
         DATA.mkdir(exist_ok=True)
         texts = (message["content"] for record in conversations(10_000, seed=1) for message in record["messages"])
         data = train_bpe(texts, vocab_size=vocab_size, control=list(load_format("chatml").tokens.values()))
         path.write_bytes(data)
     return path
+
+
+class Data(NamedTuple):
+    """What is measured: conversations as JSON lines, how many, and a tokenizer.json with the tokens of ChatML."""
+
+    path: Path
+    conversations: int
+    tokenizer: Path
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--conversations", type=int, default=50_000, help="how many to make, if no --input is given")
+    parser.add_argument("--input", type=Path, help="your own: JSON lines with messages of plain text")
+    parser.add_argument("--tokenizer", type=Path, help="your own: a tokenizer.json with the tokens of ChatML")
+
+
+def chosen(args: argparse.Namespace) -> Data:
+    """The user's own files where they are named, made ones where not."""
+    tokenizer = args.tokenizer or tokenizer_file()
+    if args.input is None:
+        return Data(chat_file(args.conversations), args.conversations, tokenizer)
+    with args.input.open("rb") as file:
+        return Data(args.input, sum(1 for line in file if line.strip()), tokenizer)
+
+
+def options_of(data: Data) -> list[str]:
+    """The same choice for another process."""
+    return ["--input", str(data.path), "--tokenizer", str(data.tokenizer)]
+
+
+def grown(path: Path, folder: Path, *, lines: int, times: int = 1) -> Path:
+    """The first lines of a file, that many times over, in a new one."""
+    out = folder / f"{path.stem}-{lines}x{times}.jsonl"
+    with path.open("rb") as file:
+        content = b"".join(islice(file, lines))
+    with out.open("wb") as file:
+        for _ in range(times):
+            file.write(content)
+    return out
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser(description="Make the data of the benchmarks.")
+    add_options(options)
+    found = chosen(options.parse_args())
+    print(json.dumps({"conversations": found.conversations, "bytes": found.path.stat().st_size}))

@@ -7,7 +7,8 @@
 Both sides draw shuffled batches of the same rows, on one process. For the peer rows are cut, packed (best fit
 decreasing) and masked beforehand; chatmill cuts, packs and masks while it loads. Every field of a batch is made:
 here x, y, loss mask, weights, positions, segments and episode ids; there ids, labels, and attention mask or
-positions and what varlen attention needs. First it is checked that both give the same tokens and targets.
+positions and what varlen attention needs. First it is checked that both give the same tokens and targets, and each
+side's memory is that of a process of its own.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from corpus import DATA, chat_file, tokenizer_file
-from measure import interleaved, machine, report
+from corpus import DATA, Data, add_options, chosen
+from measure import alone, interleaved, machine, report, versions
 
 from chatmill.load.audit import Audit
 from chatmill.load.loader import EpisodeLoader
@@ -59,7 +59,15 @@ for _ in range(1000):
     taken.append(time.perf_counter() - started)
 for _ in range(50):
     loader.get_batch()
-print(json.dumps({"order_ms": 1e3 * sorted(taken)[500], "memory": memory(), "imports": before}))
+table, looked_up = numpy.random.RandomState(0).permutation(10**7), []
+held = memory() - table.nbytes
+for _ in range(1000):
+    position = [random.randrange(10**7)]
+    started = time.perf_counter()
+    table[position]
+    looked_up.append(time.perf_counter() - started)
+middle = {"order_ms": 1e3 * sorted(taken)[500], "lookup_ms": 1e3 * sorted(looked_up)[500]}
+print(json.dumps({**middle, "memory": held, "imports": before}))
 """
 
 
@@ -80,8 +88,8 @@ class Shape(NamedTuple):
 SHAPES = [Shape(8, 512, False, 25, 400), Shape(16, 4096, True, 30, 40)]
 
 
-def make_dataset(count: int, folder: Path) -> Path:
-    job = Job((Source((str(chat_file(count)),)),), tokenizer=str(tokenizer_file()))
+def make_dataset(data: Data, folder: Path) -> Path:
+    job = Job((Source((str(data.path),)),), tokenizer=str(data.tokenizer))
     prepare(job, folder / "dataset", engine=Local(2))
     return folder / "dataset"
 
@@ -110,14 +118,20 @@ def peer_rows(dataset: Path, shape: Shape) -> Any:
     return pack_dataset(table, shape.block_size, strategy="bfd", map_kwargs={"batch_size": None})
 
 
+def peer_collator(shape: Shape, pad: int) -> Callable[[list[Any]], dict[str, Any]]:
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collate: Callable[[list[Any]], dict[str, Any]] = DataCollatorForLanguageModeling(
+        pad_token_id=pad, padding_free=shape.packed, pad_to_multiple_of=None if shape.packed else shape.block_size
+    )
+    return collate
+
+
 def peer_batches(rows: Any, shape: Shape, pad: int) -> Callable[[], dict[str, Any]]:
     """What draws the next batch of the peer: a shuffling DataLoader as Trainer makes it, with TRL's collator."""
     import torch
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    collator = DataCollatorForLanguageModeling(
-        pad_token_id=pad, padding_free=shape.packed, pad_to_multiple_of=None if shape.packed else shape.block_size
-    )
+    collator = peer_collator(shape, pad)
 
     def endless() -> Iterator[dict[str, Any]]:
         while True:
@@ -154,11 +168,44 @@ def check(loader: EpisodeLoader, dataset: Path, shape: Shape, batches: int = 20)
                     raise SystemExit(f"episode {number} is not what the dataset says")
 
 
+def peer_differs(dataset: Path, rows: Any, shape: Shape, batches: int = 8) -> tuple[int, int]:
+    """Of the conversations in the peer's first batches, how many hold other tokens or targets than the dataset."""
+    episodes = open_dataset(dataset)["train"]
+
+    def key(ids: Any, targets: Any) -> bytes:
+        # Nothing comes before the first token of a row, so nothing predicts it.
+        return np.concatenate([ids, targets[1:]]).astype(np.int64).tobytes()
+
+    stored = set()
+    for number in range(len(episodes)):
+        ids, mask = episodes.tokens(number)[-shape.block_size :], episodes.mask(number)[-shape.block_size :]
+        stored.add(hash(key(ids, np.where(mask, ids.astype(np.int64), -100))))
+    collate, seen, differ = peer_collator(shape, 0), 0, 0
+    for at in range(batches):
+        drawn = [rows[(at * shape.batch_size + n) % len(rows)] for n in range(shape.batch_size)]
+        batch = {name: np.asarray(values) for name, values in collate(drawn).items() if name in ("input_ids", "labels")}
+        for number, row in enumerate(drawn):
+            lengths = row["seq_lengths"] if shape.packed else [len(row["input_ids"])]
+            # Packed rows are collated into one long one.
+            start = sum(sum(other["seq_lengths"]) for other in drawn[:number]) if shape.packed else 0
+            for length in lengths:
+                here = (0 if shape.packed else number, slice(start, start + length))
+                seen, start = seen + 1, start + length
+                differ += hash(key(batch["input_ids"][here], batch["labels"][here])) not in stored
+    return seen, differ
+
+
 def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    number = SHAPES.index(shape)
+    memory = {
+        name: alone(__file__, "--side", name, "--shape", number, "--dataset", dataset)[1]
+        for name in ("chatmill", "peer")
+    }
     loader = EpisodeLoader(dataset, config(shape))
     logged = EpisodeLoader(dataset, config(shape), listener=Audit(folder / "logs"))
     check(loader, dataset, shape)
     rows = peer_rows(dataset, shape)
+    seen, differ = peer_differs(dataset, rows, shape)
     theirs = peer_batches(rows, shape, 0)
     quick = peer_batches(rows.with_format("numpy"), shape, 0)
     batch = loader.get_batch()
@@ -204,13 +251,28 @@ def one_shape(dataset: Path, shape: Shape, runs: int, folder: Path) -> tuple[lis
     loader.close()
     logged.close()
     return [
-        (f"{shape.name}: chatmill", f"{shown['ours']} a batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
+        (f"{shape.name}: conversations of the peer that differ, of {seen}", f"{differ}"),
+        ("  chatmill", f"{shown['ours']} a batch, {speed['ours'] / 1e6:.1f} Mtok/s"),
         ("  with an audit log", f"{shown['logged']} a batch, {speed['logged'] / 1e6:.1f} Mtok/s"),
         ("  datasets and TRL's collator", f"{shown['peer']} a batch, {speed['peer'] / 1e6:.3f} Mtok/s"),
         ("  the same with numpy rows, not TRL's way", f"{shown['numpy']} a batch, {speed['numpy'] / 1e6:.3f} Mtok/s"),
         (f"  times the peer (target {shape.target})", f"{times:.1f}"),
         (f"  share of a plain copy of its {size / 1e6:.2f} MB", f"{shown['copy']} a batch, {share:.2f}"),
-    ], {"name": shape.name, "times": times, "copy_share": share, "mtok": speed, "seconds": seconds}
+        ("  peak memory of chatmill, of the peer", " and ".join(f"{peak / 1e6:.0f} MB" for peak in memory.values())),
+    ], {
+        "name": shape.name,
+        "compared": {"conversations": seen, "differ": differ},
+        "times": times,
+        "times_numpy": speed["ours"] / speed["numpy"],
+        "copy_share": share,
+        "batch_bytes": size,
+        "batch_ms": {
+            name: 1e3 * taken / (peer_batches_a_run if name in ("peer", "numpy") else shape.batches)
+            for name, taken in seconds.items()
+        },
+        "tokens_per_s": speed,
+        "memory": memory,
+    }
 
 
 def counted_tokens(rows: Any, shape: Shape) -> float:
@@ -243,28 +305,42 @@ def billion() -> tuple[list[tuple[str, str]], dict[str, Any]]:
     ], found
 
 
+def side(name: str, shape: Shape, dataset: Path) -> None:
+    """Batches of one side alone, for its memory."""
+    draw = EpisodeLoader(dataset, config(shape)).get_batch if name == "chatmill" else None
+    draw = draw or peer_batches(peer_rows(dataset, shape), shape, 0)
+    for _ in range(shape.batches // (1 if name == "chatmill" else 20)):
+        draw()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=50_000)
+    add_options(parser)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--billion", action="store_true", help="order a billion episodes, too")
+    parser.add_argument("--side", choices=("chatmill", "peer"), help="only this side of a --shape, once")
+    parser.add_argument("--shape", type=int, default=0)
+    parser.add_argument("--dataset", type=Path)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.side:
+        side(args.side, SHAPES[args.shape], args.dataset)
+        return
     random.seed(0)
+    data = chosen(args)
     lines: list[tuple[str, str]] = []
-    figures: dict[str, Any] = {"shapes": []}
+    figures: dict[str, Any] = {"conversations": data.conversations, "runs": args.runs, "shapes": []}
     if args.billion:
         lines, figures["billion"] = billion()
     with tempfile.TemporaryDirectory(dir=DATA) as temporary:
-        started = time.perf_counter()
-        dataset = make_dataset(args.conversations, Path(temporary))
-        figures["prepared_in"] = time.perf_counter() - started
+        dataset = make_dataset(data, Path(temporary))
         for shape in SHAPES:
             shown, found = one_shape(dataset, shape, args.runs, Path(temporary))
             lines += shown
             figures["shapes"].append(found)
-    title = f"load: {args.conversations:,} conversations; {machine('chatmill', 'numpy', 'torch', 'datasets', 'trl')}"
-    report(title, lines, figures, as_json=args.json)
+    packages = ("chatmill", "numpy", "torch", "datasets", "trl")
+    figures["versions"] = versions(*packages)
+    report(f"load: {data.conversations:,} conversations; {machine(*packages)}", lines, figures, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every benchmark shares: medians of interleaved runs, the machine, and a table."""
+"""What every benchmark shares: medians of interleaved runs, peaks of memory, the machine, and a table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 
@@ -28,9 +32,72 @@ def interleaved(runs: int, **works: Callable[[], object]) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
+# Memory.
+
+
+def watched(command: Iterable[object], *, every: float = 0.05) -> tuple[str, int]:
+    """What a command prints, and the most memory of all its processes together, shared pages counted by share."""
+    with tempfile.TemporaryFile("w+") as printed:
+        process = subprocess.Popen([str(word) for word in command], stdout=printed, start_new_session=True)
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, memory_of(process.pid))
+            time.sleep(every)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(process.args)}: exit {process.returncode}")
+        printed.seek(0)
+        return printed.read(), peak
+
+
+def alone(script: str, *args: object, every: float = 0.05) -> tuple[Any, int]:
+    """One side of a benchmark in a process that does nothing else: the JSON it prints, and its peak of memory."""
+    printed, peak = watched([sys.executable, script, *args], every=every)
+    return json.loads(printed) if printed.strip() else None, peak
+
+
+def memory_of(leader: int) -> int:
+    """Bytes of a process and of all others in its session, shared pages counted by share."""
+    return sum(_pss(pid) for pid in _session(leader))
+
+
+def own_peak() -> int:
+    """The most bytes that this process has had."""
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+
+def _session(leader: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[3]) == leader:
+                found.append(int(entry.name))
+    return found
+
+
+def _pss(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+# The machine, and what is shown.
+
+
+def versions(*packages: str) -> dict[str, str]:
+    return {package: version(package) for package in packages}
+
+
 def machine(*packages: str) -> str:
-    versions = ", ".join(f"{package} {version(package)}" for package in packages)
-    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}, {versions}"
+    named = ", ".join(f"{package} {number}" for package, number in versions(*packages).items())
+    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}, {named}"
 
 
 def report(title: str, lines: list[tuple[str, str]], figures: dict[str, Any], *, as_json: bool) -> None:

@@ -8,6 +8,7 @@ promise fails.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from measure import machine, report
+from measure import machine, report, versions
 
 from chatmill.ledger import Ledger
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows
@@ -27,12 +28,26 @@ from chatmill.store.write import SplitWriter
 OPEN_MS, READ_US, WRITE_MTOK = 200, 50, 100
 READS = 20_000
 OPENING = """
-import sys, time
+import json, sys, time
 from chatmill.store.read import open_dataset
 started = time.perf_counter()
 episodes = open_dataset(sys.argv[1])["train"]
 tokens = episodes.tokens(len(episodes) // 2)
-print(time.perf_counter() - started)
+taken = time.perf_counter() - started
+status = open("/proc/self/status").read()
+print(json.dumps({"s": taken, "memory": 1024 * int(status.split("VmHWM:")[1].split()[0])}))
+"""
+# The least that opening can be: the metadata is parsed, and one file of each kind is mapped.
+BARE = """
+import json, mmap, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+started = time.perf_counter()
+json.loads((folder / "dataset_metadata.json").read_bytes())
+for path in (folder / "train" / "shard_00000").iterdir():
+    with path.open("rb") as file:
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)[0]
+print(json.dumps({"s": time.perf_counter() - started}))
 """
 
 
@@ -52,19 +67,35 @@ def main() -> int:
             for bits, vocab_size in (("uint16", 50_000), ("uint32", 100_000))
         }
         small = write(Path(folder) / "small", chunk(100_000, spans=2, longest=7), args.episodes, vocab_size=50_000)
-        opened = [float(python(OPENING, str(Path(folder) / "small"))) for _ in range(5)]
-        reads = read(open_dataset(Path(folder) / "small")["train"])
-    open_ms = 1e3 * statistics.median(opened)
+        store = Path(folder) / "small"
+        opened = [json.loads(python(OPENING, str(store))) for _ in range(5)]
+        bare = [json.loads(python(BARE, str(store))) for _ in range(5)]
+        reads = read(open_dataset(store)["train"])
+        floor_us = bare_read(store)
+    open_ms, floor_ms = (1e3 * statistics.median(one["s"] for one in found) for found in (opened, bare))
+    memory = max(one["memory"] for one in opened)
     lines = [
         (f"open {args.episodes:,} episodes and read one, fresh process", f"{open_ms:.1f} ms (promised {OPEN_MS})"),
         *(
             (f"{what} of a random episode, warm, median and 99th", f"{mid:.1f} and {most:.1f} µs (promised {READ_US})")
             for what, (mid, most) in reads.items()
         ),
+        ("floor: metadata parsed and five files mapped", f"{floor_ms:.1f} ms"),
+        ("floor: as many bytes read from a map", f"{floor_us:.1f} µs"),
+        ("peak memory of the process that opened it", f"{memory / 1e6:.0f} MB"),
         *((f"write chat rows, {bits}, without fsync", f"{speed:.0f} Mtok/s") for bits, speed in chat.items()),
         ("write small episodes", f"{small:.0f} Mtok/s"),
     ]
-    figures = {"open_ms": open_ms, "read_us": reads, "write_mtok": chat}
+    figures = {
+        "episodes": args.episodes,
+        "open_ms": open_ms,
+        "floor_ms": floor_ms,
+        "read_us": reads,
+        "floor_us": floor_us,
+        "write_mtok": chat,
+        "memory": memory,
+        "versions": versions("chatmill", "numpy"),
+    }
     report(f"store; {machine('numpy')}", lines, figures, as_json=args.json)
     kept = open_ms < OPEN_MS and all(mid < READ_US for mid, _ in reads.values()) and min(chat.values()) > WRITE_MTOK
     return 0 if kept else 1
@@ -125,6 +156,19 @@ def read(episodes: Episodes) -> dict[str, tuple[float, float]]:
             taken.append(1e6 * (time.perf_counter() - started))
         found[name] = (statistics.median(taken), statistics.quantiles(taken, n=100)[-1])
     return found
+
+
+def bare_read(store: Path) -> float:
+    """Microseconds to sum as many tokens and mask bytes of one shard, where they are known to lie."""
+    shard = store / "train" / "shard_00000"
+    tokens = np.asarray(np.memmap(shard / "tokens.bin", dtype="<u2", mode="r"))
+    mask = np.asarray(np.memmap(shard / "mask.bin", dtype="u1", mode="r"))
+    taken = []
+    for at in np.random.default_rng(1).integers(0, len(mask) - 8, READS).tolist():
+        started = time.perf_counter()
+        tokens[at : at + 8].sum(), mask[at : at + 8].sum()
+        taken.append(1e6 * (time.perf_counter() - started))
+    return statistics.median(taken)
 
 
 def python(code: str, *args: str) -> str:

@@ -1,26 +1,30 @@
-"""Packing, beside TRL, and stream blocks: `python benchmarks/pack.py [--json]`.
+"""Packing, beside TRL and torchtune, and stream blocks: `python benchmarks/pack.py [--json]`.
 
-Each comparison is a function that gives its timings and what was promised of them; exit 1 if a promise fails.
+Each comparison is a function that gives its timings, what was promised of them, and the floor: what sorting or copying
+the same numbers takes. Every side's memory is that of a process of its own. Exit 1 if a promise fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
+import io
 import json
 import os
-import resource
 import statistics
-import subprocess
 import sys
 import time
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from measure import alone, machine, versions
 from numpy.typing import NDArray
 
 from chatmill.fit.bins import pack, pack_lengths
@@ -55,31 +59,49 @@ class Comparison:
     title: str
     timings: list[Timing]
     promises: list[Promise]
+    figures: dict[str, Any]
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description="Packing, side by side with TRL.")
+    options = argparse.ArgumentParser(description="Packing, side by side with TRL and torchtune.")
     options.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options.add_argument("--rows", type=int, default=1_000_000, help="how many lengths to plan for")
     options.add_argument("--runs", type=int, default=7, help="runs of chatmill, of which the median counts")
-    options.add_argument("--peak", action="store_true", help="only pack, and print the peak memory in bytes")
+    options.add_argument("--side", choices=tuple(SIDES), help="only this side, once, and print nothing")
     chosen = options.parse_args()
-    if chosen.peak:
-        pack_lengths(real_shaped(chosen.rows), CAPACITY)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    if chosen.side:
+        SIDES[chosen.side](chosen.rows)
         return 0
-    # First of all: a process begins with the peak of the one that started it, which must still be small.
-    peak = int(subprocess.check_output([sys.executable, __file__, "--peak", "--rows", str(chosen.rows)]))
-    comparisons = [
-        planning(chosen.rows, chosen.runs, peak),
-        copying(chosen.rows // 10, chosen.runs),
-        streaming(chosen.rows // 80, chosen.runs),
-    ]
-    if chosen.json:
-        print(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))
+    packages = ["chatmill", "trl", "datasets", "numpy"]
+    memory = {name: alone(__file__, "--side", name, "--rows", chosen.rows)[1] for name in SIDES}
+    comparisons = {
+        "plan": planning(chosen.rows, chosen.runs, memory["plan"]),
+        "copy": copying(chosen.rows // 10, chosen.runs),
+    }
+    if find_spec("torchtune"):
+        comparisons["order"] = in_order(chosen.rows // 50, chosen.runs)
+        packages.append("torchtune")
     else:
-        print(*map(table, comparisons), sep="\n\n")
-    return int(not all(promise.kept for comparison in comparisons for promise in comparison.promises))
+        print("torchtune is not installed and left out; `make bench` installs it", file=sys.stderr)
+    title = machine(*packages)
+    comparisons["blocks"] = streaming(chosen.rows // 80, chosen.runs)
+    if chosen.json:
+        shown = {name: asdict(comparison) for name, comparison in comparisons.items()}
+        print(json.dumps({"rows": chosen.rows, "memory": memory, "versions": versions(*packages), **shown}))
+    else:
+        print(title, *map(table, comparisons.values()), sep="\n\n")
+        print("\npeak memory:", ", ".join(f"{name} {peak / 1e6:.0f} MB" for name, peak in memory.items()))
+    return int(not all(promise.kept for comparison in comparisons.values() for promise in comparison.promises))
+
+
+SIDES: dict[str, Callable[[int], object]] = {
+    "plan": lambda rows: pack_lengths(real_shaped(rows), CAPACITY),
+    "trl": lambda rows: trl_pack(trl_dataset(real_shaped(rows), np.int8), batch_size=None),
+    "copy": lambda rows: pack(one_span_rows(real_shaped(rows // 10)), CAPACITY),
+    "trl copy": lambda rows: trl_pack(trl_dataset(real_shaped(rows // 10), np.int32), batch_size=None),
+    "blocks": lambda rows: blocks(post_training_rows(rows // 80), 4096),
+}
+"""What the memory of a process of its own is measured of."""
 
 
 # Comparisons.
@@ -98,17 +120,25 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
     bin_of[bins.order] = np.repeat(np.arange(len(bins)), np.diff(bins.first))
     naive_seconds, naive_bin_of = timed(lambda: one_row_at_a_time(lengths, CAPACITY))
     naive_bins = max(naive_bin_of) + 1
+    floor, _ = median_of(runs, lambda: np.sort(lengths))
 
     def timing(what: str, seconds: float, rows: int) -> Timing:
         return Timing(what, seconds, rows, float(lengths.sum()) / rows / CAPACITY)
 
     zeros, nothing = trl_dataset(lengths, np.int8), trl_dataset(lengths, None)
+    whole_seconds, whole = trl_pack(zeros, batch_size=None)
+    bare_seconds, bare = trl_pack(nothing, batch_size=None)
+    batch_seconds, batches = trl_pack(zeros)
     of_trl = [
-        timing(f"{trl_name()}, whole plan, one-byte tokens", *trl_pack(zeros, batch_size=None)),
-        timing(f"{trl_name()}, whole plan, tokens of no bytes", *trl_pack(nothing, batch_size=None)),
-        timing(f"{trl_name()}, by 1000 rows, one-byte tokens", *trl_pack(zeros)),
+        timing(f"{trl_name()}, whole plan, one-byte tokens", whole_seconds, len(whole)),
+        timing(f"{trl_name()}, whole plan, tokens of no bytes", bare_seconds, len(bare)),
+        timing(f"{trl_name()}, by 1000 rows, one-byte tokens", batch_seconds, len(batches)),
     ]
-    ratio = min(peer.seconds for peer in of_trl) / seconds
+    theirs = sorted(sorted(row) for row in whole["seq_lengths"])
+    ours = sorted(sorted(row.tolist()) for row in np.split(lengths[bins.order], bins.first[1:-1]))
+    unlike = len(ours) + len(theirs) - 2 * sum((Counter(map(tuple, ours)) & Counter(map(tuple, theirs))).values())
+    fastest = min(peer.seconds for peer in of_trl)
+    equal = bin_of.tolist() == naive_bin_of
     return Comparison(
         f"plan {count:,} lengths (lognormal, mean {lengths.mean():.0f}) into {CAPACITY}",
         [
@@ -120,11 +150,23 @@ def planning(count: int, runs: int, peak: int) -> Comparison:
             Promise(
                 "every row in the bin that naive best fit decreasing gives it",
                 f"{len(bins):,} bins, naive {naive_bins:,}",
-                bin_of.tolist() == naive_bin_of,
+                equal,
             ),
-            Promise("at least 100 times as fast as TRL", f"{ratio:.0f} times the fastest of the three", ratio >= 100),
+            Promise(
+                "at least 100 times as fast as TRL",
+                f"{fastest / seconds:.0f} times the fastest of the three",
+                fastest >= 100 * seconds,
+            ),
             Promise("peak memory of the process under 500 MB", f"{peak / 1e6:.0f} MB", peak < 500e6),
         ],
+        {
+            "equal_to_naive": equal,
+            "bins": len(bins),
+            "rows_unlike_trl": unlike,
+            "times_trl": fastest / seconds,
+            "floor_s": floor,
+            "floor": "one sort of the lengths",
+        },
     )
 
 
@@ -133,15 +175,51 @@ def copying(count: int, runs: int) -> Comparison:
     lengths = real_shaped(count)
     rows = one_span_rows(lengths)
     seconds, packed = median_of(runs, lambda: pack(rows, CAPACITY))
+    floor, _ = median_of(runs, rows.ids.copy)
     trl_seconds, trl_rows = trl_pack(trl_dataset(lengths, np.int32), batch_size=None)
     fill = float(lengths.sum()) / CAPACITY
     return Comparison(
         f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} M tokens, into {CAPACITY}",
         [
             Timing("chatmill pack, tokens copied", seconds, len(packed), fill / len(packed)),
-            Timing(f"{trl_name()}, whole plan", trl_seconds, trl_rows, fill / trl_rows),
+            Timing(f"{trl_name()}, whole plan", trl_seconds, len(trl_rows), fill / len(trl_rows)),
         ],
         [],
+        {
+            "tokens": int(lengths.sum()),
+            "times_trl": trl_seconds / seconds,
+            "floor_s": floor,
+            "floor": "one copy of the tokens",
+        },
+    )
+
+
+def in_order(count: int, runs: int) -> Comparison:
+    """Beside torchtune, which fills rows in the order that conversations come in, and holds them as tensors."""
+    lengths = real_shaped(count)
+    rows = one_span_rows(lengths)
+    samples = [{"tokens": [0] * length, "labels": [0] * length} for length in lengths.tolist()]
+    seconds, packed = median_of(runs, lambda: pack(rows, CAPACITY))
+    torchtune_pack(samples[:1])
+    peer_seconds, peer = timed(lambda: torchtune_pack(samples))
+    # Its last number is the padding of a row that is not full.
+    held = sum(int((row["labels"] != -100).sum()) for row in peer)
+    if held != lengths.sum():
+        raise SystemExit(f"torchtune: {held} tokens after packing; {lengths.sum()} went in")
+    fill = float(lengths.sum()) / CAPACITY
+    return Comparison(
+        f"pack {count:,} rows, {lengths.sum() / 1e6:.0f} M tokens, into {CAPACITY}",
+        [
+            Timing("chatmill pack, tokens copied", seconds, len(packed), fill / len(packed)),
+            Timing(
+                f"torchtune {importlib.metadata.version('torchtune')} PackedDataset",
+                peer_seconds,
+                len(peer),
+                fill / len(peer),
+            ),
+        ],
+        [],
+        {"tokens": int(lengths.sum()), "times_torchtune": peer_seconds / seconds},
     )
 
 
@@ -149,16 +227,20 @@ def streaming(count: int, runs: int) -> Comparison:
     """Stream blocks with injection and masks, planning and copying, on one core. No peer does the same work."""
     rows = post_training_rows(count)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    timings, promises = [], []
+    timings, promises, speeds = [], [], {}
     for size in (1024, 4096):
         seconds, packed = median_of(runs, lambda size=size: blocks(rows[:], size))
-        speed = len(rows.ids) / seconds / 1e6
+        speeds[str(size)] = len(rows.ids) / seconds / 1e6
         timings.append(Timing(f"chatmill blocks of {size}", seconds, len(packed), 1.0))
-        promises.append(Promise(f"blocks of {size}: at least 20 Mtok/s", f"{speed:.0f} Mtok/s", speed >= 20))
+        promises.append(
+            Promise(f"blocks of {size}: at least 20 Mtok/s", f"{speeds[str(size)]:.0f} Mtok/s", speeds[str(size)] >= 20)
+        )
+    floor, _ = median_of(runs, rows.ids.copy)
     return Comparison(
         f"cut {count:,} conversations, {len(rows.ids) / 1e6:.1f} M tokens, into stream blocks, one core",
         timings,
         promises,
+        {"tokens": len(rows.ids), "mtok": speeds, "floor_s": floor, "floor": "one copy of the tokens"},
     )
 
 
@@ -233,12 +315,18 @@ def trl_dataset(lengths: NDArray[np.int64], token: type | None) -> Any:
     return datasets.Dataset(pa.table({"input_ids": rows}))
 
 
-def trl_pack(dataset: Any, **map_kwargs: Any) -> tuple[float, int]:
-    """Seconds of `pack_dataset` alone, and how many rows it made."""
+def trl_pack(dataset: Any, **map_kwargs: Any) -> tuple[float, Any]:
+    """Seconds of `pack_dataset` alone, and the rows it made."""
     from trl import pack_dataset
 
-    seconds, packed = timed(lambda: pack_dataset(dataset, CAPACITY, strategy="bfd", map_kwargs=map_kwargs))
-    return seconds, len(packed)
+    return timed(lambda: pack_dataset(dataset, CAPACITY, strategy="bfd", map_kwargs=map_kwargs))
+
+
+def torchtune_pack(samples: list[dict[str, list[int]]]) -> Any:
+    with contextlib.redirect_stderr(io.StringIO()):
+        from torchtune.datasets import PackedDataset
+
+        return PackedDataset(samples, max_seq_len=CAPACITY).packs
 
 
 # Measuring and showing.

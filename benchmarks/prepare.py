@@ -2,30 +2,33 @@
 
     python benchmarks/prepare.py                        50 000 conversations, two processes on both sides
     python benchmarks/prepare.py --conversations 5000   quicker
-    python benchmarks/prepare.py --growth               also ten times the data, for memory
 
 Both sides go from a JSONL file to packed rows of 4096 with an assistant mask. chatmill writes, syncs and publishes
-a dataset; TRL keeps its Arrow cache. Start-up (imports, loading the tokenizer) is left out of both and shown.
+a dataset; TRL keeps its Arrow cache. Start-up (imports, loading the tokenizer) is left out of both and shown. First
+every conversation that comes out is held against the peer's: the same ids, the same mask.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
-from corpus import DATA, chat_file, tokenizer_file
+from corpus import DATA, Data, add_options, chosen, options_of
 from fastokens import Tokenizer as Fastokens
-from measure import interleaved, machine, report
+from measure import alone, interleaved, machine, report, versions
 from render import CHATML
 
 from chatmill.prepare.engine import Local
@@ -33,6 +36,7 @@ from chatmill.prepare.job import Job, Source
 from chatmill.prepare.pipeline import prepare
 from chatmill.prepare.unit import Tools, make_tools
 from chatmill.store.metadata import Metadata
+from chatmill.store.read import open_dataset
 
 PACK = 4096
 PROCESSES = 2
@@ -40,6 +44,10 @@ PROCESSES = 2
 
 class PlainRecord(msgspec.Struct):
     messages: list[dict[str, str]]
+
+
+def job_of(data: Data) -> Job:
+    return Job((Source((str(data.path),)),), tokenizer=str(data.tokenizer), pack=PACK)
 
 
 def ours(job: Job, tools: Tools, folder: Path) -> Metadata:
@@ -74,8 +82,22 @@ def bare_parts(path: Path, tokenizer: Path, folder: Path, runs: int) -> dict[str
     return interleaved(runs, decode=decode, encode=encode, write=write)
 
 
-def trl_prepare(path: Path, tokenizer: Path, folder: Path) -> tuple[float, float, int]:
-    """Seconds of TRL's own preparation from the JSONL on, of its start-up before, and how many tokens came out."""
+# One side alone, in a process of its own.
+
+
+def our_side(data: Data, folder: Path) -> dict[str, Any]:
+    """One build, as the command makes it, with its seconds after start-up."""
+    started = time.perf_counter()
+    tools = make_tools(job_of(data))
+    start_up = time.perf_counter() - started
+    started = time.perf_counter()
+    split = ours(job_of(data), tools, folder).splits["train"]
+    taken = time.perf_counter() - started
+    return {"seconds": taken, "start_up": start_up, "tokens": split.num_tokens, "rows": split.num_episodes}
+
+
+def trl_side(data: Data, folder: Path) -> dict[str, Any]:
+    """TRL's own preparation from the JSONL on; what it made of each conversation goes to a file."""
     began = time.perf_counter()
     os.environ["HF_HOME"] = str(folder / "hf")
     import datasets
@@ -83,7 +105,7 @@ def trl_prepare(path: Path, tokenizer: Path, folder: Path) -> tuple[float, float
     from trl import SFTConfig, SFTTrainer
 
     datasets.disable_progress_bars()
-    peer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token="<|im_end|>", pad_token="<|im_end|>")
+    peer = PreTrainedTokenizerFast(tokenizer_file=str(data.tokenizer), eos_token="<|im_end|>", pad_token="<|im_end|>")
     peer.chat_template = CHATML
     config = SFTConfig(
         output_dir=str(folder / "trl"),
@@ -98,93 +120,104 @@ def trl_prepare(path: Path, tokenizer: Path, folder: Path) -> tuple[float, float
     # The method that SFTTrainer calls on its dataset, with what it looks up on the trainer; no model is needed.
     trainer: Any = SimpleNamespace(chat_template=CHATML, completion_only_loss=False, _tokenizer=peer)
     started = time.perf_counter()
-    loaded = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(folder / "cache"))
+    loaded = datasets.load_dataset("json", data_files=str(data.path), split="train", cache_dir=str(folder / "cache"))
     packed = SFTTrainer._prepare_dataset(trainer, loaded, peer, config, True, None, "train")
-    tokens = sum(len(row) for row in packed["input_ids"])
-    return time.perf_counter() - started, started - began, tokens
+    taken = time.perf_counter() - started
+    columns = packed.with_format("numpy")
+    mask = next(name for name in ("assistant_masks", "labels") if name in packed.column_names)
+
+    def conversations() -> Iterator[tuple[Any, Any]]:
+        for row in columns:
+            trained = row[mask] != (-100 if mask == "labels" else 0)
+            ends = np.cumsum(row["seq_lengths"])
+            for start, stop in zip(ends - row["seq_lengths"], ends, strict=True):
+                yield row["input_ids"][start:stop], trained[start:stop]
+
+    hashes, tokens = hashed(conversations())
+    (folder / "trl.hashes").write_text("\n".join(hashes))
+    return {"seconds": taken, "start_up": started - began, "tokens": tokens, "rows": len(packed)}
 
 
-def peak_memory(path: Path, tokenizer: Path, folder: Path) -> int:
-    """The most memory, shared pages counted by share, of `chatmill prepare` and all of its processes."""
-    target = folder / "memory"
-    shutil.rmtree(target, ignore_errors=True)
-    command = ["chatmill", "prepare", str(path), "-o", str(target)]
-    command += ["--tokenizer", str(tokenizer), "--pack", str(PACK), "--workers", str(PROCESSES)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.argv = {command!r}; from chatmill.cli.main import main; main()"],
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    peak = 0
-    while process.poll() is None:
-        peak = max(peak, sum(_pss(pid) for pid in _session(process.pid)))
-        time.sleep(0.05)
-    if process.returncode:
-        raise SystemExit(f"chatmill prepare failed with {process.returncode}")
-    shutil.rmtree(target)
-    return peak
+# Equality.
 
 
-def _session(leader: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[3]) == leader:
-                found.append(int(entry.name))
-    return found
+def hashed(conversations: Iterable[tuple[Any, Any]]) -> tuple[list[str], int]:
+    """For each conversation, its length and a hash of its ids and mask; and how many tokens they have together."""
+    found, tokens = [], 0
+    for ids, trained in conversations:
+        digest = blake2b(np.asarray(ids, dtype=np.uint32).tobytes(), digest_size=12)
+        digest.update(np.asarray(trained, dtype=bool).tobytes())
+        found.append(f"{len(ids)} {digest.hexdigest()}")
+        tokens += len(ids)
+    return found, tokens
 
 
-def _pss(pid: int) -> int:
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
+def our_conversations(dataset: Path) -> Iterator[tuple[Any, Any]]:
+    """Ids and mask of every conversation of a packed dataset."""
+    episodes = open_dataset(dataset)["train"]
+    for at in range(0, len(episodes), 1024):
+        rows = episodes.rows(np.arange(at, min(at + 1024, len(episodes))))
+        mask = rows.mask()
+        for start, stop in pairwise(rows.segment_start.tolist()):
+            yield rows.ids[start:stop], mask[start:stop]
 
 
-def ten_times(path: Path) -> Path:
-    """The same conversations ten times over, in one file."""
-    large = DATA / f"{path.stem}-x10.jsonl"
-    if not large.exists():
-        aside = large.with_suffix(".part")
-        with aside.open("wb") as file:
-            for _ in range(10):
-                file.write(path.read_bytes())
-        aside.replace(large)
-    return large
+def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
+    """How many conversations both have alike, and how many one has alone: cut at the limit, or another way."""
+    mine, other = Counter(ours), Counter(theirs)
+    alone_here, alone_there = mine - other, other - mine
+    full = sum(count for name, count in alone_there.items() if name.startswith(f"{PACK} "))
+    return {
+        "alike": (mine & other).total(),
+        "chatmill_alone": alone_here.total(),
+        "peer_alone": alone_there.total(),
+        "peer_alone_cut": full,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=50_000)
+    add_options(parser)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--no-trl", action="store_true", help="leave out the peer, which takes minutes")
-    parser.add_argument("--growth", action="store_true", help="measure the memory for ten times the data, too")
+    parser.add_argument("--side", choices=("chatmill", "trl"), help="only this side, once, for its memory")
+    parser.add_argument("--folder", type=Path, help="where a side leaves what it makes")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    path, tokenizer = chat_file(args.conversations), tokenizer_file()
-    job = Job((Source((str(path),)),), tokenizer=str(tokenizer), pack=PACK)
+    data = chosen(args)
+    if args.side:
+        print(json.dumps((our_side if args.side == "chatmill" else trl_side)(data, args.folder)))
+        return
     with tempfile.TemporaryDirectory(dir=DATA) as temporary:
         folder = Path(temporary)
-        memory = peak_memory(path, tokenizer, folder)
-        grown = peak_memory(ten_times(path), tokenizer, folder) if args.growth else None
-        started = time.perf_counter()
+        same = [*options_of(data), "--folder", folder]
+        one, memory = alone(__file__, "--side", "chatmill", *same)
+        peer = peer_memory = differ = None
+        if not args.no_trl:
+            # Looked at less often than chatmill: it takes minutes, and must not be slowed.
+            peer, peer_memory = alone(__file__, "--side", "trl", *same, every=0.5)
+            mine, _ = hashed(our_conversations(folder / "dataset"))
+            differ = compared(mine, (folder / "trl.hashes").read_text().split("\n"))
+        job = job_of(data)
         tools = make_tools(job)
-        start_up = time.perf_counter() - started
-        metadata = ours(job, tools, folder)
-        tokens = metadata.splits["train"].num_tokens
         seconds = interleaved(args.runs, ours=lambda: ours(job, tools, folder))["ours"]
-        parts = bare_parts(path, tokenizer, folder, args.runs)
-        peer = None if args.no_trl else trl_prepare(path, tokenizer, folder)
-    speed, bare = tokens / seconds, sum(parts.values())
+        parts = bare_parts(data.path, data.tokenizer, folder, args.runs)
+    tokens, bare = one["tokens"], sum(parts.values())
+    speed = tokens / seconds
+    figures: dict[str, Any] = {
+        "conversations": data.conversations,
+        "bytes": data.path.stat().st_size,
+        "tokens": tokens,
+        "rows": one["rows"],
+        "runs": args.runs,
+        "seconds": seconds,
+        "start_up": one["start_up"],
+        "bare": parts,
+        "share_of_bare": bare / seconds,
+        "memory": {"chatmill": memory},
+    }
     lines = [
-        ("chatmill prepare, start-up left out", f"{start_up:.1f} s"),
+        ("chatmill prepare, start-up left out", f"{one['start_up']:.1f} s"),
         ("chatmill prepare --pack 4096, two processes, synced", f"{seconds:.2f} s, {speed / 1e6:.1f} Mtok/s"),
         (
             "  bare msgspec decode + flat encode + raw write",
@@ -193,20 +226,23 @@ def main() -> None:
         ("share of the speed of the bare parts (target 0.5)", f"{bare / seconds:.2f}"),
         ("memory of all processes, PSS (target 1.2 GB)", f"{memory / 1e9:.2f} GB"),
     ]
-    figures = {"tokens": tokens, "seconds": seconds, "start_up": start_up, "bare": parts, "memory": memory}
-    if grown is not None:
-        lines.append(("memory for ten times the data (target at most 1.10 times)", f"{grown / memory:.2f} times"))
-        figures["memory_x10"] = grown
     if peer is not None:
-        peer_speed = peer[2] / peer[0]
+        peer_speed = peer["tokens"] / peer["seconds"]
         lines += [
-            ("TRL, start-up left out", f"{peer[1]:.1f} s"),
-            ("TRL load_dataset + _prepare_dataset, two processes", f"{peer[0]:.1f} s, {peer_speed / 1e6:.3f} Mtok/s"),
+            ("conversations alike, here alone, in TRL's alone", str(differ)),
+            ("TRL, start-up left out", f"{peer['start_up']:.1f} s"),
+            (
+                "TRL load_dataset + _prepare_dataset, two processes",
+                f"{peer['seconds']:.1f} s, {peer_speed / 1e6:.3f} Mtok/s",
+            ),
+            ("  memory of all its processes", f"{peer_memory / 1e9:.2f} GB"),
             ("times TRL (target 50)", f"{speed / peer_speed:.1f}"),
         ]
-        figures |= {"trl_seconds": peer[0], "trl_tokens": peer[2], "times_trl": speed / peer_speed}
+        figures |= {"trl": peer, "differ": differ, "times_trl": speed / peer_speed}
+        figures["memory"]["trl"] = peer_memory
     packages = ("chatmill", "fastokens", "msgspec", "trl", "transformers", "datasets")
-    title = f"prepare: {args.conversations:,} conversations, {tokens / 1e6:.1f} M tokens; {machine(*packages)}"
+    figures["versions"] = versions(*packages)
+    title = f"prepare: {data.conversations:,} conversations, {tokens / 1e6:.1f} M tokens; {machine(*packages)}"
     report(title, lines, figures, as_json=args.json)
 
 

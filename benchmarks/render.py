@@ -11,15 +11,19 @@ without generation tags has no mask in transformers: there it is given the tagge
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import trl
-from corpus import chat_file, tokenizer_file
+import numpy as np
+from corpus import Data, add_options, chosen, options_of
 from fastokens import Tokenizer as Fastokens
-from measure import interleaved, machine, report
-from transformers import PreTrainedTokenizerFast
+from measure import alone, interleaved, machine, report, versions
 
-from chatmill.format import ChatFormat, load_format, render_chunks
+from chatmill.format import load_format, render_chunks
 from chatmill.format.plates import Plates
 from chatmill.format.sheet import lay_out
 from chatmill.format.template import TemplateFormat
@@ -27,7 +31,7 @@ from chatmill.format.template.folder import read_folder
 from chatmill.ledger import Ledger
 from chatmill.records import Record, read
 from chatmill.rows import Rows, concat
-from chatmill.tokenizer import Tokenizer, open_tokenizer
+from chatmill.tokenizer import open_tokenizer
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -41,7 +45,56 @@ CHUNK = 4096
 """Texts a call for the bare encoding: the fastest of 1024, 4096, 16384 and all at once."""
 
 
-def peer_rows(peer: PreTrainedTokenizerFast, records: list[Record]) -> list[tuple[list[int], list[int]]]:
+Chunks = Iterator[Rows]
+Both = tuple[list[int], list[int]]
+"""Ids and mask of a row."""
+
+
+class Chatml:
+    """ChatML, on both sides."""
+
+    def __init__(self, data: Data) -> None:
+        self.data, self.format = data, load_format("chatml")
+        self.tokenizer = open_tokenizer(data.tokenizer, control=self.format.tokens)
+        self.peer_template = CHATML
+
+    def chunks(self, records: Iterable[Record]) -> Chunks:
+        return render_chunks(records, self.format, self.tokenizer)
+
+    def texts(self, records: list[Record]) -> list[str]:
+        return list(lay_out(records, self.format, Plates(self.format, self.tokenizer)).texts)
+
+
+class Template:
+    """A published template as it is, and the edition of it with generation tags for the other side."""
+
+    def __init__(self, data: Data, name: str) -> None:
+        # Found without importing it: its memory is not chatmill's.
+        (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
+        folder = Path(package) / "chat_templates"
+        self.tokenizer = open_tokenizer(data.tokenizer)
+        self.source = read_folder(str(data.tokenizer), str(folder / f"{name}.jinja"))
+        self.peer_template = (folder / f"{name}_training.jinja").read_text("utf-8")
+
+    def chunks(self, records: Iterable[Record]) -> Chunks:
+        # A new one each time: what it derives is part of the work.
+        format = TemplateFormat(self.source, self.tokenizer)
+        return format.chunks(format.accepted(records), ledger=Ledger())
+
+    def texts(self, records: list[Record]) -> list[str]:
+        return [message.content for record in records for message in record.messages]
+
+
+def peer_of(data: Data, template: str) -> Any:
+    # Imported where it is used, so that a process of chatmill alone has the memory of chatmill alone.
+    from transformers import PreTrainedTokenizerFast
+
+    peer = PreTrainedTokenizerFast(tokenizer_file=str(data.tokenizer))
+    peer.chat_template = template
+    return peer
+
+
+def peer_rows(peer: Any, records: list[Record]) -> list[Both]:
     """Ids and assistant mask of each conversation, one call a row as its users do."""
     out = []
     for record in records:
@@ -51,15 +104,22 @@ def peer_rows(peer: PreTrainedTokenizerFast, records: list[Record]) -> list[tupl
     return out
 
 
-def differences(rows: Rows, peers: list[tuple[list[int], list[int]]]) -> list[int]:
-    """The rows whose ids or mask are not the peer's."""
-    ids, mask, start = rows.ids, rows.mask(), rows.row_start
-    return [
-        number
-        for number, (peer_ids, peer_mask) in enumerate(peers)
-        if ids[start[number] : start[number + 1]].tolist() != peer_ids
-        or mask[start[number] : start[number + 1]].astype(int).tolist() != peer_mask
-    ]
+def differences(rows: Rows, peers: list[Both], peer: Any) -> dict[str, Any]:
+    """How many rows have other ids, how many another mask, and the texts that only one side trains."""
+    start, mask = rows.row_start, rows.mask()
+    ids_differ = masks_differ = 0
+    only: dict[str, Counter[str]] = {"chatmill": Counter(), "peer": Counter()}
+    for number, (peer_ids, peer_mask) in enumerate(peers):
+        here = slice(start[number], start[number + 1])
+        if rows.ids[here].tolist() != peer_ids:
+            ids_differ += 1
+            continue
+        ours, theirs = mask[here], np.array(peer_mask, dtype=bool)
+        masks_differ += not np.array_equal(ours, theirs)
+        for side, found in (("chatmill", ours & ~theirs), ("peer", theirs & ~ours)):
+            only[side].update(peer.convert_ids_to_tokens(rows.ids[here][found].tolist()))
+    shown = {side: dict(texts.most_common(5)) for side, texts in only.items()}
+    return {"rows": len(peers), "ids_differ": ids_differ, "masks_differ": masks_differ, "trained_by_one": shown}
 
 
 def encode_alone(fast: Fastokens, texts: list[str]) -> None:
@@ -67,110 +127,83 @@ def encode_alone(fast: Fastokens, texts: list[str]) -> None:
         fast.encode_batch_flat(texts[at : at + CHUNK], split_special_tokens=True)
 
 
-def render_all(records: list[Record], format: ChatFormat, tokenizer: Tokenizer) -> int:
-    return sum(len(rows.ids) for rows in render_chunks(records, format, tokenizer))
-
-
-def template_main(args: argparse.Namespace) -> None:
-    """A published template, derived and replayed, beside its tagged edition in transformers."""
-    path = args.tokenizer or tokenizer_file()
-    folder = Path(trl.__file__).parent / "chat_templates"
-    tokenizer = open_tokenizer(path)
-    source = read_folder(str(path), str(folder / f"{args.template}.jinja"))
-    peer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    peer.chat_template = (folder / f"{args.template}_training.jinja").read_text("utf-8")
-    records = list(read([chat_file(args.conversations)]))
-    few = records[: args.peer_rows]
-
-    def render_template(chosen: list[Record]) -> Rows:
-        # A new one each time: what it derives is part of the work.
-        format = TemplateFormat(source, tokenizer)
-        return concat(list(format.chunks(format.accepted(chosen), ledger=Ledger())))
-
-    few_rows, peers = render_template(few), peer_rows(peer, few)
-    start = few_rows.row_start
-    differ = [n for n, (ids, _) in enumerate(peers) if few_rows.ids[start[n] : start[n + 1]].tolist() != ids]
-    tokens = len(render_template(records).ids)
-    seconds = interleaved(args.runs, render=lambda: render_template(records), peer=lambda: peer_rows(peer, few))
-    speed, peer_speed = tokens / seconds["render"], len(few_rows.ids) / seconds["peer"]
-    report(
-        f"render --format template, {args.template}: {len(records):,} conversations, {tokens / 1e6:.1f} M tokens; "
-        + machine("chatmill", "jinja2", "fastokens", "tokenizers", "transformers", "trl"),
-        [
-            (f"rows whose ids differ from transformers, of {len(few):,}", f"{len(differ)}"),
-            ("chatmill, mask derived and proven", f"{seconds['render']:.2f} s, {speed / 1e6:.1f} Mtok/s"),
-            ("transformers apply_chat_template, tagged edition", f"{peer_speed / 1e6:.3f} Mtok/s"),
-            ("times transformers (target 10)", f"{speed / peer_speed:.1f}"),
-        ],
-        {
-            "tokens": tokens,
-            "rows_that_differ": len(differ),
-            "render_s": seconds["render"],
-            "peer_tokens_per_s": peer_speed,
-            "times_transformers": speed / peer_speed,
-        },
-        as_json=args.json,
-    )
+def side(name: str, way: Chatml | Template, data: Data, rows: int) -> None:
+    """One side alone, for its memory: chatmill as it streams a file, the peer on as many rows as it is timed on."""
+    if name == "chatmill":
+        for _ in way.chunks(read([data.path])):
+            pass
+    else:
+        peer_rows(peer_of(data, way.peer_template), list(islice(read([data.path]), rows)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=50_000)
+    add_options(parser)
     parser.add_argument("--peer-rows", type=int, default=2_000, help="how many of them transformers renders")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json with the ChatML tokens; made here if left out")
     parser.add_argument("--format", choices=("chatml", "template"), default="chatml")
     parser.add_argument(
         "--template", default="qwen2_5", help="of TRL, for --format template: one that is there in two editions"
     )
+    parser.add_argument("--side", choices=("chatmill", "peer"), help="only this side, once, and print nothing")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.format == "template":
-        template_main(args)
+    data = chosen(args)
+    way = Chatml(data) if args.format == "chatml" else Template(data, args.template)
+    if args.side:
+        side(args.side, way, data, args.peer_rows)
         return
+    same = [*options_of(data), "--format", args.format, "--template", args.template, "--peer-rows", args.peer_rows]
+    memory = {name: alone(__file__, "--side", name, *same)[1] for name in ("chatmill", "peer")}
 
-    path = args.tokenizer or tokenizer_file()
-    format = load_format("chatml")
-    ours = open_tokenizer(path, control=format.tokens)
-    fast = Fastokens.from_file(str(path))
-    peer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    peer.chat_template = CHATML
-    records = list(read([chat_file(args.conversations)]))
-    few = records[: args.peer_rows]
-    texts = lay_out(records, format, Plates(format, ours)).texts
-
-    few_rows = concat(list(render_chunks(few, format, ours)))
-    differ = differences(few_rows, peer_rows(peer, few))
-    tokens = render_all(records, format, ours)
+    fast, peer = Fastokens.from_file(str(data.tokenizer)), peer_of(data, way.peer_template)
+    records = list(read([data.path]))
+    few, texts = records[: args.peer_rows], way.texts(records)
+    few_rows, peers = concat(list(way.chunks(few))), peer_rows(peer, few)
+    differ = differences(few_rows, peers, peer)
+    tokens = sum(len(rows.ids) for rows in way.chunks(records))
     encode_alone(fast, texts)
-    seconds = interleaved(
-        args.runs,
-        encode=lambda: encode_alone(fast, texts),
-        render=lambda: render_all(records, format, ours),
-    )
-    peer_seconds = interleaved(3, peer=lambda: peer_rows(peer, few))["peer"]
-    speed = tokens / seconds["render"]
-    peer_speed = len(few_rows.ids) / peer_seconds
+
+    def render_all() -> None:
+        for _ in way.chunks(records):
+            pass
+
+    seconds = interleaved(args.runs, encode=lambda: encode_alone(fast, texts), render=render_all)
+    peer_seconds = interleaved(min(args.runs, 3), peer=lambda: peer_rows(peer, few))["peer"]
+    speed, peer_speed = tokens / seconds["render"], len(few_rows.ids) / peer_seconds
     share, ratio = seconds["encode"] / seconds["render"], speed / peer_speed
+    packages = ("chatmill", "fastokens", "tokenizers", "transformers", "trl")
+    wanted, named = ("target 30", "chatml") if args.format == "chatml" else ("target 10", args.template)
     report(
-        f"render: {len(records):,} conversations, {len(texts):,} messages, {tokens / 1e6:.1f} M tokens; "
-        + machine("chatmill", "fastokens", "tokenizers", "transformers"),
+        f"render {named}: {len(records):,} conversations, {len(texts):,} messages, {tokens / 1e6:.1f} M tokens; "
+        + machine(*packages),
         [
-            (f"rows that differ from transformers, of {len(few):,}", f"{len(differ)}"),
+            (
+                f"rows of {len(few):,} whose ids, whose mask differ from transformers",
+                f"{differ['ids_differ']}, {differ['masks_differ']}",
+            ),
+            ("tokens that one side alone trains", str(differ["trained_by_one"])),
             ("fastokens, the same texts alone", f"{seconds['encode']:.2f} s"),
             ("chatmill render", f"{seconds['render']:.2f} s, {speed / 1e6:.1f} Mtok/s"),
-            ("share of bare encoding speed (target 0.6)", f"{share:.2f}"),
+            ("share of bare encoding speed" + (" (target 0.6)" if named == "chatml" else ""), f"{share:.2f}"),
             ("transformers apply_chat_template, row by row", f"{peer_speed / 1e6:.3f} Mtok/s"),
-            ("times transformers (target 30)", f"{ratio:.1f}"),
+            (f"times transformers ({wanted})", f"{ratio:.1f}"),
+            ("peak memory of chatmill, of transformers", " and ".join(f"{x / 1e6:.0f} MB" for x in memory.values())),
         ],
         {
+            "conversations": len(records),
+            "messages": len(texts),
             "tokens": tokens,
-            "rows_that_differ": len(differ),
+            "template": named,
+            "runs": args.runs,
+            "differ": differ,
             "encode_s": seconds["encode"],
             "render_s": seconds["render"],
             "share_of_encoding": share,
             "peer_tokens_per_s": peer_speed,
             "times_transformers": ratio,
+            "memory": memory,
+            "versions": versions(*packages),
         },
         as_json=args.json,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import machine, report
+from measure import machine, memory_of, report, versions
 
 from chatmill.format import load_format
 from chatmill.ledger import Ledger
@@ -45,7 +46,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         tokens, common = write(folder / "store", args.episodes)
-        with viewer(folder) as (url, started):
+        with viewer(folder) as (url, started, process):
             first_ms = first_page(url)
             listed = []
             while not complete(url):
@@ -59,8 +60,13 @@ def main() -> int:
                 "a text that is nowhere": first_hit(url, "zzyzzx road"),
             }
             filtered = ask_ms(url, "/api/train/episodes?least=600&share_from=0.7&role=assistant")
-        with viewer(folder) as (url, _):
+            memory = memory_of(process)
+            # As many requests for a small file: what asking costs at all.
+            asked = [ask_ms(url, PAGE[1]) for _ in range(50)]
+            floor_ms = (len(PAGE) + 2) * statistics.median(asked)
+        with viewer(folder) as (url, *_):
             again_ms = first_page(url)
+        floor_s = scan(folder / "store")
         size = sum(path.stat().st_size for path in (folder / "index").rglob("*") if path.is_file())
     found = hits["a text of the last episodes alone"]
     lines = [
@@ -74,6 +80,9 @@ def main() -> int:
             for what, (seconds, hit) in hits.items()
         ),
         ("a filter by length, share and role", f"{filtered:.0f} ms"),
+        ("floor: as many requests for a small file", f"{floor_ms:.0f} ms"),
+        ("floor: all tokens searched for bytes, no index", f"{floor_s:.2f} s"),
+        ("memory of the viewer at the end", f"{memory / 1e6:.0f} MB"),
     ]
     figures = {
         "episodes": args.episodes,
@@ -82,6 +91,11 @@ def main() -> int:
         "index_bytes": size,
         "search_s": {what: seconds for what, (seconds, _) in hits.items()},
         "filter_ms": filtered,
+        "found": found[1],
+        "floor_ms": floor_ms,
+        "floor_s": floor_s,
+        "memory": memory,
+        "versions": versions("chatmill", "starlette", "uvicorn"),
     }
     report(f"viewer; {machine('numpy', 'starlette', 'uvicorn')}", lines, figures, as_json=args.json)
     kept = max(first_ms, again_ms) < FIRST_PAGE_MS and found[1] and found[0] < FIRST_HIT_S
@@ -92,8 +106,8 @@ def main() -> int:
 
 
 @contextmanager
-def viewer(folder: Path) -> Iterator[tuple[str, float]]:
-    """The command itself, and when it was ready."""
+def viewer(folder: Path) -> Iterator[tuple[str, float, int]]:
+    """The command itself, when it was ready, and its process."""
     command = [
         Path(sys.executable).with_name("chatmill"),
         "view",
@@ -102,11 +116,11 @@ def viewer(folder: Path) -> Iterator[tuple[str, float]]:
         folder / "index",
         "--json",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"].rstrip("/")
-        yield url, time.perf_counter()
+        yield url, time.perf_counter(), process.pid
     finally:
         process.terminate()
         process.wait()
@@ -144,6 +158,14 @@ def first_hit(url: str, text: str) -> tuple[float, bool]:
             return time.perf_counter() - started, True
         start = answer["next"]
     return time.perf_counter() - started, False
+
+
+def scan(store: Path) -> float:
+    """Seconds to look for the rare text in the tokens of all shards, as bytes."""
+    wanted, started = np.frombuffer(RARE.encode(), dtype=np.uint8).astype("<u2").tobytes(), time.perf_counter()
+    for path in sorted((store / "train").glob("*/tokens.bin")):
+        path.read_bytes().find(wanted)
+    return time.perf_counter() - started
 
 
 # The store.

@@ -1,0 +1,173 @@
+"""Every benchmark in one run, each in a process of its own, and the page that is made of it.
+
+    make bench                        all of it: docs/benchmarks.md, docs/benchmarks.svg and the flame graphs
+    make bench ARGS=--quick           small sizes, to try it out: the page goes to benchmarks/.results/quick
+    make bench ARGS="--only load"     this part again, and the page from it and what was measured before
+    make bench ARGS="--gpu"           training too, on a machine with a GPU; `--gpu FILE ...` takes what
+                                      `python benchmarks/train.py --json` printed elsewhere
+    make bench ARGS="--input chat.jsonl --tokenizer tokenizer.json"
+
+What each benchmark found is kept as JSON under benchmarks/.results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chart import chart
+from flame import flame_graph
+from gpu import GPU, merged
+from page import page
+
+HERE = Path(__file__).resolve().parent
+DOCS, RESULTS = HERE.parent / "docs", HERE / ".results"
+BUSY = 0.5
+"""Jobs that wait for a core in the minute before: more than this, and figures are noise."""
+
+
+class Step(NamedTuple):
+    name: str
+    script: str
+    takes_data: bool
+    full: tuple[object, ...]
+    quick: tuple[object, ...]
+
+
+DATA = str(HERE / ".data")
+STEPS = [
+    Step("data", "corpus.py", True, (), ()),
+    Step("render", "render.py", True, ("--runs", 7), ("--runs", 2, "--peer-rows", 100)),
+    Step(
+        "template",
+        "render.py",
+        True,
+        ("--format", "template", "--runs", 5, "--peer-rows", 500),
+        ("--format", "template", "--runs", 2, "--peer-rows", 100),
+    ),
+    Step("pack", "pack.py", False, ("--runs", 7), ("--runs", 2, "--rows", 50_000)),
+    Step("prepare", "prepare.py", True, ("--runs", 7), ("--runs", 2)),
+    Step("load", "load.py", True, ("--billion", "--runs", 7), ("--billion", "--runs", 2)),
+    Step("mix", "mix.py", False, (), ("--rows", 20_000)),
+    Step("certify", "templates.py", False, (), ("--first", 4)),
+    Step("open", "open.py", False, ("--folder", DATA), ("--folder", DATA, "--episodes", 200_000)),
+    Step("rollout", "rollout.py", False, ("--runs", 5), ("--runs", 2, "--targets", 20)),
+    Step("growth", "growth.py", True, (), ()),
+    Step("view", "view.py", False, ("--folder", DATA), ("--folder", DATA, "--episodes", 20_000)),
+    Step("profiles", "profiles.py", True, (), ()),
+]
+QUICK = ("--conversations", 2_000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes; the page is not the one in docs/")
+    parser.add_argument(
+        "--only", nargs="+", choices=[step.name for step in STEPS], help="leave the others as they were"
+    )
+    parser.add_argument("--page", action="store_true", help="measure nothing: the page from what was measured before")
+    parser.add_argument("--gpu", nargs="*", type=Path, metavar="FILE", help="training, here or as measured elsewhere")
+    parser.add_argument("--input", type=Path, help="your own conversations: JSON lines with messages of plain text")
+    parser.add_argument("--tokenizer", type=Path, help="your own tokenizer.json with the tokens of ChatML")
+    args = parser.parse_args()
+    results = RESULTS / "quick" if args.quick else RESULTS
+    results.mkdir(parents=True, exist_ok=True)
+    if not args.page:
+        own = [word for name in ("input", "tokenizer") if (file := getattr(args, name)) for word in (f"--{name}", file)]
+        measure(args.only, own, results, quick=args.quick)
+    if args.gpu is not None:
+        training(args.gpu, results)
+    out = results if args.quick else DOCS
+    for path in write(results, out):
+        print(f"written: {os.path.relpath(path)}", file=sys.stderr)
+
+
+def measure(only: list[str] | None, own: list[object], results: Path, *, quick: bool) -> None:
+    began, waiting = time.monotonic(), os.getloadavg()[0]
+    if waiting > BUSY:
+        print(f"the machine is busy (load {waiting:.1f}): speeds will be too low", file=sys.stderr)
+    for step in STEPS:
+        if only and step.name not in only:
+            continue
+        words: list[object] = [*(step.quick if quick else step.full), *(own if step.takes_data else ())]
+        if quick and step.takes_data:
+            words = [*QUICK, *words]
+        with announced(step.name):
+            found = run(step.script, words)
+        (results / f"{step.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    if not only:
+        about = {**this_machine(), "load": waiting, "seconds": time.monotonic() - began, "quick": quick}
+        (results / "machine.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+
+
+def run(script: str, words: list[object]) -> Any:
+    """The JSON that a benchmark prints. One that missed a promise exits 1 and is none the worse for it here."""
+    command = [sys.executable, str(HERE / script), *map(str, words)]
+    if script != "corpus.py":
+        command.append("--json")
+    # Peers look for their files on the network unless told not to.
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | quiet, check=False)
+    try:
+        return json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
+    except ValueError:
+        raise SystemExit(f"{' '.join(command)}: exit {done.returncode} and no figures; run it to see why") from None
+
+
+@contextmanager
+def announced(name: str) -> Iterator[None]:
+    print(f"{name} …", end=" ", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    yield
+    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def training(files: list[Path], results: Path) -> None:
+    """Take the figures of a GPU, of runs elsewhere or of three here, and keep them for all pages to come."""
+    if files:
+        runs = [json.loads(file.read_text("utf-8")) for file in files]
+    else:
+        with announced("training"):
+            runs = [run("train.py", []) for _ in range(3)]
+    (results / "train.json").write_text(json.dumps(runs, indent=1) + "\n", "utf-8")
+    GPU.write_text(json.dumps(merged(runs), indent=1) + "\n", "utf-8")
+
+
+def write(results: Path, out: Path) -> list[Path]:
+    """The page, the chart and the flame graphs from what is in a folder of results."""
+    found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(results.glob("*.json"))}
+    found["gpu"] = json.loads(GPU.read_text("utf-8"))
+    texts = {"benchmarks.md": page(found), "benchmarks.svg": chart(found)}
+    for part in found.get("profiles", {}).get("parts", []):
+        texts[f"flame-{part['name']}.svg"] = flame_graph(part["title"], part["stacks"])
+    for name, text in texts.items():
+        (out / name).write_text(text, "utf-8")
+    return [out / name for name in texts]
+
+
+def this_machine() -> dict[str, Any]:
+    models = [
+        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    memory = Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": models[0] if models else platform.machine(),
+        "memory": int(memory) * 1024,
+        "python": platform.python_version(),
+        "day": datetime.now(UTC).date().isoformat(),
+    }
+
+
+if __name__ == "__main__":
+    main()

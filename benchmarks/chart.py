@@ -1,0 +1,78 @@
+"""The chart: how many times as fast as each peer, on a logarithmic scale, as plain SVG."""
+
+from __future__ import annotations
+
+import math
+from xml.sax.saxutils import escape
+
+from lines import Line, Results, lines
+
+WIDTH, LABEL, RIGHT, ROW, TOP = 860, 360, 70, 30, 54
+STYLE = """
+    svg { background: #ffffff }
+    text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328 }
+    .title { font-size: 15px; font-weight: 600 }
+    .small, .tick { font-size: 11px; fill: #59636e }
+    .grid { stroke: #d1d9e0 } .one { stroke: #59636e }
+    .faster { fill: #1a7f37 } .slower { fill: #bc4c00 }
+    @media (prefers-color-scheme: dark) {
+      svg { background: #0d1117 }
+      text { fill: #f0f6fc }
+      .small, .tick { fill: #9198a1 }
+      .grid { stroke: #3d444d } .one { stroke: #9198a1 }
+      .faster { fill: #3fb950 } .slower { fill: #f0883e }
+    }
+"""
+
+
+def chart(results: Results) -> str:
+    """One bar for each comparison with a peer; the longer, the faster chatmill is. Left of 1, the peer is faster."""
+    shown = [line for line in lines(results) if line.times is not None] + _training(results)
+    most = max([100.0, *(line.times or 0 for line in shown)])
+    least = min([1.0, *(line.times or 1 for line in shown)])
+    first, last = math.floor(math.log10(least)), math.ceil(math.log10(most))
+    room, height = WIDTH - LABEL - RIGHT, TOP + ROW * len(shown) + 34
+
+    def at(value: float) -> float:
+        return LABEL + room * (math.log10(value) - first) / (last - first)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'aria-label="How many times as fast as each peer chatmill is">',
+        f"  <style>{STYLE}  </style>",
+        '  <text class="title" x="16" y="26">How many times as fast as each peer</text>',
+        '  <text class="small" x="16" y="43">logarithmic; side by side in one run</text>',
+    ]
+    for power in range(first, last + 1):
+        x, kind = at(10.0**power), "one" if power == 0 else "grid"
+        parts.append(f'  <line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - 28}"/>')
+        parts.append(f'  <text class="tick" x="{x:.1f}" y="{height - 12}" text-anchor="middle">{10.0**power:g}</text>')
+    for number, line in enumerate(shown):
+        parts += _bar(line, TOP + ROW * number, at)
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _bar(line: Line, y: float, at) -> list[str]:  # type: ignore[no-untyped-def]
+    assert line.times is not None
+    start, stop = sorted((at(1.0), at(line.times)))
+    kind = "faster" if line.times >= 1 else "slower"
+    peer = line.peer.split(",")[0].replace("`", "")
+    number = f"{line.times:,.0f}" if line.times >= 10 else f"{line.times:.1f}"
+    return [
+        f'  <text x="16" y="{y + 14}">{escape(line.what.replace("`", ""))}</text>',
+        f'  <text class="small" x="16" y="{y + 26}">{escape(peer)}</text>',
+        f'  <rect class="{kind}" x="{start:.1f}" y="{y + 5}" width="{max(stop - start, 1):.1f}" height="18" rx="2"/>',
+        f'  <text x="{stop + 6:.1f}" y="{y + 19}">{number}</text>',
+    ]
+
+
+def _training(results: Results) -> list[Line]:
+    figures = results.get("gpu", {}).get("figures", {})
+    if "chatmill" not in figures:
+        return []
+    ours = figures["chatmill"]["tokens_per_s"][0]
+    return [
+        Line("train 0.6 B on one GPU", "", peer=figures[work]["name"], times=ours / figures[work]["tokens_per_s"][1])
+        for work in ("hf-packed", "hf-padded")
+        if work in figures
+    ]

@@ -1,0 +1,143 @@
+"""How time and memory grow with the data, chatmill alone: `python benchmarks/growth.py [--json]`.
+
+A tenth of the conversations, all of them, and ten times as many are prepared, verified and loaded, each in a process of
+its own. Beside verifying stands the bare hash of the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from corpus import DATA, Data, add_options, chosen, grown, options_of
+from measure import alone, machine, report, versions
+
+from chatmill.store.read import open_dataset
+from chatmill.store.verify import verify
+
+HERE = Path(__file__).parent
+BATCHES = 40
+CONFIG = {"batch_size": 16, "block_size": 4096, "use_loss_mask": True, "pad_token_id": 0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--side", choices=tuple(SIDES), help="only this work on --dataset")
+    parser.add_argument("--dataset", type=Path)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(SIDES[args.side](args.dataset)))
+        return
+    data = chosen(args)
+    tenth = data.conversations // 10
+    steps = []
+    with tempfile.TemporaryDirectory(dir=DATA) as temporary:
+        folder = Path(temporary)
+        for lines, times in ((tenth, 1), (data.conversations, 1), (data.conversations, 10)):
+            path = grown(data.path, folder, lines=lines, times=times)
+            steps.append(one_size(Data(path, lines * times, data.tokenizer), folder))
+            path.unlink()
+    packages = ("chatmill", "fastokens", "msgspec", "numpy")
+    report(
+        f"growth; {machine(*packages)}",
+        [line for step in steps for line in shown(step)],
+        {"sizes": steps, "versions": versions(*packages)},
+        as_json=args.json,
+    )
+
+
+def one_size(data: Data, folder: Path) -> dict[str, Any]:
+    dataset = folder / "dataset"
+    made, memory = alone(
+        str(HERE / "prepare.py"), "--side", "chatmill", *options_of(data), "--folder", folder, every=0.1
+    )
+    found = {
+        "conversations": data.conversations,
+        "tokens": made["tokens"],
+        "bytes": sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file()),
+        "prepare": {"seconds": made["seconds"], "memory": memory},
+    }
+    for side in SIDES:
+        figures, peak = alone(__file__, "--side", side, "--dataset", dataset)
+        found[side] = {**figures, "memory": peak}
+    shutil.rmtree(dataset)
+    return found
+
+
+def shown(step: dict[str, Any]) -> list[tuple[str, str]]:
+    def line(what: str, side: str, figure: str) -> tuple[str, str]:
+        return f"{step['conversations']:,} conversations, {what}", f"{figure}, {step[side]['memory'] / 1e6:.0f} MB"
+
+    return [
+        line("prepared", "prepare", f"{step['prepare']['seconds']:.2f} s"),
+        line("opened", "open", f"{step['open']['ms']:.1f} ms"),
+        line(
+            "verified in full",
+            "verify",
+            f"{step['verify']['full_s']:.2f} s, bare hash {step['verify']['hash_s']:.2f} s",
+        ),
+        line("a packed batch", "load", f"{step['load']['ms']:.2f} ms"),
+    ]
+
+
+# One work in a process of its own.
+
+
+def opening(dataset: Path) -> dict[str, float]:
+    started = time.perf_counter()
+    episodes = open_dataset(dataset)["train"]
+    episodes.tokens(len(episodes) // 2)
+    return {"ms": 1e3 * (time.perf_counter() - started)}
+
+
+def verifying(dataset: Path) -> dict[str, float]:
+    """Seconds of both checks and, for comparison, of hashing every file and nothing else."""
+
+    def bare() -> None:
+        for path in dataset.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    hashlib.file_digest(file, "sha256")
+
+    def checked(full: bool) -> None:
+        if faults := verify(dataset, full=full).faults:
+            raise SystemExit(faults[0])
+
+    works = {"quick_s": lambda: checked(False), "full_s": lambda: checked(True), "hash_s": bare}
+    seconds = {}
+    for name, work in works.items():
+        started = time.perf_counter()
+        work()
+        seconds[name] = time.perf_counter() - started
+    return seconds
+
+
+def loading(dataset: Path) -> dict[str, float]:
+    """Milliseconds a packed batch, the first one, which plans the epoch's first window, by itself."""
+    # Imported here: the other works are measured without torch, which it brings.
+    from chatmill.load.loader import EpisodeLoader
+
+    loader = EpisodeLoader(dataset, CONFIG)
+    taken = []
+    for _ in range(BATCHES):
+        started = time.perf_counter()
+        loader.get_batch()
+        taken.append(1e3 * (time.perf_counter() - started))
+    loader.close()
+    return {"ms": statistics.fmean(taken[1:]), "first_ms": taken[0]}
+
+
+SIDES = {"open": opening, "verify": verifying, "load": loading}
+
+
+if __name__ == "__main__":
+    main()

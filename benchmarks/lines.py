@@ -1,0 +1,233 @@
+"""What the results come to, one line a comparison: chatmill, the floor, the peer, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One comparison. The floor is the least that the machine takes for that work."""
+
+    what: str
+    ours: str
+    floor: str = ""
+    share: float | None = None
+    """Of the speed of the floor: 1 would be all that the machine can do."""
+    peer: str = ""
+    times: float | None = None
+    """As fast as the peer: below 1 the peer is faster."""
+    memory: str = ""
+    """Peaks of chatmill and, after a slash, of the peer."""
+
+
+def lines(results: Results) -> list[Line]:
+    """The lines of all benchmarks that have results, in the order of the way through the house."""
+    return [line for name, made in LINES.items() if name in results for line in made(results[name])]
+
+
+def seconds(value: float) -> str:
+    """A time with about three digits, in the unit that suits it."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value * scale >= 1 or unit == "µs":
+            return f"{digits(value * scale)} {unit}"
+    raise AssertionError
+
+
+def digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def megabytes(*peaks: float | None) -> str:
+    return " / ".join(f"{peak / 1e6:,.0f} MB" for peak in peaks if peak is not None)
+
+
+def rate(tokens_per_s: float) -> str:
+    return f"{digits(tokens_per_s / 1e6)} Mtok/s"
+
+
+def _render(found: Any) -> list[Line]:
+    by = "ChatML" if found["template"] == "chatml" else f"the template `{found['template']}`"
+    return [
+        Line(
+            f"render {found['conversations']:,} conversations by {by}",
+            rate(found["tokens"] / found["render_s"]),
+            f"fastokens {found['versions']['fastokens']} on the same texts, "
+            + rate(found["tokens"] / found["encode_s"]),
+            found["share_of_encoding"],
+            f"transformers {found['versions']['transformers']} `apply_chat_template` with the mask, "
+            + rate(found["peer_tokens_per_s"]),
+            found["times_transformers"],
+            megabytes(found["memory"]["chatmill"], found["memory"]["peer"]),
+        )
+    ]
+
+
+def _prepare(found: Any) -> list[Line]:
+    peer = found.get("trl")
+    bare = sum(found["bare"].values())
+    return [
+        Line(
+            f"prepare {found['conversations']:,} conversations, packed, written and synced",
+            seconds(found["seconds"]),
+            f"bare decode, encode and write, {seconds(bare)}",
+            found["share_of_bare"],
+            f"TRL {found['versions']['trl']}, {seconds(peer['seconds'])}" if peer else "",
+            found.get("times_trl"),
+            megabytes(found["memory"]["chatmill"], found["memory"].get("trl")),
+        )
+    ]
+
+
+def _pack(found: Any) -> list[Line]:
+    plan, copy, blocks, memory = found["plan"], found["copy"], found["blocks"], found["memory"]
+    trl = f"TRL {found['versions']['trl']}"
+    fastest = plan["timings"][0]["seconds"] * plan["figures"]["times_trl"]
+    made = [
+        Line(
+            f"plan {found['rows']:,} lengths into rows of 4096",
+            seconds(plan["timings"][0]["seconds"]),
+            f"{plan['figures']['floor']}, {seconds(plan['figures']['floor_s'])}",
+            plan["figures"]["floor_s"] / plan["timings"][0]["seconds"],
+            f"{trl} `pack_dataset`, the fastest way, {seconds(fastest)}",
+            plan["figures"]["times_trl"],
+            megabytes(memory["plan"], memory["trl"]),
+        ),
+        Line(
+            f"pack {copy['figures']['tokens'] / 1e6:,.0f} M tokens, copied",
+            seconds(copy["timings"][0]["seconds"]),
+            f"{copy['figures']['floor']}, {seconds(copy['figures']['floor_s'])}",
+            copy["figures"]["floor_s"] / copy["timings"][0]["seconds"],
+            f"{trl}, {seconds(copy['timings'][1]['seconds'])}",
+            copy["figures"]["times_trl"],
+            megabytes(memory["copy"], memory["trl copy"]),
+        ),
+    ]
+    if order := found.get("order"):
+        made.append(
+            Line(
+                f"pack {order['figures']['tokens'] / 1e6:,.1f} M tokens, in order of arrival there",
+                seconds(order["timings"][0]["seconds"]),
+                peer=f"torchtune {found['versions']['torchtune']} `PackedDataset`, "
+                f"{seconds(order['timings'][1]['seconds'])}, {order['timings'][1]['fill']:.1%} full",
+                times=order["figures"]["times_torchtune"],
+            )
+        )
+    for timing, (size, speed) in zip(blocks["timings"], blocks["figures"]["mtok"].items(), strict=True):
+        made.append(
+            Line(
+                f"stream blocks of {size}, one core",
+                f"{digits(speed)} Mtok/s",
+                f"{blocks['figures']['floor']}, {rate(blocks['figures']['tokens'] / blocks['figures']['floor_s'])}",
+                blocks["figures"]["floor_s"] / timing["seconds"],
+                memory=megabytes(memory["blocks"]),
+            )
+        )
+    return made
+
+
+def _load(found: Any) -> list[Line]:
+    made = []
+    for shape in found["shapes"]:
+        ms, copy = shape["batch_ms"], seconds(shape["batch_ms"]["copy"] / 1e3)
+        made += [
+            Line(
+                f"a batch of {shape['name']}",
+                seconds(ms["ours"] / 1e3),
+                f"a plain copy of its {shape['batch_bytes'] / 1e6:.2f} MB, {copy}",
+                shape["copy_share"],
+                f"datasets {found['versions']['datasets']} and TRL's collator, {seconds(ms['peer'] / 1e3)}",
+                shape["times"],
+                megabytes(shape["memory"]["chatmill"], shape["memory"]["peer"]),
+            ),
+            Line("the same, audited", seconds(ms["logged"] / 1e3), f"the same copy, {copy}", ms["copy"] / ms["logged"]),
+        ]
+    if big := found.get("billion"):
+        made.append(
+            Line(
+                "order of a position among 10^9 episodes",
+                seconds(big["order_ms"] / 1e3),
+                f"a look into a table of 10^7 in memory, {seconds(big['lookup_ms'] / 1e3)}",
+                big["lookup_ms"] / big["order_ms"],
+                memory=megabytes(big["memory"]),
+            )
+        )
+    return made
+
+
+def _open(found: Any) -> list[Line]:
+    (middle, _), (whole, _) = found["read_us"]["tokens and mask"], found["read_us"]["rows with spans and origins"]
+    mapped = f"as many bytes from a map, {seconds(found['floor_us'] / 1e6)}"
+    return [
+        Line(
+            f"open {found['episodes']:,} episodes and read one",
+            seconds(found["open_ms"] / 1e3),
+            f"metadata parsed, five files mapped, {seconds(found['floor_ms'] / 1e3)}",
+            found["floor_ms"] / found["open_ms"],
+            memory=megabytes(found["memory"]),
+        ),
+        Line("tokens and mask of a random episode", seconds(middle / 1e6), mapped, found["floor_us"] / middle),
+        Line("the whole row of one, with spans", seconds(whole / 1e6), mapped, found["floor_us"] / whole),
+    ]
+
+
+def _growth(found: Any) -> list[Line]:
+    size = found["sizes"][1]
+    check = size["verify"]
+    return [
+        Line(
+            f"verify every byte of {size['bytes'] / 1e6:,.0f} MB",
+            seconds(check["full_s"]),
+            f"bare sha256 of the files, {seconds(check['hash_s'])}",
+            check["hash_s"] / check["full_s"],
+            memory=megabytes(check["memory"]),
+        )
+    ]
+
+
+def _rollout(found: Any) -> list[Line]:
+    return [
+        Line(
+            f"rollout targets, {found['tokens']:.0f} tokens and {found['objects']} objects, one core",
+            f"{digits(found['targets_per_second'])} /s",
+            f"decoded, parsed as JSON, the true ones encoded, {digits(found['floor_per_second'])} /s",
+            found["targets_per_second"] / found["floor_per_second"],
+            memory=megabytes(found["memory"]),
+        )
+    ]
+
+
+def _view(found: Any) -> list[Line]:
+    first, hit = max(found["first_page_ms"]), found["search_s"]["a text of the last episodes alone"]
+    return [
+        Line(
+            f"the viewer's first page, {found['episodes']:,} episodes",
+            seconds(first / 1e3),
+            f"as many requests for a small file, {seconds(found['floor_ms'] / 1e3)}",
+            found["floor_ms"] / first,
+            memory=megabytes(found["memory"]),
+        ),
+        Line(
+            "the viewer's search, one hit among them",
+            seconds(hit),
+            f"all tokens searched without an index, {seconds(found['floor_s'])}",
+            found["floor_s"] / hit,
+        ),
+    ]
+
+
+LINES: dict[str, Callable[[Any], list[Line]]] = {
+    "render": _render,
+    "template": _render,
+    "pack": _pack,
+    "prepare": _prepare,
+    "load": _load,
+    "open": _open,
+    "growth": _growth,
+    "rollout": _rollout,
+    "view": _view,
+}

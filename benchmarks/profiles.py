@@ -1,0 +1,127 @@
+"""Where the time goes in the three parts that are furthest from their floors: `make profile`, or
+
+    python benchmarks/profiles.py [--conversations N] [--json]
+
+py-spy looks at each part, in a process of its own, some hundred times a second. Start-up is left out: only what
+happens below the part's own function counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from corpus import DATA, Data, add_options, chosen, options_of
+from flame import hottest
+from measure import machine, report, versions
+
+HERE = Path(__file__).resolve().parent
+RATE = 200
+
+
+class Part(NamedTuple):
+    name: str
+    title: str
+    roots: tuple[str, ...]
+    """The function where the part begins in a stack: the first of these that is in it."""
+
+
+PARTS = [
+    Part("prepare", "chatmill prepare, two workers and the one that writes", ("run_unit", "prepare")),
+    Part("load", "packed batches of (16, 4096), audited", ("get_batch",)),
+    Part("template", "rendering by a chat template", ("side",)),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--side", choices=("load",), help="the work of this part, on --dataset")
+    parser.add_argument("--dataset", type=Path)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if args.side:
+        audited_batches(args.dataset)
+        return
+    data = chosen(args)
+    parts = []
+    with tempfile.TemporaryDirectory(dir=DATA) as temporary:
+        for part in PARTS:
+            stacks = sampled(part, work(part.name, data, Path(temporary)), Path(temporary) / f"{part.name}.txt")
+            parts.append({**part._asdict(), "samples": sum(stacks.values()), "stacks": dict(stacks)})
+    lines = []
+    for part_found in parts:
+        lines.append((part_found["title"], f"{part_found['samples']} samples"))
+        lines += [
+            (f"  {frame}", f"{own:.1%}, {whole:.1%} with what it calls")
+            for frame, own, whole in hottest(part_found["stacks"])
+        ]
+    figures: dict[str, Any] = {"conversations": data.conversations, "parts": parts, "versions": versions("py-spy")}
+    report(f"profiles; {machine('chatmill', 'py-spy')}", lines, figures, as_json=args.json)
+
+
+def work(name: str, data: Data, folder: Path) -> list[object]:
+    """The command that does a part's work."""
+    if name == "prepare":
+        return [HERE / "prepare.py", "--side", "chatmill", *options_of(data), "--folder", folder]
+    if name == "template":
+        return [HERE / "render.py", "--format", "template", "--side", "chatmill", *options_of(data)]
+    from load import make_dataset
+
+    return [__file__, "--side", "load", "--dataset", make_dataset(data, folder / "unpacked")]
+
+
+def audited_batches(dataset: Path) -> None:
+    from load import SHAPES, config
+
+    from chatmill.load.audit import Audit
+    from chatmill.load.loader import EpisodeLoader
+
+    loader = EpisodeLoader(dataset, config(SHAPES[1]), listener=Audit(dataset.parent / "logs"))
+    for _ in range(1500):
+        loader.get_batch()
+    loader.close()
+
+
+def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
+    """Stacks below the part's root with how often they were seen, files named from the package on."""
+    spy = Path(sys.executable).with_name("py-spy")
+    options = ["--rate", RATE, "--format", "raw", "--function", "--subprocesses", "--nonblocking", "--output", out]
+    words = [spy, "record", *options, "--", sys.executable, *command]
+    done = subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if not out.exists():
+        raise SystemExit(f"py-spy: {done.stdout.decode(errors='replace').strip()}")
+    return below_roots(out.read_text("utf-8"), part.roots)
+
+
+def below_roots(raw: str, roots: tuple[str, ...]) -> Counter[str]:
+    """What py-spy wrote, from the part's root inwards; stacks without it are start-up."""
+    found: Counter[str] = Counter()
+    for line in raw.splitlines():
+        stack, _, samples = line.rpartition(" ")
+        frames = [short(frame) for frame in stack.split(";")]
+        for root in roots:
+            at = next((number for number, frame in enumerate(frames) if called(frame) == root), None)
+            if at is not None:
+                found[";".join(frames[at:])] += int(samples)
+                break
+    return found
+
+
+def called(frame: str) -> str:
+    return frame.split(" (")[0].rsplit(".", 1)[-1]
+
+
+def short(frame: str) -> str:
+    """`name (chatmill/rows.py)` for a frame of ours, `name (numpy/_core/numeric.py)` for others."""
+    return re.sub(r"\((?:[^()]*/)?(?:site-packages|src|lib/python3\.\d+|benchmarks)/", "(", frame)
+
+
+if __name__ == "__main__":
+    main()
