@@ -1,13 +1,10 @@
-"""On a Ray cluster: the same bytes as one process, even if a worker is lost on the way."""
+"""On a Ray cluster: the same bytes as one process; a worker is lost on the way in `tests/gauntlet`."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -45,62 +42,6 @@ def test_a_cluster_gives_the_bytes_of_one_process(cluster, tmp_path, inputs, nam
 
 
 ORIGINAL = ray_engine._run
-
-
-def wait_until(condition, what: str, seconds: float = 60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(what)
-
-
-def test_a_worker_that_is_lost_with_its_unit_changes_no_byte(cluster, tmp_path, inputs, monkeypatch):
-    job, log = job_of(inputs, val_split=0.2), tmp_path / "log"
-    build(job, tmp_path / "one")
-    log.mkdir()
-
-    def run(unit, shared):
-        (log / f"{unit.number}.{os.getpid()}.began").touch()
-        # The first unit of a worker is finished; the second is held until one is killed.
-        while list(log.glob(f"*.{os.getpid()}.finished")) and not (log / "go on").exists():
-            time.sleep(0.02)
-        done = ORIGINAL(unit, shared)
-        (log / f"{unit.number}.{os.getpid()}.finished").touch()
-        return done
-
-    def said(what: str) -> dict[int, set[int]]:
-        """The units of each worker."""
-        found: dict[int, set[int]] = {}
-        for path in log.glob(f"*.{what}"):
-            unit, pid, _ = path.name.split(".")
-            found.setdefault(int(pid), set()).add(int(unit))
-        return found
-
-    def two_that_hold() -> dict[int, set[int]] | None:
-        """Two workers that each finished a unit, and what they hold now."""
-        held = {pid: units - said("finished").get(pid, set()) for pid, units in said("began").items()}
-        held = {pid: units for pid, units in held.items() if units and said("finished").get(pid)}
-        return held if len(held) == 2 else None
-
-    killed: list[tuple[int, set[int]]] = []
-
-    def kill_one(progress) -> None:
-        if not killed:
-            held = wait_until(two_that_hold, "two workers hold a unit")
-            pid = min(held)
-            killed.append((pid, held[pid]))
-            os.kill(pid, signal.SIGKILL)
-            (log / "go on").touch()
-
-    monkeypatch.setattr(ray_engine, "_run", run)
-    prepare(job, tmp_path / "ray", engine=Ray(), unit_bytes=6_000, on_progress=kill_one)
-    [(pid, held)] = killed
-    others = [units for worker, units in said("finished").items() if worker != pid]
-    assert held <= set().union(*others)
-    assert digests(tmp_path / "ray") == digests(tmp_path / "one")
-    assert left_beside(tmp_path / "ray") == []
 
 
 def test_faults_come_home_as_they_are_and_leave_nothing(cluster, tmp_path, monkeypatch):

@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 from prepare_material import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
 
-from chatmill.errors import ChatmillError, DataError
+from chatmill.errors import DataError
 from chatmill.prepare.engine import Local
 from chatmill.prepare.pipeline import prepare
-from chatmill.store import files
-from chatmill.store.files import Disk
 from chatmill.store.verify import verify
 
 UNIT_BYTES = 9_000
@@ -174,75 +172,6 @@ def test_resume_without_anything_to_go_on_with_builds(tmp_path, inputs):
     assert verify(tmp_path / "x", full=True).faults == ()
 
 
-# Killed at every operation on the disk.
-
-
-class KilledAt(Disk):
-    """Ends the process instead of doing operation number `at`."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, 0
-
-    def _step(self) -> None:
-        self.count += 1
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-for _name in ("make_folder", "create", "write", "sync", "rename", "rename_new", "exchange", "remove"):
-
-    def _counted(self, *args, _name=_name):
-        self._step()
-        return getattr(Disk, _name)(self, *args)
-
-    setattr(KilledAt, _name, _counted)
-
-
-@pytest.mark.parametrize("over_an_old_one", [False, True])
-def test_killed_at_any_write_the_target_is_old_or_new_and_a_resumed_build_is_the_same(
-    tmp_path, monkeypatch, over_an_old_one
-):
-    (tmp_path / "a.jsonl").write_bytes(lines(conversations(40)))
-    (tmp_path / "b.jsonl").write_bytes(lines(conversations(5, seed=2)))
-    job = job_of((str(tmp_path / "a.jsonl"),), shard_tokens=4_000)
-    old_job = job_of((str(tmp_path / "b.jsonl"),))
-    counter = KilledAt(0)
-    monkeypatch.setattr(files, "disk", counter)
-    if over_an_old_one:
-        build(old_job, tmp_path / "new")
-        counter.count = 0
-    build(job, tmp_path / "new", unit_bytes=UNIT_BYTES, overwrite=over_an_old_one)
-    monkeypatch.undo()
-    new = digests(tmp_path / "new")
-    seen = set()
-    for at in range(1, counter.count + 1):
-        target = tmp_path / str(at) / "x"
-        target.parent.mkdir()
-        if over_an_old_one:
-            build(old_job, target)
-            old = digests(target)
-
-        def work(at=at, target=target) -> None:
-            files.disk = KilledAt(at)
-            build(job, target, unit_bytes=UNIT_BYTES, overwrite=over_an_old_one)
-
-        assert in_a_child(work) == -signal.SIGKILL
-        if target.exists():
-            found = digests(target)
-            assert found == new or (over_an_old_one and found == old)
-            seen.add("new" if found == new else "old")
-        else:
-            assert not over_an_old_one
-            seen.add("absent")
-        if target.exists() and not over_an_old_one:
-            continue
-        build(job, target, unit_bytes=UNIT_BYTES, overwrite=over_an_old_one, resume=True)
-        assert digests(target) == new
-        assert left_beside(target) == []
-    assert seen == ({"old", "new"} if over_an_old_one else {"absent", "new"})
-    assert counter.count > 60
-
-
 # Processes. A pipe instead of a file holds a worker at its unit for as long as a test needs.
 
 
@@ -353,37 +282,3 @@ def test_a_first_fault_does_not_wait_for_the_units_behind_it(held):
     assert (out, build.returncode, err.count("\n")) == ("", 1, 1)
     assert err.startswith("chatmill: a.jsonl:4: ")
     assert left_beside(Path("x")) == []
-
-
-# A full disk.
-
-
-class Full(Disk):
-    """Has room for so many bytes in every process."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-
-    def write(self, fd, data):
-        self.room -= len(data)
-        if self.room < 0:
-            raise OSError(28, "No space left on device")
-        return super().write(fd, data)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("room", [0, 20_000, 60_000, 200_000])
-def test_a_full_disk_is_one_line_publishes_nothing_and_the_build_goes_on_later(
-    tmp_path, inputs, monkeypatch, room, workers
-):
-    job, target = job_of(inputs, val_split=0.2), tmp_path / "x"
-    build(job, tmp_path / "whole")
-    monkeypatch.setattr(files, "disk", Full(room))
-    with pytest.raises(ChatmillError, match="No space left on device; nothing was published; make room and go on"):
-        build(job, target, workers=workers, unit_bytes=UNIT_BYTES)
-    monkeypatch.undo()
-    assert not target.exists()
-    assert left_beside(target) == [".x.building.units"]
-    assert not list((tmp_path / ".x.building.units").glob(".*"))
-    build(job, target, workers=workers, unit_bytes=UNIT_BYTES, resume=True)
-    assert digests(target) == digests(tmp_path / "whole")

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from crash_disk import Model, Recorder, outcomes
+from gauntlet.crash_disk import Model, Recorder, outcomes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_material import contents, some_rows

@@ -1,20 +1,18 @@
-"""A dataset exists whole or not at all, wherever the power goes or the process is killed."""
+"""A dataset is published by one step, or not at all; `tests/gauntlet` kills and crashes that step."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
 
 import pytest
-from crash_disk import Model, Recorder, outcomes
+from gauntlet.crash_disk import Model, Recorder
 from store_material import contents, finish, some_rows, write_dataset, write_split
 
 from chatmill.errors import DataError
 from chatmill.store import files
-from chatmill.store.publish import publish, recover, set_aside, staging_for
+from chatmill.store.publish import publish, staging_for
 from chatmill.store.read import open_dataset
-from chatmill.store.verify import verify
 
 OLD = {"train": some_rows(1, count=12)}
 NEW = {"train": some_rows(2, count=12), "val": some_rows(3, count=4)}
@@ -30,97 +28,6 @@ def record(folder, monkeypatch, *, old: bool, can_exchange: bool = True) -> tupl
         patch.setattr(files, "disk", recorder)
         write_dataset(folder / "x", NEW, shard_tokens=60, overwrite=old)
     return before, recorder
-
-
-def crashes(tmp_path, model: Model, recorder: Recorder):
-    """Every state that a crash after each step can leave: the number of the step, and the folder."""
-    at = tmp_path / "crashed"
-    for number in range(len(recorder.steps) + 1):
-        if number:
-            recorder.steps[number - 1](model)
-        for name, keep in outcomes(number).items():
-            model.crash(at, keep)
-            yield number, name, at
-            shutil.rmtree(at)
-
-
-class Checked(dict):
-    """The hash of a dataset all of whose bytes were checked; datasets of the same bytes are checked once."""
-
-    def of(self, path) -> str:
-        key = tuple(contents(path).items())
-        if key not in self:
-            found = verify(path, full=True)
-            assert not found.faults
-            assert found.sha256
-            self[key] = found.sha256
-        return self[key]
-
-
-class Unsynced(files.Disk):
-    """The real disk, in less of a hurry: for what is done after a crash that was only played."""
-
-    def sync(self, path):
-        pass
-
-
-def opens(path) -> bool:
-    try:
-        open_dataset(path)
-    except DataError:
-        return False
-    return True
-
-
-def test_a_crash_leaves_no_dataset_or_a_whole_one(tmp_path, monkeypatch):
-    checked = Checked()
-    model, recorder = record(tmp_path / "disk", monkeypatch, old=False)
-    new, seen = checked.of(tmp_path / "disk/x"), set()
-    for number, _, at in crashes(tmp_path, model, recorder):
-        if (at / "x").exists():
-            assert checked.of(at / "x") == new
-            seen.add("new")
-        else:
-            seen.add("none")
-        staging = staging_for(at / "x")
-        if staging.exists():
-            # What was being built may be anything, but it never passes for a dataset unless it is one.
-            assert not opens(staging) or checked.of(staging) == new
-        if number == len(recorder.steps):
-            assert (at / "x").exists(), "published, yet lost with the power"
-    assert seen == {"none", "new"}
-
-
-def test_a_crash_while_replacing_leaves_the_old_or_the_new(tmp_path, monkeypatch):
-    checked = Checked()
-    model, recorder = record(tmp_path / "disk", monkeypatch, old=True)
-    new, seen = checked.of(tmp_path / "disk/x"), set()
-    write_dataset(tmp_path / "old", OLD, shard_tokens=60)
-    old = checked.of(tmp_path / "old")
-    for number, _, at in crashes(tmp_path, model, recorder):
-        found = checked.of(at / "x")
-        assert found == new if number == len(recorder.steps) else found in (old, new)
-        seen.add(found)
-    assert seen == {old, new}
-
-
-def test_without_exchange_the_next_command_mends_what_a_crash_left(tmp_path, monkeypatch):
-    checked = Checked()
-    model, recorder = record(tmp_path / "disk", monkeypatch, old=True, can_exchange=False)
-    new, seen = checked.of(tmp_path / "disk/x"), set()
-    write_dataset(tmp_path / "old", OLD, shard_tokens=60)
-    old = checked.of(tmp_path / "old")
-    monkeypatch.setattr(files, "disk", Unsynced())
-    for number, _, at in crashes(tmp_path, model, recorder):
-        seen.add((at / "x").exists())
-        if not (at / "x").exists():
-            with pytest.raises(DataError, match=r"was being replaced .* the old dataset is .*\.x\.replaced"):
-                open_dataset(at / "x")
-        recover(at / "x")
-        found = checked.of(at / "x")
-        assert found == new if number == len(recorder.steps) else found in (old, new)
-        assert not set_aside(at / "x").exists()
-    assert seen == {True, False}, "no crash fell between the two renames"
 
 
 def test_every_byte_of_a_dataset_goes_through_the_seam(tmp_path, monkeypatch):

@@ -1,11 +1,8 @@
-"""Checkpoints on disk: tensors in pieces, and what a crash at any moment leaves."""
+"""Checkpoints on disk: tensors in pieces, and back as they were."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,15 +13,10 @@ from model_material import small_gpt
 from safetensors.torch import load_file
 
 from chatmill.errors import DataError
-from chatmill.store import files
-from chatmill.train.checkpoint import clean, found, open_checkpoint, restore, save
+from chatmill.train.checkpoint import open_checkpoint, restore, save
 from chatmill.train.pieces import Entry, Piece, Pieces, file_info, write_tensors
 from chatmill.train.step import make_optimizer
 from chatmill.train.world import World
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "store"))
-
-from crash_disk import File, Model, Recorder, outcomes
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -71,81 +63,6 @@ def test_rows_that_no_file_has_are_missed(tmp_path):
     write_tensors(tmp_path / "x", [entry], iter([torch.ones(2)]))
     with pytest.raises(DataError, match="t: rows 2 to 5 are not all there"):
         Pieces([tmp_path / "x"]).read("t", 2, 5)
-
-
-class Late(Recorder):
-    """A recorder that takes note of files which others wrote when they are made safe."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self._seen: set[Path] = set()
-
-    def make_folder(self, path):
-        # A folder that is made anew holds nothing that was seen under its name before.
-        self._seen = {seen for seen in self._seen if path not in seen.parents}
-        super().make_folder(path)
-
-    def create(self, path):
-        self._seen.add(path)
-        return super().create(path)
-
-    def sync(self, path):
-        if path.is_file() and path not in self._seen:
-            self._seen.add(path)
-            place, data = self._inside(path), path.read_bytes()
-            self.steps.append(lambda model: model.change(place[:-1], {place[-1]: File(data)}))
-        super().sync(path)
-
-
-def write(folder: Path, step: int) -> None:
-    """A checkpoint whose weights are all the number of its step."""
-    model = small_gpt()
-    optimizer = make_optimizer(model, lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(step)
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    save(folder, {"step": step}, model, optimizer, ALONE, sharded=False, keep=2, about={"training.json": b"{}"})
-
-
-def test_a_crash_at_any_moment_leaves_whole_checkpoints_of_which_one_is_the_newest(tmp_path, monkeypatch):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    write(disk / "run", 1)
-    write(disk / "run", 2)
-    model, recorder = Model(disk), Late(disk)
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "disk", recorder)
-        write(disk / "run", 3)
-        write(disk / "run", 3)
-    at, newest, read = tmp_path / "crashed", [], {}
-    monkeypatch.setattr(files.Disk, "sync", lambda self, path: None)
-    for number in range(len(recorder.steps) + 1):
-        if number:
-            recorder.steps[number - 1](model)
-        for keep in outcomes(number).values():
-            model.crash(at, keep)
-            checkpoints = found(at / "run")
-            # Removing an old one may be cut short: only then is it not whole, and a newer one is there.
-            key = tuple(
-                (path.relative_to(at), path.read_bytes())
-                for path in sorted(checkpoints[-1].rglob("*.*"))
-                if path.is_file()
-            )
-            if key not in read:
-                checkpoint = open_checkpoint(checkpoints[-1], ALONE)
-                opened = small_gpt()
-                restore(checkpoint, opened, make_optimizer(opened, lr=0.1, betas=(0, 0), eps=0.1, weight_decay=0))
-                read[key] = checkpoint.step
-                assert all(torch.all(parameter == checkpoint.step) for parameter in opened.parameters())
-            newest.append(read[key])
-            clean(at / "run")
-            assert not list((at / "run").glob(".*"))
-            shutil.rmtree(at)
-    assert newest[0] == 2
-    assert newest[-1] == 3
-    assert set(newest) == {2, 3}
 
 
 def test_moments_come_back_as_they_were(tmp_path):

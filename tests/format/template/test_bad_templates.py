@@ -6,14 +6,13 @@ import re
 import time
 
 import pytest
+from hostile_templates import ENDLESS, GOOD, PROMPT
 from template_material import answer, own_format, user
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.format.template import open_template
 from chatmill.records import Message, Record
 
-GOOD = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
-PROMPT = "{{ '<|assistant|>' if add_generation_prompt else '' }}"
 TALK = Record([user("Hi"), answer("Hello.")], file="chat.jsonl", line=7, id="a1")
 
 
@@ -58,30 +57,7 @@ def test_what_a_template_does_wrong_is_one_line_with_its_place(tmp_path, bad, sa
     assert kind is None or fault.kind == kind
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
-        "{{ 'x' * 999999999 }}",
-        "{{ ([0] * 999999999) | length }}",
-        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x.replace('a', ns.x) %}{% endfor %}",
-        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
-        "{% set ns = namespace(x='ab') %}{% for a in range(60) %}{% set ns.x = ns.x.join([ns.x, ns.x]) %}{% endfor %}",
-        "{{ 9 ** 99999999 }}",
-        "{% set ns = namespace(x=7) %}{% for a in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-        "{{ 'x'.ljust(999999999) }}",
-        "{{ 'x' | center(999999999) }}",
-        "{{ '%999999999d' % 1 }}",
-        "{{ '{:>999999999}'.format(1) }}",
-        "{{ [1] | tojson(indent=999999999) }}",
-    ],
-)
+@pytest.mark.parametrize("bad", ENDLESS)
 def test_a_template_that_loops_or_grows_for_ever_is_stopped(tmp_path, bad):
     started = time.monotonic()
     fault = refused(tmp_path, bad)

@@ -1,0 +1,146 @@
+"""Disks that end the process at one operation, tear what is written, have little room, or are not writable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from chatmill.store import files
+from chatmill.store.files import Disk
+
+OPERATIONS = ("make_folder", "create", "append", "write", "sync", "link", "rename", "rename_new", "exchange", "remove")
+
+
+class KilledAt(Disk):
+    """Ends the process instead of doing operation number `at`; of a write, half is done. With 0 it only counts."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.count = at, 0
+
+    def reached(self) -> bool:
+        self.count += 1
+        return self.count == self.at
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def tear(self, fd: int, data: Any) -> None:
+        os.write(fd, data[: len(data) // 2])
+
+    def write(self, fd: int, data: Any) -> int:
+        if self.reached():
+            self.tear(fd, data)
+            self.end()
+        return super().write(fd, data)
+
+
+def _counted(name: str) -> Any:
+    def operation(self: KilledAt, *args: Any) -> Any:
+        if self.reached():
+            self.end()
+        return getattr(Disk, name)(self, *args)
+
+    return operation
+
+
+for _name in OPERATIONS:
+    if _name != "write":
+        setattr(KilledAt, _name, _counted(_name))
+
+
+class HeldAt(KilledAt):
+    """Waits at one operation until it is let go, and tells that it is there."""
+
+    def __init__(self, at: int, tell: int, wait: int) -> None:
+        super().__init__(at)
+        self._tell, self._wait = tell, wait
+
+    def tear(self, fd: int, data: Any) -> None:
+        pass
+
+    def end(self) -> None:
+        os.write(self._tell, b".")
+        os.read(self._wait, 1)
+
+
+class Dribbling(Disk):
+    """Writes at most so many bytes at a time, and takes its time."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def write(self, fd: int, data: Any) -> int:
+        time.sleep(0.0005)
+        return os.write(fd, data[: random.randint(1, self._most)])
+
+
+class Full(Disk):
+    """Has room for so many bytes more."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, fd: int, data: Any) -> int:
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.write(fd, data[: self.room])
+        self.room -= written
+        return written
+
+
+class Unsynced(Disk):
+    """In less of a hurry: for what is done after a crash that was only played."""
+
+    def sync(self, path: Path) -> None:
+        pass
+
+
+@contextmanager
+def in_place(disk: Disk) -> Iterator[Disk]:
+    """All writing goes to this disk."""
+    real, files.disk = files.disk, disk
+    try:
+        yield disk
+    finally:
+        files.disk = real
+
+
+class Room:
+    """A small file system of its own, mounted at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def resize(self, size: int) -> None:
+        _mount("-o", f"remount,size={size}", str(self.path))
+
+    def lock(self) -> None:
+        """Let nothing be written any more."""
+        _mount("-o", "remount,ro", str(self.path))
+
+
+@contextmanager
+def small_room(path: Path, size: int) -> Iterator[Room | None]:
+    """A file system of so many bytes at a new folder; None where none can be mounted."""
+    path.mkdir()
+    mounted = _mount("-t", "tmpfs", "-o", f"size={size}", "chatmill-gauntlet", str(path))
+    try:
+        yield Room(path) if mounted else None
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(path)], check=True, capture_output=True)
+
+
+def _mount(*args: str) -> bool:
+    try:
+        return subprocess.run(["mount", *args], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
