@@ -117,6 +117,7 @@ def run(script: str, words: list[object]) -> Any:
         command.append("--json")
     # Peers look for their files on the network unless told not to.
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+    quiet["TORCHAO_FORCE_SKIP_LOADING_SO_FILES"] = "1"
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | quiet, check=False)
     try:
         return json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
@@ -126,10 +127,10 @@ def run(script: str, words: list[object]) -> Any:
 
 @contextmanager
 def announced(name: str) -> Iterator[None]:
-    print(f"{name} …", end=" ", file=sys.stderr, flush=True)
+    print(f"{name} …", file=sys.stderr, flush=True)
     began = time.monotonic()
     yield
-    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def training(files: list[Path], results: Path) -> None:

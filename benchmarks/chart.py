@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 
 from lines import Line, Results, lines
 
-WIDTH, LABEL, RIGHT, ROW, TOP = 860, 360, 70, 30, 54
+WIDTH, LABEL, RIGHT, ROW, TOP = 860, 330, 70, 32, 54
 STYLE = """
     svg { background: #ffffff }
     text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f2328 }
@@ -41,7 +41,7 @@ def chart(results: Results) -> str:
         f'aria-label="How many times as fast as each peer chatmill is">',
         f"  <style>{STYLE}  </style>",
         '  <text class="title" x="16" y="26">How many times as fast as each peer</text>',
-        '  <text class="small" x="16" y="43">logarithmic; side by side in one run</text>',
+        '  <text class="small" x="16" y="43">logarithmic; each pair side by side in one run</text>',
     ]
     for power in range(first, last + 1):
         x, kind = at(10.0**power), "one" if power == 0 else "grid"
@@ -56,11 +56,10 @@ def _bar(line: Line, y: float, at) -> list[str]:  # type: ignore[no-untyped-def]
     assert line.times is not None
     start, stop = sorted((at(1.0), at(line.times)))
     kind = "faster" if line.times >= 1 else "slower"
-    peer = line.peer.split(",")[0].replace("`", "")
     number = f"{line.times:,.0f}" if line.times >= 10 else f"{line.times:.1f}"
     return [
         f'  <text x="16" y="{y + 14}">{escape(line.what.replace("`", ""))}</text>',
-        f'  <text class="small" x="16" y="{y + 26}">{escape(peer)}</text>',
+        f'  <text class="small" x="16" y="{y + 27}">{escape(line.peer.replace("`", ""))}</text>',
         f'  <rect class="{kind}" x="{start:.1f}" y="{y + 5}" width="{max(stop - start, 1):.1f}" height="18" rx="2"/>',
         f'  <text x="{stop + 6:.1f}" y="{y + 19}">{number}</text>',
     ]

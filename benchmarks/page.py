@@ -40,7 +40,7 @@ def table(shown: list[Line]) -> str:
             "chatmill": line.ours,
             "floor": line.floor,
             "of the floor's speed": "" if line.share is None else f"{line.share:.2f}",
-            "peer": line.peer,
+            "peer": ", ".join(part for part in (line.peer, line.theirs) if part),
             "times the peer": _times(line.times),
             "peak memory": line.memory,
         }
@@ -172,7 +172,8 @@ def _viewing(results: Results) -> list[str]:
     found = results["view"]
     hits = "; ".join(f"{what} {seconds(taken)}" for what, taken in found["search_s"].items())
     before, after = found["first_page_ms"]
-    return [_say("view", before=before, after=after, index_mb=found["index_bytes"] / 1e6, hits=hits, **found)]
+    size = {"index_mb": found["index_bytes"] / 1e6, "scan": seconds(found["scan_s"])}
+    return [_say("view", before=before, after=after, hits=hits, **size, **found)]
 
 
 SECTIONS: list[tuple[tuple[str, ...], str, Callable[[Results], list[str]]]] = [

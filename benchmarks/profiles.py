@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 PARTS = [
     Part("prepare", "chatmill prepare, two workers and the one that writes", ("run_unit", "prepare")),
-    Part("load", "packed batches of (16, 4096), audited", ("get_batch",)),
+    Part("load", "packed batches of (16, 4096), audited", ("get_batch", "_fill")),
     Part("template", "rendering by a chat template", ("side",)),
 ]
 
@@ -92,7 +92,7 @@ def audited_batches(dataset: Path) -> None:
 def sampled(part: Part, command: list[object], out: Path) -> Counter[str]:
     """Stacks below the part's root with how often they were seen, files named from the package on."""
     spy = Path(sys.executable).with_name("py-spy")
-    options = ["--rate", RATE, "--format", "raw", "--function", "--subprocesses", "--nonblocking", "--output", out]
+    options = ["--rate", RATE, "--format", "raw", "--function", "--subprocesses", "--output", out]
     words = [spy, "record", *options, "--", sys.executable, *command]
     done = subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if not out.exists():
@@ -106,6 +106,10 @@ def below_roots(raw: str, roots: tuple[str, ...]) -> Counter[str]:
     for line in raw.splitlines():
         stack, _, samples = line.rpartition(" ")
         frames = [short(frame) for frame in stack.split(";")]
+        loaded = next((number for number, frame in enumerate(frames) if frame.startswith("_find_and_load ")), None)
+        if loaded is not None:
+            # What happens inside an import is nobody's work here.
+            frames[loaded:] = ["import"]
         for root in roots:
             at = next((number for number, frame in enumerate(frames) if called(frame) == root), None)
             if at is not None:

@@ -1,0 +1,256 @@
+"""The page of the benchmarks and its pictures, from the results of one small run that never changes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+BENCHMARKS = HERE.parents[1] / "benchmarks"
+GOLDEN = HERE / "golden_page.md"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def modules(*names):
+    """Modules of benchmarks/, which is no package: its scripts find each other by their folder."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return [importlib.import_module(name) for name in names]
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+bench, chart, flame, gpu, lines, page, targets, profiles = modules(
+    "bench", "chart", "flame", "gpu", "lines", "page", "targets", "profiles"
+)
+
+
+@pytest.fixture
+def run():
+    return json.loads((HERE / "small_run.json").read_text("utf-8"))
+
+
+def row(text, start):
+    """The one line of a Markdown table that begins so."""
+    found = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    assert len(found) == 1, found
+    return found[0]
+
+
+# The page.
+
+
+def test_a_run_gives_the_same_page_as_ever(run):
+    assert page.page(run) == GOLDEN.read_text("utf-8")
+
+
+def test_a_line_has_both_sides_the_floor_the_ratio_and_both_peaks(run):
+    run["prepare"] |= {
+        "conversations": 50_000,
+        "seconds": 2.0,
+        "bare": {"decode": 0.25, "encode": 0.5, "write": 0.25},
+        "share_of_bare": 0.5,
+        "trl": run["prepare"]["trl"] | {"seconds": 104.0},
+        "times_trl": 52.0,
+        "memory": {"chatmill": 500_000_000, "trl": 2_000_000_000},
+    }
+    assert row(page.page(run), "prepare 50,000") == (
+        "| prepare 50,000 conversations, packed | 2.00 s | bare decode, encode and write, 1.00 s | 0.50 "
+        "| TRL 1.16.0, 104 s | 52.0 | 500 MB / 2,000 MB |"
+    )
+
+
+def test_where_a_peer_is_faster_the_page_says_so_at_the_top_and_in_the_line(run):
+    text = page.page(run)
+    assert "A peer is faster at: pack 0.5 M tokens." in " ".join(text.split())
+    assert "| 0.80: the peer is faster |" in row(text, "pack 0.5 M tokens")
+    run["pack"]["order"]["figures"]["times_torchtune"] = 1.5
+    assert "faster" not in page.page(run).replace("as fast", "")
+
+
+def test_rows_that_differ_from_a_peer_are_counted_and_explained(run):
+    run["prepare"]["differ"] = {"alike": 90, "chatmill_alone": 10, "peer_alone": 10, "peer_alone_cut": 10}
+    assert "90 have the same ids and mask, and 10 differ: those over 4096 tokens" in " ".join(page.page(run).split())
+    run["prepare"]["differ"]["peer_alone_cut"] = 9
+    assert "90 have the same ids and mask, and 10 differ. |" in " ".join(page.page(run).replace("\n\n", " | ").split())
+
+
+def test_what_was_not_measured_has_no_section_and_counts_for_nothing(run):
+    few = {"gpu": run["gpu"], "render": run["render"]}
+    text = page.page(few)
+    assert re.findall(r"^## (.*)", text, re.MULTILINE) == ["Targets", "Rendering", "Training"]
+    assert (
+        row(text, "preparing: as fast as TRL") == "| preparing: as fast as TRL | at least 50 times |  | not measured |"
+    )
+    assert "6 of 7 are met" in text
+
+
+def test_headings_that_other_pages_link_to_are_there(run):
+    headings = re.findall(r"^## (.*)", page.page(run), re.MULTILINE)
+    assert {"Loading", "Training"} <= set(headings)
+
+
+# Targets.
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [
+        (0.6, "| 0.60 | met |"),
+        (0.599, "| 0.60 | **missed** |"),
+        (0.7, "| 0.70 | met |"),
+        (0.3, "| 0.30 | **missed** |"),
+    ],
+)
+def test_a_target_from_below_is_met_at_its_number_and_missed_under_it(run, share, shown):
+    run["render"]["share_of_encoding"] = share
+    assert row(targets.target_table(run), "rendering: speed") == (
+        f"| rendering: speed of bare encoding | at least 0.6 {shown}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("peak", "shown"), [(1.2e9, "1,200 MB | met |"), (1.201e9, "1,201 MB | **missed** |"), (5e8, "500 MB | met |")]
+)
+def test_a_target_from_above_is_met_at_its_number_and_missed_over_it(run, peak, shown):
+    run["prepare"]["memory"]["chatmill"] = peak
+    assert row(targets.target_table(run), "preparing: memory of all") == (
+        f"| preparing: memory of all processes | at most 1,200 MB | {shown}"
+    )
+
+
+def test_every_target_finds_its_figure_and_those_that_are_missed_are_named(run):
+    assert [target.what for target in targets.TARGETS if target.held(run) is None] == []
+    assert targets.missed(run) == [
+        "rendering: speed of bare encoding",
+        "chat templates: as fast as transformers",
+        "packing: as fast as TRL",
+        "preparing: as fast as TRL",
+        "preparing: speed of the bare parts",
+        "preparing: memory for ten times the data",
+        "rollout targets, one core",
+    ]
+
+
+def test_a_search_that_finds_nothing_misses_its_target(run):
+    run["view"]["found"] = False
+    assert "viewer, a million episodes: first hit" in targets.missed(run)
+
+
+def test_training_counts_with_the_worst_of_its_runs(run):
+    run["gpu"]["figures"]["chatmill"]["tokens_per_s"] = [89_999, 130_000]
+    assert row(targets.target_table(run), "training 0.6 B: real").endswith("| 89,999 /s | **missed** |")
+
+
+# Figures.
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (123.4, "123 s"),
+        (12.34, "12.3 s"),
+        (1.234, "1.23 s"),
+        (0.1234, "123 ms"),
+        (0.0123, "12.3 ms"),
+        (4.5e-7, "0.45 µs"),
+    ],
+)
+def test_a_time_is_shown_with_three_digits_in_its_unit(value, shown):
+    assert lines.seconds(value) == shown
+
+
+def test_several_runs_of_training_become_their_ends():
+    runs = [
+        {"title": "t", "best_tflops": best, "figures": {"a": {"name": "A", "gib": gib, "wait": None}, "b": "no memory"}}
+        for best, gib in ((800.0, 51.0), (790.0, 50.0), (810.0, 52.0))
+    ]
+    assert gpu.merged(runs) == {
+        "title": "t",
+        "best_tflops": [790.0, 810.0],
+        "figures": {"a": {"name": "A", "gib": [50.0, 52.0], "wait": None}},
+    }
+
+
+# Pictures.
+
+
+def test_a_bar_is_as_long_as_the_logarithm_of_its_ratio(run):
+    root = ElementTree.fromstring(chart.chart(run))
+    bars = [(float(bar.get("width")), bar.get("class")) for bar in root.iter(f"{SVG}rect")]
+    times = [line.times for line in lines.lines(run) if line.times is not None]
+    scale = bars[0][0] / math.log10(times[0])
+    for (width, kind), ratio in zip(bars, times, strict=False):
+        assert width == pytest.approx(max(1, scale * abs(math.log10(ratio))), abs=0.3)
+        assert kind == ("faster" if ratio >= 1 else "slower")
+    # The two ways of training of the peer stand below.
+    assert len(bars) == len(times) + 2
+
+
+def test_a_flame_graph_nests_calls_and_escapes_names():
+    text = flame.flame_graph("a < b", {"f (chatmill/x.py:1);<g> (y.py:2)": 3, "f (chatmill/x.py:1)": 1})
+    boxes = {
+        group.find(f"{SVG}title").text: group.find(f"{SVG}rect")
+        for group in ElementTree.fromstring(text).iter(f"{SVG}g")
+    }
+    assert list(boxes) == ["f (chatmill/x.py:1): 100.0%", "<g> (y.py:2): 75.0%"]
+    outer, inner = boxes.values()
+    assert float(inner.get("width")) == pytest.approx(0.75 * float(outer.get("width")))
+    assert float(inner.get("y")) < float(outer.get("y"))
+    assert (outer.get("class")[:3], inner.get("class")) == ("own", "other")
+
+
+def test_the_hottest_functions_are_counted_once_a_stack():
+    stacks = {"f;g;f": 3, "f;h": 1}
+    assert flame.hottest(stacks) == [("f", 0.75, 1.0), ("h", 0.25, 0.25)]
+
+
+def test_stacks_begin_at_the_part_and_imports_are_folded():
+    raw = "\n".join(
+        [
+            "main (/r/benchmarks/x.py:1);Job.run_unit (/r/src/chatmill/unit.py:2);f (/v/lib/python3.11/os.py:3) 4",
+            "main (/r/benchmarks/x.py:1);prepare (/r/src/chatmill/pipeline.py:9) 2",
+            "main (/r/benchmarks/x.py:1);start_up (/r/src/chatmill/a.py:2) 7",
+            "prepare (/r/src/chatmill/p.py:9);_find_and_load (<frozen x>:1);g (/v/site-packages/n/a.py:1) 1",
+        ]
+    )
+    assert profiles.below_roots(raw, ("run_unit", "prepare")) == {
+        "Job.run_unit (chatmill/unit.py:2);f (os.py:3)": 4,
+        "prepare (chatmill/pipeline.py:9)": 2,
+        "prepare (chatmill/p.py:9);import": 1,
+    }
+
+
+# The command.
+
+
+def test_the_page_chart_and_flame_graphs_are_written_from_a_folder_of_results(run, tmp_path):
+    for name, found in run.items():
+        if name != "gpu":
+            (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    out = tmp_path / "out"
+    out.mkdir()
+    written = bench.write(tmp_path, out)
+    assert [path.name for path in written] == [
+        "benchmarks.md",
+        "benchmarks.svg",
+        "flame-prepare.svg",
+        "flame-load.svg",
+        "flame-template.svg",
+    ]
+    shown = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (out / "benchmarks.md").read_text("utf-8"))
+    assert sorted(shown) == sorted(path.name for path in written[1:])
+    for path in written[1:]:
+        ElementTree.fromstring(path.read_text("utf-8"))
+
+
+def test_every_step_runs_a_script_that_is_there():
+    assert [step.name for step in bench.STEPS if not (BENCHMARKS / step.script).is_file()] == []
+    assert {name for names, _, _ in page.SECTIONS for name in names} <= {step.name for step in bench.STEPS}
