@@ -57,6 +57,18 @@ def test_all_cut_files_are_named_together(dataset):
     assert [line for line in said if "spans.bin: missing; rebuild the dataset or copy it again" in line]
 
 
+def test_a_folder_in_the_place_of_a_file_is_named_as_one(dataset):
+    """Its size says nothing: on some file systems it may be the very size that the file had."""
+    for name in ("train/shard_00000/mask.bin", "dataset_metadata.json"):
+        (dataset / name).rename(dataset / "aside")
+        (dataset / name).mkdir()
+        with pytest.raises(DataError, match=f"{name}: (not a file|cannot be read .Is a directory.); rebuild"):
+            open_dataset(dataset)
+        (dataset / name).rmdir()
+        (dataset / "aside").rename(dataset / name)
+    assert faults(dataset) == ()
+
+
 def test_shards_and_files_that_nobody_answers_for_are_named(dataset):
     (dataset / "train/shard_00099").mkdir()
     (dataset / "train/shard_00000/notes.txt").write_text("mine")

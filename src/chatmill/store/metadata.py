@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -151,6 +152,8 @@ def read_metadata(folder: Path) -> Metadata:
         raw = path.read_bytes()
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; a dataset has one, and an unfinished build has none yet") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); rebuild the dataset or copy it again") from None
     return parse_metadata(raw, place=str(path))
 
 
@@ -382,9 +385,11 @@ def size_faults(folder: Path, metadata: Metadata) -> Iterator[str]:
     """One line for every file that is missing or has not the size it was written with."""
     for path, info in listed_files(folder, metadata):
         try:
-            size = path.stat().st_size
+            status = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             yield f"{path}: missing; rebuild the dataset or copy it again"
             continue
-        if size != info.size:
+        if not stat.S_ISREG(status.st_mode):
+            yield f"{path}: not a file; rebuild the dataset or copy it again"
+        elif (size := status.st_size) != info.size:
             yield f"{path}: {size} bytes; the metadata says {info.size}; rebuild the dataset or copy it again"
