@@ -28,7 +28,9 @@ from typing import Any, NamedTuple
 from chart import chart
 from flame import flame_graph
 from gpu import GPU, merged
+from lines import Results
 from page import page
+from targets import missed
 
 HERE = Path(__file__).resolve().parent
 DOCS, RESULTS = HERE.parent / "docs", HERE / ".results"
@@ -80,6 +82,9 @@ def main() -> None:
     parser.add_argument("--input", type=Path, help="your own conversations: JSON lines with messages of plain text")
     parser.add_argument("--tokenizer", type=Path, help="your own tokenizer.json with the tokens of ChatML")
     args = parser.parse_args()
+    for name in ("input", "tokenizer"):
+        if (file := getattr(args, name)) and not file.is_file():
+            parser.error(f"--{name} {file}: no such file")
     results = RESULTS / "quick" if args.quick else RESULTS
     results.mkdir(parents=True, exist_ok=True)
     if not args.page:
@@ -87,9 +92,11 @@ def main() -> None:
         measure(args.only, own, results, quick=args.quick)
     if args.gpu is not None:
         training(args.gpu, results)
-    out = results if args.quick else DOCS
-    for path in write(results, out):
+    found = read(results)
+    for path in write(found, results if args.quick else DOCS):
         print(f"written: {os.path.relpath(path)}", file=sys.stderr)
+    for what in missed(found):
+        print(f"missed: {what}", file=sys.stderr)
 
 
 def measure(only: list[str] | None, own: list[object], results: Path, *, quick: bool) -> None:
@@ -117,7 +124,6 @@ def run(script: str, words: list[object]) -> Any:
         command.append("--json")
     # Peers look for their files on the network unless told not to.
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
-    quiet["TORCHAO_FORCE_SKIP_LOADING_SO_FILES"] = "1"
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | quiet, check=False)
     try:
         return json.loads(done.stdout.strip().rsplit("\n", 1)[-1])
@@ -144,10 +150,14 @@ def training(files: list[Path], results: Path) -> None:
     GPU.write_text(json.dumps(merged(runs), indent=1) + "\n", "utf-8")
 
 
-def write(results: Path, out: Path) -> list[Path]:
-    """The page, the chart and the flame graphs from what is in a folder of results."""
+def read(results: Path) -> Results:
+    """What is in a folder of results, and the kept figures of a GPU."""
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(results.glob("*.json"))}
-    found["gpu"] = json.loads(GPU.read_text("utf-8"))
+    return {**found, "gpu": json.loads(GPU.read_text("utf-8"))}
+
+
+def write(found: Results, out: Path) -> list[Path]:
+    """The page, the chart and the flame graphs of some results."""
     texts = {"benchmarks.md": page(found), "benchmarks.svg": chart(found)}
     for part in found.get("profiles", {}).get("parts", []):
         texts[f"flame-{part['name']}.svg"] = flame_graph(part["title"], part["stacks"])

@@ -167,5 +167,7 @@ def grown(path: Path, folder: Path, *, lines: int, times: int = 1) -> Path:
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description="Make the data of the benchmarks.")
     add_options(options)
-    found = chosen(options.parse_args())
-    print(json.dumps({"conversations": found.conversations, "bytes": found.path.stat().st_size}))
+    arguments = options.parse_args()
+    found = chosen(arguments)
+    own = [name for name in ("input", "tokenizer") if getattr(arguments, name)]
+    print(json.dumps({"conversations": found.conversations, "bytes": found.path.stat().st_size, "own": own}))

@@ -23,8 +23,8 @@ class Line:
     theirs: str = ""
     times: float | None = None
     """As fast as the peer: below 1 the peer is faster."""
-    memory: str = ""
-    """Peaks of chatmill and, after a slash, of the peer."""
+    memory: tuple[float, ...] = ()
+    """Peaks in bytes: of chatmill and, if there is one, of the peer."""
 
 
 def lines(results: Results) -> list[Line]:
@@ -44,8 +44,8 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def megabytes(*peaks: float | None) -> str:
-    return " / ".join(f"{peak / 1e6:,.0f} MB" for peak in peaks if peak is not None)
+def megabytes(*peaks: float) -> str:
+    return " / ".join(f"{peak / 1e6:,.0f} MB" for peak in peaks)
 
 
 def rate(tokens_per_s: float) -> str:
@@ -64,7 +64,7 @@ def _render(found: Any) -> list[Line]:
             f"transformers {found['versions']['transformers']} `apply_chat_template`",
             rate(found["peer_tokens_per_s"]),
             found["times_transformers"],
-            megabytes(found["memory"]["chatmill"], found["memory"]["peer"]),
+            (found["memory"]["chatmill"], found["memory"]["peer"]),
         )
     ]
 
@@ -81,7 +81,7 @@ def _prepare(found: Any) -> list[Line]:
             f"TRL {found['versions']['trl']}" if peer else "",
             seconds(peer["seconds"]) if peer else "",
             found.get("times_trl"),
-            megabytes(found["memory"]["chatmill"], found["memory"].get("trl")),
+            tuple(found["memory"].values()),
         )
     ]
 
@@ -99,7 +99,7 @@ def _pack(found: Any) -> list[Line]:
             f"{trl} `pack_dataset`, the fastest way",
             seconds(fastest),
             plan["figures"]["times_trl"],
-            megabytes(memory["plan"], memory["trl"]),
+            (memory["plan"], memory["trl"]),
         ),
         Line(
             f"pack {copy['figures']['tokens'] / 1e6:,.0f} M tokens, copied",
@@ -109,7 +109,7 @@ def _pack(found: Any) -> list[Line]:
             f"{trl} `pack_dataset`",
             seconds(copy["timings"][1]["seconds"]),
             copy["figures"]["times_trl"],
-            megabytes(memory["copy"], memory["trl copy"]),
+            (memory["copy"], memory["trl copy"]),
         ),
     ]
     if order := found.get("order"):
@@ -129,7 +129,7 @@ def _pack(found: Any) -> list[Line]:
                 f"{digits(speed)} Mtok/s",
                 f"{blocks['figures']['floor']}, {rate(blocks['figures']['tokens'] / blocks['figures']['floor_s'])}",
                 blocks["figures"]["floor_s"] / timing["seconds"],
-                memory=megabytes(memory["blocks"]),
+                memory=(memory["blocks"],),
             )
         )
     return made
@@ -148,7 +148,7 @@ def _load(found: Any) -> list[Line]:
                 f"datasets {found['versions']['datasets']}, TRL {found['versions']['trl']}'s collator",
                 seconds(ms["peer"] / 1e3),
                 shape["times"],
-                megabytes(shape["memory"]["chatmill"], shape["memory"]["peer"]),
+                (shape["memory"]["chatmill"], shape["memory"]["peer"]),
             ),
             Line("the same, audited", seconds(ms["logged"] / 1e3), f"the same copy, {copy}", ms["copy"] / ms["logged"]),
         ]
@@ -159,7 +159,7 @@ def _load(found: Any) -> list[Line]:
                 seconds(big["order_ms"] / 1e3),
                 f"a look into a table of 10^7 in memory, {seconds(big['lookup_ms'] / 1e3)}",
                 big["lookup_ms"] / big["order_ms"],
-                memory=megabytes(big["memory"]),
+                memory=(big["memory"],),
             )
         )
     return made
@@ -174,7 +174,7 @@ def _open(found: Any) -> list[Line]:
             seconds(found["open_ms"] / 1e3),
             f"metadata parsed, five files mapped, {seconds(found['floor_ms'] / 1e3)}",
             found["floor_ms"] / found["open_ms"],
-            memory=megabytes(found["memory"]),
+            memory=(found["memory"],),
         ),
         Line("tokens and mask of a random episode", seconds(middle / 1e6), mapped, found["floor_us"] / middle),
         Line("the whole row of one, with spans", seconds(whole / 1e6), mapped, found["floor_us"] / whole),
@@ -190,7 +190,7 @@ def _growth(found: Any) -> list[Line]:
             seconds(check["full_s"]),
             f"bare sha256 of the files, {seconds(check['hash_s'])}",
             check["hash_s"] / check["full_s"],
-            memory=megabytes(check["memory"]),
+            memory=(check["memory"],),
         )
     ]
 
@@ -202,7 +202,7 @@ def _rollout(found: Any) -> list[Line]:
             f"{digits(found['targets_per_second'])} /s",
             f"decoded, parsed as JSON, the true ones encoded, {digits(found['floor_per_second'])} /s",
             found["targets_per_second"] / found["floor_per_second"],
-            memory=megabytes(found["memory"]),
+            memory=(found["memory"],),
         )
     ]
 
@@ -215,7 +215,7 @@ def _view(found: Any) -> list[Line]:
             seconds(first / 1e3),
             f"as many requests for a small file, {seconds(found['floor_ms'] / 1e3)}",
             found["floor_ms"] / first,
-            memory=megabytes(found["memory"]),
+            memory=(found["memory"],),
         ),
         Line(
             "the viewer's search, one hit among them",

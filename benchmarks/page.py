@@ -5,6 +5,7 @@ The prose stands in texts.toml.
 
 from __future__ import annotations
 
+import re
 import textwrap
 import tomllib
 from collections.abc import Callable
@@ -42,7 +43,7 @@ def table(shown: list[Line]) -> str:
             "of the floor's speed": "" if line.share is None else f"{line.share:.2f}",
             "peer": ", ".join(part for part in (line.peer, line.theirs) if part),
             "times the peer": _times(line.times),
-            "peak memory": line.memory,
+            "peak memory": megabytes(*line.memory),
         }
         for line in shown
     ]
@@ -68,7 +69,9 @@ def _say(name: str, **values: Any) -> str:
 
 
 def _wrapped(*said: str) -> str:
-    return textwrap.fill(" ".join(said), 120, break_long_words=False, break_on_hyphens=False)
+    """A paragraph in lines; code and the words of a link stay on one."""
+    kept = re.sub(r"`[^`]*`|\[[^]]*\]\(", lambda found: found[0].replace(" ", "\0"), " ".join(said))
+    return textwrap.fill(kept, 120, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
 
 
 def _head(results: Results) -> str:
@@ -76,8 +79,13 @@ def _head(results: Results) -> str:
     if about := results.get("machine"):
         where = _say("where", gib=about["memory"] / 2**30, minutes=about["seconds"] / 60, **about)
         where += f" {TEXTS['quick']}" if about["quick"] else ""
+    if data := results.get("data"):
+        own = _say("data_own", what=" and ".join(data["own"])) if data["own"] else _say("data_made")
+        where += " " + _say("data", conversations=data["conversations"], megabytes=data["bytes"] / 1e6, own=own)
     faster = [line.what for line in lines(results) if line.times is not None and line.times < 1]
-    how = [_say("how")] + ([_say("slower", what="; ".join(faster))] if faster else [])
+    leaner = [line.what for line in lines(results) if len(line.memory) == 2 and line.memory[1] < line.memory[0]]
+    how = [_say("how")]
+    how += [_say(text, what="; ".join(what)) for text, what in (("slower", faster), ("larger", leaner)) if what]
     chart = "![How many times as fast as each peer](benchmarks.svg)"
     return "\n\n".join(["# Benchmarks", _wrapped(_say("head", where=where)), _wrapped(*how), chart])
 

@@ -33,9 +33,9 @@ class Part(NamedTuple):
 
 
 PARTS = [
-    Part("prepare", "chatmill prepare, two workers and the one that writes", ("run_unit", "prepare")),
-    Part("load", "packed batches of (16, 4096), audited", ("get_batch", "_fill")),
-    Part("template", "rendering by a chat template", ("side",)),
+    Part("prepare", "preparing: two workers, and the one that writes", ("run_unit", "prepare")),
+    Part("load", "loading: packed batches of (16, 4096), audited", ("get_batch", "_fill")),
+    Part("template", "chat templates: reading, deriving, rendering", ("side",)),
 ]
 
 

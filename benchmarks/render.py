@@ -56,7 +56,6 @@ class Chatml:
     def __init__(self, data: Data) -> None:
         self.data, self.format = data, load_format("chatml")
         self.tokenizer = open_tokenizer(data.tokenizer, control=self.format.tokens)
-        self.peer_template = CHATML
 
     def chunks(self, records: Iterable[Record]) -> Chunks:
         return render_chunks(records, self.format, self.tokenizer)
@@ -66,15 +65,11 @@ class Chatml:
 
 
 class Template:
-    """A published template as it is, and the edition of it with generation tags for the other side."""
+    """A published template as it is."""
 
     def __init__(self, data: Data, name: str) -> None:
-        # Found without importing it: its memory is not chatmill's.
-        (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
-        folder = Path(package) / "chat_templates"
         self.tokenizer = open_tokenizer(data.tokenizer)
-        self.source = read_folder(str(data.tokenizer), str(folder / f"{name}.jinja"))
-        self.peer_template = (folder / f"{name}_training.jinja").read_text("utf-8")
+        self.source = read_folder(str(data.tokenizer), str(template_file(name)))
 
     def chunks(self, records: Iterable[Record]) -> Chunks:
         # A new one each time: what it derives is part of the work.
@@ -85,12 +80,20 @@ class Template:
         return [message.content for record in records for message in record.messages]
 
 
-def peer_of(data: Data, template: str) -> Any:
+def template_file(name: str) -> Path:
+    # Found without importing it: its memory is not chatmill's.
+    (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
+    return Path(package) / "chat_templates" / f"{name}.jinja"
+
+
+def peer_of(data: Data, args: argparse.Namespace) -> Any:
+    """transformers with the same format, as a template in which generation tags say what is trained."""
     # Imported where it is used, so that a process of chatmill alone has the memory of chatmill alone.
     from transformers import PreTrainedTokenizerFast
 
     peer = PreTrainedTokenizerFast(tokenizer_file=str(data.tokenizer))
-    peer.chat_template = template
+    tagged = CHATML if args.format == "chatml" else template_file(f"{args.template}_training").read_text("utf-8")
+    peer.chat_template = tagged
     return peer
 
 
@@ -127,13 +130,17 @@ def encode_alone(fast: Fastokens, texts: list[str]) -> None:
         fast.encode_batch_flat(texts[at : at + CHUNK], split_special_tokens=True)
 
 
-def side(name: str, way: Chatml | Template, data: Data, rows: int) -> None:
+def way_of(data: Data, args: argparse.Namespace) -> Chatml | Template:
+    return Chatml(data) if args.format == "chatml" else Template(data, args.template)
+
+
+def side(data: Data, args: argparse.Namespace) -> None:
     """One side alone, for its memory: chatmill as it streams a file, the peer on as many rows as it is timed on."""
-    if name == "chatmill":
-        for _ in way.chunks(read([data.path])):
+    if args.side == "chatmill":
+        for _ in way_of(data, args).chunks(read([data.path])):
             pass
     else:
-        peer_rows(peer_of(data, way.peer_template), list(islice(read([data.path]), rows)))
+        peer_rows(peer_of(data, args), list(islice(read([data.path]), args.peer_rows)))
 
 
 def main() -> None:
@@ -149,14 +156,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     data = chosen(args)
-    way = Chatml(data) if args.format == "chatml" else Template(data, args.template)
     if args.side:
-        side(args.side, way, data, args.peer_rows)
+        side(data, args)
         return
+    way = way_of(data, args)
     same = [*options_of(data), "--format", args.format, "--template", args.template, "--peer-rows", args.peer_rows]
     memory = {name: alone(__file__, "--side", name, *same)[1] for name in ("chatmill", "peer")}
 
-    fast, peer = Fastokens.from_file(str(data.tokenizer)), peer_of(data, way.peer_template)
+    fast, peer = Fastokens.from_file(str(data.tokenizer)), peer_of(data, args)
     records = list(read([data.path]))
     few, texts = records[: args.peer_rows], way.texts(records)
     few_rows, peers = concat(list(way.chunks(few))), peer_rows(peer, few)

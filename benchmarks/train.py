@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +117,10 @@ def main() -> int:
             if gpu:
                 torch.cuda.empty_cache()
                 torch._dynamo.reset()
-    return report(f"training; {name}, torch {torch.__version__}", best, found, as_json=args.json)
+    title = f"training; {name}, torch {torch.__version__}"
+    if find_spec("transformers"):
+        title += f", transformers {version('transformers')}"
+    return report(title, best, found, as_json=args.json)
 
 
 def report(title: str, best: float | None, found: dict[str, Measured | str], *, as_json: bool) -> int:

@@ -70,9 +70,17 @@ def test_a_line_has_both_sides_the_floor_the_ratio_and_both_peaks(run):
 def test_where_a_peer_is_faster_the_page_says_so_at_the_top_and_in_the_line(run):
     text = page.page(run)
     assert "A peer is faster at: pack 0.5 M tokens." in " ".join(text.split())
+    assert "less memory" not in text
     assert "| 0.80: the peer is faster |" in row(text, "pack 0.5 M tokens")
     run["pack"]["order"]["figures"]["times_torchtune"] = 1.5
     assert "faster" not in page.page(run).replace("as fast", "")
+
+
+def test_where_a_peer_takes_less_memory_the_page_says_so(run):
+    run["prepare"]["memory"] = {"chatmill": 2_000_001, "trl": 2_000_000}
+    assert "A peer takes less memory to: prepare 2,000 conversations, packed." in " ".join(page.page(run).split())
+    run["prepare"]["memory"] = {"chatmill": 2_000_000, "trl": 2_000_001}
+    assert "less memory" not in page.page(run)
 
 
 def test_rows_that_differ_from_a_peer_are_counted_and_explained(run):
@@ -95,6 +103,18 @@ def test_what_was_not_measured_has_no_section_and_counts_for_nothing(run):
 def test_headings_that_other_pages_link_to_are_there(run):
     headings = re.findall(r"^## (.*)", page.page(run), re.MULTILINE)
     assert {"Loading", "Training"} <= set(headings)
+
+
+def test_data_of_a_users_own_is_named_as_such(run):
+    run["data"]["own"] = ["input", "tokenizer"]
+    assert "2,000 in 6 MB, with a user's own input and tokenizer." in " ".join(page.page(run).split())
+
+
+def test_code_and_links_are_never_torn_by_the_end_of_a_line(run):
+    for block in page.page(run).split("\n\n"):
+        for line in block.splitlines():
+            assert line.count("`") % 2 == 0, line
+            assert line.count("[") == line.count("]"), line
 
 
 # Targets.
@@ -237,7 +257,7 @@ def test_the_page_chart_and_flame_graphs_are_written_from_a_folder_of_results(ru
             (tmp_path / f"{name}.json").write_text(json.dumps(found))
     out = tmp_path / "out"
     out.mkdir()
-    written = bench.write(tmp_path, out)
+    written = bench.write(bench.read(tmp_path), out)
     assert [path.name for path in written] == [
         "benchmarks.md",
         "benchmarks.svg",
