@@ -87,6 +87,7 @@ def main() -> None:
             parser.error(f"--{name} {file}: no such file")
     results = RESULTS / "quick" if args.quick else RESULTS
     results.mkdir(parents=True, exist_ok=True)
+    Path(DATA).mkdir(exist_ok=True)
     if not args.page:
         own = [word for name in ("input", "tokenizer") if (file := getattr(args, name)) for word in (f"--{name}", file)]
         measure(args.only, own, results, quick=args.quick)

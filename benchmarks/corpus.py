@@ -140,7 +140,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(args: argparse.Namespace) -> Data:
-    """The user's own files where they are named, made ones where not."""
+    """The user's own files where they are named, made ones where not. Afterwards there is a folder for more."""
+    DATA.mkdir(exist_ok=True)
     tokenizer = args.tokenizer or tokenizer_file()
     if args.input is None:
         return Data(chat_file(args.conversations), args.conversations, tokenizer)
