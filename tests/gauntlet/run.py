@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -120,7 +121,8 @@ def page_part(trials: Sequence[Trial], found: Sequence[Tally], *, seed: int, sec
     for trial, tally in zip(trials, found, strict=True):
         notes = "".join(f" {count:,} {name}." for name, count in tally.notes.items())
         skipped = f" Skipped: {tally.skipped}." if tally.skipped else ""
-        lines.append(f"- **{trial.name}**: {trial.does}.{notes}{skipped}")
+        said = f"- **{trial.name}**: {trial.does}.{notes}{skipped}"
+        lines += wrap(said, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 
 

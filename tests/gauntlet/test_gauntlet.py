@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gauntlet.planted import PLANTED
-from gauntlet.run import BEGIN, END, PAGE, main, page_part, plain_table
+from gauntlet.run import BEGIN, END, PAGE, main, page_part, plain_table, write_page
 from gauntlet.trial import Tally, Trial
 from gauntlet.trials import TRIALS
 
@@ -72,7 +72,7 @@ def test_the_tables_hold_every_trial_and_the_sums():
     part = page_part(TRIALS, tallies, seed=1, seconds=60)
     for trial in TRIALS:
         assert f"| {trial.name} | 5 | 3 | 2 | 0 | 0 | 2 |" in part
-        assert f"- **{trial.name}**: {trial.does}." in part
+        assert f"- **{trial.name}**: {trial.does}." in part.replace("\n  ", " ")
     assert f"| all | {total} |" in part
 
 
@@ -80,6 +80,14 @@ def test_the_page_has_a_place_for_the_figures():
     text = PAGE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     assert text.index(BEGIN) < text.index(END)
+
+
+def test_the_figures_go_between_their_marks_and_nowhere_else(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{BEGIN}\n\nold\n\n{END}\n\nafter\n")
+    monkeypatch.setattr("gauntlet.run.PAGE", page)
+    write_page("new")
+    assert page.read_text() == f"before\n\n{BEGIN}\n\nnew\n\n{END}\n\nafter\n"
 
 
 def test_names_are_unique_and_an_unknown_one_is_refused(capsys):

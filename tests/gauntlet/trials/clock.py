@@ -138,13 +138,13 @@ BUILDS = Trial(
     "builds, killed builds that are resumed, and verification under a clock that is decades off or jumps at every "
     "look, with files whose times are scattered over two centuries: the same bytes",
     builds,
-    full=100,
+    full=150,
     short=6,
 )
 RUNS = Trial(
     "clock jumps, training",
     "runs killed and gone on with under such clocks: weights and moments equal to the bit, and the audit log verifies",
     runs,
-    full=30,
+    full=40,
     short=2,
 )

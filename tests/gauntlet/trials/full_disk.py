@@ -114,13 +114,13 @@ BUILDS = Trial(
     "builds on a file system of random size: one line, nothing published, and with more room `--resume` gives the "
     "same bytes",
     work,
-    full=60,
+    full=100,
     short=4,
 )
 RUNS = Trial(
     "full disk, training",
     "runs on a file system of random size: one line, and with more room they go on to the same bits",
     runs,
-    full=20,
+    full=40,
     short=2,
 )

@@ -117,7 +117,7 @@ TRIAL = Trial(
     "metadata with a right hash and wrong sizes, counts, `..` in names, numbers out of range, other kinds of values: "
     "refused or found in one line, or the very same rows; no file outside is opened",
     work,
-    full=3_000,
+    full=10_000,
     short=100,
     in_memory=True,
 )

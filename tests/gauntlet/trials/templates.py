@@ -79,7 +79,7 @@ TRIAL = Trial(
     "templates that loop, grow, pry out of the sandbox, break down, or have broken bytes, with 60 s and 1 GiB each: "
     "refused in one line, and never let through or out",
     work,
-    full=300,
+    full=500,
     short=16,
     in_memory=True,
 )

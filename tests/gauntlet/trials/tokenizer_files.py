@@ -151,7 +151,7 @@ MUTANTS = Trial(
     "`tokenizer.json` with broken bytes or parts of another kind: one line, or the ids that `tokenizers` gives for the "
     "same file, all within the vocabulary, and none a control token",
     mutants,
-    full=2_000,
+    full=4_000,
     short=100,
     in_memory=True,
 )

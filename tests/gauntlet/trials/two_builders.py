@@ -78,6 +78,6 @@ TRIAL = Trial(
     "two builds of one target at once, one held in the middle or both in a race: the other waits or is refused in one "
     "line, and the target is whole",
     work,
-    full=60,
+    full=100,
     short=4,
 )
