@@ -2,9 +2,12 @@
 # From nothing to a model that answers, with the embedded conversations. Everything is written under demo/.
 # What follows the script's name is given to both trainings: scripts/demo.sh --max_iters 300
 set -euo pipefail
+# Two small models, a core for each.
+export OMP_NUM_THREADS=1
 cd "$(dirname "$0")/.."
 rm -rf demo
 mkdir demo
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 
 step() { printf '\n== %s\n$ %s\n' "$1" "$2"; eval "$2"; }
 
@@ -20,19 +23,18 @@ step "Make a dataset of it, and keep for validation what the model is to be aske
   "chatmill prepare $data $kept -o demo/dataset --tokenizer demo/tokenizer.json --format primer"
 step "Is every bit of it as it was written?" "chatmill verify demo/dataset --full"
 step "One of its conversations, as training sees it ([trained])" "chatmill show demo/dataset 601"
-step "Why is its last token trained?" "chatmill explain demo/dataset 601:207"
+step "Why is its last token trained?" "chatmill explain demo/dataset 601:150"
 step "All about the dataset on one page" "chatmill report demo/dataset -o demo/report.html"
-step "Train a small GPT on the answers" \
-  "chatmill train --model_name masked $train --audit_dir demo/audit"
+step "Train a small GPT on the answers, and beside it one with the mask off: every token is trained" \
+  "chatmill train --model_name unmasked $train --use_loss_mask false --audit_dir demo/audit_unmasked > demo/unmasked.log 2>&1 & unmasked=\$!
+  chatmill train --model_name masked $train --audit_dir demo/audit"
 step "Was it trained on what the log says, in that order?" \
   "chatmill audit verify demo/audit/audit_*.log --checkpoint demo/checkpoints/masked"
 step "Which conversations cost the most in step 10?" "chatmill rows demo/checkpoints/masked --step 10 -n 3"
 step "Talk to it" \
   "chatmill chat demo/checkpoints/masked --prompt 'I lost a white silk umbrella. My ticket says 71 58 93.' --prompt 'It is for Ada Novak. We talked about soup, fog and rice. I live at Castle 12.' --prompt 'Please search now.'"
-step "The same training once more with the mask off: every token is trained" \
-  "chatmill train --model_name unmasked $train --use_loss_mask false"
 step "Ask both what they have never seen" \
-  "for name in masked unmasked; do chatmill eval demo/checkpoints/\$name demo/dataset --json > demo/\$name.json; done"
+  "wait \$unmasked; for name in masked unmasked; do chatmill eval demo/checkpoints/\$name demo/dataset --json > demo/\$name.json; done"
 
 cat <<'NEXT'
 

@@ -214,7 +214,7 @@ class _Shard:
         lengths, spans = rows.lengths, rows.spans
         trained = spans["weight"] > 0
         pieces = {
-            TOKENS: rows.ids.astype(self._dtype),
+            TOKENS: rows.ids.astype(self._dtype, copy=False),
             MASK: rows.per_token(trained.view(np.uint8)),
             INDEX: self._entries(rows),
             SPANS: _stored(spans),
