@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from store_material import some_rows, write_dataset
 
-from chatmill.rows import Rows, concat
+from chatmill.rows import concat
 from chatmill.store.read import open_dataset
 from chatmill.store.verify import verify
 from gauntlet.processes import outcome
@@ -145,7 +145,7 @@ def missing(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 def stale(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    """Files of another build, of the same sizes, among those of this one; what is read is theirs or refused."""
+    """A file of another build, of the same size where there is one, among those of this one."""
     rng = random.Random(seed)
     dataset = made(folder, seed, alike=True)
     (folder / "other").mkdir()
@@ -161,11 +161,6 @@ def stale(size: int, seed: int, folder: Path, tally: Tally) -> None:
             judge(tally, in_full(dataset), f"{path.relative_to(dataset)} of another build")
         shutil.copy(folder / "kept", path)
     assert not in_full(dataset)
-
-
-def rows_of(dataset: Path) -> dict[str, Rows]:
-    opened = open_dataset(dataset)
-    return {name: opened[name].rows(np.arange(len(opened[name]))) for name in opened.splits}
 
 
 FLIPS = Trial(

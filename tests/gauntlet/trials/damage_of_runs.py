@@ -43,30 +43,29 @@ def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     from chatmill.load.audit_check import verify_log
 
     rng, data = random.Random(seed), make_dataset(folder / "data", seed=seed)
-    audit, states = run(data, folder / "logs", 30, checkpoints=(30,))
+    _, states = run(data, folder / "logs", 30, checkpoints=(30,))
     (log,) = (folder / "logs").glob("*.log")
     head = states[30]["audit"]["head"]
     whole = log.read_bytes()
     # What comes after the head may be missing: a run that was killed has not written it.
     anchored = whole[: whole.rindex(b"action=checkpoint")]
     for number in range(size):
-        lines_ = anchored.split(b"\n")
-        what = f"a bit of the log, {number}"
+        told, what = anchored.split(b"\n"), f"a bit of the log, {number}"
         if number % 4 == 3:
-            one, other = rng.sample(range(len(lines_) - 1), 2)
-            lines_[one], lines_[other] = lines_[other], lines_[one]
-            what = f"lines {one} and {other} of the log swapped"
+            one, other = rng.sample(range(len(told) - 1), 2)
+            told[one], told[other] = told[other], told[one]
+            changed, what = b"\n".join(told), f"lines {one} and {other} of the log swapped"
         elif number % 8 == 6:
-            what = f"line {(gone := rng.randrange(len(lines_) - 1))} of the log gone"
-            del lines_[gone]
-        changed = b"\n".join(lines_) if number % 4 == 3 or number % 8 == 6 else flip(anchored, rng)
+            gone = rng.randrange(len(told) - 1)
+            changed, what = b"\n".join(told[:gone] + told[gone + 1 :]), f"line {gone} of the log gone"
+        else:
+            changed = flip(anchored, rng)
         log.write_bytes(changed + whole[len(anchored) :])
         ended = outcome(lambda: verify_log(log, data, heads={"the checkpoint": head}).fault)
         line = ended.value or ended.refused or (f"broke: {ended.broke}" if ended.broke else "")
         judge(tally, line, what)
     log.write_bytes(whole)
     assert verify_log(log, data, heads={"the checkpoint": head}).fault is None
-    del audit
 
 
 def caches(size: int, seed: int, folder: Path, tally: Tally) -> None:

@@ -28,9 +28,12 @@ def locked(room: Path, fill: Callable[[], None]) -> Iterator[bool]:
             mounted.lock()
             yield True
         elif os.geteuid() != 0:
-            room.chmod(0o555)
+            folders = [room, *(path for path in room.rglob("*") if path.is_dir())]
+            for path in folders:
+                path.chmod(0o555)
             yield True
-            room.chmod(0o755)
+            for path in folders:
+                path.chmod(0o755)
         else:
             yield False
 

@@ -23,7 +23,7 @@ AT_ONCE = 500
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, what is written within a text included."""
+    """Every text in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
