@@ -77,13 +77,14 @@ def tallies(trials: Sequence[Trial], *, short: bool, seed: int, say: Callable[[s
 
 
 def in_words(tally: Tally) -> str:
-    if tally.broke:
+    if tally.broke and not tally.tried:
         return f"BROKE: {tally.broke}"
     if tally.skipped:
         return f"skipped: {tally.skipped}"
     bad = f", {tally.lost:,} LOST, {tally.wrong:,} SILENTLY WRONG" if tally.is_red else ""
     notes = "".join(f", {count:,} {name}" for name, count in tally.notes.items())
-    return f"{tally.tried:,} tried, {tally.survived:,} survived, {tally.found:,} found{bad}{notes}"
+    broke = f"; BROKE: {tally.broke}" if tally.broke else ""
+    return f"{tally.tried:,} tried, {tally.survived:,} survived, {tally.found:,} found{bad}{notes}{broke}"
 
 
 HEAD = ("trial", "tried", "survived", "found", "lost", "silently wrong", "seconds")

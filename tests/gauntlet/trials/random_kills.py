@@ -147,7 +147,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         list(pool.map(lane, range(AT_ONCE)))
     tally.notes["milliseconds of a build alone"] = round(1000 * first.seconds)
     if tally.notes["killed before it published"] < 0.75 * size and size >= 100:
-        raise AssertionError(f"too few kills before publishing: {tally.notes}")
+        # No fault of chatmill, but not the trial that it should be.
+        tally.broke = "too few kills came before the dataset was published"
 
 
 TRIAL = Trial(
