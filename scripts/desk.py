@@ -1,9 +1,9 @@
 """Conversations at the desk of a lost property office: what the demo trains a small model on.
 
 People tell what they lost (`a red silk scarf`), whom it is for (`for Ada Keller`) and where they stay (`at Mill 24`),
-in any order, some of them among talk about food and the weather. The clerk notes it, takes corrections, reads all of it
-back, or calls a tool to search and tells what came of it. So an answer is found in the conversation alone, in the newest
-word on each matter, and much of the text has to be ignored.
+in any order, some of them among talk about food and the weather. The clerk notes it, takes corrections, reads all of
+it back, or calls a tool to search and tells what came of it. So an answer is found in the conversation alone, in the
+newest word on each matter, and much of the text has to be ignored.
 
 A fifth of the colours with each thing, of the first with each last name and of the streets with each number are kept
 for the held-out conversations: every answer there says something that no training conversation says.
