@@ -140,13 +140,15 @@ def _preparing(results: Results) -> list[str]:
     bare = ", ".join(f"{name} {seconds(taken)}" for name, taken in found["bare"].items())
     start = seconds(found["start_up"])
     size = {"megabytes": found["bytes"] / 1e6, "mtok": found["tokens"] / 1e6}
-    said = [_say("prepare", bare=bare, start_up=start, **size)]
+    said = [_say("prepare", bare=bare, at_once=seconds(found["bare_at_once"]), start_up=start, **size)]
     if peer := found.get("trl"):
         differ = found["differ"]
         cut = differ["peer_alone"] and differ["peer_alone"] == differ["peer_alone_cut"]
         why = _say("prepare_cut") if cut else ""
         start = seconds(peer["start_up"])
-        said.append(_say("prepare_trl", start_up=start, alike=differ["alike"], differ=differ["peer_alone"], why=why))
+        ceiling = peer["seconds"] / found["bare_at_once"]
+        counts = {"alike": differ["alike"], "differ": differ["peer_alone"]}
+        said.append(_say("prepare_trl", start_up=start, ceiling=ceiling, why=why, **counts))
     return said
 
 
