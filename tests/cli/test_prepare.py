@@ -58,7 +58,8 @@ def test_it_says_what_it_made_and_where_all_tokens_went(place, monkeypatch, caps
     assert lines[1].startswith("x/val: 4")
     ledger = [line.split() for line in lines[2:]]
     assert ledger[0] == ["reason", "rows", "tokens", "trained"]
-    assert [words[0] for words in ledger[1:]] == ["read", "rendered", "stored", "truncated", "noted", "look:"]
+    assert [words[0] for words in ledger[1:]] == ["read", "rendered", "stored", "truncated", "noted", "look:", "look:"]
+    assert lines[-2] == "look: 10,014 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
     assert lines[-1] == "look: 14 rows lost a part of an answer; raise --max-tokens, or use --require-terminators"
     assert verify("x", full=True).faults == ()
     stored = open_dataset("x")

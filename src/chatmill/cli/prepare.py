@@ -288,7 +288,11 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write",
         "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
     }
+    rendered = ledger.total("rendered").trained
     for bucket, reason, entry in ledger:
+        if bucket == "truncated" and reason in ("turns", "tail") and entry.trained:
+            lost = f"{entry.trained:,} of {rendered:,} trained tokens were cut off"
+            yield f"{lost}; raise --max-tokens, or use --fit windows"
         if bucket in ("noted", "dropped") and reason in reasons:
             yield reasons[reason].format(rows=entry.rows, tokens=entry.tokens)
 
