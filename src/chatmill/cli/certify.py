@@ -7,12 +7,27 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, ChatTemplate, MaskName, Shape, TemplateArgs, TemplateDate, echo_json, progress
+from chatmill.cli.options import (
+    DEFAULT_REJECTS,
+    AsJson,
+    ChatTemplate,
+    MaskName,
+    OnError,
+    RejectsFile,
+    Shape,
+    TemplateArgs,
+    TemplateDate,
+    echo_json,
+    progress,
+    reading,
+    tell_rejects,
+)
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateOptions, open_format
 from chatmill.format.template import TemplateFormat
 from chatmill.format.template.certificate import Peer, certify
-from chatmill.records import Record, read
+from chatmill.ledger import Ledger
+from chatmill.records import Record
 
 
 class FailedError(ChatmillError):
@@ -31,13 +46,15 @@ def certify_command(
     template_date: TemplateDate = None,
     mask: MaskName = "derived",
     shape: Shape = None,
+    on_error: OnError = "stop",
+    rejects: RejectsFile = DEFAULT_REJECTS,
     as_json: AsJson = False,
 ) -> None:
     """Certify a chat template: what it keeps of what training relies on, PASS or FAIL in one line each.
 
     It is held against small conversations made for the purpose and, if given, against your own: the ids against those
     of transformers, the mask by two derivations, the end of each answer against what the model stops at. Exit code 1
-    if a line says FAIL.
+    if a line says FAIL. Faulty records may be skipped; one that the template refuses is a FAIL.
 
     \b
     Examples:
@@ -49,8 +66,13 @@ def certify_command(
     format = open_format(TEMPLATE, tokenizer, template=options)
     assert isinstance(format, TemplateFormat)
     peer, peer_name = transformers_peer(format)
-    records = progress(read(inputs, shape=shape), "records") if inputs else ()
-    findings = certify(format, records, peer=peer, peer_name=peer_name)
+    if inputs:
+        ledger = Ledger()
+        with reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected):
+            findings = certify(format, progress(records, "records"), peer=peer, peer_name=peer_name)
+        tell_rejects(ledger, rejected)
+    else:
+        findings = certify(format, (), peer=peer, peer_name=peer_name)
     passed = all(finding.passed for finding in findings)
     name = format.folder.template.name
     if as_json:
