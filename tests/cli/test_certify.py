@@ -49,6 +49,22 @@ def test_a_good_template_passes_every_line(run, folder):
     assert found["control"][1] == "all 4 control tokens are plain text inside messages"
 
 
+def test_faulty_records_can_be_skipped(run, folder, tmp_path):
+    name = write(tmp_path / "chat.jsonl", say("a", "b"), [{"role": "bot", "content": "x"}])
+    code, _, err = run("certify", "--tokenizer", "model", name)
+    assert (code, err.split(": ")[1]) == (1, "chat.jsonl:2")
+    code, out, err = run("certify", "--tokenizer", "model", name, "--on-error", "skip")
+    assert (code, lines(out)["records"]) == (0, ("PASS", "1 records, every answer trained"))
+    assert err == "rejected 1: 1 role; see rejects.jsonl\n"
+
+
+def test_a_preset_that_the_tokenizer_cannot_write_points_at_its_template(run, folder, tmp_path):
+    name = write(tmp_path / "chat.jsonl", say("a", "b"))
+    code, _, err = run("render", name, "--tokenizer", "model", "--format", "primer")
+    assert code == 2
+    assert err.endswith("--add-tokens, or write with the folder's own template: --format template\n")
+
+
 def test_the_end_of_an_answer_must_be_where_the_model_stops(run, folder):
     (folder / "generation_config.json").write_text('{"eos_token_id": [3]}')
     code, out, _ = run("certify", "--tokenizer", "model")

@@ -31,8 +31,10 @@ def line_of(path: str | Path, kind: type[ChatmillError] = DataError) -> str:
 
 
 def test_a_missing_file_is_one_line(tmp_path):
-    assert line_of(tmp_path / "none.json") == f"no such file or folder; {RIGHT}, or the name bytes"
-    assert line_of("bites") == f"no such file or folder; {RIGHT}, or the name bytes"
+    assert (
+        line_of(tmp_path / "none.json") == f"no such file or folder; {RIGHT}, a Hugging Face folder, or the name bytes"
+    )
+    assert line_of("bites") == f"no such file or folder; {RIGHT}, a Hugging Face folder, or the name bytes"
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path):

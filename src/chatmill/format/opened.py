@@ -13,11 +13,12 @@ from typing import Any, Literal, Protocol
 from chatmill.errors import RecordError, UsageError, one_line
 from chatmill.format.chat_format import ChatFormat, load_format
 from chatmill.format.render import render_chunks, renderable
+from chatmill.format.template.folder import has_template
 from chatmill.format.template.format import TemplateFormat, open_template
 from chatmill.ledger import Ledger
 from chatmill.records import Record
 from chatmill.rows import Rows, TrainOn
-from chatmill.tokenizer import Tokenizer, open_tokenizer
+from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 
 TEMPLATE = "template"
 """The name under which a tokenizer's chat template is a format."""
@@ -108,7 +109,12 @@ def open_format(
         if used := template.given():
             raise UsageError(f"{', '.join(used)} is for chat templates; add --format template")
         format = load_format(name)
-        return OpenTurns(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
+        try:
+            return OpenTurns(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
+        except MissingTokensError as error:
+            if has_template(tokenizer):
+                raise UsageError(f"{error}, or write with the folder's own template: --format template") from None
+            raise
     if add_tokens:
         raise UsageError("--add-tokens with --format template; a template writes the tokens that its tokenizer has")
     return open_template(

@@ -23,6 +23,10 @@ _RIGHT = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a 
 _LARGEST = 2**24
 
 
+class MissingTokensError(UsageError):
+    """The vocabulary lacks control tokens of the format."""
+
+
 def open_tokenizer(
     spec: str | Path,
     *,
@@ -49,7 +53,8 @@ def open_tokenizer(
     missing = [token for token in dict.fromkeys(wanted) if token not in known]
     if missing and not add_tokens:
         tokens = " ".join(one_line(token) for token in missing[:8]) + (" …" if len(missing) > 8 else "")
-        raise UsageError(f"{place}: the vocabulary lacks the control tokens {tokens}; add them with --add-tokens")
+        lacks = f"{place}: the vocabulary lacks the control tokens {tokens}"
+        raise MissingTokensError(f"{lacks}; add them with --add-tokens")
     first = max([backend.vocab_size, *(id + 1 for id in beside.values())])
     if first > _LARGEST:
         raise DataError(f"{place}: a token has id {first - 1}; expected ids below {_LARGEST}")
@@ -83,7 +88,9 @@ def _open_file(path: Path, place: str, control: Collection[str], *, declared: Ma
     try:
         raw = path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"{place}: no such file or folder; {_RIGHT}, or the name bytes") from error
+        raise DataError(
+            f"{place}: no such file or folder; {_RIGHT}, a Hugging Face folder, or the name bytes"
+        ) from error
     except (OSError, ValueError) as error:
         raise DataError(f"{place}: cannot be read ({error}); {_RIGHT}") from error
     start = raw[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -68,6 +68,12 @@ def read_folder(tokenizer: str, chat_template: str | None) -> Folder:
     )
 
 
+def has_template(tokenizer: str) -> bool:
+    """Whether the folder of a tokenizer has a chat template."""
+    path = Path(tokenizer)
+    return path.is_dir() and "default" in _templates(path, _json(path / "tokenizer_config.json"))
+
+
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, Template]:
     """The templates of a folder by their names; a file of its own goes before what the config holds."""
     file = folder / "tokenizer_config.json"
