@@ -170,7 +170,7 @@ def test_chatmill_train_says_what_is_wrong_in_one_line(place, monkeypatch, capsy
         (
             flags("--grad_clip", "-1", "--seed", "x"),
             2,
-            'chatmill: small.json: grad_clip is -1; expected a number from 0 on; seed is "x"; '
+            'chatmill: the flags: grad_clip is -1; expected a number from 0 on; seed is "x"; '
             "expected a whole number from 0 on\n",
         ),
         (flags(data="data/none"), 1, "chatmill: data/none: no such folder; expected a dataset"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from chatmill.errors import ChatmillError, UsageError
-from chatmill.load.config import Right, read_values
+from chatmill.load.config import Right, faults_of, read_values
 from chatmill.train.config import TrainConfig, from_environment, layered
 from chatmill.train.loop import OnEval, OutOfMemoryError, Result, train
 from chatmill.train.output import CONFIG
@@ -96,6 +96,8 @@ def run(given: argparse.Namespace, *, on_eval: OnEval | None = None) -> Result:
         for each in fields(TrainConfig)
         if (text := getattr(given, f"key_{each.name}")) is not None
     }
+    if faults := faults_of(TrainConfig, flags):
+        raise UsageError(f"the flags: {'; '.join(faults)}")
     values = layered(base, from_environment(os.environ), flags)
     config = TrainConfig.from_mapping(values, place=str(given.config_file or "the flags"))
     return train(config, model_name=given.model_name, out_dir=out_dir, resume=given.resume, on_eval=on_eval)
