@@ -174,7 +174,9 @@ def test_sources_of_different_tokenizers_are_refused(tmp_path):
 
 
 def test_a_folder_that_is_nothing_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"neither a dataset .* nor a folder of caches"):
+    with pytest.raises(
+        DataError, match=r"neither a dataset .* nor a folder of caches; expected a folder that chatmill prepare or "
+    ):
         EpisodeLoader(tmp_path, SMALL)
     with pytest.raises(DataError, match="no such folder"):
         EpisodeLoader(tmp_path / "none", SMALL)

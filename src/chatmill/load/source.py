@@ -148,7 +148,7 @@ def _mixed(root: Path, mix: Mapping[str, float]) -> tuple[Source, ...]:
     if missing and len(missing) == len(mix) and not any(_is_source(path) for path in root.iterdir()):
         raise DataError(
             f"{root}: neither a dataset (train/{INDEX} or train/shard_00000/{INDEX}) nor a folder of caches; "
-            f"{_build(missing[0], root)}"
+            "expected a folder that chatmill prepare or chatmill build-sft-… wrote"
         )
     if missing:
         raise DataError(
