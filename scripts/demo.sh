@@ -32,7 +32,7 @@ step "Was it trained on what the log says, in that order?" \
   "chatmill audit verify demo/audit/audit_*.log --checkpoint demo/checkpoints/masked"
 step "Which conversations cost the most in step 10?" "chatmill rows demo/checkpoints/masked --step 10 -n 3"
 step "Talk to it" \
-  "chatmill chat demo/checkpoints/masked --max-tokens 60 --prompt 'I lost a white silk umbrella. My ticket says 71 58 93.' --prompt 'It is for Ada Novak. We talked about soup, fog and rice. I live at Castle 12.' --prompt 'Please search now.'"
+  "chatmill chat demo/checkpoints/masked --max-tokens 60 --prompt 'I lost a white silk umbrella. I live at Castle 12.' --prompt 'It is for Ada Novak.' --prompt 'Please search now.'"
 step "Ask both what they have never seen" \
   "wait \$unmasked; for name in masked unmasked; do chatmill eval demo/checkpoints/\$name demo/dataset --json > demo/\$name.json; done"
 
