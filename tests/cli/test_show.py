@@ -189,6 +189,16 @@ def test_a_tokenizer_is_found_beside_its_dataset_and_named_where_it_is_not(run):
     assert "Gold?" in run("show", "v2", "1", "--tokenizer", "elsewhere.json")[1]
 
 
+def test_a_tokenizer_that_tokens_were_added_to_is_found_again(run):
+    assert run("tokenizer", "train", "chat.jsonl", "--vocab-size", "300", "-o", "small.json")[0] == 0
+    added = ("--format", "primer", "--tokenizer", "small.json", "--add-tokens")
+    assert run("prepare", "chat.jsonl", "-o", "v2", *added, "--workers", "1")[0] == 0
+    for flags in ((), ("--tokenizer", "small.json")):
+        code, out, err = run("show", "v2", "0", *flags)
+        assert (code, err) == (0, "")
+        assert out.endswith("user 0\n  <|usr|>hi<|eot|>\nassistant 1\n  <|asst|>[yo<|eot|>]\n")
+
+
 def test_caches_are_shown_too(run):
     Path("primer.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n' * 3

@@ -137,12 +137,22 @@ class Dataset:
         return split in self._splits
 
     def tokenizer_state(self) -> Any:
-        """What `tokenizer_state.json` holds."""
+        """What `tokenizer_state.json` holds, its control tokens in the order of their ids."""
         path = self.path / TOKENIZER_STATE
         try:
-            return json.loads(path.read_bytes())
+            state = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: cannot be read ({error}); the tokenizer of this dataset is unknown") from None
+        if isinstance(state, dict):
+            control, ids = state.get("control"), state.get("special_token_ids")
+            if (
+                isinstance(control, dict)
+                and isinstance(ids, dict)
+                and all(type(ids.get(key)) is int for key in control)
+            ):
+                # The file is sorted by key; tokens that were added got their ids in the order of the format.
+                state["control"] = {key: control[key] for key in sorted(control, key=ids.__getitem__)}
+        return state
 
 
 class Episodes:
