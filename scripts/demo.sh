@@ -36,6 +36,10 @@ step "Talk to it" \
 step "Ask both what they have never seen" \
   "wait \$unmasked; for name in masked unmasked; do chatmill eval demo/checkpoints/\$name demo/dataset --json > demo/\$name.json; done"
 
+status=0
+step "What did the mask do? Same data, same steps" \
+  "python scripts/demo_table.py demo/masked.json demo/unmasked.json" || status=$?
+
 cat <<'NEXT'
 
 What to try next:
@@ -45,5 +49,4 @@ What to try next:
   .venv/bin/chatmill check YOUR.jsonl                                      your own data: docs/quickstart.md goes on
 The page about the dataset: demo/report.html
 NEXT
-
-step "What did the mask do? Same data, same steps" "python scripts/demo_table.py demo/masked.json demo/unmasked.json"
+exit $status

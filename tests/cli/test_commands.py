@@ -173,6 +173,7 @@ def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
     ("args", "code", "line"),
     [
         (["check", "none.jsonl"], 1, "none.jsonl"),
+        (["check", "empty.jsonl"], 1, "empty.jsonl: holds no record; expected at least one"),
         (["check", "*.none"], 1, "*.none"),
         (["check", "chat.jsonl", "--shape", "rows"], 2, 'unknown shape "rows"'),
         (["render", "chat.jsonl", "--format", "chatlm"], 2, 'no format "chatlm"'),
@@ -189,6 +190,7 @@ def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
 )
 def test_what_cannot_be_done_is_one_line_and_never_a_traceback(run, args, code, line):
     Path("chat.jsonl").write_text(CHAT)
+    Path("empty.jsonl").write_text("\n")
     found, out, err = run(*args)
     assert (found, out) == (code, "")
     assert line in err

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from model_material import small_gpt
 from safetensors.torch import load_file
 
-from chatmill.errors import DataError
-from chatmill.train.checkpoint import open_checkpoint, restore, save
+from chatmill.errors import DataError, UsageError
+from chatmill.train.checkpoint import choose, open_checkpoint, restore, save
 from chatmill.train.pieces import Entry, Piece, Pieces, file_info, write_tensors
 from chatmill.train.step import make_optimizer
 from chatmill.train.world import World
@@ -82,3 +82,18 @@ def test_moments_come_back_as_they_were(tmp_path):
             assert torch.equal(value, fresh.state[two][name])
             assert value.dtype == fresh.state[two][name].dtype
     assert np.isclose(float(fresh.state[next(other.parameters())]["step"]), 1.0)
+
+
+def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path):
+    with pytest.raises(UsageError) as none:
+        choose(tmp_path, str(tmp_path / "nope"))
+    assert str(none.value) == (
+        f"{tmp_path}/nope: no such checkpoint; expected auto; {tmp_path} holds no checkpoint yet"
+    )
+    for step in (1, 2):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    with pytest.raises(UsageError) as some:
+        choose(tmp_path, str(tmp_path / "nope"))
+    listed = f"{tmp_path}/step_00000001, {tmp_path}/step_00000002"
+    assert str(some.value) == f"{tmp_path}/nope: no such checkpoint; expected auto or one of {listed}"
+    assert choose(tmp_path, "auto") == tmp_path / "step_00000002"

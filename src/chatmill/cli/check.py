@@ -18,6 +18,7 @@ from chatmill.cli.options import (
     reading,
     tell_rejects,
 )
+from chatmill.errors import DataError
 from chatmill.ledger import Ledger
 
 
@@ -43,6 +44,8 @@ def check(
             roles.update(message.role for message in record.messages)
             trainable += any(message.role == "assistant" for message in record.messages)
     good = sum(sources.values())
+    if not good and not ledger.total("rejected").rows:
+        raise DataError(f"{', '.join(inputs)}: holds no record; expected at least one")
     if as_json:
         reasons = {reason: entry.rows for bucket, reason, entry in ledger if bucket == "rejected"}
         echo_json(

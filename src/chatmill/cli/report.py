@@ -35,8 +35,8 @@ def report(
       chatmill report data/chat_sft -o report.html
       chatmill report data/chat_sft --tokenizer tokenizer.json -o report.html --overwrite --json
     """
-    refuse_existing(output, overwrite=overwrite)
     shown = open_shown(dataset, tokenizer)
+    refuse_existing(output, overwrite=overwrite)
     surveys = surveys_of(shown, None, BLOCK_SIZES)
     page = show_report(shown, surveys, version=__version__).encode()
     beside = output.with_name(f".{output.name}.{os.getpid()}")

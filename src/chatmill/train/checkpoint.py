@@ -221,12 +221,10 @@ def choose(folder: Path, resume: str) -> Path | None:
         return found(folder)[-1] if found(folder) else None
     path = Path(resume)
     if not path.is_dir():
-        raise UsageError(f"{resume}: no such checkpoint; expected auto or one of {_listed(folder)}")
+        there = ", ".join(map(str, found(folder)))
+        right = f"auto or one of {there}" if there else f"auto; {folder} holds no checkpoint yet"
+        raise UsageError(f"{resume}: no such checkpoint; expected {right}")
     return path
-
-
-def _listed(folder: Path) -> str:
-    return ", ".join(str(path) for path in found(folder)) or f"none, {folder} holds no checkpoint"
 
 
 def open_checkpoint(path: Path, world: World) -> Checkpoint:
