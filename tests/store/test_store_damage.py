@@ -10,6 +10,7 @@ import pytest
 from store_lies import LIES, rewrite, shard_of
 from store_material import contents, some_rows, write_dataset
 
+import chatmill.store.verify as store_verify
 from chatmill.errors import DataError
 from chatmill.store.layout import SEGMENT, STORED_SPAN
 from chatmill.store.read import open_dataset
@@ -166,3 +167,32 @@ def test_what_is_no_dataset_is_one_line(tmp_path):
     assert faults(tmp_path) == (
         f"{tmp_path}: not a dataset; expected train/episodes.idx or train/shard_00000/episodes.idx",
     )
+
+
+def resident(path: Path) -> int:
+    """Bytes of a mapped file that this process holds in memory."""
+    held, here = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split(maxsplit=5)
+        if "-" in name and len(rest) == 5:
+            here = rest[4] == str(path)
+        elif name == "Rss:" and here:
+            held += 1024 * int(rest[0])
+    return held
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory is looked up in /proc")
+def test_verifying_holds_a_stretch_of_a_file_in_memory_and_not_all_of_it(tmp_path, monkeypatch):
+    target = tmp_path / "d"
+    write_dataset(target, {"train": some_rows(5, count=60_000)}, shard_tokens=10**9)
+    tokens = target / "train" / "shard_00000" / "tokens.bin"
+    held = []
+
+    def looking(check):
+        held.append(resident(tokens))
+
+    monkeypatch.setattr(store_verify, "TOKENS_AT_ONCE", 1 << 14)
+    monkeypatch.setattr(store_verify._ShardCheck, "_ends", looking)
+    verify(target, full=True)
+    assert len(held) == 1
+    assert held[0] < tokens.stat().st_size / 4

@@ -34,3 +34,9 @@ def map_file(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     if len(data) != size:
         raise DataError(f"{path}: {len(data)} bytes, when it was opened {size}; it was changed while it was read")
     return np.frombuffer(data, dtype=dtype)
+
+
+def release(array: NDArray[Any]) -> None:
+    """Let go of the memory behind a mapped file; what is asked for again is read again."""
+    if isinstance(array.base, memoryview) and isinstance(array.base.obj, mmap.mmap):
+        array.base.obj.madvise(mmap.MADV_DONTNEED)

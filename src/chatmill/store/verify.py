@@ -18,6 +18,7 @@ from chatmill.rows import NO_FILE, Index, Part, Role, Rule, offsets
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS, WIDE, shard_name
 from chatmill.store.metadata import Metadata, ShardInfo, listed_files, size_faults
 from chatmill.store.read import Episodes, first_spans, lower_bound, open_dataset, stored_metadata
+from chatmill.store.shard import release
 
 EPISODES, TOKENS_AT_ONCE = 1 << 16, 1 << 22
 PIECE = 1 << 22
@@ -145,6 +146,8 @@ class _ShardCheck:
             stop = at + max(1, int(np.searchsorted(ends, TOKENS_AT_ONCE, side="right")))
             self._stretch(at, stop)
             at = stop
+            for array in self._arrays.values():
+                release(array)
         self._ends()
         if self._full and TARGETS in self._arrays:
             self._targets()
