@@ -19,7 +19,7 @@ from typing import Any
 
 import typer.main
 
-from chatmill.cli.main import app
+from chatmill.cli.main import app_of
 from chatmill.cli.rollout_config import RolloutConfig
 from chatmill.train.command import parser
 from chatmill.train.config import TrainConfig
@@ -45,7 +45,7 @@ KEYS = "Keys of CONFIG, a JSON file that may inherit from another; `chatmill rol
 
 def page() -> str:
     """The whole page: commands in the order of `chatmill --help`, those of a group one after the other."""
-    found = list(commands(typer.main.get_command(app), (NAME,)))
+    found = list(commands(typer.main.get_command(app_of()), (NAME,)))
     lines = ["| command | what it does |", "|---|---|"]
     for path, command in found:
         name = " ".join(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from chatmill.cli.main import app
+from chatmill.cli.main import app_of
 from chatmill.tokenizer import open_tokenizer
 
 CHAT = '{"id": "c1", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n'
@@ -215,7 +215,7 @@ def commands(group, name="chatmill"):
             yield f"{name} {word}", command
 
 
-@pytest.mark.parametrize(("name", "command"), list(commands(typer.main.get_command(app))))
+@pytest.mark.parametrize(("name", "command"), list(commands(typer.main.get_command(app_of()))))
 def test_every_command_shows_an_example_of_itself_and_takes_json(name, command):
     help = command.help or ""
     assert "Example" in help

@@ -9,9 +9,9 @@ import click
 import pytest
 import typer.main
 
-from chatmill.cli.main import app
+from chatmill.cli.main import app_of
 
-ROOT = typer.main.get_command(app)
+ROOT = typer.main.get_command(app_of())
 
 
 def leaves(group, path=("chatmill",)):
