@@ -18,7 +18,7 @@ help: ## list the targets
 install: $(DEV_STAMP) ## make .venv with the pinned versions and the package, editable
 
 test: check browser ## install, check, run every test (ARGS="-k words" to choose)
-	.venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	.venv/bin/python -m pytest -n 2 $(ARGS)
 
 check: $(DEV_STAMP) ## format, lint, types, import direction
 	.venv/bin/ruff format --check .

@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 # No deadline and no "too slow": a busy machine must not fail a test that is right.
 settings.register_profile(
@@ -9,13 +10,15 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-PAGES = "test_docs.py"
 
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+class FilesAndPages(LoadScopeScheduling):
     """The tests of a file share what they make, so one process runs them; pages share nothing, and are long."""
-    items.sort(key=lambda item: item.path.name != PAGES)
-    for item in items:
-        if item.path.name != PAGES:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+    def _split_scope(self, nodeid):
+        file, _ = nodeid.split("::", 1)
+        return nodeid if file.endswith("test_docs.py") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return FilesAndPages(config, log)
