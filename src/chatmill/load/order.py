@@ -6,6 +6,7 @@ what a name means never changes, so that a run's name, seed and number of episod
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import isqrt
 from typing import Protocol
 
@@ -83,7 +84,7 @@ def effective_seed(seed: int, epoch: int) -> int:
     return seed + epoch
 
 
-class _Ending:
+class _Ending(ABC):
     """What orders share that have epochs of every episode once."""
 
     def __init__(self, num_episodes: int) -> None:
@@ -96,8 +97,9 @@ class _Ending:
     def block(self, epoch: int, start: int, stop: int) -> Index:
         return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
+    @abstractmethod
     def at(self, epoch: int, positions: ArrayLike) -> Index:
-        raise NotImplementedError
+        """The episodes at some positions of an epoch."""
 
     def _checked(self, what: str, numbers: ArrayLike) -> Index:
         return _checked(what, numbers, self.num_episodes)
