@@ -38,8 +38,8 @@ from chatmill.store.metadata import FileInfo, ShardInfo, SplitInfo
 
 SLAB = 1 << 18
 """Tokens that are turned into bytes at a time: their copies stay in the cache, and memory stays flat."""
-WAITING = 4
-"""Slabs that may wait to be written."""
+WAITING = 24
+"""Slabs that may wait to be written: enough for the other thread while the next rows are brought together."""
 
 
 class SplitWriter:
