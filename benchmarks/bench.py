@@ -94,7 +94,10 @@ def main() -> None:
     if args.gpu is not None:
         training(args.gpu, results)
     found = read(results)
-    for path in write(found, results if args.quick else DOCS):
+    whole = not (absent := [step.name for step in STEPS if step.name not in found])
+    if not whole and not args.quick:
+        print(f"the page is left as it is: it tells of {', '.join(absent)} too, never measured here", file=sys.stderr)
+    for path in write(found, results if args.quick else DOCS, whole=whole or args.quick):
         print(f"written: {os.path.relpath(path)}", file=sys.stderr)
     for what in missed(found):
         print(f"missed: {what}", file=sys.stderr)
@@ -157,9 +160,9 @@ def read(results: Path) -> Results:
     return {**found, "gpu": json.loads(GPU.read_text("utf-8"))}
 
 
-def write(found: Results, out: Path) -> list[Path]:
-    """The page, the chart and the flame graphs of some results."""
-    texts = {"benchmarks.md": page(found), "benchmarks.svg": chart(found)}
+def write(found: Results, out: Path, *, whole: bool) -> list[Path]:
+    """The flame graphs of some results, and, if they are `whole`, the page and the chart."""
+    texts = {"benchmarks.md": page(found), "benchmarks.svg": chart(found)} if whole else {}
     for part in found.get("profiles", {}).get("parts", []):
         texts[f"flame-{part['name']}.svg"] = flame_graph(part["title"], part["stacks"])
     for name, text in texts.items():

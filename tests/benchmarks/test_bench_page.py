@@ -257,7 +257,7 @@ def test_the_page_chart_and_flame_graphs_are_written_from_a_folder_of_results(ru
             (tmp_path / f"{name}.json").write_text(json.dumps(found))
     out = tmp_path / "out"
     out.mkdir()
-    written = bench.write(bench.read(tmp_path), out)
+    written = bench.write(bench.read(tmp_path), out, whole=True)
     assert [path.name for path in written] == [
         "benchmarks.md",
         "benchmarks.svg",
@@ -269,6 +269,25 @@ def test_the_page_chart_and_flame_graphs_are_written_from_a_folder_of_results(ru
     assert sorted(shown) == sorted(path.name for path in written[1:])
     for path in written[1:]:
         ElementTree.fromstring(path.read_text("utf-8"))
+
+
+def test_a_page_that_tells_of_more_than_was_measured_is_left_as_it_is(run, tmp_path, monkeypatch, capsys):
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    for folder in (results, docs):
+        folder.mkdir()
+    (results / "profiles.json").write_text(json.dumps(run["profiles"]))
+    (docs / "benchmarks.md").write_text("as it was")
+    for name, folder in (("RESULTS", results), ("DOCS", docs), ("DATA", tmp_path / "data")):
+        monkeypatch.setattr(bench, name, folder)
+    monkeypatch.setattr("sys.argv", ["bench.py", "--page"])
+    bench.main()
+    assert (docs / "benchmarks.md").read_text() == "as it was"
+    assert sorted(path.name for path in docs.glob("*.svg")) == [
+        "flame-load.svg",
+        "flame-prepare.svg",
+        "flame-template.svg",
+    ]
+    assert "the page is left as it is: it tells of data, render," in capsys.readouterr().err
 
 
 def test_every_step_runs_a_script_that_is_there():

@@ -149,6 +149,27 @@ def test_info_names_missing_control_tokens_and_the_flag_that_adds_them(run):
     assert info["vocab_size"] == 263
 
 
+def test_info_without_a_format_lists_all_control_tokens_that_there_are(run):
+    Path("chat.jsonl").write_text(CHAT)
+    run("tokenizer", "train", "chat.jsonl", "--vocab-size", "262", "-o", "tok.json", "--format", "primer")
+    code, out, _ = run("tokenizer", "info", "tok.json")
+    assert (code, out.splitlines()[1:]) == (
+        0,
+        ["        0  <|sys|>", "        1  <|usr|>", "        2  <|asst|>", "        3  <|eot|>"],
+    )
+    assert json.loads(run("tokenizer", "info", "tok.json", "--json")[1])["special_token_ids"] == {
+        "<|sys|>": 0,
+        "<|usr|>": 1,
+        "<|asst|>": 2,
+        "<|eot|>": 3,
+    }
+    code, _, err = run("tokenizer", "info", "tok.json", "--add-tokens")
+    assert (code, err) == (
+        2,
+        "chatmill: --add-tokens without --format; name the format whose tokens are to be added\n",
+    )
+
+
 def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
     assert [line.split()[0] for line in run("formats")[1].splitlines()[::2]] == [
         "chatml",

@@ -49,10 +49,10 @@ def run(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
 
 def test_a_whole_dataset_is_ok_with_its_counts(monkeypatch, capsys, dataset):
     sha256 = json.loads((dataset / "dataset_metadata.json").read_text())["sha256"]
-    for flags in ([], ["--full"]):
+    for flags, read in (([], ""), (["--full"], ", every byte read")):
         assert run(monkeypatch, capsys, str(dataset), *flags) == (
             0,
-            f"OK: {dataset} (sha256 {sha256})\ntrain: 3 episodes, 9 tokens, 3 trained, 2 shards\n",
+            f"OK: {dataset} (sha256 {sha256}){read}\ntrain: 3 episodes, 9 tokens, 3 trained, 2 shards\n",
             "",
         )
     code, out, _ = run(monkeypatch, capsys, str(dataset), "--json")

@@ -22,6 +22,7 @@ from chatmill.cli.options import (
     reading,
     tell_rejects,
 )
+from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
 from chatmill.ledger import Ledger
 from chatmill.store.files import refuse_existing, write_file
@@ -82,20 +83,25 @@ def train(
 @app.command("info")
 def info(
     tokenizer: Annotated[str, typer.Argument(help="As for --tokenizer of the other commands.")],
-    format: FormatName = "chatml",
+    format: Annotated[
+        str | None,
+        typer.Option("--format", help="A format whose control tokens it must have; without one, all that it has."),
+    ] = None,
     add_tokens: AddTokens = False,
     as_json: AsJson = False,
 ) -> None:
-    """Open a tokenizer for a format and say what it is.
+    """Open a tokenizer and say what it is: its size, its hash, and the control tokens of a format, or all it has.
 
     \b
     Examples:
       chatmill tokenizer info bytes
       chatmill tokenizer info tokenizer.json --format primer --add-tokens
     """
-    control = load_format(format).tokens
+    if format is None and add_tokens:
+        raise UsageError("--add-tokens without --format; name the format whose tokens are to be added")
+    control = load_format(format).tokens if format is not None else {}
     opened = open_tokenizer(tokenizer, control=control, add_tokens=add_tokens)
-    ids = opened.special_token_ids()
+    ids = opened.special_token_ids() if format is not None else dict(opened.control_ids)
     if as_json:
         echo_json(
             {"name": opened.name, "vocab_size": opened.vocab_size, "sha256": opened.sha256, "special_token_ids": ids}
@@ -103,4 +109,4 @@ def info(
         return
     typer.echo(f"{opened.name}: {opened.vocab_size:,} tokens, sha256 {opened.sha256}")
     for key, id in ids.items():
-        typer.echo(f"  {key:<6} {id:>7}  {control[key]}")
+        typer.echo(f"  {key:<6} {id:>7}  {control[key]}" if format is not None else f"  {id:>7}  {one_line(key)}")

@@ -24,8 +24,9 @@ def verify(
 ) -> None:
     """Check a dataset: its metadata, the size of every file, that episodes tile tokens and spans tile episodes.
 
-    \b
     Every fault is one line, and the exit code then 1.
+
+    \b
     Examples:
       chatmill verify data/chat_sft
       chatmill verify data/cache/sft/primer
@@ -40,7 +41,8 @@ def verify(
     elif found.faults:
         typer.echo("\n".join(found.faults))
     else:
-        typer.echo(f"OK: {dataset}" + (f" (sha256 {found.sha256})" if found.sha256 else " (no hashes to check)"))
+        hashed = f" (sha256 {found.sha256})" if found.sha256 else " (no hashes to check)"
+        typer.echo(f"OK: {dataset}{hashed}" + (", every byte read" if full else ""))
         for name, counts in found.splits.items():
             typer.echo(
                 f"{name}: {counts.episodes:,} episodes, {counts.tokens:,} tokens, {counts.trained:,} trained, "
