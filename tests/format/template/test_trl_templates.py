@@ -165,6 +165,15 @@ def test_at_least_37_of_the_41_originals_certify_and_a_refusal_quotes_the_templa
     assert "glm4moe.jinja:66: {{ '\\n' + content.strip() }}" in finding.text
 
 
+def test_a_template_that_writes_calls_and_never_the_definitions_of_tools_is_told_apart(table):
+    _, lines = table
+    found = {line.name: next(f.text for f in line.findings if f.name == "tools") for line in lines}
+    assert [name for name, text in found.items() if text == "calls are written, definitions are left out"] == [
+        "deepseekv3"
+    ]
+    assert found["qwen3"] == "supported"
+
+
 def test_both_derivations_apply_to_at_least_half_of_the_templates(table):
     _, lines = table
     assert sum(line.starts == line.origin and line.stops > 0 for line in lines) * 2 >= len(lines)

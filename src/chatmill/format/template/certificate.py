@@ -265,7 +265,9 @@ class _Certificate:
     def _support(self, name: str, probes: Sequence[Record]) -> Finding:
         faults = [seen.fault for probe in probes if (seen := self.seen[probe.id]).fault is not None]
         if not faults:
-            return Finding(name, True, "supported")
+            derived = [self.seen[probe.id].derived for probe in probes]
+            left_out = any("tools_left_out" in found.notes for found in derived if found is not None)
+            return Finding(name, True, "calls are written, definitions are left out" if left_out else "supported")
         fault = faults[0]
         assert fault is not None
         if fault.kind == "mask_disputed":
