@@ -60,7 +60,7 @@ def test_it_says_what_it_made_and_where_all_tokens_went(place, monkeypatch, caps
     assert ledger[0] == ["reason", "rows", "tokens", "trained"]
     assert [words[0] for words in ledger[1:]] == ["read", "rendered", "stored", "truncated", "noted", "look:", "look:"]
     assert lines[-2] == "look: 10,014 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
-    assert lines[-1] == "look: 14 rows lost a part of an answer; raise --max-tokens (--require-terminators drops those without their end)"
+    assert lines[-1] == "look: 14 rows lost a part of an answer; raise --max-tokens"
     assert verify("x", full=True).faults == ()
     stored = open_dataset("x")
     assert len(stored["train"]) + len(stored["val"]) == 400

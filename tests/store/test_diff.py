@@ -203,7 +203,8 @@ def test_ten_thousand_conversations_of_a_few_ids_have_hashes_of_their_own():
 
 def test_how_a_source_is_trained_is_a_matter_of_fit_and_not_of_input(tmp_path):
     def config(*train_on: str) -> dict:
-        return {"sources": [[f"{n}.jsonl", "messages", "chat", choice, False] for n, choice in enumerate(train_on)]}
+        sources = [{"file": f"{n}.jsonl", "source": "chat", "train_on": choice} for n, choice in enumerate(train_on)]
+        return {"sources": sources}
 
     for name, train_on in (("a", ("assistant", "assistant")), ("b", ("assistant", "last")), ("c", ("last", "last"))):
         write_rows(tmp_path / name, {"train": rows_of(TEN)}, config=config(*train_on))

@@ -279,7 +279,7 @@ def _tell(output: Path, metadata: Metadata) -> None:
 def warnings_of(ledger: Ledger) -> Iterator[str]:
     """What a person should know before training on it."""
     reasons = {
-        "answer_cut": "{rows:,} rows lost a part of an answer; raise --max-tokens (--require-terminators drops those without their end)",
+        "answer_cut": "{rows:,} rows lost a part of an answer; raise --max-tokens",
         "answer_unfinished": "{tokens:,} tokens of answers that a block's end cuts are not trained; use larger blocks",
         "no_trained_tokens": "{rows:,} rows had no trained token and were dropped",
         "no_terminator": "{rows:,} rows ended inside an answer and were dropped",

@@ -210,5 +210,6 @@ def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
         # What is in the tokenizer and the format already, or changes no byte.
         del config[key]
     read = dict.fromkeys((unit.name, unit.part.shape, unit.part.source, unit.train_on, unit.only_val) for unit in units)
-    config["sources"] = [list(source) for source in read]
+    names = ("file", "shape", "source", "train_on", "only_val")
+    config["sources"] = [dict(zip(names, values, strict=True)) for values in read]
     return config

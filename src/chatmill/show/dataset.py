@@ -55,21 +55,20 @@ class Shown:
 
     def shape_of(self, file: str) -> str | None:
         """The shape that the records of a file were read as."""
-        return next((entry[1] for entry in self._sources() if entry[0] == file), None)
+        return next((str(entry["shape"]) for entry in self._sources(file) if "shape" in entry), None)
 
     def train_on(self, file: str | None) -> TrainOn | None:
         """Whose turns were trained of the records of a file, as far as the dataset says."""
         if "reweighed_from" not in self.config:
-            for entry in self._sources():
-                if entry[0] == file:
-                    return _choice(entry[3])
+            for entry in self._sources(file):
+                return _choice(entry.get("train_on"))
         return _choice(self.config.get("train_on"))
 
-    def _sources(self) -> Iterator[list[Any]]:
-        """What the metadata says of each file: its name, shape, source, whose turns, and whether all is validation."""
+    def _sources(self, file: str | None) -> Iterator[Mapping[str, Any]]:
+        """What the metadata says of a file: its shape, its source, whose turns are trained."""
         listed = self.config.get("sources")
         for entry in listed if isinstance(listed, list) else ():
-            if isinstance(entry, list) and len(entry) == 5:
+            if isinstance(entry, dict) and entry.get("file") == file:
                 yield entry
 
 

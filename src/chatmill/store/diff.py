@@ -37,8 +37,6 @@ CONFIG = {"add_tokens": "tokenizer", "sources": "input", "dedupe": "input"}
 """What keys of a config belong to that are not `fit`."""
 PARENT = "reweighed_from"
 """A key of a config that tells of the past and causes nothing."""
-SOURCE = 5
-"""A source of a config is file, shape, name, train_on and whether it is all for validation."""
 
 
 @dataclass(frozen=True)
@@ -301,13 +299,13 @@ def _made_of(metadata: Metadata) -> dict[tuple[str, str], Any]:
     """Everything that may be the cause of a difference, by the part it belongs to and its name."""
     format = metadata.format if isinstance(metadata.format, dict) else {"format": metadata.format}
     config = {name: value for name, value in metadata.config.items() if name != PARENT}
-    sources = [source for source in _list(config.get("sources")) if isinstance(source, list) and len(source) == SOURCE]
+    sources = [source for source in _list(config.get("sources")) if isinstance(source, dict) and "train_on" in source]
     if sources:
         # A source says how it is trained, which is no matter of the input, and after reweighing not true any more.
-        config["sources"] = [[*source[:3], *source[4:]] for source in sources]
+        config["sources"] = [{key: source[key] for key in source if key != "train_on"} for source in sources]
         if PARENT not in metadata.config:
-            trained = {str(source[0]): source[3] for source in sources}
-            config["train_on"] = trained if len(set(map(str, trained.values()))) > 1 else sources[0][3]
+            trained = {str(source.get("file")): source["train_on"] for source in sources}
+            config["train_on"] = trained if len(set(map(str, trained.values()))) > 1 else sources[0]["train_on"]
     return {
         ("tokenizer", "sha256"): metadata.tokenizer["sha256"],
         **{("format", name): value for name, value in format.items()},
