@@ -80,6 +80,21 @@ def test_an_unfinished_build_is_not_published_and_does_not_open(tmp_path):
     assert open_dataset(tmp_path / "x").splits == ("train",)
 
 
+def test_every_shard_is_synced_when_it_is_finished_so_that_publishing_finds_little_to_sync(tmp_path, monkeypatch):
+    synced = []
+
+    class Watched(files.Disk):
+        def sync(self, path):
+            super().sync(path)
+            synced.append(path)
+
+    monkeypatch.setattr(files, "disk", Watched())
+    write_split(tmp_path / "train", [OLD["train"]], vocab_size=1000, shard_tokens=60)
+    written = sorted(path for path in (tmp_path / "train").rglob("*") if path.is_file())
+    assert len({path.parent for path in written}) > 2
+    assert sorted(set(synced) & set(written)) == written
+
+
 def test_a_full_disk_is_reported_with_the_file_it_stopped(tmp_path, monkeypatch):
     class Full(files.Disk):
         def write(self, fd, data):

@@ -1,6 +1,6 @@
 """Rows to shards: any number of `append`, each file written once from front to back and hashed on the way.
 
-The caller's thread turns rows into bytes; one other hashes and writes them, in order.
+The caller's thread turns rows into bytes; one other hashes and writes them, in order, and syncs a finished shard.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError
 from chatmill.rows import NO_FILE, OWN_ID, File, Rows, Table
-from chatmill.store.files import create, make_folder
+from chatmill.store.files import create, make_folder, sync_tree
 from chatmill.store.layout import (
     EPISODE,
     INDEX,
@@ -232,8 +232,9 @@ class _Shard:
         self._longest = max(self._longest, int(lengths.max()))
 
     def close(self) -> ShardInfo:
+        """Finish the files. They are synced while the next shard is made, so that publishing waits for little."""
         self._line.wait()
-        return ShardInfo(
+        info = ShardInfo(
             num_episodes=self.num_episodes,
             num_tokens=self.num_tokens,
             num_trained_tokens=self._trained,
@@ -243,6 +244,8 @@ class _Shard:
             longest=self._longest,
             files={name: part.close() for name, part in self._parts.items()},
         )
+        self._line.give(partial(sync_tree, self._folder))
+        return info
 
     def abandon(self) -> None:
         """Let go of the files; what they hold is worth nothing."""
