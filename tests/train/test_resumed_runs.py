@@ -136,7 +136,14 @@ def test_on_other_data_the_run_goes_on_and_the_warm_up_begins_again(sums_data, t
 
 
 @pytest.mark.parametrize(
-    "way", [{"parallel": "ddp"}, {"parallel": "fsdp"}, {"parallel": "fsdp", "checkpoint": "sharded"}], ids=str
+    "way",
+    [
+        {"parallel": "ddp"},
+        {"parallel": "ddp", "checkpoint": "sharded"},
+        {"parallel": "fsdp"},
+        {"parallel": "fsdp", "checkpoint": "sharded"},
+    ],
+    ids=str,
 )
 def test_two_ranks_go_on_after_one_and_one_after_two(undisturbed, sums_data, tmp_path, way):
     def go_on(_: int) -> float:

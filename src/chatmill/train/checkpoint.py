@@ -24,7 +24,7 @@ from chatmill.store import files
 from chatmill.store.publish import publish, recover
 from chatmill.train.pieces import Entry, FileInfo, Piece, Pieces, file_info, named, write_tensors
 from chatmill.train.port import CausalModel
-from chatmill.train.world import World, local, rows_of, whole
+from chatmill.train.world import World, is_sharded, local, rows_of, whole
 
 VERSION = 1
 MARKER = "checkpoint.json"
@@ -113,7 +113,7 @@ def save(
 ) -> Path:
     """Write a checkpoint of what is `said`, publish it, and remove all but the last `keep`; all ranks call this.
 
-    `sharded`: every rank writes what it holds. `about` are small files that go into the model's folder; with None
+    `sharded`: every rank writes its shards. `about` are small files that go into the model's folder; with None
     there is no such folder.
     """
     target = folder / step_name(said["step"])
@@ -164,6 +164,9 @@ def _save_model(model: CausalModel, folder: Path, weights: dict[str, Tensor]) ->
 
 def _write_state(staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool) -> dict[str, FileInfo]:
     name = f"state-{world.rank:05d}-of-{world.size:05d}.safetensors" if sharded else "state-00000-of-00001.safetensors"
+    if sharded and not world.is_first:
+        # What every rank has whole is rank 0's to write.
+        tensors = {full: tensor for full, tensor in tensors.items() if is_sharded(tensor)}
     entries = [_entry(name, tensor, sharded=sharded) for name, tensor in tensors.items()]
     values: Iterator[Tensor] = (local(tensor) if sharded else whole(tensor) for tensor in tensors.values())
     if sharded or world.is_first:
@@ -175,7 +178,7 @@ def _write_state(staging: Path, tensors: Mapping[str, Tensor], world: World, *, 
 
 
 def _entry(name: str, tensor: Tensor, *, sharded: bool) -> Entry:
-    if not sharded or tensor.ndim == 0 or local(tensor) is tensor:
+    if not sharded or not is_sharded(tensor):
         return Entry(name, tuple(tensor.shape), tensor.dtype)
     start, _ = rows_of(tensor)
     return Entry(name, tuple(local(tensor).shape), tensor.dtype, Piece(start, len(tensor)))
