@@ -263,7 +263,23 @@ def test_rows_of_what_is_not_there_is_one_line(run, made, tmp_path, monkeypatch)
 def test_rows_of_other_data_than_was_trained_on_is_one_line(run):
     Path("one.jsonl").write_text(Path("words.jsonl").read_text().splitlines()[0])
     chatmill("prepare", "one.jsonl", "-o", "data/one", "--format", "primer", "--overwrite")
-    one_line(run("rows", "--step", "1", "--dataset", "data/one"), 1, "data/one: has no episode")
+    one_line(run("rows", "--step", "1", "--dataset", "data/one"), 1, "the step was trained on ")
+
+
+def test_rows_are_of_the_data_that_their_own_step_was_trained_on(run):
+    flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--overwrite"]
+    for name in ("sums", "words"):
+        chatmill("prepare", f"{name}.jsonl", "-o", f"data/first_{name}", *flags)
+    shutil.rmtree("out/two", ignore_errors=True)
+    of_run = ["--model_name", "two", "--out_dir", "out", "--max_iters", "1", "--batch_size", "2"]
+    chatmill("train", *of_run, "--config_file", "small.json", "--dataset_dir", "data/first_sums")
+    chatmill("train", *of_run, "--resume", "auto", "--dataset_dir", "data/first_words")
+    for step, name in ((1, "sums"), (2, "words")):
+        found = json.loads(run("rows", "out/two", "--step", str(step), "--json")[1])["rows"]
+        assert len(found) == 2
+        assert all(row["places"] == [f"{name}.jsonl:{row['episode'] + 1}"] for row in found)
+    chatmill("prepare", "words.jsonl", "-o", "data/first_sums", *flags)
+    one_line(run("rows", "out/two", "--step", "1"), 1, "data/first_sums: is ")
 
 
 def test_episodes_of_several_sources_are_counted_over_all_of_them(run):

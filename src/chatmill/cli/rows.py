@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 import typer
@@ -17,6 +16,7 @@ from chatmill.show.text import TokenText
 from chatmill.show.turns import first_words
 
 if TYPE_CHECKING:
+    from chatmill.train.journal import RowsData
     from chatmill.train.step import RowLoss
 
 RUNS = Path("checkpoints")
@@ -49,11 +49,11 @@ def rows(
       chatmill rows checkpoints/my_sft_model --step 812 -n 5
       chatmill rows checkpoints/my_sft_model --step 812 --json
     """
-    from chatmill.train.journal import read_rows
+    from chatmill.train.journal import read_rows, rows_data
 
     folder = run or newest_run(RUNS)
     losses = sorted(read_rows(folder, step), key=lambda row: (-row.loss, row.episode))
-    episodes = RunEpisodes(folder, dataset)
+    episodes = StepEpisodes(rows_data(folder, step), dataset)
     weight = sum(row.weight for row in losses)
     mean = sum(row.loss * row.weight for row in losses) / weight if weight else 0.0
     listed = [(row, episodes.describe(row.episode)) for row in losses[:limit]]
@@ -73,17 +73,21 @@ class About(NamedTuple):
     text: str
 
 
-class RunEpisodes:
-    """The episodes that a run was trained on, by the numbers it knows them by."""
+class StepEpisodes:
+    """The episodes that a step was trained on, by the numbers the run knows them by."""
 
-    def __init__(self, folder: Path, dataset: Path | None) -> None:
+    def __init__(self, data: RowsData, dataset: Path | None) -> None:
         from chatmill.load.config import LoadConfig
+        from chatmill.load.plan import datasets_hash
         from chatmill.load.source import open_sources
 
-        said = _config(folder)
-        path = dataset or Path(said["dataset_dir"])
-        config = LoadConfig(pad_token_id=0, mix_sft=said.get("mix_sft"))
-        sources, _ = open_sources(path, config)
+        path = dataset or Path(data.dataset_dir)
+        sources, _ = open_sources(path, LoadConfig(pad_token_id=0, mix_sft=data.mix_sft))
+        if (found := datasets_hash(sources)) != data.dataset_sha256:
+            raise DataError(
+                f"{path}: is {found[:12]}…, the step was trained on {data.dataset_sha256[:12]}…; "
+                "name that data with --dataset"
+            )
         self._path = path
         self._episodes = [source.episodes("train") for source in sources]
         self._first = np.cumsum([0, *map(len, self._episodes)])
@@ -92,9 +96,7 @@ class RunEpisodes:
     def describe(self, number: int) -> About:
         """An episode by its number over all sources."""
         if not 0 <= number < self._first[-1]:
-            raise DataError(
-                f"{self._path}: has no episode {number}; the run was trained on other data, name it with --dataset"
-            )
+            raise DataError(f"{self._path}: has no episode {number}; the lines of the run are damaged")
         source = int(np.searchsorted(self._first, number, side="right")) - 1
         row = self._episodes[source].rows([number - int(self._first[source])])
         return About(_places(row), first_words(row, self._texts[source], WORDS))
@@ -108,20 +110,6 @@ def newest_run(folder: Path) -> Path:
     if not found:
         raise UsageError(f"{folder}: holds no run with losses of conversations; name a run, or train with --log_rows")
     return max(found, key=lambda run: (found[run], str(run)))
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    from chatmill.train.loop import CONFIG
-
-    path = folder / CONFIG
-    try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
-        str(found["dataset_dir"])
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); expected the folder of a run") from None
-    except (ValueError, TypeError, KeyError):
-        raise DataError(f"{path}: does not say what was trained on; name it with --dataset") from None
-    return found
 
 
 def _text(dataset: Path) -> TokenText:

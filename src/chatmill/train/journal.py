@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from chatmill.errors import DataError, UsageError
 from chatmill.store import files
@@ -50,24 +50,38 @@ def rows_file(folder: Path, rank: int) -> Path:
     return folder / ROWS / f"rank_{rank:05d}.jsonl"
 
 
-def rows_line(step: int, rows: Sequence[RowLoss]) -> dict[str, Any]:
+class RowsData(NamedTuple):
+    """What the numbers of episodes count in: a run may go on with other data."""
+
+    dataset_dir: str
+    dataset_sha256: str
+    mix_sft: Mapping[str, float] | None
+
+
+def rows_line(step: int, rows: Sequence[RowLoss], data: RowsData) -> dict[str, Any]:
     """The losses of one step: columns, because most of a line is numbers."""
     episodes, losses, weights = zip(*rows, strict=True) if rows else ((), (), ())
-    return {"step": step, "episodes": episodes, "losses": losses, "weights": weights}
+    return {"step": step, "data": data._asdict(), "episodes": episodes, "losses": losses, "weights": weights}
 
 
 def read_rows(folder: Path, step: int) -> list[RowLoss]:
     """The losses of the conversations of a step, of all ranks; `DataError` if the run did not write them."""
+    lines = _rows_lines(folder, step)
+    return [row for line in lines for row in map(RowLoss, line["episodes"], line["losses"], line["weights"])]
+
+
+def rows_data(folder: Path, step: int) -> RowsData:
+    """What the episodes of a step are of; `DataError` if the run did not write it."""
+    return RowsData(**_rows_lines(folder, step)[0]["data"])
+
+
+def _rows_lines(folder: Path, step: int) -> list[dict[str, Any]]:
     paths = sorted((folder / ROWS).glob("rank_*.jsonl"))
     if not paths:
         raise DataError(f"{folder}: holds no losses of conversations; train with --log_rows")
-    found: list[RowLoss] = []
-    seen = False
-    for path in paths:
-        for _, line in _lines(path, wanted=lambda raw: raw.startswith(b'{"step": %d,' % step)):
-            seen = True
-            found += map(RowLoss, line["episodes"], line["losses"], line["weights"])
-    if not seen:
+    wanted = b'{"step": %d,' % step
+    found = [line for path in paths for _, line in _lines(path, wanted=lambda raw: raw.startswith(wanted))]
+    if not found:
         raise DataError(f"{folder}: has no losses of step {step}; see {METRICS} for the steps there are")
     return found
 

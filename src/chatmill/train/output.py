@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from chatmill.store import files
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.evaluate import Evaluation
-from chatmill.train.journal import METRICS, ROWS, Board, Journal, read_metrics, rewind, rows_file, rows_line
+from chatmill.train.journal import METRICS, ROWS, Board, Journal, RowsData, read_metrics, rewind, rows_file, rows_line
 from chatmill.train.opening import Opened
 from chatmill.train.plot import loss_plot
 from chatmill.train.progress import Progress
@@ -52,6 +52,7 @@ class Output:
         self._progress: Progress | None = None
         self._metrics: list[Journal | Board] = []
         self._rows: Journal | None = None
+        self._data = RowsData(str(dataset_dir), opened.stage.dataset_sha256, opened.loader.config.mix_sft)
         try:
             world.together(lambda: self._begin(dataset_dir) if self._first else None)
             if config.log_rows:
@@ -95,7 +96,7 @@ class Output:
             }
         )
         if self._rows is not None:
-            self._rows.add(rows_line(step.step, rows or []))
+            self._rows.add(rows_line(step.step, rows or [], self._data))
         if self._progress is not None:
             self._progress.step(
                 step.step, loss=step.loss, seconds=step.seconds, tokens=step.tokens, trained=step.trained
