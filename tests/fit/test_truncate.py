@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chatmill import pack_sft_ids_and_mask
 from chatmill.errors import DataError, RecordError
-from chatmill.fit.truncate import RULES, truncate
+from chatmill.fit.truncate import RULES, truncate, truncate_from
 from chatmill.format import load_format, parse_format, render
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
@@ -167,6 +167,24 @@ def test_rows_without_a_trained_token_are_dropped_unless_they_are_wanted():
     )
 
 
+def test_a_row_that_lost_all_its_answers_is_told_from_one_that_had_none():
+    rows = concat([rendered(chat("Ua", "Abcd", "Uefghij")), rendered(chat("Uefghij"))])
+    ledger = Ledger()
+    assert len(truncate(rows, 6, "tail", ledger=ledger)) == 0
+    assert {reason: (entry.rows, entry.tokens, entry.trained) for bucket, reason, entry in ledger} == {
+        "no_trained_tokens": (1, 8, 0),
+        "answers_cut_off": (1, 16, 4),
+    }
+
+
+def test_windows_of_a_row_that_is_only_a_system_turn_end_where_it_ends():
+    rows = concat([rendered(chat("Sabcdefghij")), rendered(chat("Uk", "Al"))])
+    assert fitted(rows, 8, "windows", drop_untrained=False) == (
+        [("Sabcdefg", "        "), ("defghij.", "        "), ("Uk.Al.", "    **")],
+        {("repeated", "windows"): (1, 4)},
+    )
+
+
 def test_rows_under_the_least_length_are_dropped():
     rows = rendered(chat("Ua", "Ab"))
     assert fitted(rows, 1, "tail", drop_untrained=False, min_tokens=2) == ([], {("dropped", "too_short"): (1, 6)})
@@ -195,8 +213,8 @@ def test_bad_requests_are_one_line():
 
 word_ = st.text("abc", max_size=6)
 turn_ = st.tuples(st.sampled_from("UUAA"), word_).map("".join)
-turns_ = st.tuples(st.lists(word_.map(lambda w: "S" + w), max_size=1), st.lists(turn_, min_size=1, max_size=8))
-chat_ = turns_.map(lambda parts: chat(*parts[0], *parts[1]))
+turns_ = st.tuples(st.lists(word_.map(lambda w: "S" + w), max_size=1), st.lists(turn_, max_size=8))
+chat_ = turns_.filter(any).map(lambda parts: chat(*parts[0], *parts[1]))
 options_ = st.fixed_dictionaries(
     {"drop_untrained": st.booleans(), "require_terminators": st.booleans(), "min_tokens": st.integers(1, 3)}
 )
@@ -209,6 +227,29 @@ def test_no_row_is_too_long_and_every_token_is_accounted_for(chats, capacity, ru
     assert all(len(text) >= options["min_tokens"] for text, _ in made)
     assert not options["drop_untrained"] or all("*" in mask for _, mask in made)
     assert ("repeated", "windows") not in counts or rule == "windows"
+
+
+@given(st.lists(chat_, min_size=1, max_size=5), st.integers(1, 40), st.sampled_from(RULES[:-1]), st.booleans())
+def test_no_row_holds_a_token_of_another_conversation_and_each_is_in_its_order(chats, capacity, rule, drop):
+    rows = rendered(*chats)
+    numbered = replace(rows, ids=np.arange(len(rows.ids), dtype=np.uint32))
+    made, source = truncate_from(
+        numbered, capacity, rule, ledger=Ledger(), drop_untrained=drop, require_terminators=False
+    )
+    for row, of in enumerate(source.tolist()):
+        ids = made[row : row + 1].ids.astype(np.int64)
+        assert np.all(np.diff(ids) > 0)
+        assert np.all((rows.row_start[of] <= ids) & (ids < rows.row_start[of + 1]))
+
+
+@given(
+    st.lists(chat_, min_size=1, max_size=5), st.integers(1, 40), st.sampled_from(["turns", "tail", "drop"]), options_
+)
+def test_every_trained_token_is_stored_cut_or_dropped(chats, capacity, rule, options):
+    rows, ledger = rendered(*chats), Ledger()
+    made = truncate(rows, capacity, rule, ledger=ledger, **options)
+    gone = ledger.total("truncated").trained + ledger.total("dropped").trained
+    assert int(made.mask().sum()) + gone == int(rows.mask().sum())
 
 
 @given(chat_, st.integers(1, 40))

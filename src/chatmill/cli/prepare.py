@@ -282,6 +282,7 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "answer_cut": "{rows:,} rows lost a part of an answer; raise --max-tokens",
         "answer_unfinished": "{tokens:,} tokens of answers that a block's end cuts are not trained; use larger blocks",
         "no_trained_tokens": "{rows:,} rows had no trained token and were dropped",
+        "answers_cut_off": "{rows:,} rows lost all their answers to the cut and were dropped; raise --max-tokens",
         "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
         "duplicate": "{rows:,} rows were of conversations that came before, and were dropped",
         "too_long": "{rows:,} rows were too long and were dropped",

@@ -76,8 +76,9 @@ def truncate_from(
 ) -> tuple[Rows, Index]:
     """What `truncate` gives, and the row that each of the new ones was made from.
 
-    Counted: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short, no_trained_tokens or
-    no_terminator; rows and tokens `repeated` by windows; and, `noted` as answer_cut, answers that lost a part.
+    Counted: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short, no_trained_tokens,
+    answers_cut_off (what was left had none, the row had) or no_terminator; rows and tokens `repeated` by windows; and,
+    `noted` as answer_cut, answers that lost a part.
     """
     if capacity is not None and capacity < 1:
         raise DataError(f"rows of {capacity} tokens cannot be; give at least 1")
@@ -94,19 +95,23 @@ def truncate_from(
     trained = whole_trained[cut.source]
     trained[shortened] = _trained(rows, cut.take(np.flatnonzero(shortened)))
     begins_cut, ends_cut = hurt
+    # A row that goes is counted as it was; a window as it is, for the others hold the rest.
+    counted, counted_trained = size, trained
+    if rule != "windows":
+        counted, counted_trained = rows.lengths[cut.source], whole_trained[cut.source]
     reasons = {
         "too_long": too_long[cut.source] if rule == "drop" else np.zeros(len(size), dtype=bool),
         "too_short": size < min_tokens,
-        "no_trained_tokens": (trained == 0) & drop_untrained,
+        "no_trained_tokens": (counted_trained == 0) & drop_untrained,
+        "answers_cut_off": (trained == 0) & drop_untrained,
         "no_terminator": ends_cut & require_terminators,
     }
     kept = np.ones(len(size), dtype=bool)
-    counted = np.where(rule == "windows", size, rows.lengths[cut.source])
     for reason, found in reasons.items():
         found &= kept
         if found.any():
             of_rows = {"rows": int(found.sum()), "tokens": int(counted[found].sum())}
-            ledger.add("dropped", reason, **of_rows, trained=int(trained[found].sum()))
+            ledger.add("dropped", reason, **of_rows, trained=int(counted_trained[found].sum()))
             kept &= ~found
     lost = int((counted - size)[kept].sum())
     if lost:

@@ -56,6 +56,6 @@ def _cuts(at: int, stop: int, borders: list[int], room: int, first_exchange: int
         border = stop if reach >= stop else borders[bisect_right(borders, reach) - 1]
         # A window that would end where the first exchange begins would hold no exchange at all.
         whole = border > max(at, first_exchange)
-        at = border if whole else reach
+        at = border if whole else min(reach, stop)
         cuts.append(at)
     return cuts
