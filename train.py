@@ -9,7 +9,13 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent / "src"))
 
 from chatmill.cli.guard import guarded
-from chatmill.train.command import main
+
+
+def train() -> None:
+    from chatmill.train.command import main
+
+    main()
+
 
 if __name__ == "__main__":
-    guarded(main)
+    guarded(train)

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 from chatmill.errors import ChatmillError, one_line
 
+EXTRAS = {"torch": "train", "safetensors": "train"}
+"""Packages that whole commands stand on, and what brings them; those that one option needs are asked for there."""
+
 
 def guarded(command: Callable[[], object]) -> None:
     """Run a command; faults end it with exit code 1, or 2 for usage."""
@@ -17,6 +20,10 @@ def guarded(command: Callable[[], object]) -> None:
         command()
     except ChatmillError as error:
         fail(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        if (package := (error.name or "").partition(".")[0]) not in EXTRAS:
+            raise
+        fail(f"this needs {package}, which is not installed; pip install 'chatmill[{EXTRAS[package]}]'", 2)
     except BrokenPipeError:
         # Whoever read our output has gone, which is not our fault and not worth a word.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
