@@ -12,6 +12,7 @@ from chatmill import pack_chat_blocks
 from chatmill.errors import UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.train.journal import read_metrics
+from chatmill.train.loop import train
 
 SYSTEM, USER, ASSISTANT, END, EOS = 1, 2, 3, 4, 5
 TALK = [SYSTEM, 9, END, USER, 10, END, ASSISTANT, 11, 12, END, USER, 13, END, ASSISTANT, 14, END]
@@ -55,6 +56,16 @@ def test_training_ends_when_the_loader_does(tmp_path):
     assert said["loader"]["cursors"]["train"]["epoch"] == 1
     again = trained(data, tmp_path, **values, resume="auto")
     assert (again.step, again.loss) == (result.step, None)
+
+
+@pytest.mark.parametrize("packing", ["none", "bins"])
+def test_what_fills_no_batch_at_the_end_of_the_pass_is_said(tmp_path, capsys, packing):
+    # Packed, two conversations stand in a row.
+    data = write_files(tmp_path / "data", [TALK] * 10, [MASK] * 10)
+    settings = {**POST, "epoch_drop_last": True, "max_iters": None, "packing": packing, "batch_size": 3}
+    train(config(block_size=2 * len(TALK), **settings), model_name="run", dataset_dir=data, out_dir=tmp_path)
+    left = {"none": 1, "bins": 4}[packing]
+    assert f"{left} of 10 episodes fill no batch at the end of the pass and are left out" in capsys.readouterr().err
 
 
 def test_fewer_steps_than_a_pass_may_be_asked_for(tmp_path):

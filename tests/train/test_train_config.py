@@ -77,6 +77,25 @@ def test_post_training_is_on_the_mask_and_on_all_of_one_pass():
     assert TrainConfig.from_mapping(plain).use_loss_mask is False
 
 
+def test_the_layer_that_turns_post_training_on_brings_what_that_means():
+    file = {"use_loss_mask": False, "epoch_drop_last": True}
+    on = {"use_loss_mask": True, "epoch_drop_last": False, "post_training": True}
+    assert layered(file, {"post_training": True}) == on
+    assert layered(file, {"post_training": True}, {"epoch_drop_last": True}) == {**on, "epoch_drop_last": True}
+    assert layered(file, {"post_training": True, "epoch_drop_last": True}) == {**on, "epoch_drop_last": True}
+    # Where it is on already, nothing is brought once more.
+    assert layered({**on, "epoch_drop_last": True}, {"post_training": True}) == {**on, "epoch_drop_last": True}
+    assert layered(file, {"post_training": True}, {"post_training": False}) == {**on, "post_training": False}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_inherits_a_shipped_one_may_turn_post_training_on(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "mine.json").write_text(json.dumps({"inherits": name, "post_training": True}))
+    found = TrainConfig.from_file(tmp_path / "mine.json")
+    assert (found.use_loss_mask, found.epoch_drop_last) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("environment", "values"),
     [

@@ -18,6 +18,8 @@ from chatmill.train.lora import LoraSizes
 
 WARMUP = 0.03
 """The warm-up's share of a run that names none."""
+POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
+"""What post-training means: the mask, and all of one pass."""
 SHARE = Right(
     "a share from 0 to 1, such as 0.03 for 3 percent",
     lambda value: type(value) in (int, float) and 0 <= value <= 1,
@@ -122,10 +124,7 @@ class TrainConfig(LoadConfig):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
-        if values.get("post_training") is True:
-            # What post-training means, unless it is said otherwise: the mask, and all of one pass.
-            values = {"use_loss_mask": True, "epoch_drop_last": False, **values}
-        return super().from_mapping(values, place=place)
+        return super().from_mapping(layered(values), place=place)
 
     def sizes(self, vocab_size: int) -> GPTSizes:
         """The shape of a fresh model for data with so many tokens."""
@@ -162,9 +161,14 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of which later layers win. The two ways to give the warm-up are one there: the later one is meant."""
+    """Values of which later layers win. The two ways to give the warm-up are one there: the later one is meant.
+
+    The layer that turns post-training on brings what that means, unless it says otherwise itself.
+    """
     values: dict[str, Any] = {}
     for layer in layers:
+        if layer.get("post_training") is True and values.get("post_training") is not True:
+            layer = {**POST_TRAINING, **layer}
         for name, other in (("warmup_iters", "warmup_pct"), ("warmup_pct", "warmup_iters")):
             if layer.get(name) is not None and other not in layer:
                 values.pop(other, None)

@@ -24,7 +24,7 @@ from chatmill.train.config import TrainConfig, model_keys
 from chatmill.train.journal import METRICS
 from chatmill.train.port import CausalModel
 from chatmill.train.schedule import Schedule
-from chatmill.train.start import check_fit, data_vocab_size, make_model, steps_in_pass, tokenizer_of
+from chatmill.train.start import Pass, check_fit, data_vocab_size, make_model, one_pass, tokenizer_of
 from chatmill.train.step import Counts, Stepper, make_optimizer
 from chatmill.train.world import World
 
@@ -39,6 +39,8 @@ class Stage:
     schedule: Schedule
     dataset_sha256: str
     post_training: bool
+    left_out: int = 0
+    """Episodes that fill no batch at the end of it, if it is one pass."""
 
     @property
     def stop(self) -> int:
@@ -130,6 +132,11 @@ def open_run(
                     f"{_change(found.said['stage'], opened.stage)}: its order begins at the beginning, "
                     f"and the learning rate rises again over {opened.stage.schedule.warmup:,} steps"
                 )
+        if left := opened.stage.left_out:
+            opened.notes.append(
+                f"{left:,} of {loader.plan(loader.split).num_eligible:,} episodes fill no batch at the end of the pass "
+                "and are left out; set epoch_drop_last to false to train them too"
+            )
         if config.eval_interval and "val" not in loader.splits:
             opened.notes.append(f"{dataset_dir} has no episodes in val: nothing is evaluated")
         yield opened
@@ -227,7 +234,7 @@ def _check_same_model(config: TrainConfig, found: Checkpoint) -> None:
 
 
 def _stage(config: TrainConfig, loader: EpisodeLoader, start: int) -> Stage:
-    length = _steps(config, loader)
+    length, left_out = _steps(config, loader)
     schedule = Schedule(
         peak=config.learning_rate,
         floor=config.learning_rate * config.min_lr_ratio,
@@ -235,18 +242,18 @@ def _stage(config: TrainConfig, loader: EpisodeLoader, start: int) -> Stage:
         total=length,
         shape=config.lr_schedule,
     )
-    return Stage(start, length, schedule, loader.sha256, config.post_training)
+    return Stage(start, length, schedule, loader.sha256, config.post_training, left_out)
 
 
-def _steps(config: TrainConfig, loader: EpisodeLoader) -> int:
+def _steps(config: TrainConfig, loader: EpisodeLoader) -> Pass:
     """Steps on this data: as many as asked for; one pass if none are, and in post-training at most."""
     if config.max_iters is not None and not config.post_training:
-        return config.max_iters
-    one_pass = steps_in_pass(loader.plan(loader.split))
-    if one_pass is None:
+        return Pass(config.max_iters, 0)
+    whole = one_pass(loader.plan(loader.split))
+    if whole is None:
         why = "post_training is one pass" if config.post_training else "max_iters is null, which is one pass"
         raise UsageError(f"{why}, and the order {loader.plan(loader.split).order.name} has none; {_instead(config)}")
-    return one_pass if config.max_iters is None else min(config.max_iters, one_pass)
+    return whole if config.max_iters is None or config.max_iters >= whole.steps else Pass(config.max_iters, 0)
 
 
 def _instead(config: TrainConfig) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -145,12 +145,23 @@ def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:
     return {**found, TOKENIZER_STATE: state.read_bytes()} if state.is_file() else found
 
 
-def steps_in_pass(plan: Plan) -> int | None:
-    """Batches of one epoch; None for an order that has none. `UsageError` if it does not fill a batch."""
+class Pass(NamedTuple):
+    """One epoch of an order."""
+
+    steps: int
+    left_out: int
+    """Episodes at its end that fill no batch."""
+
+
+def one_pass(plan: Plan) -> Pass | None:
+    """One pass over the data; None for an order that has none. `UsageError` if it does not fill a batch."""
     if plan.order.length is None:
         return None
     plan.step(Cursor())
     if plan.config.packing != "none":
-        return sum(1 for _ in plan.one_epoch())
-    size = plan.config.batch_size
-    return plan.order.length // size if plan.drop_last else -(-plan.order.length // size)
+        steps = left_out = 0
+        for step in plan.one_epoch():
+            steps, left_out = steps + 1, len(step.dropped)
+        return Pass(steps, left_out)
+    steps, rest = divmod(plan.order.length, plan.config.batch_size)
+    return Pass(steps, rest) if plan.drop_last else Pass(steps + (rest > 0), 0)
