@@ -243,3 +243,15 @@ def test_every_command_shows_an_example_of_itself_and_takes_json(name, command):
     assert f"  {name} " in help + " "
     assert any("--json" in option.opts for option in command.params)
     assert all(getattr(option, "help", "x") for option in command.params)
+
+
+@pytest.mark.parametrize("command", [["check"], ["render"], ["prepare", "-o", "out"]])
+def test_an_input_is_never_taken_for_the_file_of_rejects(run, command):
+    Path("rejects.jsonl").write_text(CHAT + "bad\n")
+    name, *more = command
+    code, _, err = run(name, "rejects.jsonl", *more, "--on-error", "skip")
+    assert (code, err) == (
+        2,
+        "chatmill: rejects.jsonl: is read, and rejects would be written over it; name another file\n",
+    )
+    assert Path("rejects.jsonl").read_text() == CHAT + "bad\n"

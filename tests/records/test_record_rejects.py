@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from chatmill.errors import RecordError
+from chatmill.errors import RecordError, UsageError
 from chatmill.records import Rejects, read
 
 GOOD = b'{"messages": [{"role": "user", "content": "q"}]}'
@@ -56,3 +57,13 @@ def test_nothing_rejected_leaves_an_empty_file(tmp_path):
 def test_a_reject_outside_of_the_file_is_not_lost_in_silence(tmp_path):
     with pytest.raises(ValueError, match="inside `with Rejects"):
         Rejects(tmp_path / "rejects.jsonl")(RecordError("a", "b", kind="json"))
+
+
+def test_rejects_are_never_written_over_what_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rejects.jsonl").write_text("as it was")
+    Path("link.jsonl").symlink_to("rejects.jsonl")
+    for inputs in (["rejects.jsonl"], ["re*.jsonl"], ["link.jsonl"], [tmp_path / "rejects.jsonl"]):
+        with pytest.raises(UsageError, match=r"^rejects\.jsonl: is read, and rejects would be written over it"):
+            Rejects("rejects.jsonl", inputs)
+    assert Path("rejects.jsonl").read_text() == "as it was"

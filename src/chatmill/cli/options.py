@@ -89,7 +89,7 @@ def reading(
     if on_error == "stop":
         yield _counted(read(inputs, shape=shape), ledger), None
         return
-    with Rejects(rejects) as rejected:
+    with Rejects(rejects, inputs) as rejected:
 
         def reject(fault: RecordError) -> None:
             rejected(fault)

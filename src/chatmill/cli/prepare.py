@@ -168,13 +168,17 @@ def _was_given(context: typer.Context, name: str) -> bool:
 def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: bool, resume: bool, as_json: bool) -> None:
     """Build, with a bar where a person looks on, and say what was made."""
     rejected: Rejects | None = None
+    if job.on_error == "skip":
+        rejected = Rejects(rejects, [name for source in job.sources for name in source.inputs])
     with ExitStack() as opened, _bar() as show:
+        begun = False
 
         def on_progress(progress: Progress) -> None:
-            nonlocal rejected
-            if rejected is None and job.on_error == "skip":
+            nonlocal begun
+            if rejected is not None and not begun:
                 # Not before: a command that is refused leaves the rejects of an earlier one alone.
-                rejected = opened.enter_context(Rejects(rejects))
+                opened.enter_context(rejected)
+                begun = True
             show(progress)
 
         def on_fault(fault: RecordError) -> None:

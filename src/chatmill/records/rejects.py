@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import msgspec
 
-from chatmill.errors import RecordError
+from chatmill.errors import RecordError, UsageError
+from chatmill.records.files import expand, shown
 
 
 class Rejects:
     """A JSONL file of rejected records, and how many there are of each kind. Call it with each fault.
 
     A line has file, line, id, kind, reason (the whole text a person would read) and the beginning of the record.
-    The file is made even when nothing is rejected: an empty one says so.
+    The file is made even when nothing is rejected: an empty one says so. It is never one of the `inputs`.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, inputs: Sequence[str | Path] = ()) -> None:
         self.path = Path(path)
+        if self.path.exists() and any(file.samefile(self.path) for file in expand(inputs)):
+            raise UsageError(f"{shown(self.path)}: is read, and rejects would be written over it; name another file")
         self.counts: Counter[str] = Counter()
         self._file: BinaryIO | None = None
 
@@ -43,5 +48,13 @@ class Rejects:
             "reason": f"{fault.what}; {fault.right}",
             "raw": fault.raw.decode(errors="replace"),
         }
-        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.write(json_line(line))
         self.counts[fault.kind] += 1
+
+
+def json_line(value: Any) -> bytes:
+    """A value as a line of JSON. The bytes of a file's name that are no UTF-8 are escaped: `\\udcff`, read back alike."""
+    try:
+        return msgspec.json.encode(value) + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode() + b"\n"
