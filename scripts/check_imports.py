@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "format": BASE | {"records", "tokenizer"},
     "prepare": BASE | {"records", "tokenizer", "format", "fit", "store"},
     "load": BASE | {"store", "fit"},
-    "train": BASE | {"load", "store"},
+    "train": BASE | {"load", "store", "fit"},
     "rollout": BASE | {"records", "format", "fit", "tokenizer"},
     "show": BASE | {"records", "tokenizer", "format", "fit", "store", "load"},
     "sft": BASE | {"records", "tokenizer", "format", "fit", "load"},

@@ -202,7 +202,7 @@ def test_eval_tells_losses_and_answers_by_source(run):
     found = json.loads(out)
     rates = {"exact": 3, "stopped": 3, "exact_rate": 1.0, "stop_rate": 1.0, "questions": 3, "conversations": 3}
     assert found["sources"]["words"].items() >= rates.items()
-    assert (found["questions"], found["exact_rate"], found["left_out"], found["cut_episodes"]) == (5, 1.0, {}, 0)
+    assert (found["questions"], found["exact_rate"], found["left_out"], found["cut_conversations"]) == (5, 1.0, {}, 0)
     assert 0 < found["loss"] < 0.3
 
 
@@ -232,22 +232,22 @@ def test_eval_refuses_data_of_another_tokenizer(run):
 def test_rows_names_the_conversations_of_a_step_by_file_and_line(run, made):
     code, out, err = run("rows", "--step", "1", "--json")
     found = json.loads(out)
-    assert (code, err, found["run"], found["step"], found["episodes"]) == (0, "", "checkpoints/small", 1, 5)
+    assert (code, err, found["run"], found["step"], found["conversations"]) == (0, "", "checkpoints/small", 1, 5)
     metrics = [json.loads(line) for line in (made / "checkpoints/small/metrics.jsonl").read_text().splitlines()]
     assert found["loss"] == pytest.approx(metrics[0]["loss"], rel=1e-5)
     losses = [row["loss"] for row in found["rows"]]
     assert losses == sorted(losses, reverse=True)
-    assert {(row["episode"], *row["places"], row["text"]) for row in found["rows"]} == {
-        (number, f"{name}.jsonl:{line}", ask)
+    assert {(row["episode"], row["segment"], row["place"], row["text"]) for row in found["rows"]} == {
+        (number, -1, f"{name}.jsonl:{line}", ask)
         for number, (name, line, ask) in enumerate(
             (name, line, ask) for name, talks in TALKS.items() for line, (ask, _) in enumerate(talks, 1)
         )
     }
     code, out, err = run("rows", "checkpoints/small", "--step", "1", "-n", "2")
     lines = out.splitlines()
-    assert lines[0] == f"checkpoints/small, step 1: 5 episodes, loss {found['loss']:.4f}"
+    assert lines[0] == f"checkpoints/small, step 1: 5 conversations, loss {found['loss']:.4f}"
     worst = found["rows"][0]
-    assert lines[2].split() == [f"{worst['loss']:.4f}", str(worst["episode"]), worst["places"][0], worst["text"]]
+    assert lines[2].split() == [f"{worst['loss']:.4f}", str(worst["episode"]), worst["place"], worst["text"]]
     assert len(lines) == 4
 
 
@@ -277,9 +277,33 @@ def test_rows_are_of_the_data_that_their_own_step_was_trained_on(run):
     for step, name in ((1, "sums"), (2, "words")):
         found = json.loads(run("rows", "out/two", "--step", str(step), "--json")[1])["rows"]
         assert len(found) == 2
-        assert all(row["places"] == [f"{name}.jsonl:{row['episode'] + 1}"] for row in found)
+        assert all(row["place"] == f"{name}.jsonl:{row['episode'] + 1}" for row in found)
     chatmill("prepare", "words.jsonl", "-o", "data/first_sums", *flags)
     one_line(run("rows", "out/two", "--step", "1"), 1, "data/first_sums: is ")
+
+
+@pytest.mark.parametrize("rows", ["all of it", "its end"])
+def test_rows_names_the_line_of_each_conversation_of_a_packed_row(run, rows):
+    flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--overwrite", "--pack", "100"]
+    chatmill("prepare", "words.jsonl", "sums.jsonl", "-o", "data/packed", *flags)
+    shutil.rmtree("out/packed", ignore_errors=True)
+    block = "100" if rows == "all of it" else "22"
+    of_run = ["--block_size", block, "--batch_size", "1", "--max_iters", "1", "--max_positions", "128"]
+    chatmill(
+        "train",
+        "--model_name",
+        "packed",
+        "--out_dir",
+        "out",
+        *of_run,
+        "--config_file",
+        "small.json",
+        "--dataset_dir",
+        "data/packed",
+    )
+    found = json.loads(run("rows", "out/packed", "--step", "1", "--json")[1])["rows"]
+    asked = [(f"{name}.jsonl:{line}", ask) for name, talks in TALKS.items() for line, (ask, _) in enumerate(talks, 1)]
+    assert sorted((row["place"], row["text"]) for row in found) == sorted(asked if rows == "all of it" else asked[-3:])
 
 
 def test_episodes_of_several_sources_are_counted_over_all_of_them(run):
@@ -303,5 +327,5 @@ def test_episodes_of_several_sources_are_counted_over_all_of_them(run):
     )
     found = json.loads(run("rows", "out/mixed", "--step", "1", "--json")[1])["rows"]
     places = ["sums.jsonl:1", "sums.jsonl:2", "words.jsonl:1", "words.jsonl:2", "words.jsonl:3"]
-    assert all(row["places"] == [places[row["episode"]]] for row in found)
-    assert {row["places"][0].split(".")[0] for row in found} == {"sums", "words"}
+    assert all(row["place"] == places[row["episode"]] for row in found)
+    assert {row["place"].split(".")[0] for row in found} == {"sums", "words"}

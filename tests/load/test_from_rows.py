@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from plain_rows import build, rows_
 
 from chatmill.load.batch import IGNORE_INDEX
@@ -14,12 +15,13 @@ PAD = 3
 
 
 @settings(max_examples=60)
-@given(rows_.filter(lambda plain: any(plain)))
-def test_every_place_of_a_batch_is_what_the_row_says_there(plain):
+@given(rows_.filter(lambda plain: any(plain)), st.none() | st.integers(0, 3))
+def test_every_place_of_a_batch_is_what_the_row_says_there(plain, more):
     rows = build(plain)
-    batch = batch_of(rows, pad_token_id=PAD)
+    longest = max(2, *rows.lengths)
+    batch = batch_of(rows, pad_token_id=PAD, length=None if more is None else longest + more)
     width = batch.x.shape[1]
-    assert width == max(2, *rows.lengths) - 1
+    assert width == longest + (more or 0) - 1
     for number, segments in enumerate(plain):
         tokens = [
             (id, weight, target if target != OWN_ID else id, segment, at)

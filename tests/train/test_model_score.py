@@ -121,6 +121,7 @@ def teach(model: GPT, dataset: Path, episodes: range) -> None:
 
 
 def test_losses_and_answers_are_those_of_one_conversation_and_token_at_a_time(dataset, files):
+    torch.manual_seed(0)
     model = GPT(SIZES)
     teach(model, dataset, range(5, 14))
     wanted = oracle(model, files, dataset, 12)
@@ -133,14 +134,13 @@ def test_losses_and_answers_are_those_of_one_conversation_and_token_at_a_time(da
     assert [answer.place for answer in found.answers[-2:]] == [f"{files[1].name}:8", f"{files[1].name}:9"]
 
 
-@pytest.mark.parametrize("size", [90, 96])
+@pytest.mark.parametrize("size", [90, 96, 400])
 def test_conversations_that_were_packed_are_scored_as_those_that_were_not(dataset, files, model, size):
     packed = prepared(files, f"packed{size}", "--pack", str(size))
     assert len(open_dataset(packed)["train"]) < 14
-    same(
-        score(model, packed, split="train", max_tokens=6).sources,
-        score(model, dataset, split="train", max_tokens=6).sources,
-    )
+    found = score(model, packed, split="train", max_tokens=6)
+    same(found.sources, score(model, dataset, split="train", max_tokens=6).sources)
+    assert (found.cut, found.left_out) == (0, Counter())
 
 
 def test_a_limit_chooses_questions_evenly_and_says_how_many_are_left(dataset, model):
@@ -156,6 +156,19 @@ def test_what_is_longer_than_the_model_is_cut_and_not_asked(dataset):
     found = score(short, dataset, split="train", max_tokens=100)
     assert (found.cut, found.left_out) == (5, {"too_long": 5})
     assert max(len(answer.question.prompt) + len(answer.said) for answer in found.answers) <= 40
+
+
+@pytest.mark.parametrize("flags", [(), ("--pack", "400"), ("--pack", "100")])
+def test_of_a_conversation_that_is_cut_the_last_tokens_count_for_its_own_source(dataset, files, flags):
+    short = small_gpt(GPTSizes(vocab_size=BYTES.vocab_size, n_layer=1, n_embd=32, n_head=2, max_positions=40))
+    episodes = open_dataset(dataset)["train"]
+    found = score(short, prepared(files, f"cut{''.join(flags)}", *flags), split="train", limit=0)
+    wanted = {"long": Score(), "short": Score()}
+    for number in range(14):
+        last = [values.tolist()[-41:] for values in (episodes.tokens(number), episodes.mask(number))]
+        wanted["long" if number < 5 else "short"].add(Score(1, *plain_losses(short, *last)))
+    same(found.sources, wanted)
+    assert found.cut == 5
 
 
 def test_a_dataset_that_does_not_say_what_ends_a_turn_has_losses_alone(tmp_path, model):

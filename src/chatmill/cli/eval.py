@@ -72,7 +72,7 @@ def eval_command(
                 **_score_json(report.all),
                 "sources": {name: _score_json(each) for name, each in report.sources.items()},
                 "left_out": dict(report.left_out),
-                "cut_episodes": report.cut,
+                "cut_conversations": report.cut,
             }
         )
         return
@@ -120,7 +120,7 @@ def _tell(report: Report) -> None:
     for reason, count in report.left_out.items():
         typer.echo(f"not asked: {count:,} answers {REASONS[reason]}")
     if report.cut:
-        typer.echo(f"{report.cut:,} episodes are longer than the model's positions; their last tokens were read")
+        typer.echo(f"{report.cut:,} conversations are longer than the model's positions; their last tokens were read")
 
 
 def _share(part: int, whole: int) -> str:

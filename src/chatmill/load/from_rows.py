@@ -11,10 +11,10 @@ from chatmill.load.batch import Batch, shift
 from chatmill.rows import Rows
 
 
-def batch_of(rows: Rows, *, pad_token_id: int) -> Batch:
-    """All rows as one batch, as wide as the longest of them; what is behind a row is padding."""
+def batch_of(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batch:
+    """All rows as one batch, each filled up to `length` tokens, or to the longest of them; padding stands behind."""
     lengths = rows.lengths
-    there = np.arange(int(lengths.max(initial=2))) < lengths[:, None]
+    there = np.arange(length or int(lengths.max(initial=2))) < lengths[:, None]
     padding = np.diff(rows.first_segment)[:, None]
 
     def spread(values: NDArray[Any], fill: Any) -> NDArray[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
+from chatmill.fit.bins import pack_lengths
+from chatmill.fit.truncate import truncate
+from chatmill.ledger import Ledger
 from chatmill.load.config import LoadConfig
-from chatmill.load.loader import EpisodeLoader
+from chatmill.load.from_rows import batch_of
 from chatmill.load.source import Source, open_sources
+from chatmill.rows import Rows
 from chatmill.train.checkpoint import model_folder
 from chatmill.train.evaluate import without_training
 from chatmill.train.folder import open_model
@@ -77,7 +81,7 @@ class Report:
     left_out: Counter[str] = field(default_factory=Counter)
     """Answers that were not asked for, by reason."""
     cut: int = 0
-    """Episodes longer than the model's positions, of which the last tokens were read."""
+    """Conversations longer than the model's positions, of which the last tokens were read."""
 
     @property
     def all(self) -> Score:
@@ -113,16 +117,19 @@ def score(
     asked: list[Question] = []
     ends = [] if source.eot is None else [source.eot]
     episodes = source.episodes(split)
-    first_segment = [0]
+    # A row never needs more; of one shape all batches are computed by the same kernels.
+    block = min(max(2, int(episodes.lengths.max())) - 1, model.max_positions)
     for rows in episodes.sweep():
         found = questions(rows, ends, report.left_out)
         asked += [question._replace(segment=question.segment + len(known)) for question in found]
-        known += origins(rows, source.path.name)
-        first_segment += (rows.first_segment[1:] + first_segment[-1]).tolist()
-    totals, weights, report.cut = segment_losses(model, source, split, np.array(first_segment), progress)
-    for origin, total, weight in zip(known, totals.tolist(), weights.tolist(), strict=True):
-        if origin is not None:
-            report.sources.setdefault(origin.source, Score()).add(Score(1, total, weight))
+        of_rows = origins(rows, source.path.name)
+        known += of_rows
+        talks = np.flatnonzero([origin is not None for origin in of_rows])
+        apart = replace(rows, first_segment=np.arange(len(of_rows) + 1)).take(talks)
+        report.cut += int((apart.lengths > block + 1).sum())
+        sums = conversation_losses(model, apart, block, progress)
+        for number, total, weight in zip(talks.tolist(), *sums.tolist(), strict=True):
+            report.sources.setdefault(of_rows[number].source, Score()).add(Score(1, total, weight))
     fitting = [q for q in asked if len(q.prompt) + len(q.answer) <= model.max_positions]
     report.left_out["too_long"] += len(asked) - len(fitting)
     chosen = fitting if limit is None else _evenly(fitting, limit)
@@ -154,46 +161,28 @@ def check_tokenizer(model: Path, source: Source) -> None:
         )
 
 
-def segment_losses(
-    model: CausalModel, source: Source, split: str, first_segment: NDArray[np.int64], progress: Callable[[int], None]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], int]:
-    """Σ weight · loss and Σ weight of every conversation of a split, and how many episodes had to be cut."""
-    lengths = source.episodes(split).lengths
-    longest = int(lengths.max(initial=2))
-    block = min(longest - 1, model.max_positions)
-    config = LoadConfig(
-        block_size=block,
-        batch_size=max(1, BATCH_TOKENS // block),
-        use_loss_mask=source.has_mask,
-        packing="bins",
-        pad_token_id=0,
-    )
-    loader = EpisodeLoader(source.path, config, split=split)
-    totals, weights = np.zeros(first_segment[-1]), np.zeros(first_segment[-1])
+def conversation_losses(
+    model: CausalModel, rows: Rows, block_size: int, progress: Callable[[int], None]
+) -> NDArray[np.float64]:
+    """Σ weight · loss and Σ weight of every conversation, (2, rows); each row is one, of which the last tokens stay."""
+    kept = truncate(rows, block_size + 1, "tail", ledger=Ledger(), drop_untrained=False, min_tokens=0)
+    bins = pack_lengths(kept.lengths, block_size + 1)
+    size = max(1, BATCH_TOKENS // block_size)
+    empty = np.repeat(bins.first[-1:], -len(bins) % size)
+    packed = replace(kept.take(bins.order), first_segment=np.append(bins.first, empty))
+    found = np.zeros((2, len(rows)))
     with without_training(model):
-        for batch in loader.one_pass(split):
+        for start in range(0, len(packed), size):
+            batch = batch_of(packed[start : start + size], pad_token_id=0, length=block_size + 1)
             inputs = Inputs.of(batch, model.device)
             count = batch.episode_ids.shape[1]
-            # One column more for padding, which has no episode.
+            # One column more for padding, which is no conversation.
             sums = by_segment(model(*inputs), inputs.targets, inputs.segments, count + 1)
-            episodes = np.asarray(batch.episode_ids)
-            real = episodes >= 0
-            where = first_segment[episodes[real]] + _nth(episodes)[real]
-            for out, values in zip((totals, weights), sums, strict=True):
-                out[where] = values[:, :count].double().cpu().numpy()[real]
-            progress(int(real.sum()))
-    return totals, weights, int((lengths > block + 1).sum())
-
-
-def _nth(episodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each segment of each row how many of the same episode stand before it; an episode's stand together.
-
-    7 7 7 4 4 9  ->  0 1 2 0 1 0
-    """
-    places = np.arange(episodes.shape[1])
-    begins = np.ones(episodes.shape, dtype=np.bool_)
-    begins[:, 1:] = episodes[:, 1:] != episodes[:, :-1]
-    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+            where = bins.order[slice(*packed.first_segment[[start, start + size]])]
+            for out, values in zip(found, sums, strict=True):
+                out[where] = values[:, :count].double().cpu().numpy()[batch.episode_ids >= 0]
+            progress(len(where))
+    return found
 
 
 def answers(
