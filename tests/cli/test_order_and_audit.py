@@ -12,6 +12,7 @@ from chatmill.load.audit import Audit
 from chatmill.load.loader import EpisodeLoader
 
 DATA = Path(__file__).resolve().parents[2] / "data"
+LETTERS = "ABCDEFGHIJKL"
 CONFIG = {"batch_size": 4, "block_size": 64, "epoch_seed": 42, "use_loss_mask": True}
 
 
@@ -148,6 +149,27 @@ def test_replay_shows_rows_with_text_ids_and_mask(run, log, dataset):
     assert lines[0] == f"step 5, epoch 0: 4 rows, with the digest of {log}:4"
     assert sum(line.startswith("row ") for line in lines) == 4
     assert any(line.startswith("  * ") and "<|im_end|>" in line for line in lines)
+
+
+@pytest.mark.parametrize(("block_size", "most"), [(200, 6), (100, 4)])
+def test_replay_names_the_line_of_each_conversation_of_a_packed_row(run, block_size, most):
+    """Of rows that are too long the first conversations are cut off, and the others keep their own lines."""
+    said = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": 9 * c}]} for c in LETTERS]
+    Path("chat.jsonl").write_text("".join(json.dumps(each) + "\n" for each in said))
+    assert run("prepare", "chat.jsonl", "-o", "packed", "--pack", "200", "--workers", "1")[0] == 0
+    audit = Audit("logs", every=2)
+    loader = EpisodeLoader("packed", {**CONFIG, "batch_size": 1, "block_size": block_size}, listener=audit)
+    for _ in range(2):
+        loader.get_batch()
+    audit.close()
+    code, out, _ = run("audit", "replay", str(audit.path), "--step", "1", "--json")
+    (row,) = json.loads(out)["rows"]
+    shown = [
+        {chr(id) for id, of in zip(row["ids"], row["segments"], strict=True) if of == each and 65 <= id <= 90}
+        for each in range(len(row["episodes"]))
+    ]
+    assert code == 0 and len(shown) == most
+    assert row["origins"] == [f"chat.jsonl:{LETTERS.index(letter) + 1}" for (letter,) in shown]
 
 
 def test_replay_shows_ids_where_the_tokenizer_is_not_known(run, dataset):

@@ -13,6 +13,7 @@ from load_material import expected, listed, talks, together, write_rows
 from plain_rows import build, rows_
 
 from chatmill.errors import DataError, UsageError
+from chatmill.load.batch import from_the_end
 from chatmill.load.loader import EpisodeLoader
 from chatmill.rows import Part, Rows, Rule
 
@@ -33,6 +34,11 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
         else:
             bins.append((lengths[item], [item]))
     return [sorted(items) for _, items in bins]
+
+
+def test_segments_are_counted_back_in_their_episode():
+    found = from_the_end(np.array([[7, 7, 7, 4, 9, 9, -1], [2, 3, 2, -1, -1, -1, -1]]))
+    assert found.tolist() == [[-3, -2, -1, -1, -2, -1, -1], [-1, -1, -1, -4, -3, -2, -1]]
 
 
 def rows_of_epoch(rows: Rows, config: dict, epoch: int) -> list[list[int]]:

@@ -14,9 +14,10 @@ from chatmill.cli.options import AsJson, counting, echo_json
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.format import load_format
 from chatmill.load.audit_check import verify_log
+from chatmill.load.batch import from_the_end
 from chatmill.load.plan import Plan
 from chatmill.load.replay import Replayed, replay
-from chatmill.rows import NO_FILE
+from chatmill.load.source import conversation
 from chatmill.store.cache import Cache
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
@@ -137,6 +138,7 @@ class Row(NamedTuple):
 
 def _rows(found: Replayed, tokenizer: Tokenizer | None) -> Iterator[Row]:
     batch = found.batch
+    from_end = from_the_end(batch.episode_ids)
     for number in range(found.step.num_rows):
         episodes = [episode for episode in batch.episode_ids[number].tolist() if episode >= 0]
         real = batch.segments[number] < len(episodes)
@@ -147,21 +149,16 @@ def _rows(found: Replayed, tokenizer: Tokenizer | None) -> Iterator[Row]:
             ids.append(int(batch.y[number][-1]))
             segments.append(segments[-1])
         text = None if tokenizer is None else tokenizer.decode(ids)
-        yield Row(episodes, [_origin(found.plan, each) for each in episodes], ids, mask[: len(ids)], segments, text)
+        origins = [_origin(found.plan, *each) for each in zip(episodes, from_end[number].tolist(), strict=False)]
+        yield Row(episodes, origins, ids, mask[: len(ids)], segments, text)
 
 
-def _origin(plan: Plan, episode: int) -> str:
-    """The source and line that an episode was made of."""
-    for source in plan.sources:
-        episodes = source.episodes(plan.split)
-        if episode < len(episodes):
-            break
-        episode -= len(episodes)
-    rows = episodes.rows([episode])
-    name = f"{one_line(source.name)} " if source.name else ""
-    if not len(rows.origins) or rows.origins["file"][0] == NO_FILE:
-        return f"{name}{plan.split} {episode}"
-    return f"{name}{one_line(rows.files[rows.origins['file'][0]].path)}:{rows.origins['line'][0]}"
+def _origin(plan: Plan, episode: int, segment: int) -> str:
+    """The source and line that a segment of an episode was made of."""
+    found = conversation(plan.sources, plan.split, episode, segment)
+    assert found is not None
+    name = f"{one_line(found.source.name)} " if found.source.name else ""
+    return name + one_line(found.place or f"{plan.split} {found.episode}")
 
 
 def _tokenizer(plan: Plan, spec: str | None) -> Tokenizer | None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import numpy as np
 import typer
 
 from chatmill.cli.options import AsJson, echo_json, tell_table
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.rows import NO_FILE, Rows
 from chatmill.show.dataset import open_shown
 from chatmill.show.text import TokenText
 from chatmill.show.turns import first_words
@@ -52,24 +50,24 @@ def rows(
     from chatmill.train.journal import read_rows, rows_data
 
     folder = run or newest_run(RUNS)
-    losses = sorted(read_rows(folder, step), key=lambda row: (-row.loss, row.episode))
+    losses = sorted(read_rows(folder, step), key=lambda row: (-row.loss, row.episode, row.segment))
     episodes = StepEpisodes(rows_data(folder, step), dataset)
     weight = sum(row.weight for row in losses)
     mean = sum(row.loss * row.weight for row in losses) / weight if weight else 0.0
-    listed = [(row, episodes.describe(row.episode)) for row in losses[:limit]]
+    listed = [(row, episodes.describe(row)) for row in losses[:limit]]
     if as_json:
-        said = {"run": str(folder), "step": step, "loss": mean, "episodes": len(losses)}
+        said = {"run": str(folder), "step": step, "loss": mean, "conversations": len(losses)}
         echo_json({**said, "rows": [{**row._asdict(), **about._asdict()} for row, about in listed]})
         return
-    typer.echo(f"{folder}, step {step:,}: {len(losses):,} episodes, loss {mean:.4f}")
+    typer.echo(f"{folder}, step {step:,}: {len(losses):,} conversations, loss {mean:.4f}")
     _tell(listed)
 
 
 class About(NamedTuple):
-    """Where an episode came from and how it begins."""
+    """Where a conversation came from and how it begins."""
 
-    places: list[str]
-    """file:line of each of its conversations, as far as they are known."""
+    place: str | None
+    """file:line, if it is known."""
     text: str
 
 
@@ -88,18 +86,17 @@ class StepEpisodes:
                 f"{path}: is {found[:12]}…, the step was trained on {data.dataset_sha256[:12]}…; "
                 "name that data with --dataset"
             )
-        self._path = path
-        self._episodes = [source.episodes("train") for source in sources]
-        self._first = np.cumsum([0, *map(len, self._episodes)])
-        self._texts = [_text(source.path) for source in sources]
+        self._path, self._sources = path, sources
+        self._texts = {source.path: _text(source.path) for source in sources}
 
-    def describe(self, number: int) -> About:
-        """An episode by its number over all sources."""
-        if not 0 <= number < self._first[-1]:
-            raise DataError(f"{self._path}: has no episode {number}; the lines of the run are damaged")
-        source = int(np.searchsorted(self._first, number, side="right")) - 1
-        row = self._episodes[source].rows([number - int(self._first[source])])
-        return About(_places(row), first_words(row, self._texts[source], WORDS))
+    def describe(self, row: RowLoss) -> About:
+        """Where a conversation came from and how it begins."""
+        from chatmill.load.source import conversation
+
+        found = conversation(self._sources, "train", row.episode, row.segment)
+        if found is None:
+            raise DataError(f"{self._path}: has no episode {row.episode}; the lines of the run are damaged")
+        return About(found.place, first_words(found.row, self._texts[found.source.path], WORDS))
 
 
 def newest_run(folder: Path) -> Path:
@@ -120,19 +117,9 @@ def _text(dataset: Path) -> TokenText:
         return TokenText(None)
 
 
-def _places(row: Rows) -> list[str]:
-    return [
-        f"{row.files[origin['file']].path}:{int(origin['line'])}" for origin in row.origins if origin["file"] != NO_FILE
-    ]
-
-
 def _tell(listed: list[tuple[RowLoss, About]]) -> None:
-    def place(about: About) -> str:
-        more = f" and {len(about.places) - 1} more" if len(about.places) > 1 else ""
-        return one_line(about.places[0], 60) + more if about.places else "-"
-
     tell_table(
         ("loss", "episode", "from", ""),
         (),
-        [(f"{row.loss:.4f}", str(row.episode), place(about), about.text) for row, about in listed],
+        [(f"{row.loss:.4f}", str(row.episode), one_line(about.place or "-", 60), about.text) for row, about in listed],
     )

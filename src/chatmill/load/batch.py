@@ -242,6 +242,19 @@ def _sums(values: NDArray[Any], first: Index) -> Index:
     return np.diff(offsets(values)[first])
 
 
+def from_the_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which segment of its episode each one is, counted back: an episode that is cut loses its first ones.
+
+    7 7 7 4 9 9 -1  ->  -3 -2 -1 -1 -2 -1 -1
+    """
+    turned = episode_ids[:, ::-1]
+    places = np.arange(turned.shape[1])
+    begins = np.ones(turned.shape, dtype=np.bool_)
+    np.not_equal(turned[:, 1:], turned[:, :-1], out=begins[:, 1:])
+    last = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return (last - places - 1)[:, ::-1]
+
+
 def row_digests(batch: Batch, *, step: int, first_row: int) -> NDArray[np.uint64]:
     """A hash of every row as it is delivered, (rows, 2): of its step and place, its episodes, tokens and targets.
 

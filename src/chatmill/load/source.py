@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MIX_SFT
-from chatmill.rows import Index
+from chatmill.rows import NO_FILE, Index, Rows
 from chatmill.store.cache import Cache, cache_folder, is_cache, open_cache
 from chatmill.store.layout import INDEX, MASK, TOKENIZER_STATE
 from chatmill.store.read import Dataset, Episodes, is_dataset, open_dataset, stored_metadata
@@ -106,6 +106,40 @@ class Source:
         """Tokens of the longest episode, if the metadata says."""
         metadata = self.dataset.metadata
         return None if metadata is None else max((shard.longest for shard in metadata.splits[split].shards), default=0)
+
+
+class Conversation(NamedTuple):
+    """One segment of an episode."""
+
+    source: Source
+    episode: int
+    """Its number in its source."""
+    row: Rows
+    """The segment as a row of its own."""
+
+    @property
+    def place(self) -> str | None:
+        """file:line, if it is known."""
+        if not len(self.row.origins) or self.row.origins["file"][0] == NO_FILE:
+            return None
+        return f"{self.row.files[self.row.origins['file'][0]].path}:{self.row.origins['line'][0]}"
+
+
+def conversation(sources: Sequence[Source], split: str, episode: int, segment: int) -> Conversation | None:
+    """A segment of an episode, counted back from -1, the last; None if there is no such episode.
+
+    Episodes are numbered over all sources. An episode that stands twice in a row is counted back over both.
+    """
+    for source in sources:
+        episodes = source.episodes(split)
+        if 0 <= episode < len(episodes):
+            row = episodes.rows([episode])
+            split_up = Rows(row.ids, row.spans, row.first_span, row.origins, np.arange(len(row.first_span)), row.files)
+            filled = np.flatnonzero(split_up.lengths)
+            at = int(filled[segment % len(filled)]) if len(filled) else 0
+            return Conversation(source, episode, split_up[at : at + 1])
+        episode -= len(episodes)
+    return None
 
 
 def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Source, ...], LoadConfig]:

@@ -17,6 +17,8 @@ from chatmill.train.step import RowLoss
 METRICS = "metrics.jsonl"
 ROWS = "rows"
 """The folder of the losses of conversations, a file for each rank."""
+COLUMNS = ("episodes", "segments", "losses", "weights")
+"""The fields of `RowLoss` in a line."""
 
 
 class Journal:
@@ -60,14 +62,14 @@ class RowsData(NamedTuple):
 
 def rows_line(step: int, rows: Sequence[RowLoss], data: RowsData) -> dict[str, Any]:
     """The losses of one step: columns, because most of a line is numbers."""
-    episodes, losses, weights = zip(*rows, strict=True) if rows else ((), (), ())
-    return {"step": step, "data": data._asdict(), "episodes": episodes, "losses": losses, "weights": weights}
+    columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
+    return {"step": step, "data": data._asdict(), **dict(zip(COLUMNS, columns, strict=True))}
 
 
 def read_rows(folder: Path, step: int) -> list[RowLoss]:
     """The losses of the conversations of a step, of all ranks; `DataError` if the run did not write them."""
     lines = _rows_lines(folder, step)
-    return [row for line in lines for row in map(RowLoss, line["episodes"], line["losses"], line["weights"])]
+    return [row for line in lines for row in map(RowLoss, *(line[name] for name in COLUMNS))]
 
 
 def rows_data(folder: Path, step: int) -> RowsData:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from chatmill.load.batch import IGNORE_INDEX, Batch
+from chatmill.load.batch import IGNORE_INDEX, Batch, from_the_end
 from chatmill.train.loss import by_segment
 from chatmill.train.port import CausalModel, Inputs
 from chatmill.train.world import World, is_sharded, last_of, whole
@@ -39,9 +39,11 @@ class Counts(NamedTuple):
 
 
 class RowLoss(NamedTuple):
-    """The mean loss of one episode, and the weight of its trained tokens."""
+    """The mean loss of one conversation, and the weight of its trained tokens."""
 
     episode: int
+    segment: int
+    """Which conversation of the episode, counted back: -1 is the last."""
     loss: float
     weight: float
 
@@ -106,7 +108,8 @@ class Pending:
         found = []
         for ids, totals, weights in self._rows:
             trained = (ids >= 0) & (weights > 0)
-            columns = ids[trained], totals[trained] / weights[trained], weights[trained]
+            segments = torch.from_numpy(from_the_end(ids.numpy()).copy())
+            columns = ids[trained], segments[trained], totals[trained] / weights[trained], weights[trained]
             found += [RowLoss(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
         return Read(loss, norm, found)
 
