@@ -185,3 +185,11 @@ def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
         check_tokenizer(tmp_path, open_source(dataset))
     (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": BYTES.sha256}))
     check_tokenizer(tmp_path, open_source(dataset))
+
+
+def test_ids_that_the_model_does_not_know_are_one_line(dataset, tmp_path):
+    small = small_gpt(GPTSizes(vocab_size=100, n_layer=1, n_embd=32, n_head=2, max_positions=96))
+    strange = write_files(tmp_path / "strange", [[5, 6, 9], [1, 100]], [[0, 1, 1], [1, 1]])
+    for folder, largest in ((dataset, BYTES.vocab_size - 1), (strange, 100)):
+        with pytest.raises(DataError, match=f"{folder}: has token ids up to {largest}, the model knows 100; use the"):
+            score(small, folder, split="train")

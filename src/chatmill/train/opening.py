@@ -196,7 +196,7 @@ def _open_model(
     compute = torch.bfloat16 if _is_bfloat16(config, world) else None
     if found is not None and given is None:
         world.together(lambda: _check_same_model(config, found))
-    known = data_vocab_size(loader) if found is None else found.said["vocab_size"]
+    known = data_vocab_size(loader.sources) if found is None else found.said["vocab_size"]
     model = given or world.together(lambda: make_model(config, known, compute=compute))
     theirs = tokenizer_of(config, loader) if found is None else found.said["tokenizer_sha256"]
     world.together(lambda: check_fit(config, loader, model, tokenizer_sha256=theirs))

@@ -27,7 +27,7 @@ from chatmill.train.generate import generate
 from chatmill.train.loss import by_segment
 from chatmill.train.port import CausalModel, Inputs
 from chatmill.train.questions import Origin, Question, origins, questions
-from chatmill.train.start import trained_with
+from chatmill.train.start import trained_with, unknown_ids
 
 BATCH_TOKENS = 1 << 13
 """Tokens of a batch that losses are computed of."""
@@ -112,6 +112,8 @@ def score(
     `progress` is told of conversations that were read and questions that were answered.
     """
     source = open_source(dataset)
+    for fault in unknown_ids(source.path, [source], model):
+        raise DataError(fault)
     report = Report()
     known: list[Origin | None] = []
     asked: list[Question] = []

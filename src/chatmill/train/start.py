@@ -6,6 +6,7 @@ What does not fit is one line, before anything is computed.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,13 +55,7 @@ def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *,
 
     `tokenizer_sha256` is what is known of the tokenizer that the model was trained with.
     """
-    faults = []
-    size = data_vocab_size(loader)
-    if size > model.vocab_size:
-        faults.append(
-            f"{loader.dataset_dir}: has token ids up to {size - 1}, the model knows {model.vocab_size}; "
-            "use the tokenizer of the model, or a model with a larger vocabulary"
-        )
+    faults = list(unknown_ids(loader.dataset_dir, loader.sources, model))
     if config.block_size > model.max_positions:
         faults.append(
             f"block_size is {config.block_size}, the model has {model.max_positions} positions; lower block_size"
@@ -92,11 +87,21 @@ def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
     return file_info(own).sha256
 
 
-def data_vocab_size(loader: EpisodeLoader) -> int:
+def unknown_ids(dataset_dir: Path, sources: Sequence[Source], model: CausalModel) -> Iterator[str]:
+    """What is wrong with data that has ids which the model does not know."""
+    size = data_vocab_size(sources)
+    if size > model.vocab_size:
+        yield (
+            f"{dataset_dir}: has token ids up to {size - 1}, the model knows {model.vocab_size}; "
+            "use the tokenizer of the model, or a model with a larger vocabulary"
+        )
+
+
+def data_vocab_size(sources: Sequence[Source]) -> int:
     """One more than the largest id of the data: as it says, else as all its tokens do."""
-    if loader.vocab_size is not None:
-        return loader.vocab_size
-    return 1 + max(_largest(source) for source in loader.sources)
+    if sources[0].vocab_size is not None:
+        return sources[0].vocab_size
+    return 1 + max(_largest(source) for source in sources)
 
 
 def _largest(source: Source) -> int:
