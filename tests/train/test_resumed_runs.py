@@ -11,6 +11,7 @@ from train_material import curve, prepare, ranks, trained, weights
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.train.checkpoint import found, model_folder
+from chatmill.train.score import open_ready
 
 OFTEN = {"save_interval": 1, "keep_checkpoints": 8}
 
@@ -86,6 +87,30 @@ def test_one_flipped_bit_refuses_a_checkpoint_and_the_one_before_is_offered(undi
     again = trained(sums_data, tmp_path, resume=str(run / "step_00000007"), **OFTEN)
     assert files(again.checkpoint) == files(undisturbed.checkpoint)
     assert (run / "step_00000008.left" / name).read_bytes() == bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_one_flipped_bit_in_the_model_of_a_checkpoint_keeps_it_from_being_used(undisturbed, sums_data, tmp_path, name):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed.folder, run)
+    model = run / "step_00000008" / "model"
+    (tmp_path / "link").symlink_to(model)
+    for place in (run, model.parent, model, tmp_path / "link"):
+        assert open_ready(place, "cpu").num_parameters
+    data = bytearray((model / name).read_bytes())
+    data[-3] ^= 1
+    (model / name).write_bytes(data)
+    for place, folder in [(run, model), (model.parent, model), (model, model), (tmp_path / "link", tmp_path / "link")]:
+        for use in (
+            lambda place: open_ready(place, "cpu"),
+            lambda place: trained(sums_data, tmp_path, name="next", init_from_model=str(place)),
+        ):
+            with pytest.raises(DataError) as error:
+                use(place)
+            assert str(error.value) == (
+                f"{folder / name}: is damaged, its bytes do not have the hash they were written with; "
+                "this model is not used, take that of another checkpoint"
+            )
 
 
 def test_a_missing_and_a_short_file_are_noticed(undisturbed, sums_data, tmp_path):

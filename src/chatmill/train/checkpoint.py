@@ -303,3 +303,17 @@ def model_folder(path: str | Path) -> Path:
         return folder / MODEL
     checkpoints = [each for each in found(folder) if (each / MODEL).is_dir()]
     return checkpoints[-1] / MODEL if checkpoints else folder
+
+
+def check_model(folder: Path) -> None:
+    """Raise `DataError` unless the model of a checkpoint is as it was written; other folders name no hashes."""
+    place = folder.resolve()
+    marker = place.parent / MARKER
+    if place.name != MODEL or not marker.is_file():
+        return
+    try:
+        for name, info in _read(marker)["files"].items():
+            if name.startswith(f"{MODEL}/"):
+                _check(folder / Path(name).name, FileInfo(*info))
+    except DataError as error:
+        raise DataError(f"{error}; this model is not used, take that of another checkpoint") from None

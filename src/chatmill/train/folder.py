@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chatmill.errors import DataError
+from chatmill.train.checkpoint import check_model
 from chatmill.train.gpt import CONFIG, GPT, KIND
 from chatmill.train.port import CausalModel
 
@@ -17,7 +18,9 @@ def open_model(folder: Path, *, compute: torch.dtype | None = None) -> CausalMod
     """The model that a folder holds, in float32 on the CPU; its hidden states have `compute` precision.
 
     A folder of adapters gives the model under them with the adapters on it.
+    The model of a checkpoint is opened only if it is as it was written.
     """
+    check_model(folder)
     if (folder / "adapter_config.json").exists():
         from chatmill.train.lora import LoraModel
 
