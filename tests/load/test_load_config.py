@@ -75,6 +75,7 @@ def test_all_faults_are_one_error():
         ),
         ({"packing": "bins", "episode_min_tokens": 0}, "packing bins takes episodes of at least 1 token"),
         ({"mix_sft": {"a": -1, "b": 0}}, "the weight of a is -1; a weight is over 0; mix_sft: the weight of b is 0"),
+        ({"mix_sft": {"a": 10**400}}, "mix_sft: the weight of a is 1000"),
         ({"mix_sft": {}}, "mix_sft names no source"),
         ({"mix_sft": ["a"]}, "an object of sources and weights, or null"),
     ],
@@ -142,6 +143,12 @@ def test_a_file_that_is_no_config_is_refused_by_name(tmp_path, text, what):
         LoadConfig.from_file(path)
     assert what in str(caught.value)
     assert "a.json" in str(caught.value)
+
+
+def test_a_file_that_is_a_link_to_itself_is_refused(tmp_path):
+    (tmp_path / "a.json").symlink_to("a.json")
+    with pytest.raises(UsageError, match=r"a.json: cannot be read \(Too many levels of symbolic links\)"):
+        LoadConfig.from_file(tmp_path / "a.json")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

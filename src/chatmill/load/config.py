@@ -7,7 +7,7 @@ a subclass adds keys by declaring them.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -20,6 +20,8 @@ from chatmill.load.order import MODES, SEED_LIMIT
 INHERITS = "inherits"
 LONGEST = 1 << 31
 """No count in a configuration is larger."""
+LARGEST = sys.float_info.max
+"""No number is: neither infinity nor an integer that is no float."""
 
 T = TypeVar("T")
 
@@ -37,9 +39,9 @@ def whole(least: int, most: int = LONGEST) -> Right:
     return Right(words, lambda value: type(value) is int and least <= value <= most)
 
 
-def number(least: float, most: float = math.inf) -> Right:
-    words = f"a number from {least:g} on" if most == math.inf else f"a number from {least:g} to {most:g}"
-    return Right(words, lambda value: type(value) in (int, float) and math.isfinite(value) and least <= value <= most)
+def number(least: float, most: float = LARGEST) -> Right:
+    words = f"a number from {least:g} on" if most == LARGEST else f"a number from {least:g} to {most:g}"
+    return Right(words, lambda value: type(value) in (int, float) and least <= value <= most)
 
 
 def flag() -> Right:
@@ -189,11 +191,12 @@ def read_values(path: Path) -> dict[str, Any]:
     tables: list[dict[str, Any]] = []
     at: Path | None = path
     while at is not None:
+        # Read before it is resolved: a link to itself is said by name.
+        table = _read(at)
         if at.resolve() in (seen.resolve() for seen in chain):
             circle = " -> ".join(str(each) for each in [*chain, at])
             raise UsageError(f"{path}: inherits from itself ({circle}); a chain of files must end")
         chain.append(at)
-        table = _read(at)
         parent = table.pop(INHERITS, None)
         tables.append(table)
         at = None if parent is None else _found(parent, at)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
@@ -44,7 +45,7 @@ def shares(weights: Mapping[str, object]) -> dict[str, Fraction]:
 
 def _weight_fault(name: str, weight: object) -> str | None:
     shown = f"mix_sft: the weight of {one_line(name)} is {one_line(str(weight))}"
-    if type(weight) not in (int, float) or not math.isfinite(weight):  # type: ignore[arg-type]
+    if type(weight) not in (int, float) or not abs(weight) <= sys.float_info.max:  # type: ignore[arg-type]
         return f"{shown}; expected a finite number over 0"
     if weight < 0:  # type: ignore[operator]
         return f"{shown}; a weight is over 0"
