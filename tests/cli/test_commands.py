@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -255,3 +258,28 @@ def test_an_input_is_never_taken_for_the_file_of_rejects(run, command):
         "chatmill: rejects.jsonl: is read, and rejects would be written over it; name another file\n",
     )
     assert Path("rejects.jsonl").read_text() == CHAT + "bad\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_what_an_output_cannot_write_is_escaped(tmp_path, encoding):
+    name = os.fsdecode(b"b\xff.jsonl")
+    (tmp_path / name).write_text(CHAT.replace("hi", "3 × 3") + BAD, encoding="utf-8")
+
+    def run(*args):
+        done = subprocess.run(
+            [sys.executable, "-c", "from chatmill.cli.main import main; main()", *args],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run("check", name, "--on-error", "skip").startswith("1 records")
+    assert json.loads((tmp_path / "rejects.jsonl").read_bytes())["file"] == name
+    assert json.loads(run("render", name, "-n", "1", "--json"))["file"] == name
+    run("prepare", name, "-o", "d", "--on-error", "skip")
+    assert "3 × 3" in json.loads(run("show", "d", "--json"))["text"]
+    assert json.loads(run("show", "d", "0", "--json"))["segments"][0]["file"] == name

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
 import os
 import sys
 import warnings
@@ -15,6 +18,8 @@ EXTRAS = {"torch": "train", "safetensors": "train"}
 
 def guarded(command: Callable[[], object]) -> None:
     """Run a command; faults end it with exit code 1, or 2 for usage."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="escaped")
     warnings.showwarning = _show_warning  # type: ignore[assignment]  # it takes what it is given and more
     try:
         command()
@@ -32,6 +37,15 @@ def guarded(command: Callable[[], object]) -> None:
         fail(f"{one_line(str(error.filename or 'input or output'))}: {error.strerror or error}", 1)
     except KeyboardInterrupt:
         fail("stopped", 130)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    r"""What an output cannot write, as `\udcff`: readable, and the same text again where it stands in JSON."""
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error("escaped", _escaped)
 
 
 def fail(line: str, code: int) -> None:

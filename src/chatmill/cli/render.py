@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 import typer
 from rich.console import Console
@@ -37,6 +36,7 @@ from chatmill.fit.truncate import FitRule, truncate
 from chatmill.format import TemplateOptions, open_format
 from chatmill.ledger import Ledger
 from chatmill.load.batch import IGNORE_INDEX
+from chatmill.records.rejects import json_line
 from chatmill.rows import Part, Role, Rows, Rule, TrainOn
 from chatmill.show.terminal import row_title, span_lines
 
@@ -105,7 +105,7 @@ def render_command(
             note_untrained(rows, ledger)
             for row in range(len(rows)):
                 if as_json:
-                    sys.stdout.write(msgspec.json.encode(row_json(rows, row)).decode() + "\n")
+                    sys.stdout.write(json_line(row_json(rows, row)).decode())
                     continue
                 console.print(Text(row_title(rows, row), style="bold"))
                 for line in span_lines(

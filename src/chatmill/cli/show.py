@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 import typer
 from rich.console import Console
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from chatmill.cli.options import AsJson, counting
 from chatmill.errors import UsageError
+from chatmill.records.rejects import json_line
 from chatmill.show.conversation import conversation_lines, place_name, title, token_lines
 from chatmill.show.dataset import Shown, open_shown, split_of
 from chatmill.show.plain import row_json
@@ -161,4 +161,4 @@ def _plain(lines: Iterable[Text]) -> Iterator[str]:
 
 
 def _write_json(value: Any) -> None:
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.write(json_line(value).decode())

@@ -53,7 +53,7 @@ class Rejects:
 
 
 def json_line(value: Any) -> bytes:
-    """A value as a line of JSON. The bytes of a file's name that are no UTF-8 are escaped: `\\udcff`, read back alike."""
+    """A value as a line of JSON. What is no UTF-8 in the name of a file is escaped, and read back as it was."""
     try:
         return msgspec.json.encode(value) + b"\n"
     except UnicodeEncodeError:
