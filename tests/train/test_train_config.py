@@ -44,7 +44,7 @@ def test_all_faults_are_named_at_once():
         "grad_clip is -1; expected a number from 0 on",
         'parallel is "tp"; expected "ddp" or "fsdp"',
         "beta2 is 1; expected a number from 0 to below 1",
-        'lora is {"rank": 3}; expected an object with r, alpha, dropout, targets, or null',
+        'lora is {"rank": 3}; expected an object with r (a whole number from 1 on), alpha (a number from 0 on), ',
         "n_layer is 1.5; expected a whole number from 1 on",
         "(known: activation_checkpointing,",
     ):
@@ -59,6 +59,9 @@ def test_all_faults_are_named_at_once():
         ({"post_training": True, "use_loss_mask": False}, "post_training is true and use_loss_mask false"),
         ({"lora": {"r": 4}}, "lora is given and init_from_model is not"),
         ({"batch_size": 6, "gradient_accumulation_steps": 4}, "batch_size 6 cannot be taken in 4 equal parts"),
+        ({"learning_rate": 10**400}, "learning_rate is 1000"),
+        ({"learning_rate": float("inf")}, "learning_rate is Infinity; expected a number from 0 on"),
+        ({"learning_rate": float("nan")}, "learning_rate is NaN; expected a number from 0 on"),
         ({"warmup_iters": None, "warmup_pct": 3}, "warmup_pct is 3; expected a share from 0 to 1, such as 0.03"),
     ],
 )
@@ -66,6 +69,33 @@ def test_keys_that_contradict_each_other_are_refused(changes, said):
     with pytest.raises(UsageError, match=r"^the config: ") as error:
         config(**changes)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"r": "x"},
+        {"r": 2.5},
+        {"r": 0},
+        {"alpha": "x"},
+        {"alpha": None},
+        {"dropout": "a"},
+        {"dropout": 2},
+        {"targets": 5},
+        {"targets": [5]},
+        {"targets": []},
+    ],
+)
+def test_values_of_adapters_are_checked(lora):
+    with pytest.raises(UsageError) as error:
+        config(lora=lora, init_from_model="model")
+    assert str(error.value) == (
+        f"the config: lora is {json.dumps(lora)}; expected an object with r (a whole number from 1 on), "
+        "alpha (a number from 0 on), dropout (a share from 0 to 1, such as 0.03 for 3 percent), "
+        "targets (a text or a list of texts), or null"
+    )
+    right = {"r": 2, "alpha": 4, "dropout": 0, "targets": ["q_proj"]}
+    assert config(lora=right, init_from_model="model").lora == right
 
 
 def test_post_training_is_on_the_mask_and_on_all_of_one_pass():

@@ -27,12 +27,23 @@ SHARE = Right(
 BETA = Right("a number from 0 to below 1", lambda value: type(value) in (int, float) and 0 <= value < 1)
 
 
-def _is_adapter(value: Any) -> bool:
-    known = {each.name for each in fields(LoraSizes)}
-    return isinstance(value, Mapping) and value.keys() <= known
+def _are_targets(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) > 0 and all(map(text().fits, value))
+    return text().fits(value)
 
 
-ADAPTER = Right(f"an object with {', '.join(each.name for each in fields(LoraSizes))}", _is_adapter)
+LORA = {
+    "r": whole(1),
+    "alpha": number(0),
+    "dropout": SHARE,
+    "targets": Right("a text or a list of texts", _are_targets),
+}
+"""What is right for each key of `LoraSizes`."""
+ADAPTER = Right(
+    f"an object with {', '.join(f'{name} ({right.words})' for name, right in LORA.items())}",
+    lambda value: isinstance(value, Mapping) and all(k in LORA and LORA[k].fits(v) for k, v in value.items()),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
