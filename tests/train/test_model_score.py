@@ -19,7 +19,7 @@ from chatmill.records import read
 from chatmill.store.read import open_dataset
 from chatmill.tokenizer import open_tokenizer
 from chatmill.train.gpt import GPT, GPTSizes
-from chatmill.train.score import Score, check_tokenizer, open_source, score
+from chatmill.train.score import Score, check_tokenizer, open_all, score
 
 PRIMER = load_format("primer")
 BYTES = open_tokenizer("bytes", control=PRIMER.tokens)
@@ -182,9 +182,9 @@ def test_a_dataset_that_does_not_say_what_ends_a_turn_has_losses_alone(tmp_path,
 def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
     (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": "ab" * 32}))
     with pytest.raises(DataError, match=f"{dataset}: was made with tokenizer {BYTES.sha256[:12]}…, the model .* abab"):
-        check_tokenizer(tmp_path, open_source(dataset))
+        check_tokenizer(tmp_path, open_all(dataset)[0])
     (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": BYTES.sha256}))
-    check_tokenizer(tmp_path, open_source(dataset))
+    check_tokenizer(tmp_path, open_all(dataset)[0])
 
 
 def test_ids_that_the_model_does_not_know_are_one_line(dataset, tmp_path):
@@ -193,3 +193,14 @@ def test_ids_that_the_model_does_not_know_are_one_line(dataset, tmp_path):
     for folder, largest in ((dataset, BYTES.vocab_size - 1), (strange, 100)):
         with pytest.raises(DataError, match=f"{folder}: has token ids up to {largest}, the model knows 100; use the"):
             score(small, folder, split="train")
+
+
+def test_every_cache_of_a_folder_is_scored_under_its_name(dataset, files, model):
+    root = files[0].parent / "root"
+    for name, path in zip(("a", "b"), files, strict=True):
+        prepared([path], f"root/{name}")
+    (root / "notes.txt").write_text("not a cache")
+    alone = score(model, dataset, split="train", max_tokens=6)
+    found = score(model, root, split="train", max_tokens=6)
+    same(found.sources, {"a": alone.sources["long"], "b": alone.sources["short"]})
+    assert [answer.said for answer in found.answers] == [answer.said for answer in alone.answers]

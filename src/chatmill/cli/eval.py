@@ -30,7 +30,7 @@ REASONS = {
 def eval_command(
     model: ModelPath,
     dataset: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A dataset, or the cache of a source.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="A dataset, a cache, or a folder of caches.", show_default=False)
     ],
     split: Annotated[str, typer.Option(help="train or val.")] = "val",
     max_tokens: Annotated[int, typer.Option(min=1, help="Cut an answer that is longer.")] = 256,
@@ -53,11 +53,11 @@ def eval_command(
       chatmill eval checkpoints/my_sft_model data/chat_sft --wrong 5
       chatmill eval checkpoints/my_sft_model data/chat_sft --split train --limit 200 --json
     """
-    from chatmill.train.score import check_tokenizer, open_ready, open_source, score
+    from chatmill.train.score import check_tokenizer, end_ids, open_all, open_ready, score
 
-    source = open_source(dataset)
-    check_tokenizer(Path(model), source)
-    if source.eot is None:
+    sources = open_all(dataset)
+    check_tokenizer(Path(model), sources[0])
+    if not end_ids(sources):
         typer.echo(f"chatmill: {dataset} does not say which token ends a turn: no question is asked", err=True)
     with counting("conversations and answers") as advance:
         report = score(
@@ -79,7 +79,7 @@ def eval_command(
     _tell(report)
     missed = [answer for answer in report.answers if not answer.exact]
     if wrong and missed:
-        text = open_shown(dataset, tokenizer).text
+        text = open_shown(sources[0].path, tokenizer).text
         for answer in missed[:wrong]:
             _tell_wrong(answer, text)
 

@@ -20,6 +20,8 @@ from chatmill.load.config import LoadConfig
 from chatmill.load.from_rows import batch_of
 from chatmill.load.source import Source, open_sources
 from chatmill.rows import Rows
+from chatmill.store.cache import is_cache
+from chatmill.store.read import is_dataset
 from chatmill.train.checkpoint import model_folder
 from chatmill.train.evaluate import without_training
 from chatmill.train.folder import open_model
@@ -109,22 +111,25 @@ def score(
 ) -> Report:
     """Losses and answers of a split; `limit` bounds the questions, chosen evenly over the split.
 
-    `progress` is told of conversations that were read and questions that were answered.
+    In a folder of caches every cache is a source. `progress` is told of conversations that were read and questions
+    that were answered.
     """
-    source = open_source(dataset)
-    for fault in unknown_ids(source.path, [source], model):
+    sources = open_all(dataset)
+    for fault in unknown_ids(Path(dataset), sources, model):
         raise DataError(fault)
     report = Report()
     known: list[Origin | None] = []
     asked: list[Question] = []
-    ends = [] if source.eot is None else [source.eot]
-    episodes = source.episodes(split)
+    ends = end_ids(sources)
     # A row never needs more; of one shape all batches are computed by the same kernels.
-    block = min(max(2, int(episodes.lengths.max())) - 1, model.max_positions)
-    for rows in episodes.sweep():
+    longest = max(int(source.episodes(split).lengths.max()) for source in sources)
+    block = min(max(2, longest) - 1, model.max_positions)
+    for source, rows in ((each, rows) for each in sources for rows in each.episodes(split).sweep()):
         found = questions(rows, ends, report.left_out)
         asked += [question._replace(segment=question.segment + len(known)) for question in found]
         of_rows = origins(rows, source.path.name)
+        if source.name:
+            of_rows = [origin and origin._replace(source=source.name) for origin in of_rows]
         known += of_rows
         talks = np.flatnonzero([origin is not None for origin in of_rows])
         apart = replace(rows, first_segment=np.arange(len(of_rows) + 1)).take(talks)
@@ -147,10 +152,20 @@ def score(
     return report
 
 
-def open_source(dataset: str | Path) -> Source:
-    """A dataset or a cache, to be read without a config."""
-    opened, _ = open_sources(dataset, LoadConfig(pad_token_id=0))
-    return opened[0]
+def open_all(dataset: str | Path) -> Sequence[Source]:
+    """A dataset, a cache, or all that lie in a folder, to be read without a config; all are of one tokenizer."""
+    inside = [path.name for path in Path(dataset).glob("[!.]*") if _is_source(path)]
+    mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(Path(dataset)) else None
+    return open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix))[0]
+
+
+def _is_source(folder: Path) -> bool:
+    return is_cache(folder) or is_dataset(folder)
+
+
+def end_ids(sources: Sequence[Source]) -> list[int]:
+    """The tokens that end a turn, as far as the sources say."""
+    return sorted({source.eot for source in sources if source.eot is not None})
 
 
 def check_tokenizer(model: Path, source: Source) -> None:
