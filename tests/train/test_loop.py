@@ -320,6 +320,19 @@ def test_ids_that_the_model_does_not_know_are_refused(sums_data, tmp_path):
     assert trained(foreign, tmp_path, pad_token_id=0, max_iters=1).step == 1
 
 
+def test_the_padding_of_a_dataset_of_another_program_is_a_token_of_the_model(tmp_path):
+    foreign = write_files(tmp_path / "data", [[1, 2, 5, 4]] * 8, [[0, 1, 1, 1]] * 8)
+    result = trained(foreign, tmp_path, pad_token_id=7, max_iters=1)
+    assert len(weights(result.checkpoint)["embedding.weight"]) == 8
+    with pytest.raises(DataError, match=r"^rows are filled up with token 7, the model knows 7; set pad_token_id$"):
+        trained(foreign, tmp_path, name="small", pad_token_id=7, vocab_size=7)
+    with pytest.raises(DataError, match=r"^pad_token_id is 65536; .*data has ids below 65536$"):
+        trained(foreign, tmp_path, name="wide", pad_token_id=65536)
+    (foreign / "tokenizer_state.json").write_text('{"eot_token_id": 100000}')
+    with pytest.raises(DataError, match=r"data: ends turns with 100000, and has ids below 65536; set pad_token_id$"):
+        trained(foreign, tmp_path, name="wide")
+
+
 def test_rows_longer_than_the_models_positions_are_refused(sums_data, tmp_path):
     with pytest.raises(DataError, match="block_size is 65, the model has 64 positions; lower block_size"):
         trained(sums_data, tmp_path, block_size=65)

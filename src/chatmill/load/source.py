@@ -68,6 +68,11 @@ class Source:
             return self.dataset.meta.vocab_size
         return None if self.dataset.metadata is None else self.dataset.metadata.vocab_size
 
+    @property
+    def id_limit(self) -> int:
+        """One more than the largest id that its files can hold."""
+        return 1 << 8 * max(s.dtype.itemsize for name in self.dataset.splits for s in self.dataset[name].shards)
+
     @cached_property
     def eot(self) -> int | None:
         """The token that ends a turn, as far as the dataset says."""
@@ -214,12 +219,11 @@ def _faults(sources: tuple[Source, ...], config: LoadConfig) -> Iterator[str]:
             yield f"{source.path}: has no mask.bin, and use_loss_mask is true; prepare it with one, or set it to false"
         if config.pad_token_id is None and source.eot is None:
             yield f"{source.path}: does not say which token ends a turn; set pad_token_id"
-        if (
-            config.pad_token_id is not None
-            and source.vocab_size is not None
-            and config.pad_token_id >= source.vocab_size
-        ):
-            yield f"pad_token_id is {config.pad_token_id}; {source.path} has ids below {source.vocab_size}"
+        limit = source.vocab_size or source.id_limit
+        if config.pad_token_id is not None and config.pad_token_id >= limit:
+            yield f"pad_token_id is {config.pad_token_id}; {source.path} has ids below {limit}"
+        elif config.pad_token_id is None and source.eot is not None and source.eot >= limit:
+            yield f"{source.path}: ends turns with {source.eot}, and has ids below {limit}; set pad_token_id"
     first = sources[0]
     for other in sources[1:]:
         if other.tokenizer_sha256 != first.tokenizer_sha256 or other.vocab_size != first.vocab_size:

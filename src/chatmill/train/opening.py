@@ -24,7 +24,7 @@ from chatmill.train.config import TrainConfig, model_keys
 from chatmill.train.journal import METRICS
 from chatmill.train.port import CausalModel
 from chatmill.train.schedule import Schedule
-from chatmill.train.start import Pass, check_fit, data_vocab_size, make_model, one_pass, tokenizer_of
+from chatmill.train.start import Pass, check_fit, data_vocab_size, make_model, one_pass, padding_of, tokenizer_of
 from chatmill.train.step import Counts, Stepper, make_optimizer
 from chatmill.train.world import World
 
@@ -196,7 +196,9 @@ def _open_model(
     compute = torch.bfloat16 if _is_bfloat16(config, world) else None
     if found is not None and given is None:
         world.together(lambda: _check_same_model(config, found))
-    known = data_vocab_size(loader.sources) if found is None else found.said["vocab_size"]
+    known = (
+        found.said["vocab_size"] if found is not None else max(data_vocab_size(loader.sources), padding_of(loader) + 1)
+    )
     model = given or world.together(lambda: make_model(config, known, compute=compute))
     theirs = tokenizer_of(config, loader) if found is None else found.said["tokenizer_sha256"]
     world.together(lambda: check_fit(config, loader, model, tokenizer_sha256=theirs))

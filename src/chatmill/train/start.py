@@ -56,6 +56,8 @@ def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *,
     `tokenizer_sha256` is what is known of the tokenizer that the model was trained with.
     """
     faults = list(unknown_ids(loader.dataset_dir, loader.sources, model))
+    if not faults and (pad := padding_of(loader)) >= model.vocab_size:
+        faults.append(f"rows are filled up with token {pad}, the model knows {model.vocab_size}; set pad_token_id")
     if config.block_size > model.max_positions:
         faults.append(
             f"block_size is {config.block_size}, the model has {model.max_positions} positions; lower block_size"
@@ -95,6 +97,11 @@ def unknown_ids(dataset_dir: Path, sources: Sequence[Source], model: CausalModel
             f"{dataset_dir}: has token ids up to {size - 1}, the model knows {model.vocab_size}; "
             "use the tokenizer of the model, or a model with a larger vocabulary"
         )
+
+
+def padding_of(loader: EpisodeLoader) -> int:
+    """What rows are filled up with, which need not be a token of the data."""
+    return loader.plan(loader.split).layout.pad_token_id
 
 
 def data_vocab_size(sources: Sequence[Source]) -> int:
