@@ -343,6 +343,22 @@ def test_a_replacement_that_was_interrupted_is_undone_before_any_work(built):
     assert contents(built) == before
 
 
+def test_while_one_process_builds_a_cache_another_is_refused_and_harms_nothing(tmp_path):
+    rows = ROWS[:9]
+    seen = []
+
+    def slowly():
+        yield rows
+        with pytest.raises(DataError, match=r"\.primer\.building: another process is building there; wait for it"):
+            write(tmp_path, {"train": [ROWS[:5]]}, overwrite=True)
+        seen.append(True)
+
+    write(tmp_path, {"train": slowly()}, ledger=ledger_of(rows))
+    assert seen == [True]
+    assert verify_cache(tmp_path / "primer", full=True).faults == ()
+    assert_reads_as(open_cache(tmp_path / "primer")["train"], rows)
+
+
 def test_a_folder_that_is_no_cache_is_never_replaced(tmp_path):
     (tmp_path / "primer").mkdir()
     (tmp_path / "primer/thesis.tex").write_text("years of work")

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.ledger import Ledger
 from chatmill.rows import OWN_ID, Rows, Table, concat, offsets
-from chatmill.store.files import create, make_folder, remove_tree
+from chatmill.store.files import create, make_folder
 from chatmill.store.layout import EPISODE, INDEX, MASK, MASKS, SPLITS, TOKENS, shard_name, token_dtype
 from chatmill.store.metadata import self_hash, text_of
-from chatmill.store.publish import check_target, publish, recover, staging_for
+from chatmill.store.publish import building, check_target, recover
 from chatmill.store.read import Dataset, Episodes
 from chatmill.store.shard import Shard
 from chatmill.store.verify import Counts, Verified
@@ -163,12 +163,8 @@ def write_cache(
     The rows of a split come in any number of parts, on which the bytes do not depend. The ledger may be filled
     while they are made; it must hold them all, and balance, when the last one is written.
     """
-    target = check_place(out, source, overwrite=overwrite)
-    staging = staging_for(target)
-    try:
-        # What a killed build has left is of no use to this one.
-        if staging.is_dir():
-            remove_tree(staging, first=META)
+    target = cache_folder(out, source)
+    with building(target, "building", overwrite=overwrite, marker=META) as staging:
         written = {
             name: _write_split(staging / name, splits.get(name, ()), vocab_size=vocab_size, shard_tokens=shard_tokens)
             for name in SPLITS
@@ -192,11 +188,6 @@ def write_cache(
         # Written last: its presence means that every shard is complete.
         with create(staging / META) as file:
             file.write(meta.to_bytes())
-        publish(staging, target, overwrite=overwrite, marker=META)
-    except BaseException:
-        if staging.is_dir():
-            remove_tree(staging, first=META)
-        raise
     return meta
 
 

@@ -87,12 +87,12 @@ def _sync_parents(*paths: Path) -> None:
 
 
 @contextmanager
-def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: Path) -> Iterator[Path]:
+def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: Path | None = None) -> Iterator[Path]:
     """A folder beside `target` to build in, ours alone: published when the block ends, removed if it fails.
 
     What a killed process left there is removed first. `source` is what the block reads, and may not overlap.
     """
-    here, there = target.resolve(), source.resolve()
+    here, there = target.resolve(), (source or target).resolve()
     if here != there and (here in there.parents or there in here.parents):
         raise DataError(f"{target}: one of {target} and {source} lies in the other; write it somewhere else")
     recover(target)
@@ -118,8 +118,12 @@ def _alone(folder: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The one before us may have published it after we opened it.
+            alone = folder.is_dir() and os.path.samestat(os.fstat(fd), folder.stat())
         except BlockingIOError:
-            raise DataError(f"{folder}: another process is building there; wait for it") from None
+            alone = False
+        if not alone:
+            raise DataError(f"{folder}: another process is building there; wait for it")
         yield
     finally:
         os.close(fd)
