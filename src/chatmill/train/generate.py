@@ -74,6 +74,8 @@ def generate_steps(
     first_row: int = 0,
 ) -> Iterator[dict[int, int]]:
     """The next token of every row that goes on, step by step; all prompts are one batch."""
+    # Prompts that are too long themselves are told of below.
+    max_tokens = min(max_tokens, max(1, model.max_positions - min(map(len, prompts))))
     rows = np.arange(len(prompts))
     draws = np.stack([_draws(sampling, first_row + row, max_tokens) for row in rows.tolist()])
     left = np.array([min(max_tokens, model.max_positions - len(prompt)) for prompt in prompts])
