@@ -132,6 +132,13 @@ def test_unlikely_tokens_are_left_out(sampling, kept):
     assert set(choose(logits, sampling, draws).tolist()) == kept
 
 
+@pytest.mark.parametrize("temperature", [1e-9, 1e-320])
+def test_the_smallest_temperatures_take_the_most_likely_token(temperature):
+    logits = torch.tensor([[0.1, 2.0, -1.0, 0.7], [-3.0, -2.0, -1.0, -0.5]]).repeat(50, 1)
+    draws = np.linspace(0, 1, 100, endpoint=False)
+    assert choose(logits, Sampling(temperature=temperature), draws).tolist() == [1, 3] * 50
+
+
 @pytest.fixture(scope="module")
 def every_answer(model: GPT) -> list[dict[tuple[int, ...], float]]:
     """For each prompt all answers of up to three tokens, with their log-likelihoods."""

@@ -101,7 +101,10 @@ def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Te
     """One token a row from logits (rows, vocabulary) and a draw from [0, 1) a row."""
     if sampling.temperature == 0:
         return logits.argmax(dim=1)
-    ordered, ids = (logits.double() / sampling.temperature).sort(dim=1, descending=True, stable=True)
+    exact = logits.double()
+    # Below the largest, which stays finite however small the temperature is.
+    below = (exact - exact.amax(dim=1, keepdim=True)) / sampling.temperature
+    ordered, ids = below.sort(dim=1, descending=True, stable=True)
     if sampling.top_k:
         ordered, ids = ordered[:, : sampling.top_k], ids[:, : sampling.top_k]
     mass = ordered.softmax(dim=1)
