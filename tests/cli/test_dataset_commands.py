@@ -137,3 +137,19 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(run, args, code, wor
 
 def test_who_is_trained_must_be_one_of_three(run):
     assert run("reweigh", "v1", "--train-on", "user", "-o", "v2")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ("prepare chat.jsonl -o loop/d", "loop/d: cannot be made there (File exists); give another folder"),
+        ("export parquet v1 -o loop", "loop: a symbolic link; give the folder itself"),
+        ("reweigh v1 -o loop --train-on all", "loop: a symbolic link; give the folder itself"),
+        ("report v1 -o loop", "loop: exists already; give another name, or --overwrite"),
+        ("build-sft-primer --primer-jsonl loop", "loop: no such file; expected a file or a glob"),
+    ],
+)
+def test_a_link_to_itself_is_one_line_and_is_kept(run, args, line):
+    Path("loop").symlink_to("loop")
+    assert run(*args.split()) == (1, "", f"chatmill: {line}\n")
+    assert Path("loop").readlink() == Path("loop")

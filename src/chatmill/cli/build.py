@@ -34,6 +34,7 @@ from chatmill.ledger import Ledger
 from chatmill.records import Record, Rejects, shuffle_split
 from chatmill.rows import Rows, concat
 from chatmill.store.cache import CacheMeta, cache_folder, check_place, write_cache
+from chatmill.store.files import real
 from chatmill.tokenizer import open_tokenizer
 
 FORMAT = "primer"
@@ -144,7 +145,7 @@ def build_cache(
 ) -> tuple[CacheMeta, Rejects | None]:
     """Read, render, split, cut and write one source; what came of every row is in the ledger."""
     target = check_place(settings.out_dir, source, overwrite=overwrite)
-    if Path(settings.path).resolve().is_relative_to(target.resolve()):
+    if real(Path(settings.path)).is_relative_to(real(target)):
         raise UsageError(f"{settings.path}: lies in {target}, which would be replaced; keep the input elsewhere")
     format = load_format(FORMAT)
     opened = open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens)

@@ -19,6 +19,7 @@ from chatmill.prepare.job import Job
 from chatmill.prepare.unit import Done, Tools, Unit, finished, make_tools
 from chatmill.prepare.workplace import Workplace, workplace
 from chatmill.records import plan
+from chatmill.store.files import real
 from chatmill.store.layout import WIDE
 from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.publish import check_target, publish
@@ -192,9 +193,9 @@ def _identity(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
 
 
 def _refuse_output_in_input(units: Sequence[Unit], target: Path) -> None:
-    place = target.resolve()
+    place = real(target)
     for unit in units:
-        if place in unit.part.path.resolve().parents:
+        if place in real(unit.part.path).parents:
             raise DataError(f"{target}: holds the input {unit.part.path}; write the dataset somewhere else")
 
 

@@ -124,6 +124,11 @@ def create(path: Path) -> BinaryIO:
     return io.BufferedWriter(_Raw(path), BUFFER)
 
 
+def real(path: Path) -> Path:
+    """Where a path leads. A circle of links leads nowhere, which is told by whatever opens it, not here."""
+    return Path(os.path.realpath(path))
+
+
 def make_folder(path: Path) -> None:
     """A folder and those above it, each entered durably in the one above; nothing is done if it is there."""
     if not path.is_dir():
@@ -155,7 +160,8 @@ def remove_tree(folder: Path, *, first: str | None = None) -> None:
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Raise before any work is done for a file that may not be replaced, or has no folder to lie in."""
-    if path.exists() and not overwrite:
+    # A link that leads nowhere would be replaced all the same.
+    if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path}: exists already; give another name, or --overwrite")
     if not path.parent.is_dir():
         raise DataError(f"{path.parent}: no such folder; make it, or name another")

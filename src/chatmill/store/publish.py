@@ -92,7 +92,7 @@ def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: 
 
     What a killed process left there is removed first. `source` is what the block reads, and may not overlap.
     """
-    here, there = target.resolve(), (source or target).resolve()
+    here, there = files.real(target), files.real(source or target)
     if here != there and (here in there.parents or there in here.parents):
         raise DataError(f"{target}: one of {target} and {source} lies in the other; write it somewhere else")
     recover(target)
