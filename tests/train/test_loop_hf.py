@@ -88,6 +88,33 @@ def test_adapters_need_a_hugging_face_model(sums_data, tmp_path):
         trained(sums_data, tmp_path, init_from_model=str(own.folder), **ADAPTERS)
 
 
+def test_adapters_go_on_only_with_the_model_they_began_on(base, sums_data, tmp_path):
+    under = tmp_path / "under"
+    shutil.copytree(base, under)
+    first = trained(sums_data, tmp_path, init_from_model=str(under), max_iters=2, **ADAPTERS)
+    weights = bytearray((under / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (under / "model.safetensors").write_bytes(weights)
+    said = (
+        rf"step_00000002: its adapters were trained on {under} with weights \w{{12}}…, init_from_model is {under} with "
+    )
+    with pytest.raises(UsageError, match=said):
+        trained(sums_data, tmp_path, resume="auto", init_from_model=str(under), max_iters=4, **ADAPTERS)
+    # Where it lies does not matter.
+    assert trained(sums_data, tmp_path, resume="auto", init_from_model=str(base), max_iters=4, **ADAPTERS).step == 4
+    assert first.step == 2
+
+
+def test_adapters_on_a_damaged_model_of_a_checkpoint_are_not_opened(base, sums_data, tmp_path):
+    own = trained(sums_data, tmp_path, name="own", init_from_model=str(base), max_iters=1)
+    adapted = trained(sums_data, tmp_path, init_from_model=str(own.folder), max_iters=1, **ADAPTERS)
+    assert open_model(adapted.checkpoint / "model").vocab_size == 300
+    damaged = own.checkpoint / "model" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\1")
+    with pytest.raises(DataError, match=r"model\.safetensors: is damaged, .*; this model is not used"):
+        open_model(adapted.checkpoint / "model")
+
+
 def test_data_made_with_another_tokenizer_file_is_refused(base, tmp_path):
     (tmp_path / "words.jsonl").write_text(sums(200))
     paths = [str(tmp_path / name) for name in ("one.json", "other.json")]

@@ -133,6 +133,9 @@ def test_adapters_whose_model_is_gone_are_one_line(base, tmp_path):
     (tmp_path / "adapters").mkdir()
     adapted(base).save(tmp_path / "adapters")
     base.rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match="transformers cannot open it") as caught:
+    with pytest.raises(DataError) as caught:
         open_model(tmp_path / "adapters")
-    assert "\n" not in str(caught.value)
+    assert str(caught.value) == (
+        f"{tmp_path / 'adapters'}: these adapters go onto the model {base}, which is not there; "
+        "put it back, or name its folder as base_model_name_or_path in adapter_config.json"
+    )

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import DataError, UsageError, one_line
+from chatmill.train.checkpoint import check_model
 from chatmill.train.hf import HFModel, quiet
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -63,8 +64,8 @@ class LoraModel(HFModel):
         """Read adapters that `save` wrote, and the model under them from the folder that they name."""
         peft = _peft(str(folder))
         try:
-            under = json.loads((folder / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"]
-            base = HFModel.load(Path(under), compute=compute)
+            name = json.loads((folder / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"]
+            base = _under(folder, name, compute)
             return cls(base, peft.PeftModel.from_pretrained(base.lm, str(folder), is_trainable=True))
         except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, DataError):
@@ -85,6 +86,20 @@ class LoraModel(HFModel):
         """The model with the adapters added to its weights; this one is used up."""
         merged = self._peft[0].merge_and_unload()
         return HFModel(merged, source=self.source, compute=self.compute)
+
+
+def _under(folder: Path, name: str, compute: torch.dtype | None) -> HFModel:
+    """The model that adapters name."""
+    check_model(Path(name))
+    try:
+        return HFModel.load(Path(name), compute=compute)
+    except DataError:
+        if Path(name).is_dir():
+            raise
+        raise DataError(
+            f"{folder}: these adapters go onto the model {one_line(name, 300)}, which is not there; "
+            f"put it back, or name its folder as base_model_name_or_path in {ADAPTER_CONFIG}"
+        ) from None
 
 
 def _peft(place: str) -> Any:

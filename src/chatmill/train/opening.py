@@ -24,7 +24,16 @@ from chatmill.train.config import TrainConfig, model_keys
 from chatmill.train.journal import METRICS
 from chatmill.train.port import CausalModel
 from chatmill.train.schedule import Schedule
-from chatmill.train.start import Pass, check_fit, data_vocab_size, make_model, one_pass, padding_of, tokenizer_of
+from chatmill.train.start import (
+    Pass,
+    check_fit,
+    data_vocab_size,
+    make_model,
+    one_pass,
+    padding_of,
+    tokenizer_of,
+    weights_hash,
+)
 from chatmill.train.step import Counts, Stepper, make_optimizer
 from chatmill.train.world import World
 
@@ -88,6 +97,8 @@ class Opened:
     totals: Totals = field(default_factory=Totals)
     saved: Path | None = None
     """The last checkpoint."""
+    base: Mapping[str, str] | None = None
+    """On rank 0, of a run that trains adapters: the folder of the model under them, and the hash of its weights."""
     notes: list[str] = field(default_factory=list)
     """What somebody who starts the run should know."""
 
@@ -104,6 +115,7 @@ class Opened:
             "seed": self.config.seed,
             "vocab_size": self.stepper.model.vocab_size,
             "tokenizer_sha256": self.loader.sources[0].tokenizer_sha256,
+            "base": self.base,
             "world_size": self.world.size,
         }
 
@@ -118,9 +130,11 @@ def open_run(
     loader, audit, same_data = _open_data(config, dataset_dir, world, found)
     ended_well = False
     try:
+        base = world.together(lambda: _base(config, found) if world.is_first and model is None else None)
         stepper = _open_model(config, loader, world, found, model)
         start = 0 if found is None else found.said["stage"]["start"] if same_data else found.step
         opened = Opened(config, world, loader, audit, stepper, world.together(lambda: _stage(config, loader, start)))
+        opened.base = base
         if found is not None:
             opened.step, opened.saved = found.step, found.path
             opened.totals = Totals(**found.said["totals"])
@@ -233,6 +247,21 @@ def _check_same_model(config: TrainConfig, found: Checkpoint) -> None:
     ]
     if differ:
         raise UsageError(f"{found.path}: {'; '.join(differ)}; a run goes on with the model it began with")
+
+
+def _base(config: TrainConfig, found: Checkpoint | None) -> dict[str, str] | None:
+    """What adapters stand on; `UsageError` if it is another model than the one that a checkpoint's were trained on."""
+    if config.lora is None:
+        return None
+    folder = checkpoints.model_folder(config.init_from_model or "")
+    mine = {"folder": str(folder), "sha256": weights_hash(folder)}
+    theirs = None if found is None else found.said.get("base")
+    if found is not None and theirs is not None and theirs["sha256"] != mine["sha256"]:
+        raise UsageError(
+            f"{found.path}: its adapters were trained on {theirs['folder']} with weights {theirs['sha256'][:12]}…, "
+            f"init_from_model is {folder} with {mine['sha256'][:12]}…; adapters go on with the model they began on"
+        )
+    return mine
 
 
 def _stage(config: TrainConfig, loader: EpisodeLoader, start: int) -> Stage:

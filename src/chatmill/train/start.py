@@ -5,6 +5,7 @@ What does not fit is one line, before anything is computed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from chatmill.train.port import CausalModel
 TRAINING = "training.json"
 """What a model's folder says of how the model was trained: with which tokenizer, format and data."""
 TOKENIZER_JSON = "tokenizer.json"
+WEIGHTS = (".safetensors", ".bin")
 SCAN = 1 << 24
 
 
@@ -48,6 +50,13 @@ def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | N
     if type(model) is not HFModel:
         raise UsageError(f"{folder}: is no Hugging Face model, and lora is given; adapters go onto one")
     return LoraModel.on(model, adapters)
+
+
+def weights_hash(folder: Path) -> str:
+    """The hash that stands for all files of weights in a model's folder."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS)
+    said = [[path.name, file_info(path).sha256] for path in paths]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *, tokenizer_sha256: str | None) -> None:
