@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from chatmill.cli.rollout_config import RolloutConfig
+from chatmill.cli.rollout_generator import ModelGenerator
 from chatmill.cli.rollout_train import train_rollouts
 from chatmill.errors import DataError, UsageError
 from chatmill.format import load_format
@@ -121,6 +123,27 @@ def test_a_run_that_goes_on_ends_where_an_undisturbed_one_does(files):
     assert (again / "rollouts.jsonl").read_bytes() == (files / "whole" / "rollouts.jsonl").read_bytes()
     steps = [line["step"] for line in lines_of(again / "metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_that_is_asked_to_stop_ends_its_round_and_saves(files):
+    """Whenever the signal comes: the run goes on from there and ends where an undisturbed one does."""
+    train_rollouts(config_of(files, save_interval=6), files / "whole", quiet=True)
+
+    class Interrupted(ModelGenerator):
+        def __call__(self, prompts, *, step, first_row=0):
+            if step == 2:
+                signal.raise_signal(signal.SIGTERM)
+            return super().__call__(prompts, step=step, first_row=first_row)
+
+    settings, stopped = config_of(files, save_interval=6), files / "stopped"
+    model = open_model(files / "model")
+    generator = Interrupted(model, settings, TOKENIZER.special_token_ids()[FORMAT.eot])
+    result = train_rollouts(settings, stopped, model=model, generator=generator, quiet=True)
+    assert (result.step, result.stopped_by, result.checkpoint) == (4, "SIGTERM", stopped / "step_00000004")
+    result = train_rollouts(settings, stopped, resume="auto", quiet=True)
+    assert (result.step, result.stopped_by) == (6, None)
+    assert weights(stopped) == weights(files / "whole")
+    assert (stopped / "rollouts.jsonl").read_bytes() == (files / "whole" / "rollouts.jsonl").read_bytes()
 
 
 def test_a_run_is_replayed_from_its_log(files):

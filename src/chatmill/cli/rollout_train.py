@@ -181,16 +181,18 @@ class RolloutRun:
             raise UsageError(f"{found.path}: {'; '.join(differ)}; a run goes on as it began")
 
     def go(self) -> Result:
-        """All steps that are left, or those before a signal."""
+        """All steps that are left, or after a signal those of the round, from whose end a run can go on."""
         config = self.config
         rows: list[Rows] = []
         with noted() as asked:
-            while self.step < config.max_iters and asked.by is None:
+            stop = False
+            while self.step < config.max_iters and not stop:
                 if self.step % config.rollout_every == 0 or not rows:
                     rows = self._round()
                 self._train(rows.pop(0))
                 last = self.step == config.max_iters
-                if config.save_interval and (self.step % config.save_interval == 0 or last):
+                stop = asked.by is not None and self.step % config.rollout_every == 0
+                if config.save_interval and (self.step % config.save_interval == 0 or last or stop):
                     self._save()
         stopped = asked.by if self.step < config.max_iters else None
         return Result(self.folder, self._saved, self.step, config.max_iters, self._loss, self.health, stopped)
