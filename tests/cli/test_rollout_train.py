@@ -281,6 +281,12 @@ def test_a_model_of_another_vocabulary_or_settings_of_another_run_are_refused(fi
     train_rollouts(config_of(files, max_iters=2), files / "run", quiet=True)
     with pytest.raises(UsageError, match="seed was 1337, now it is 5; a run goes on as it began"):
         train_rollouts(config_of(files, seed=5), files / "run", resume="auto", quiet=True)
+    truth = files / "truth.jsonl"
+    said = truth.read_text()
+    truth.write_text(said.replace("500", "501"))
+    with pytest.raises(UsageError, match=r"truth.jsonl was \w{12}…, now it is \w{12}…; a run goes on as it began"):
+        train_rollouts(config_of(files), files / "run", resume="auto", quiet=True)
+    truth.write_text(said)
     trained = {"init_from_model": str(files / "run")}
     with pytest.raises(UsageError, match="was trained with another format"):
         train_rollouts(config_of(files, **trained, format="chatml"), files / "other", quiet=True)

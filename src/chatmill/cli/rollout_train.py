@@ -25,6 +25,7 @@ from chatmill.cli.rollout_generator import generator_of
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.load.from_rows import batch_of
 from chatmill.load.order import make_order
+from chatmill.records.files import expand
 from chatmill.rollout.files import Rollout, RolloutLog, Truth, read_truth
 from chatmill.rollout.generate import Generator
 from chatmill.rollout.health import Health
@@ -37,6 +38,7 @@ from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.folder import compute_dtype, open_model
 from chatmill.train.journal import METRICS, Journal, rewind
+from chatmill.train.pieces import file_info
 from chatmill.train.port import CausalModel
 from chatmill.train.progress import Progress
 from chatmill.train.schedule import Schedule
@@ -102,6 +104,7 @@ class RolloutRun:
             config.tokenizer, config.format, fields=fields, gate=config.gate, add_tokens=config.add_tokens
         )
         self.truths = list(read_truth(config.truth or ""))
+        self.truth_sha256 = file_info(expand([config.truth or ""])[0]).sha256
         if not self.truths:
             raise DataError(f"{config.truth}: holds no record; expected at least one")
         self.model = (model or self._open_model()).to(world.device)
@@ -177,6 +180,8 @@ class RolloutRun:
             for name, value in mine.items()
             if name not in free and found.said["config"].get(name) != value
         ]
+        if (theirs := found.said.get("truth_sha256")) != self.truth_sha256:
+            differ.append(f"{self.config.truth} was {str(theirs)[:12]}…, now it is {self.truth_sha256[:12]}…")
         if differ:
             raise UsageError(f"{found.path}: {'; '.join(differ)}; a run goes on as it began")
 
@@ -268,7 +273,7 @@ class RolloutRun:
         state = tokenizer.state(added_tokens=self.task.add_tokens)
         self._saved = checkpoints.save(
             self.folder,
-            {"step": self.step, "config": self.config.to_json()},
+            {"step": self.step, "config": self.config.to_json(), "truth_sha256": self.truth_sha256},
             self.model,
             self.stepper.optimizer,
             self.world,
