@@ -136,6 +136,5 @@ def test_adapters_whose_model_is_gone_are_one_line(base, tmp_path):
     with pytest.raises(DataError) as caught:
         open_model(tmp_path / "adapters")
     assert str(caught.value) == (
-        f"{tmp_path / 'adapters'}: these adapters go onto the model {base}, which is not there; "
-        "put it back, or name its folder as base_model_name_or_path in adapter_config.json"
+        f"{tmp_path / 'adapters'}: these adapters go onto the model {base}, which is no folder here; put it back there"
     )

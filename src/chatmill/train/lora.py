@@ -97,8 +97,8 @@ def _under(folder: Path, name: str, compute: torch.dtype | None) -> HFModel:
         if Path(name).is_dir():
             raise
         raise DataError(
-            f"{folder}: these adapters go onto the model {one_line(name, 300)}, which is not there; "
-            f"put it back, or name its folder as base_model_name_or_path in {ADAPTER_CONFIG}"
+            f"{folder}: these adapters go onto the model {one_line(name, 300)}, which is no folder here; "
+            "put it back there"
         ) from None
 
 
