@@ -216,6 +216,24 @@ def test_sigterm_saves_and_the_command_ends_well(place):
     assert (place / f"checkpoints/mine/step_{step:08d}/checkpoint.json").is_file()
 
 
+def test_a_run_that_saves_nothing_says_so_when_it_is_stopped_and_when_it_begins_again(place):
+    unsaved = flags("--max_iters", "100000", "--log_interval", "1", "--save_interval", "0")
+    started = Started(*unsaved)
+    while "step 2/" not in started.told("err"):
+        time.sleep(0.05)
+    started.signal(signal.SIGTERM)
+    code, out, _ = started.ended()
+    first, *_, last = out.splitlines()
+    assert (code, last) == (0, "see checkpoints/mine")
+    assert first.startswith("stopped by SIGTERM at step ")
+    assert first.endswith(" of 100,000; it was not saved, save_interval is 0")
+    code, _, err = Started(*flags("--max_iters", "1", "--resume", "auto")).ended()
+    assert code == 0
+    assert err.startswith(
+        "checkpoints/mine holds no checkpoint: the run begins again, and what it measured is taken back\n"
+    )
+
+
 def world(count: int) -> list[dict[str, str]]:
     """What torchrun tells its processes."""
     with socket.socket() as free:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.load.config import Right, faults_of, read_values
+from chatmill.train.checkpoint import step_name
 from chatmill.train.config import TrainConfig, from_environment, layered
 from chatmill.train.loop import OnEval, OutOfMemoryError, Result, train
 from chatmill.train.output import CONFIG
@@ -116,9 +117,9 @@ def told(result: Result) -> str:
     """The result in a few lines."""
     lines = []
     if result.stopped_by is not None:
-        lines.append(
-            f"stopped by {result.stopped_by} at step {result.step:,} of {result.total:,}; go on with --resume auto"
-        )
+        saved = result.checkpoint is not None and result.checkpoint.name == step_name(result.step)
+        then = "go on with --resume auto" if saved else "it was not saved, save_interval is 0"
+        lines.append(f"stopped by {result.stopped_by} at step {result.step:,} of {result.total:,}; {then}")
     else:
         lines.append(f"{result.step:,} steps, {result.tokens:,} tokens, {result.trained:,} of them trained")
     if result.cut_episodes:

@@ -135,6 +135,10 @@ def open_run(
         start = 0 if found is None else found.said["stage"]["start"] if same_data else found.step
         opened = Opened(config, world, loader, audit, stepper, world.together(lambda: _stage(config, loader, start)))
         opened.base = base
+        if found is None and (folder / METRICS).exists():
+            opened.notes.append(
+                f"{folder} holds no checkpoint: the run begins again, and what it measured is taken back"
+            )
         if found is not None:
             opened.step, opened.saved = found.step, found.path
             opened.totals = Totals(**found.said["totals"])
