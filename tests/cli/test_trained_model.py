@@ -186,6 +186,18 @@ def test_a_tokenizer_that_is_not_where_it_was_has_to_be_named(run, made, tmp_pat
     assert run("chat", "model", "--prompt", "a?") == (0, "alpha\n", "")
 
 
+def test_a_model_that_names_no_format_and_has_no_template_is_one_line_with_what_helps(run, made, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(made / "checkpoints/small/step_00000060/model", folder)
+    (folder / "training.json").unlink()
+    shutil.copy(made / "data/tokenizer.json", folder)
+    helps = "give the one it was trained in with --format, or a folder that has a template with --tokenizer\n"
+    said = f"chatmill: {folder}: has no chat template, and {folder} names no other format; {helps}"
+    assert run("chat", str(folder), "--prompt", "a?") == (2, "", said)
+    assert run("chat", str(folder), "--prompt", "a?", "--format", "template") == (2, "", said)
+    assert run("chat", str(folder), "--prompt", "a?", "--format", "primer") == (0, "alpha\n", "")
+
+
 # Evaluation.
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.format import TEMPLATE, OpenFormat, open_format
+from chatmill.format import TEMPLATE, OpenFormat, has_template, open_format
 from chatmill.format.stored import stored_format, stored_tokens
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
@@ -97,11 +97,23 @@ def open_speaker(
 def _open_format(folder: Path, said: Mapping[str, Any], tokenizer: str | None, format: str | None) -> OpenFormat:
     stored = said.get("format")
     if format is None and stored is None:
-        return open_format(TEMPLATE, tokenizer or str(folder))
+        return _open_template(folder, tokenizer or str(folder))
     found = find_tokenizer(folder, said, stored_tokens(stored), tokenizer)
+    if format == TEMPLATE:
+        return _open_template(folder, found.spec)
     if format is not None:
-        return open_format(format, found.spec, add_tokens=format != TEMPLATE)
+        return open_format(format, found.spec, add_tokens=True)
     return stored_format(stored, found.tokenizer, spec=found.spec, where=str(folder))
+
+
+def _open_template(folder: Path, spec: str) -> OpenFormat:
+    """The chat template of a tokenizer's folder."""
+    if (spec == "bytes" or Path(spec).exists()) and not has_template(spec):
+        raise UsageError(
+            f"{one_line(spec, 300)}: has no chat template, and {folder} names no other format; "
+            "give the one it was trained in with --format, or a folder that has a template with --tokenizer"
+        )
+    return open_format(TEMPLATE, spec)
 
 
 @dataclass(frozen=True)
