@@ -115,6 +115,7 @@ def test_all_faults_of_a_format_come_in_one_line():
         ("name = 3", "name must be a text"),
         ("", r"no \[tokens\]"),
         ("[tokens]\na = 1", "tokens.a must be a text"),
+        ('[tokens]\na = "<|a|>"\n[body]\ntools = "<|a|>{}"', "body.tools must be plain text"),
     ],
 )
 def test_other_faults_are_named(text, fault):

@@ -14,6 +14,7 @@ from chatmill.errors import DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.mix import MIX_SFT, PERIOD, MixedOrder, Schedule, row_weights, shares
 from chatmill.load.order import make_order
+from chatmill.store.layout import EPISODE
 
 weight_lists = st.lists(st.integers(1, 60), min_size=1, max_size=9)
 
@@ -160,6 +161,37 @@ def test_100_000_rows_of_real_datasets_have_their_shares_of_trained_tokens(tmp_p
         np.add.at(trained, source, batch.loss_mask.sum(axis=1))
     requested = [MIX_SFT[source.name] for source in loader.sources]
     np.testing.assert_allclose(trained / trained.sum(), requested, rtol=0.005)
+
+
+@pytest.mark.parametrize("use_loss_mask", [True, False])
+def test_a_first_token_that_the_mask_marks_is_not_trained_and_not_counted(tmp_path, use_loss_mask):
+    for name, length in (("short", 5), ("long", 200)):
+        folder = tmp_path / name / "train"
+        folder.mkdir(parents=True)
+        index = np.array([(n * length, length) for n in range(40)], dtype=EPISODE)
+        for file, array in (
+            ("tokens.bin", np.arange(40 * length, dtype=np.uint16)),
+            ("mask.bin", np.ones(40 * length, dtype=np.uint8)),
+            ("episodes.idx", index),
+        ):
+            (folder / file).write_bytes(array.tobytes())
+    config = {
+        "mix_sft": {"short": 0.5, "long": 0.5},
+        "mix_by": "trained_tokens",
+        "use_loss_mask": use_loss_mask,
+        "batch_size": 500,
+        "block_size": 255,
+        "pad_token_id": 0,
+    }
+    loader = EpisodeLoader(tmp_path, config, tensors=False)
+    names = [source.name for source in loader.sources]
+    trained = dict.fromkeys(names, 0)
+    for _ in range(20):
+        batch = loader.get_batch()
+        for number, name in enumerate(names):
+            rows = (batch.episode_ids[:, 0] >= 0) & (batch.episode_ids[:, 0] // 40 == number)
+            trained[name] += int((batch.y[rows] >= 0).sum())
+    assert trained["short"] / sum(trained.values()) == pytest.approx(0.5, abs=0.005)
 
 
 def test_weights_that_mean_nothing_are_refused_together():

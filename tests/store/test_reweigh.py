@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -14,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_material import some_rows, write_dataset
 
-from chatmill.errors import DataError
+from chatmill.errors import DataError, UsageError
+from chatmill.prepare.job import Job, Source
+from chatmill.prepare.pipeline import prepare
 from chatmill.records import Message, Record
 from chatmill.rows import Rule
 from chatmill.store import files
@@ -128,6 +131,25 @@ def test_neither_dataset_is_harmed_when_the_other_is_replaced_or_removed(dataset
     assert contents(newer) == before_newer
     shutil.rmtree(dataset)
     assert verify(new, full=True).faults == verify(newer, full=True).faults == ()
+
+
+@pytest.mark.parametrize("fit", ["windows", "blocks"])
+def test_pieces_of_conversations_do_not_say_which_answer_is_the_last(tmp_path, monkeypatch, fit):
+    monkeypatch.chdir(tmp_path)
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(6) for role in ("user", "assistant")]
+    Path("chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    format = {"format": "post-training"} if fit == "blocks" else {}
+    prepare(Job((Source(("chat.jsonl",)),), max_tokens=90, fit=fit, **format), Path("v1"))
+    with pytest.raises(UsageError, match=r"^v1: its rows are pieces of conversations.*prepare it with --train-on last"):
+        reweigh("v1", "v2", train_on="last")
+    reweigh("v1", "v2", train_on="all")
+    prepare(Job((Source(("chat.jsonl",)),), max_tokens=900, fit="windows"), Path("whole"))
+    assert all_rows(reweighed("whole")).mask().sum() == len("assistant 5") + 1
+
+
+def reweighed(path: str) -> Path:
+    reweigh(path, f"{path}-last", train_on="last")
+    return Path(f"{path}-last")
 
 
 def test_a_dataset_may_be_reweighed_in_its_place(dataset):

@@ -95,7 +95,7 @@ def record_texts(record: Record) -> Iterator[str]:
 
 
 def call_text(call: ToolCall) -> str:
-    """A call as compact JSON, its arguments as they were given."""
+    """A call as compact JSON, the keys of its arguments in the order in which they were given."""
     return f'{{"name":{msgspec.json.encode(call.name).decode()},"arguments":{call.arguments}}}'
 
 

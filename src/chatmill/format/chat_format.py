@@ -188,7 +188,11 @@ def _marker_faults(made: ChatFormat) -> list[str]:
         used |= {key for key, _ in pieces}
         if any(key is None for key, _ in pieces):
             faults.append(f"{name} must be made of control tokens of [tokens] alone")
-    for template in made.body.values():
-        used |= {key for key, _ in made.split(template)}
+    for name, template in made.body.items():
+        keys = {key for key, _ in made.split(template)}
+        if name == "tools" and keys - {None}:
+            # They stand in the system's text, which is encoded as text.
+            faults.append("body.tools must be plain text; no control token of [tokens] may stand in it")
+        used |= keys
     faults += [f"tokens.{key} is never used" for key in made.tokens if key not in used]
     return faults

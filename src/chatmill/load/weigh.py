@@ -18,7 +18,8 @@ SCAN = 1 << 20
 def row_size(source: Source, split: str, config: LoadConfig) -> Fraction:
     """Tokens that `mix_by` counts, in the mean over the eligible episodes of a split as they are delivered.
 
-    Read off the metadata; only rows that are skipped or cut are looked at, in case there are any.
+    Read off the metadata; only rows that are skipped or cut are looked at, in case there are any. The first token of
+    a row is never trained, for nothing stands before it that could predict it.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask
@@ -28,6 +29,10 @@ def row_size(source: Source, split: str, config: LoadConfig) -> Fraction:
     total = _trained(source, split) if by_mask else episodes.num_tokens
     if short or longest is None or longest > config.block_size + 1:
         total -= sum(_lost(source, split, shard, config, by_mask=by_mask) for shard in range(len(episodes.shards)))
+    if by_mask:
+        total -= sum(_first_trained(source, split, shard, config) for shard in range(len(episodes.shards)))
+    elif config.mix_by == "trained_tokens":
+        total -= count
     return Fraction(total, max(1, count))
 
 
@@ -40,6 +45,19 @@ def _trained(source: Source, split: str) -> int:
         return dataset.metadata.splits[split].num_trained_tokens
     episodes = dataset[split]
     return sum(int(np.count_nonzero(episodes.array(shard, MASK))) for shard in range(len(episodes.shards)))
+
+
+def _first_trained(source: Source, split: str, shard: int, config: LoadConfig) -> int:
+    """Rows of a shard whose mask marks the first token that a batch will hold of them."""
+    episodes = source.episodes(split)
+    index, mask = episodes.array(shard, INDEX), episodes.array(shard, MASK)
+    found = 0
+    for at in range(0, len(index), SCAN):
+        length = index["length"][at : at + SCAN].astype(np.int64)
+        cut = np.maximum(length - (config.block_size + 1), 0)
+        held = length >= max(1, config.episode_min_tokens)
+        found += int(np.count_nonzero(mask[(index["start"][at : at + SCAN].astype(np.int64) + cut)[held]]))
+    return found
 
 
 def _lost(source: Source, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:

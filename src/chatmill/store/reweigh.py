@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.errors import DataError
+from chatmill.errors import DataError, UsageError
 from chatmill.ledger import Bucket, Entry, Ledger
 from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
@@ -60,6 +60,11 @@ def reweigh(source: str | Path, target: str | Path, *, train_on: TrainOn, overwr
     parent = dataset.metadata
     if parent is None:
         raise DataError(f"{source}: has no {SPANS}, which say who spoke; prepare it from its conversations instead")
+    if train_on == "last" and (parent.config.get("fit") == "blocks" or parent.ledger.total("repeated").rows):
+        raise UsageError(
+            f"{source}: its rows are pieces of conversations, which do not say which answer is the last; "
+            "prepare it with --train-on last instead"
+        )
     with building(Path(target), "reweighing", overwrite=overwrite, marker=METADATA, source=dataset.path) as staging:
         work = _Work(dataset, train_on)
         splits = {name: work.split(staging / name, name, info) for name, info in parent.splits.items()}
