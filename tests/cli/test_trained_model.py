@@ -126,6 +126,21 @@ def test_lines_are_answered_and_commands_are_followed(run, monkeypatch):
     assert err == f"no command /nope; /help lists them\n{chat.HELP}\n"
 
 
+def test_a_person_whose_conversation_is_full_can_begin_a_new_one(run, monkeypatch):
+    lines = io.StringIO(f"a?\n{'x' * 80}\n/new\nb?\n")
+    monkeypatch.setattr(lines, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", lines)
+    code, out, err = run("chat", "checkpoints/small")
+    assert (code, out) == (0, "> alpha\n> > > beta\n> ")
+    said = "Say something. /help  lists what else you can type.\n"
+    assert err == f"{said}the conversation has 94 tokens, the model 64 positions; begin a new one\n\n"
+
+
+def test_a_full_conversation_that_nobody_types_is_one_line(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 80))
+    one_line(run("chat", "checkpoints/small"), 1, "the model 64 positions; begin a new one")
+
+
 def test_ctrl_c_cuts_an_answer_and_not_the_conversation(made, monkeypatch):
     monkeypatch.chdir(made)
     speaker = open_speaker("checkpoints/small")

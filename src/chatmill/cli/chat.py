@@ -12,7 +12,7 @@ import typer
 
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.cli.speaker import Speaker, open_speaker
-from chatmill.errors import UsageError
+from chatmill.errors import ChatmillError, UsageError
 from chatmill.records import Message
 from chatmill.show.text import visible
 
@@ -171,7 +171,14 @@ def _converse(talk: Talk) -> None:
         elif command.startswith("/") and command != "/tool":
             typer.echo(f"no command {visible(command, limit=40)}; /help lists them", err=True)
         elif line.strip():
-            said = talk.say(rest, _write, role="tool") if command == "/tool" else talk.say(line, _write)
+            try:
+                said = talk.say(rest, _write, role="tool") if command == "/tool" else talk.say(line, _write)
+            except ChatmillError as error:
+                # What a person said is not in the conversation then, which can go on or begin anew.
+                if not interactive:
+                    raise
+                typer.echo(str(error), err=True)
+                continue
             _write("\n")
             _tell_cut(said)
 
