@@ -7,11 +7,15 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
+from model_material import small_gpt
 from train_material import curve, prepare, ranks, trained, weights
 
 from chatmill.errors import ChatmillError, DataError, UsageError
-from chatmill.train.checkpoint import found, model_folder
+from chatmill.train.checkpoint import found, model_folder, save
 from chatmill.train.score import open_ready
+from chatmill.train.step import make_optimizer
+from chatmill.train.world import World
 
 OFTEN = {"save_interval": 1, "keep_checkpoints": 8}
 
@@ -131,6 +135,20 @@ def test_another_model_or_another_order_is_refused_by_name(undisturbed, sums_dat
         trained(sums_data, tmp_path, resume="auto", n_embd=32, n_head=4)
     with pytest.raises(UsageError, match="batch_size was 4, now it is 2"):
         trained(sums_data, tmp_path, resume="auto", batch_size=2)
+
+
+def test_a_checkpoint_of_stage_2_is_refused_and_its_model_offered(sums_data, tmp_path):
+    model = small_gpt()
+    optimizer = make_optimizer(model, lr=0.01, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
+    # As `chatmill rollout train` saves.
+    world, said = World(0, 1, torch.device("cpu")), {"step": 2, "config": {"rollout_every": 2}}
+    path = save(tmp_path / "stage2", said, model, optimizer, world, sharded=False, keep=2, about={})
+    with pytest.raises(UsageError) as error:
+        trained(sums_data, tmp_path, resume=str(path))
+    assert str(error.value) == (
+        f"{path}: was written by chatmill rollout train, which goes on with it; "
+        f"to train its model, give --init_from_model {path}"
+    )
 
 
 def test_the_metrics_of_steps_that_are_made_again_are_taken_back(undisturbed, sums_data, tmp_path):

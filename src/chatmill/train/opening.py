@@ -127,6 +127,11 @@ def open_run(
     """Open data and model, and put both where the checkpoint stands that the run goes on from, if it does."""
     path = world.together(lambda: _chosen(folder, resume))
     found = None if path is None else checkpoints.open_checkpoint(path, world)
+    if found is not None and "stage" not in found.said:
+        raise UsageError(
+            f"{found.path}: was written by chatmill rollout train, which goes on with it; "
+            f"to train its model, give --init_from_model {found.path}"
+        )
     loader, audit, same_data = _open_data(config, dataset_dir, world, found)
     ended_well = False
     try:
