@@ -14,7 +14,7 @@ import torch
 from chatmill.cli.rollout_config import RolloutConfig
 from chatmill.cli.rollout_generator import ModelGenerator
 from chatmill.cli.rollout_train import train_rollouts
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.format import load_format
 from chatmill.rollout.vocabulary import COORDINATES
 from chatmill.tokenizer import open_tokenizer, train_bpe
@@ -182,6 +182,37 @@ def test_targets_too_long_for_the_model_are_left_out_and_counted(files):
     GPT(sizes).save(files / "model")
     result = train_rollouts(config_of(files), files / "run", quiet=True)
     assert 0 < result.health.too_long < 18
+
+
+def test_prompts_too_long_for_the_model_are_left_out_and_counted(files):
+    lines = lines_of(files / "truth.jsonl")
+    lines[3]["messages"][0]["content"] = 300 * "long "
+    (files / "truth.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = train_rollouts(config_of(files, max_iters=5), files / "run", quiet=True)
+    # 15 records in an order that goes through all five before one comes again.
+    assert (result.step, result.health.rollouts, result.health.too_long) == (5, 12, 3)
+    assert "3" not in {line["id"] for line in lines_of(files / "run" / "rollouts.jsonl")}
+    for line in lines:
+        line["messages"][0]["content"] = 300 * "long "
+    (files / "truth.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = train_rollouts(config_of(files, max_iters=2), files / "none", quiet=True)
+    assert (result.step, result.loss, result.health.rollouts, result.health.too_long) == (2, None, 0, 6)
+
+
+def test_a_command_says_what_was_too_long(run, files):
+    truth = {"id": 1, "messages": [{"role": "user", "content": 300 * "long "}], "objects": []}
+    (files / "truth.jsonl").write_text(json.dumps(truth) + "\n")
+    Path("stage2.json").write_text(json.dumps(config_of(files, max_iters=2, decoding="beam").to_json()))
+    code, out, _ = run("rollout", "train", "stage2.json", "-o", "run")
+    said = "  6 prompts and targets are too long for the model's positions, and were left out"
+    assert code == 0 and said in out.splitlines()
+
+
+def test_a_gradient_that_is_no_number_is_named(files):
+    said = r"^step 2: the length of the gradient is \w+; lower learning_rate, and go on from .*/step_00000001$"
+    settings = {"learning_rate": 1e30, "rollout_every": 1, "save_interval": 1}
+    with pytest.raises(ChatmillError, match=said):
+        train_rollouts(config_of(files, **settings), files / "run", quiet=True)
 
 
 def test_fields_are_trained_as_text_alone(files):

@@ -175,7 +175,7 @@ def train(
         return
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
     typer.echo(f"{output}: step {result.step:,} of {result.total:,}{loss}")
-    for line in health_lines(result.health) if result.health.rollouts else ():
+    for line in health_lines(result.health) if result.health.rollouts or result.health.too_long else ():
         typer.echo(line)
     if result.checkpoint is not None:
         typer.echo(f"model: {result.checkpoint / 'model'}")
@@ -290,3 +290,5 @@ def health_lines(health: Health) -> Iterator[str]:
         yield f"  {health.broken:,} targets hold a body that is no JSON"
     if health.gated:
         yield f"  {health.gated:,} pairs overlap too little to be matched"
+    if health.too_long:
+        yield f"  {health.too_long:,} prompts and targets are too long for the model's positions, and were left out"

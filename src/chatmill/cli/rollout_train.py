@@ -206,8 +206,11 @@ class RolloutRun:
         """Answers to the prompts of the next steps, as the rows of each."""
         config, began = self.config, time.perf_counter()
         steps = min(config.rollout_every, config.max_iters - self.step)
-        truths = [self.truths[number] for number in self._numbers(self.step, self.step + steps)]
-        prompts = prompt_lists(task_prompts(truths, self.task))
+        numbers = self._numbers(self.step, self.step + steps)
+        asked = prompt_lists(task_prompts([self.truths[number] for number in numbers], self.task))
+        # A prompt that leaves no position for an answer is left out, as a target that is too long is.
+        places = [place for place, prompt in enumerate(asked) if len(prompt) < self.model.max_positions]
+        truths, prompts = [self.truths[numbers[place]] for place in places], [asked[place] for place in places]
         answers = self.generator(prompts, step=self.step)
         assert self._log is not None and self._metrics is not None
         self._log.add(self.step, [truth.record.id or "" for truth in truths], prompts, answers)
@@ -216,12 +219,12 @@ class RolloutRun:
         chosen = {"train_values": config.train_values, "train_cut": config.train_cut}
         rows = target_rows(_pairs(truths, prompts, answers), self.task, health, **chosen)
         fits = rows.lengths <= self.model.max_positions
-        health.too_long = int(np.count_nonzero(~fits))
+        health.too_long = len(asked) - int(np.count_nonzero(fits))
         self.health.merge(health)
         seconds = {"generate_seconds": generated - began, "target_seconds": time.perf_counter() - generated}
         self._metrics.add({"step": self.step + 1, "rollouts": health.to_json(), **seconds})
-        numbers = np.arange(len(rows)).reshape(steps, config.batch_size)
-        return [rows.take(of_step[fits[of_step]]) for of_step in numbers]
+        step_of = np.array(places, dtype=np.int64) // config.batch_size
+        return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
 
     def _numbers(self, first: int, last: int) -> list[int]:
         """The records of some steps: the epoch's order, one epoch after the other."""
@@ -251,7 +254,11 @@ class RolloutRun:
         seed_draws(config.seed, self.step)
         read = self.stepper.step(parts, weight=weight, lr=lr).read()
         if not (math.isfinite(read.loss) and math.isfinite(read.grad_norm)):
-            raise ChatmillError(f"step {self.step}: the loss is {read.loss}; lower learning_rate")
+            norm = f"the length of the gradient is {read.grad_norm}"
+            raise ChatmillError(
+                f"step {self.step}: {norm if math.isfinite(read.loss) else f'the loss is {read.loss}'}; "
+                f"lower learning_rate, and go on from {self._saved or 'the beginning, no checkpoint was written'}"
+            )
         self._loss = read.loss
         terms = {name: value / weight for name, value in self.module.take_terms().items()}
         trained, seconds = sum(part.inputs.targets.count for part in parts), time.perf_counter() - began

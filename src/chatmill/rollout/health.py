@@ -32,7 +32,7 @@ class Health:
     """Pairs that overlap, but too little."""
     slots: int = 0
     too_long: int = 0
-    """Targets that no model could read whole, and that are left out."""
+    """Prompts and targets that the model cannot read whole, and that are left out."""
     rollout_tokens: int = 0
     kept_tokens: int = 0
     target_tokens: int = 0
