@@ -8,8 +8,11 @@ import math
 import os
 import shutil
 import signal
+import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -389,10 +392,34 @@ def test_a_full_gpu_says_what_to_lower(sums_data, tmp_path, monkeypatch):
     )
 
 
-def test_tensorboard_that_is_not_installed_is_one_line(sums_data, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+def test_tensorboard_that_is_not_installed_is_one_line_and_leaves_no_run_behind(sums_data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match="pip install tensorboard"):
-        trained(sums_data, tmp_path, tensorboard=True)
+        trained(sums_data, tmp_path / "out", tensorboard=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensorboard_gets_all_that_was_measured(tmp_path, monkeypatch):
+    written = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert Path(folder).is_dir()
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append({"step": step, name: float(value)})
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    # The second of two steps has nothing to train, and so no loss.
+    data = write_files(tmp_path / "data", [[1, 2, 3, 4]] * 2, [[0, 1, 1, 1], [0, 0, 0, 0]])
+    settings = {"batch_size": 1, "epoch_shuffle": False, "pad_token_id": 0, "max_iters": 2, "tensorboard": True}
+    lines = read_metrics(trained(data, tmp_path, **settings).folder)
+    assert [line["loss"] is None for line in lines] == [False, True]
+    parts = [(line["step"], name, value) for line in lines for name, value in line.items() if name != "step"]
+    assert written == [{"step": step, name: float(value)} for step, name, value in parts if value is not None]
 
 
 def test_random_order_has_no_pass(sums_data, tmp_path):

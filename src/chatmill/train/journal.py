@@ -88,16 +88,50 @@ def _rows_lines(folder: Path, step: int) -> list[dict[str, Any]]:
     return found
 
 
-def _lines(path: Path, *, wanted: Callable[[bytes], bool] | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _lines(
+    path: Path,
+    *,
+    wanted: Callable[[bytes], bool] | None = None,
+    right: Callable[[dict[str, Any]], bool] | None = None,
+    words: str = "an object with its step",
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    right = right or _has_step
     try:
         with path.open("rb") as file:
-            for raw in file:
+            for number, raw in enumerate(file, 1):
                 if raw.endswith(b"\n") and (wanted is None or wanted(raw)):
-                    yield raw, json.loads(raw)
+                    line = _object(raw)
+                    if not right(line):
+                        raise DataError(f"{path}:{number}: is damaged; expected {words}; remove the line")
+                    yield raw, line
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise DataError(f"{path}: is damaged ({error})") from None
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """What a line holds; nothing if that is no object."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return line if isinstance(line, dict) else {}
+
+
+def _has_step(line: dict[str, Any]) -> bool:
+    return type(line.get("step")) is int
+
+
+def _has_rows(line: dict[str, Any]) -> bool:
+    columns, data = [line.get(name) for name in COLUMNS], line.get("data")
+    return (
+        _has_step(line)
+        and isinstance(data, dict)
+        and data.keys() == set(RowsData._fields)
+        and all(isinstance(column, list) for column in columns)
+        and len({len(column) for column in columns if column is not None}) == 1
+        and all(type(value) is int for column in columns[:2] for value in column or ())
+        and all(type(value) in (int, float) for column in columns[2:] for value in column or ())
+    )
 
 
 class Board:
@@ -108,11 +142,13 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UsageError("tensorboard is true, and it is not installed; pip install tensorboard") from None
+        files.make_folder(folder / "tensorboard")
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
     def add(self, line: Mapping[str, Any]) -> None:
         for name, value in line.items():
-            if name != "step":
+            # A step that trains nothing has no loss.
+            if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, line["step"])
 
     def close(self) -> None:

@@ -68,6 +68,9 @@ class Output:
     def _begin(self, dataset_dir: Path) -> None:
         """Make the folder as it was when the run stood where it goes on, and open what is written line by line."""
         opened, folder = self._opened, self.folder
+        if opened.config.tensorboard:
+            # First: where it is not installed, nothing was done.
+            self._metrics.append(Board(folder))
         files.make_folder(folder)
         checkpoints.clean(folder)
         for left in checkpoints.leave_later(folder, opened.step):
@@ -79,8 +82,6 @@ class Output:
         if opened.config.log_rows:
             files.make_folder(folder / ROWS)
         self._metrics.append(Journal(folder / METRICS))
-        if opened.config.tensorboard:
-            self._metrics.append(Board(folder))
 
     def say(self, text: str) -> None:
         """A line for who looks on."""
