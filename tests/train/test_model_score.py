@@ -179,6 +179,12 @@ def test_a_dataset_that_does_not_say_what_ends_a_turn_has_losses_alone(tmp_path,
     assert found.left_out == {"unfinished": 3}
 
 
+def test_episodes_without_a_token_are_no_conversations(tmp_path, model):
+    folder = write_files(tmp_path / "x", [[], [5, 6, 9], [], [1], []], [[], [0, 1, 1], [], [1], []])
+    found = score(model, folder, split="train")
+    same(found.sources, {"x": Score(2, *plain_losses(model, [5, 6, 9], [0, 1, 1]))})
+
+
 def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
     (tmp_path / "training.json").write_text(json.dumps({"tokenizer_sha256": "ab" * 32}))
     with pytest.raises(DataError, match=f"{dataset}: was made with tokenizer {BYTES.sha256[:12]}…, the model .* abab"):

@@ -83,15 +83,20 @@ class Origin(NamedTuple):
 
 
 def origins(rows: Rows, unnamed: str) -> list[Origin | None]:
-    """The origin of each conversation; None for padding. Those that are not known are of the source `unnamed`."""
-    padding = rows.spans["part"][rows.first_span[:-1]] == Part.PAD
+    """The origin of each conversation; None for padding and for one without a token.
+
+    Those that are not known are of the source `unnamed`.
+    """
+    first, last = rows.first_span[:-1], rows.first_span[1:]
+    nothing = first == last
+    nothing[~nothing] = rows.spans["part"][first[~nothing]] == Part.PAD
     return [
         None
-        if pad
+        if none
         else Origin(unnamed, "")
         if file == NO_FILE
         else Origin(rows.files[file].source, f"{rows.files[file].path}:{line}")
-        for pad, file, line in zip(
-            padding.tolist(), *(rows.origins[name].tolist() for name in ("file", "line")), strict=True
+        for none, file, line in zip(
+            nothing.tolist(), *(rows.origins[name].tolist() for name in ("file", "line")), strict=True
         )
     ]
