@@ -15,7 +15,7 @@ from prepare_material import Faults, build, conversations, digests, job_of, line
 from chatmill.cli.main import main
 from chatmill.errors import DataError, RecordError
 from chatmill.prepare.engine import Local
-from chatmill.prepare.pipeline import prepare
+from chatmill.prepare.pipeline import prepare, relative_names
 from chatmill.prepare.unit import make_tools
 from chatmill.tokenizer import train_bpe
 
@@ -65,6 +65,10 @@ FLAGS = {
     "chat.jsonl -o x --val-split -0.1": (2, "--val-split -0.1 is outside of 0 to 1"),
     "chat.jsonl -o x --val-split nan": (2, "--val-split nan is outside of 0 to 1"),
     "chat.jsonl -o x --val-split 0.1 --val-file chat.jsonl": (2, "both say what is for validation; give one"),
+    "chat.jsonl -o x --val-file ./chat.jsonl": (
+        1,
+        "chat.jsonl: is given for training and for validation; leave it out",
+    ),
     "chat.jsonl -o new/deep/x --val-split 0.00001": (
         1,
         "the split val would be empty; give more records, or a larger --val-split",
@@ -149,6 +153,17 @@ def test_a_dataset_is_never_written_over_its_own_input(place, monkeypatch, capsy
     assert refused(monkeypatch, capsys, "x/chat.jsonl -o x --overwrite") == (1, said)
     assert refused(monkeypatch, capsys, "y/chat.jsonl -o x --overwrite") == (1, said.replace("x/chat", "y/chat"))
     assert refused(monkeypatch, capsys, "x/chat.jsonl -o y --overwrite")[1].startswith("y: a symbolic link")
+
+
+def test_files_have_names_of_their_own_however_they_are_given(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert relative_names([Path("one.jsonl"), Path("more/two.jsonl")]) == ["one.jsonl", "more/two.jsonl"]
+    there = tmp_path / "there" / "one.jsonl"
+    assert relative_names([Path("one.jsonl"), there]) == ["here/one.jsonl", "there/one.jsonl"]
+    assert relative_names([Path(f"/{there}")]) == ["one.jsonl"]
+    assert relative_names([there, Path(f"/{tmp_path}/here/one.jsonl")]) == ["there/one.jsonl", "here/one.jsonl"]
 
 
 def test_an_existing_dataset_is_refused_and_with_overwrite_replaced(place, monkeypatch, capsys):

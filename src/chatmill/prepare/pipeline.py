@@ -85,6 +85,10 @@ def units_of(job: Job, unit_bytes: int) -> list[Unit]:
     parts = [
         (part, source) for source in job.sources for part in plan(source.inputs, shape=source.shape, source=source.name)
     ]
+    seen = {part.path.resolve() for part, source in parts if not source.only_val}
+    for part, source in parts:
+        if source.only_val and part.path.resolve() in seen:
+            raise DataError(f"{part.path}: is given for training and for validation; leave it out of one")
     names = relative_names([part.path for part, _ in parts])
     units: list[Unit] = []
     for (part, source), name in zip(parts, names, strict=True):
@@ -97,9 +101,12 @@ def units_of(job: Job, unit_bytes: int) -> list[Unit]:
 
 def relative_names(paths: Sequence[Path]) -> list[str]:
     """Names for files that are the same wherever the files lie: as given, or from the folder all have in common."""
-    absolute = [path for path in paths if path.is_absolute()]
-    common = os.path.commonpath([path.parent for path in absolute]) if absolute else ""
-    return [str(path.relative_to(common)) if path.is_absolute() else str(path) for path in paths]
+    if not any(path.is_absolute() for path in paths):
+        return [str(path) for path in paths]
+    # A path may begin with two slashes, and is then not below one that begins with one.
+    absolute = [Path("/", *path.absolute().parts[1:]) for path in paths]
+    common = os.path.commonpath([path.parent for path in absolute])
+    return [os.path.relpath(path, common) for path in absolute]
 
 
 def _render(
