@@ -203,6 +203,22 @@ def test_a_text_that_looks_like_a_number_is_a_folder_where_one_is_meant(place):
         main(flags("--init_from_model", "7", name="other"))
 
 
+def test_flags_that_shape_a_fresh_model_are_refused_beside_a_model_to_begin_with(place):
+    main(flags("--max_iters", "1"))
+    # The sizes of a config file are those of its fresh models, and may stand there.
+    main(flags("--max_iters", "1", "--init_from_model", "checkpoints/mine", name="next"))
+    for more in (
+        flags("--init_from_model", "checkpoints/mine", name="other"),
+        ["--model_name", "next", "--resume", "auto"],
+    ):
+        with pytest.raises(UsageError) as error:
+            main([*more, "--n_layer", "7", "--max_positions", "5"])
+        assert str(error.value) == (
+            "the flags: n_layer, max_positions would shape a fresh model, "
+            "and init_from_model is checkpoints/mine, which has its shape; leave them out"
+        )
+
+
 def test_sigterm_saves_and_the_command_ends_well(place):
     started = Started(*flags("--max_iters", "100000", "--log_interval", "1"))
     while "step 2/" not in started.told("err"):

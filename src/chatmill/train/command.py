@@ -11,10 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from chatmill.errors import ChatmillError, UsageError
+from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.load.config import Right, faults_of, read_values
 from chatmill.train.checkpoint import step_name
-from chatmill.train.config import TrainConfig, from_environment, layered
+from chatmill.train.config import TrainConfig, from_environment, layered, size_keys
 from chatmill.train.loop import OnEval, OutOfMemoryError, Result, train
 from chatmill.train.output import CONFIG
 
@@ -100,6 +100,12 @@ def run(given: argparse.Namespace, *, on_eval: OnEval | None = None) -> Result:
     if faults := faults_of(TrainConfig, flags):
         raise UsageError(f"the flags: {'; '.join(faults)}")
     values = layered(base, from_environment(os.environ), flags)
+    shape = [name for name in flags if name in size_keys()]
+    if shape and values.get("init_from_model") is not None:
+        raise UsageError(
+            f"the flags: {', '.join(shape)} would shape a fresh model, and init_from_model is "
+            f"{one_line(str(values['init_from_model']), 300)}, which has its shape; leave them out"
+        )
     config = TrainConfig.from_mapping(values, place=str(given.config_file or "the flags"))
     return train(config, model_name=given.model_name, out_dir=out_dir, resume=given.resume, on_eval=on_eval)
 

@@ -187,6 +187,11 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def size_keys() -> Sequence[str]:
+    """The keys that shape a fresh model; one that is opened has its shape."""
+    return [each.name for each in fields(GPTSizes)]
+
+
 def model_keys() -> Sequence[str]:
     """The keys that shape the model: a run that goes on has the same."""
-    return [each.name for each in fields(GPTSizes)] + ["lora"]
+    return [*size_keys(), "lora"]
