@@ -85,6 +85,7 @@ RECORDS = {
         (turn(weight="1"), "message 1 has a string as weight; expected a number from 0 up"),
         (turn(weight=True), "message 1 has true as weight; expected a number from 0 up"),
         (turn(weight=-0.5), "message 1 has weight -0.5; expected a finite number from 0 up"),
+        (turn(weight=1e-46), "message 1 has weight 1e-46; expected 0 instead"),
         (turn(weight=1e39), "message 1 has weight 1e+39; expected a finite number from 0 up"),
         (turn(weight=0, train=False), "message 1 has both train and weight; expected one of them"),
         (

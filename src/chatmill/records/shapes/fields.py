@@ -11,8 +11,8 @@ from chatmill.records.shapes.decode import compact, decode, named
 
 Object = dict[str, Any]
 
-# Weights are stored as 32-bit floats: a larger one would become infinite there.
-_MAX_WEIGHT = 3.4028234663852886e38
+# Weights are stored as 32-bit floats: a larger one would become infinite there, a smaller one 0.
+_MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
 
 class Conversation(NamedTuple):
@@ -102,9 +102,10 @@ def weight(owner: str, fields: Object, role: Role) -> float | None:
     elif number is not None:
         if type(number) not in (int, float):
             raise RecordError(f"{owner} has {named(number)} as weight", "expected a number from 0 up", kind="weight")
-        if not 0 <= number <= _MAX_WEIGHT:
+        if number != 0 and not _MIN_WEIGHT <= number <= _MAX_WEIGHT:
             what = f"{owner} has weight {one_line(str(number))}"
-            raise RecordError(what, "expected a finite number from 0 up", kind="weight")
+            right = "expected 0 instead" if 0 < number < 1 else "expected a finite number from 0 up"
+            raise RecordError(what, right, kind="weight")
     if number and role == "tool":
         what = f"{owner} has a weight over 0 on a tool result"
         raise RecordError(what, "expected none, or train: false", kind="weight")
