@@ -183,6 +183,39 @@ def test_the_losses_of_conversations_are_kept_by_step(sums_data, tmp_path):
         read_rows(tmp_path, 1)
 
 
+@pytest.mark.parametrize("damage", ["{}", "[]", "3", "{", '{"step": "1"}', "[" * 100_000])
+def test_a_damaged_line_of_metrics_is_named(sums_data, tmp_path, damage):
+    metrics = trained(sums_data, tmp_path, max_iters=2).folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + damage + "\n")
+    with pytest.raises(DataError) as error:
+        trained(sums_data, tmp_path, resume="auto", max_iters=4)
+    assert str(error.value) == f"{metrics}:3: is damaged; expected an object with its step; remove the line"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '{"step": 9, "x": 1}',
+        '{"step": 9, "data": 1, "episodes": [], "segments": [], "losses": [], "weights": []}',
+        '{"step": 9, "data": {}, "episodes": [], "segments": [], "losses": [], "weights": []}',
+        '{"step": 9, "data": {"dataset_dir": "d", "dataset_sha256": "", "mix_sft": null}, '
+        '"episodes": [1], "segments": [], "losses": [1], "weights": [1]}',
+        '{"step": 9, "data": {"dataset_dir": "d", "dataset_sha256": "", "mix_sft": null}, '
+        '"episodes": ["a"], "segments": [-1], "losses": [1], "weights": [1]}',
+        '{"step": 9, "data": {"dataset_dir": 5, "dataset_sha256": "", "mix_sft": null}, '
+        '"episodes": [1], "segments": [-1], "losses": [1], "weights": [1]}',
+    ],
+)
+def test_a_damaged_line_of_losses_is_named(tmp_path, damage):
+    path = tmp_path / "rows" / "rank_00000.jsonl"
+    path.parent.mkdir()
+    path.write_text("anything\n" + damage + "\n")
+    with pytest.raises(DataError) as error:
+        read_rows(tmp_path, 9)
+    right = "the columns episodes, segments, losses, weights of a step, and its data"
+    assert str(error.value) == f"{path}:2: is damaged; expected {right}; remove the line"
+
+
 def test_the_audit_log_goes_on_with_the_run_and_verifies(sums_data, tmp_path):
     audit = str(tmp_path / "logs")
     trained(sums_data, tmp_path, audit_dir=audit, max_iters=4, lr_schedule="constant")

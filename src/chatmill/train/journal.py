@@ -6,7 +6,7 @@ A line is a JSON object with its step. A run that goes on from a checkpoint firs
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,13 +39,13 @@ def rewind(path: Path, step: int) -> None:
     """Take back the lines of a file that come after a step, and what a kill left of a line."""
     if not path.is_file():
         return
-    kept = [raw for raw, line in _lines(path) if line["step"] <= step]
+    kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
     files.write_file(path, b"".join(kept), overwrite=True)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The metrics of a run, in order."""
-    return [line for _, line in _lines(folder / METRICS)]
+    return [line.read() for line in _lines(folder / METRICS)]
 
 
 def rows_file(folder: Path, rank: int) -> Path:
@@ -68,70 +68,64 @@ def rows_line(step: int, rows: Sequence[RowLoss], data: RowsData) -> dict[str, A
 
 def read_rows(folder: Path, step: int) -> list[RowLoss]:
     """The losses of the conversations of a step, of all ranks; `DataError` if the run did not write them."""
-    lines = _rows_lines(folder, step)
-    return [row for line in lines for row in map(RowLoss, *(line[name] for name in COLUMNS))]
+    return [row for _, rows in _of_step(folder, step) for row in rows]
 
 
 def rows_data(folder: Path, step: int) -> RowsData:
     """What the episodes of a step are of; `DataError` if the run did not write it."""
-    return RowsData(**_rows_lines(folder, step)[0]["data"])
+    return _of_step(folder, step)[0][0]
 
 
-def _rows_lines(folder: Path, step: int) -> list[dict[str, Any]]:
+def _of_step(folder: Path, step: int) -> list[tuple[RowsData, list[RowLoss]]]:
     paths = sorted((folder / ROWS).glob("rank_*.jsonl"))
     if not paths:
         raise DataError(f"{folder}: holds no losses of conversations; train with --log_rows")
     wanted = b'{"step": %d,' % step
-    found = [line for path in paths for _, line in _lines(path, wanted=lambda raw: raw.startswith(wanted))]
-    if not found:
+    lines = [_read_rows(line) for path in paths for line in _lines(path) if line.raw.startswith(wanted)]
+    if not lines:
         raise DataError(f"{folder}: has no losses of step {step}; see {METRICS} for the steps there are")
-    return found
+    return lines
 
 
-def _lines(
-    path: Path,
-    *,
-    wanted: Callable[[bytes], bool] | None = None,
-    right: Callable[[dict[str, Any]], bool] | None = None,
-    words: str = "an object with its step",
-) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    right = right or _has_step
+def _read_rows(line: Line) -> tuple[RowsData, list[RowLoss]]:
+    try:
+        said = line.read()
+        data = RowsData(**said["data"])
+        Path(data.dataset_dir), bytes.fromhex(data.dataset_sha256)
+        episodes, segments, losses, weights = (said[name] for name in COLUMNS)
+        columns = map(int, episodes), map(int, segments), map(float, losses), map(float, weights)
+        return data, [RowLoss(*row) for row in zip(*columns, strict=True)]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise line.fault(f"the columns {', '.join(COLUMNS)} of a step, and its data") from None
+
+
+class Line(NamedTuple):
+    """A line of a file as it lies there; one without an end is what a kill left, and is no line."""
+
+    path: Path
+    number: int
+    raw: bytes
+
+    def read(self) -> dict[str, Any]:
+        """The object that it holds, which has a step."""
+        try:
+            found = json.loads(self.raw)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or type(found.get("step")) is not int:
+            raise self.fault("an object with its step")
+        return found
+
+    def fault(self, right: str) -> DataError:
+        return DataError(f"{self.path}:{self.number}: is damaged; expected {right}; remove the line")
+
+
+def _lines(path: Path) -> Iterator[Line]:
     try:
         with path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
-                if raw.endswith(b"\n") and (wanted is None or wanted(raw)):
-                    line = _object(raw)
-                    if not right(line):
-                        raise DataError(f"{path}:{number}: is damaged; expected {words}; remove the line")
-                    yield raw, line
+            yield from (Line(path, number, raw) for number, raw in enumerate(file, 1) if raw.endswith(b"\n"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    """What a line holds; nothing if that is no object."""
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return {}
-    return line if isinstance(line, dict) else {}
-
-
-def _has_step(line: dict[str, Any]) -> bool:
-    return type(line.get("step")) is int
-
-
-def _has_rows(line: dict[str, Any]) -> bool:
-    columns, data = [line.get(name) for name in COLUMNS], line.get("data")
-    return (
-        _has_step(line)
-        and isinstance(data, dict)
-        and data.keys() == set(RowsData._fields)
-        and all(isinstance(column, list) for column in columns)
-        and len({len(column) for column in columns if column is not None}) == 1
-        and all(type(value) is int for column in columns[:2] for value in column or ())
-        and all(type(value) in (int, float) for column in columns[2:] for value in column or ())
-    )
 
 
 class Board:
