@@ -100,6 +100,35 @@ def test_an_order_without_a_pass_is_refused(tmp_path):
         trained(data, tmp_path, batch_sampling_mode="random", **POST)
 
 
+def test_a_mix_is_refused_and_one_of_its_sources_offered(tmp_path):
+    for name in ("one", "two"):
+        write_files(tmp_path / "root" / name, [TALK] * 4, [MASK] * 4)
+    mix = {"mix_sft": {"one": 1, "two": 1}}
+    right = "has none; give one source of the mix as dataset_dir, and no mix_sft$"
+    with pytest.raises(UsageError, match=f"^post_training is one pass, and the order .* {right}"):
+        trained(tmp_path / "root", tmp_path, **mix, **POST)
+    assert trained(tmp_path / "root" / "one", tmp_path, **POST).step == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"post_training": True, "max_iters": None}, "2 steps; its one pass is done"),
+        ({"post_training": True, "max_iters": 9}, "2 steps; its one pass is done"),
+        ({"post_training": True, "max_iters": 1}, "1 steps; raise max_iters, up to one pass"),
+        ({"max_iters": 1}, "1 steps; raise max_iters"),
+        ({"max_iters": None}, "2 steps; its one pass is done, set max_iters for more"),
+    ],
+)
+def test_a_finished_run_says_what_would_make_it_go_on(tmp_path, capsys, changes, said):
+    data = write_files(tmp_path / "data", [TALK] * 8, [MASK] * 8)
+    settings = config(pad_token_id=0, **changes)
+    for resume in (None, "auto"):
+        capsys.readouterr()
+        train(settings, model_name="run", dataset_dir=data, out_dir=tmp_path, resume=resume)
+    assert f"nothing is left to be done: it has {said}\n" in capsys.readouterr().err
+
+
 def test_from_plain_training_to_post_training_the_warm_up_begins_again(tmp_path):
     data = write_files(tmp_path / "data", [TALK] * 12, [MASK] * 12)
     common = {"batch_size": 2, "pad_token_id": 0, "warmup_iters": None, "warmup_pct": 0.5, "epoch_drop_last": False}

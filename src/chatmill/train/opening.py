@@ -149,7 +149,9 @@ def open_run(
             opened.totals = Totals(**found.said["totals"])
             opened.notes.append(f"goes on from {found.path}")
             if opened.step >= opened.stage.stop:
-                opened.notes.append(f"nothing is left to be done: it has {opened.step:,} steps; raise max_iters")
+                opened.notes.append(
+                    f"nothing is left to be done: it has {opened.step:,} steps; {_further(config, opened.stage)}"
+                )
             if not same_data:
                 opened.notes.append(
                     f"{_change(found.said['stage'], opened.stage)}: its order begins at the beginning, "
@@ -292,12 +294,23 @@ def _steps(config: TrainConfig, loader: EpisodeLoader) -> Pass:
     whole = one_pass(loader.plan(loader.split))
     if whole is None:
         why = "post_training is one pass" if config.post_training else "max_iters is null, which is one pass"
-        raise UsageError(f"{why}, and the order {loader.plan(loader.split).order.name} has none; {_instead(config)}")
+        order = loader.plan(loader.split).order.name
+        raise UsageError(
+            f"{why}, and the order {order} has none; {_instead(config, mixed=loader.config.mix_sft is not None)}"
+        )
     return whole if config.max_iters is None or config.max_iters >= whole.steps else Pass(config.max_iters, 0)
 
 
-def _instead(config: TrainConfig) -> str:
-    return "set batch_sampling_mode to epoch" if config.post_training else "set max_iters"
+def _instead(config: TrainConfig, *, mixed: bool) -> str:
+    if not config.post_training:
+        return "set max_iters"
+    return "give one source of the mix as dataset_dir, and no mix_sft" if mixed else "set batch_sampling_mode to epoch"
+
+
+def _further(config: TrainConfig, stage: Stage) -> str:
+    if config.max_iters is None or config.max_iters > stage.length:
+        return "its one pass is done" if config.post_training else "its one pass is done, set max_iters for more"
+    return "raise max_iters, up to one pass" if config.post_training else "raise max_iters"
 
 
 def _change(old: Mapping[str, Any], new: Stage) -> str:
