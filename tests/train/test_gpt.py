@@ -188,6 +188,33 @@ def test_a_config_that_does_not_fit_is_one_line(tmp_path, change, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("n_layer", "1", "a whole number from 1 on"),
+        ("n_layer", 1.5, "a whole number from 1 on"),
+        ("n_embd", 0, "a whole number from 1 on"),
+        ("vocab_size", 271.0, "a whole number from 1 on"),
+        ("max_positions", "128", "a whole number from 1 on"),
+        ("n_kv_head", True, "a whole number from 1 on, or null"),
+        ("rope_theta", "x", "a number from 1 on"),
+        ("norm_eps", None, "a number from 0 on"),
+        ("tie_weights", "x", "true or false"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_one_line(tmp_path, name, value, right):
+    small_gpt().save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(DataError) as caught:
+        open_model(tmp_path)
+    assert str(caught.value) == f"{path}: model: {name} is {json.dumps(value)}; expected {right}"
+
+
+def test_nothing_may_keep_a_norm_from_dividing_by_zero():
+    assert GPTSizes(vocab_size=8, n_layer=1, n_embd=8, n_head=2, norm_eps=0).norm_eps == 0
+
+
 def test_weights_that_are_cut_short_are_one_line(tmp_path):
     small_gpt().save(tmp_path)
     path = tmp_path / "model.safetensors"

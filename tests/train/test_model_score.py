@@ -193,6 +193,14 @@ def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):
     check_tokenizer(tmp_path, open_all(dataset)[0])
 
 
+@pytest.mark.parametrize("said", [{"tokenizer_sha256": 5}, []])
+def test_a_model_that_does_not_say_its_tokenizer_rightly_is_one_line(dataset, tmp_path, said):
+    path = tmp_path / "training.json"
+    path.write_text(json.dumps(said))
+    with pytest.raises(DataError, match=f"{path}: is no object with a text as tokenizer_sha256; remove it, or save"):
+        check_tokenizer(tmp_path, open_all(dataset)[0])
+
+
 def test_ids_that_the_model_does_not_know_are_one_line(dataset, tmp_path):
     small = small_gpt(GPTSizes(vocab_size=100, n_layer=1, n_embd=32, n_head=2, max_positions=96))
     strange = write_files(tmp_path / "strange", [[5, 6, 9], [1, 100]], [[0, 1, 1], [1, 1]])

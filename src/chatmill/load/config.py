@@ -165,7 +165,7 @@ class LoadConfig(Config):
         return {name: getattr(self, name) for name in names}
 
 
-def faults_of(kind: type[Config], values: Mapping[str, Any]) -> list[str]:
+def faults_of(kind: type[Any], values: Mapping[str, Any]) -> list[str]:
     """One line for each of these values that is not what its key expects."""
     rights = {each.name: each.metadata["right"] for each in fields(kind)}
     return [

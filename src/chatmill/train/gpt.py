@@ -7,7 +7,7 @@ to it where it is used. So float32 parameters with bfloat16 states are bf16 trai
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from chatmill.errors import DataError
+from chatmill.load.config import Right, faults_of, flag, number, optional, whole
 from chatmill.train.attention import Mask, attend, segment_mask
 from chatmill.train.loss import Head
 from chatmill.train.port import Cache, CausalModel
@@ -28,34 +29,34 @@ KIND = "chatmill-gpt"
 """What `model_type` says in the config of a saved model."""
 
 
+def _is(right: Right) -> dict[str, Right]:
+    return {"right": right}
+
+
 @dataclass(frozen=True)
 class GPTSizes:
     """The shape of a model; the keys of its config file."""
 
-    vocab_size: int
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_kv_head: int | None = None
+    vocab_size: int = field(metadata=_is(whole(1)))
+    n_layer: int = field(metadata=_is(whole(1)))
+    n_embd: int = field(metadata=_is(whole(1)))
+    n_head: int = field(metadata=_is(whole(1)))
+    n_kv_head: int | None = field(default=None, metadata=_is(optional(whole(1))))
     """Heads of keys and values; None: as many as queries have."""
-    head_dim: int | None = None
+    head_dim: int | None = field(default=None, metadata=_is(optional(whole(1))))
     """None: n_embd / n_head."""
-    n_ffn: int | None = None
+    n_ffn: int | None = field(default=None, metadata=_is(optional(whole(1))))
     """Width of the gated layer; None: 8/3 of n_embd, up to a multiple of 64."""
-    max_positions: int = 4096
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
-    tie_weights: bool = True
+    max_positions: int = field(default=4096, metadata=_is(whole(1)))
+    rope_theta: float = field(default=10_000.0, metadata=_is(number(1)))
+    norm_eps: float = field(default=1e-6, metadata=_is(number(0)))
+    tie_weights: bool = field(default=True, metadata=_is(flag()))
     """The head is the embedding."""
-    qk_norm: bool = False
+    qk_norm: bool = field(default=False, metadata=_is(flag()))
     """Normalize queries and keys of each head."""
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{field.name} is {value}; at least 1"
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), int) and value < 1 and not isinstance(value, bool)
-        ]
+        faults = faults_of(GPTSizes, asdict(self))
         if not faults and self.head_dim is None and self.n_embd % self.n_head:
             faults.append(f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}; change one or set head_dim")
         if not faults and self.n_head % self.kv_heads:
@@ -113,10 +114,10 @@ class GPT(CausalModel):
         h = self.embedding(x)
         h = h.to(self.compute or h.dtype)
         turns = rotations(positions, self.sizes.head_size, self.sizes.rope_theta)
-        for number, block in enumerate(self.layers):
+        for depth, block in enumerate(self.layers):
             if cache is not None:
                 # Generation has a shape of its own at every step: never through what was compiled for training.
-                h = block.forward(h, *turns, mask, cache.layers[number])
+                h = block.forward(h, *turns, mask, cache.layers[depth])
             elif self._checkpointed and torch.is_grad_enabled():
                 h = checkpoint(block, h, *turns, mask, use_reentrant=False)
             else:
@@ -174,12 +175,12 @@ def read_sizes(folder: Path) -> GPTSizes:
     """The sizes of a saved model."""
     path = folder / CONFIG
     config: dict[str, Any] = json.loads(path.read_bytes())
-    known = {field.name for field in fields(GPTSizes)}
+    known = {each.name for each in fields(GPTSizes)}
     if unknown := sorted(config.keys() - known - {"model_type"}):
         raise DataError(f"{path}: unknown key {unknown[0]}; known are {', '.join(sorted(known))}")
     try:
         return GPTSizes(**{name: value for name, value in config.items() if name in known})
-    except TypeError as error:
+    except (TypeError, DataError) as error:
         raise DataError(f"{path}: {error}") from None
 
 

@@ -133,13 +133,16 @@ def _largest(source: Source) -> int:
 
 def trained_with(folder: Path) -> dict[str, Any]:
     """What a model's folder says of its training; nothing if another program wrote it."""
+    path = folder / TRAINING
     try:
-        found = json.loads((folder / TRAINING).read_bytes())
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder / TRAINING}: cannot be read ({error}); remove it, or save the model again") from None
-    return dict(found) if isinstance(found, dict) else {}
+        raise DataError(f"{path}: cannot be read ({error}); remove it, or save the model again") from None
+    if not isinstance(found, dict) or not isinstance(found.get("tokenizer_sha256"), str | None):
+        raise DataError(f"{path}: is no object with a text as tokenizer_sha256; remove it, or save the model again")
+    return found
 
 
 def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:
