@@ -317,6 +317,11 @@ FORGERIES = [
         swap(rb"digest_steps=5", b"digest_steps=x"),
         ":1: dataset_load says digest_steps x; expected a whole",
     ),
+    (
+        "dataset_load",
+        swap(rb"world_size=1", b"world_size=1000"),
+        ":1: dataset_load says world_size 1000; expected a divisor of batch_size 8",
+    ),
     ("dataset_load", swap(rb'config="(?:[^"\\]|\\.)*"', b"config=1"), ":1: config cannot be read"),
     ("dataset_load", lambda line: [], ":1: is epoch_start; expected dataset_load"),
     ("dataset_load", lambda line: [line, line], ":2: is dataset_load, which cannot come here"),

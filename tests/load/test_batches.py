@@ -36,6 +36,13 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     return [sorted(items) for _, items in bins]
 
 
+def test_batches_that_no_memory_holds_are_refused(tmp_path):
+    write_rows(tmp_path / "d", {"train": talks(1, 8)})
+    said = r"^4 rows of 2000000000 tokens take 224 GiB, the machine has \d+; lower batch_size or block_size$"
+    with pytest.raises(UsageError, match=said):
+        EpisodeLoader(tmp_path / "d", {"batch_size": 4, "block_size": 2_000_000_000}).get_batch()
+
+
 def test_segments_are_counted_back_in_their_episode():
     found = from_the_end(np.array([[7, 7, 7, 4, 9, 9, -1], [2, 3, 2, -1, -1, -1, -1]]))
     assert found.tolist() == [[-3, -2, -1, -1, -2, -1, -1], [-1, -1, -1, -4, -3, -2, -1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from chatmill.errors import UsageError
 from chatmill.load.batch import Batch, Counts, Made, Sheet, row_digests
 from chatmill.load.plan import Plan, Step, Window, fill, join
 from chatmill.load.tally import tally
@@ -19,6 +21,9 @@ LOOKED_UP, MADE = 1 << 19, 1 << 15
 """Positions of x that are looked up together, and of which arrays are made together; one batch at least."""
 MOST = 64
 """Batches that are looked up together at most, however small."""
+
+BYTES = 30
+"""Of a position in the arrays of a batch, at least."""
 
 Output = Callable[[Batch], tuple[Batch, Callable[[], None] | None]]
 """Arrays to what is handed out, and what is to be called then, if anything."""
@@ -47,6 +52,15 @@ class Maker:
     """Rows of a batch on this rank."""
     listened: bool
     output: Output
+
+    def __post_init__(self) -> None:
+        """Refuse batches that no memory holds, before it is filled."""
+        size, room = self.plan.config.block_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if (needed := self.num_rows * size * BYTES) > room:
+            raise UsageError(
+                f"{self.num_rows} rows of {size} tokens take {needed / 2**30:,.0f} GiB, "
+                f"the machine has {room / 2**30:,.0f}; lower batch_size or block_size"
+            )
 
     def slabs(self, steps: Iterator[Step]) -> Iterator[list[Item]]:
         """The batches of these steps, some at a time."""

@@ -48,6 +48,10 @@ def load_run(line: Line, dataset: str | Path | None) -> Run:
         raise MismatchError("config cannot be read; expected a JSON object")
     config = LoadConfig.from_mapping(values)
     every, world = whole_number(line, "digest_steps", 1), whole_number(line, "world_size", 1)
+    if config.batch_size % world:
+        raise MismatchError(
+            f"{line.action} says world_size {world}; expected a divisor of batch_size {config.batch_size}"
+        )
     sources, config = open_sources(dataset or line.fields.get("dataset", ""), config)
     splits = [name for name in sources[0].dataset.splits if all(name in source for source in sources)]
     plan = Plan(sources, config, line.fields.get("split", ""))
