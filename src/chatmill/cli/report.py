@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from chatmill.cli.stats import surveys_of
 from chatmill.show.dataset import open_shown
 from chatmill.show.report import BLOCK_SIZES
 from chatmill.show.report import report as show_report
-from chatmill.store.files import refuse_existing
+from chatmill.store.files import refuse_existing, write_file
 
 
 def report(
@@ -39,12 +38,7 @@ def report(
     refuse_existing(output, overwrite=overwrite)
     surveys = surveys_of(shown, None, BLOCK_SIZES)
     page = show_report(shown, surveys, version=__version__).encode()
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(page)
-        beside.replace(output)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_file(output, page, overwrite=overwrite)
     if as_json:
         splits = {each.split: each.rows for each in surveys}
         echo_json({"path": str(output), "bytes": len(page), "episodes": splits, "sha256": shown.dataset.sha256})

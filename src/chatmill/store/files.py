@@ -160,6 +160,8 @@ def remove_tree(folder: Path, *, first: str | None = None) -> None:
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Raise before any work is done for a file that may not be replaced, or has no folder to lie in."""
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; expected the name of a file")
     # A link that leads nowhere would be replaced all the same.
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path}: exists already; give another name, or --overwrite")
