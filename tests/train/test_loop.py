@@ -406,7 +406,7 @@ def test_a_dataset_that_fails_its_check_is_one_line(sums_data, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden"])
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a\udcff", "a\nb"])
 def test_a_name_that_is_no_folders_is_refused(sums_data, tmp_path, name):
     with pytest.raises(UsageError, match="model_name is"):
         trained(sums_data, tmp_path, name=name)

@@ -97,8 +97,9 @@ def train(
     `resume` is `auto`, which goes on with the newest checkpoint if there is one, or the folder of a checkpoint.
     `model` stands in for the one that the config would make. `quiet` runs tell nothing on standard error.
     """
-    if not model_name or Path(model_name).name != model_name or model_name.startswith("."):
-        raise UsageError(f"model_name is {model_name!r}; expected the name of a folder, without slashes")
+    is_name = model_name and Path(model_name).name == model_name and not model_name.startswith(".")
+    if not is_name or not model_name.isprintable():
+        raise UsageError(f"model_name is {model_name!r}; expected the name of a folder, printable and without slashes")
     if (chosen := dataset_dir or config.dataset_dir) is None:
         raise UsageError("dataset_dir is missing; expected the folder of a dataset")
     folder, data = Path(out_dir) / model_name, Path(chosen)
