@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from chatmill.errors import DataError, UsageError
+from chatmill.fit.bins import pack
 from chatmill.load.batch import Batch, row_digests
 from chatmill.load.loader import EpisodeLoader
-from chatmill.store.layout import INDEX, MASK, TOKENS, shard_name
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TOKENS, shard_name
 
 SMALL = {"batch_size": 4, "block_size": 16, "use_loss_mask": True, "epoch_seed": 3}
 
@@ -281,9 +282,29 @@ def test_a_reader_that_finds_damage_says_so_each_time_and_leaves_the_cursor(tmp_
         target, {"batch_size": 1, "block_size": 4, "epoch_shuffle": False, "pad_token_id": 0, "episode_min_tokens": 0}
     )
     for _ in range(2):
-        with pytest.raises(DataError, match="the index points beyond the tokens; run chatmill verify"):
+        with pytest.raises(DataError, match="points beyond the tokens; it was changed, see chatmill verify"):
             list(islice(loader, 3))
     assert loader.cursor().step == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_damaged_byte_of_the_origins_is_read_past_or_named(tmp_path, packed):
+    rows = talks(1, 6)
+    made = write_rows(tmp_path / "d", {"train": pack(rows, 60) if packed else rows})
+    path = made / "train" / shard_name(0) / ORIGINS
+    whole = path.read_bytes()
+    said = set()
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + b"\xff" + whole[at + 1 :])
+        try:
+            list(EpisodeLoader(made, {**SMALL, "batch_size": 1}, epochs=1, tensors=False, ahead=0))
+        except DataError as fault:
+            said.add(str(fault))
+    right = f"; it was changed, see chatmill verify {made} --full"
+    assert said == {
+        f"{path}: its segments do not follow one another{right}",
+        f"{path.with_name(SPANS)}: spans do not tile the tokens of their rows{right}",
+    }
 
 
 def slowly(loader: EpisodeLoader) -> threading.Thread:

@@ -167,7 +167,7 @@ def test_a_fault_on_the_way_leaves_nothing(tmp_path):
     entries = np.fromfile(index, "<u8")
     entries[-2] = 10**9
     entries.tofile(index)
-    with pytest.raises(DataError, match="run chatmill verify"):
+    with pytest.raises(DataError, match="see chatmill verify"):
         export_parquet(tmp_path / "v1", tmp_path / "out")
     assert names(tmp_path) == ["v1"]
 

@@ -147,8 +147,31 @@ def test_reading_rows_of_a_broken_table_is_an_error_and_no_nonsense(dataset):
     tamper(dataset, "episodes.idx", PAIR, put("length", 1, 2**40))
     episodes = open_dataset(dataset)["train"]
     for reading in (lambda: episodes.rows([1]), lambda: episodes.tokens(1), lambda: episodes.mask(1)):
-        with pytest.raises(DataError, match="points beyond the tokens; run chatmill verify"):
+        with pytest.raises(DataError, match="points beyond the tokens; it was changed, see chatmill verify"):
             reading()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "change", "said"),
+    [
+        ("spans.bin", STORED_SPAN, put("length", 0, 400), "spans do not tile the tokens of their rows"),
+        ("spans.bin", STORED_SPAN, put("role", 0, 254), "a span has a role that does not exist"),
+        ("spans.bin", STORED_SPAN, put("part", 0, 255), "a span has a part that does not exist"),
+        ("spans.bin", STORED_SPAN, put("rule", 0, 255), "a span has a rule that does not exist"),
+        ("origins.bin", SEGMENT, put("row", 1, 2**63), "a segment is not in the order of its episode"),
+        ("origins.bin", SEGMENT, put("first_span", 0, 2**63), "points beyond the spans"),
+        ("origins.bin", SEGMENT, put("first_span", 1, 2**55), "the spans of a segment do not follow those before"),
+        ("origins.bin", SEGMENT, put("file", 1, 2**24), "a segment names a file beyond the 3 known"),
+    ],
+)
+def test_a_damaged_byte_of_a_table_is_named_by_whoever_reads_it(dataset, name, dtype, change, said):
+    path = dataset / "train" / "shard_00000" / name
+    table = np.fromfile(path, dtype=dtype)
+    change(table)
+    table.tofile(path)
+    with pytest.raises(DataError) as raised:
+        list(open_dataset(dataset)["train"].sweep())
+    assert str(raised.value) == f"{path}: {said}; it was changed, see chatmill verify {dataset} --full"
 
 
 def test_a_ledger_that_does_not_fit_the_shards_is_named(dataset):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +95,7 @@ class Reader:
         start, length, room = entries[:, 0], entries[:, 1], self._num_tokens.view(np.uint64)[shard]
         wrong = (start > room) | (length > room - start)
         if wrong.any():
-            raise self._fault(int(shard[wrong.argmax()]), "the index points beyond the tokens")
+            raise self._fault(int(shard[wrong.argmax()]), INDEX, "points beyond the tokens")
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
     def tokens(self, shard: Index, start: Index, stop: Index, *, pad: int, longest: int) -> Pieces:
@@ -134,7 +135,7 @@ class Reader:
         edges = offsets(length)[first]
         if not np.array_equal(edges[1:] - edges[:-1], places.length):
             wrong = int((edges[1:] - edges[:-1] != places.length).argmax())
-            raise self._fault(int(places.shard[wrong]), "spans do not tile the tokens of their rows")
+            raise self._fault(int(places.shard[wrong]), SPANS, "spans do not tile the tokens of their rows")
         spans = Spans(
             length,
             stored["weight"].astype(np.float32),
@@ -149,11 +150,21 @@ class Reader:
         """The spans of these episodes in their shard; and, unless each has one segment, how many and their spans."""
         origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
         if len(origins) == self._records[shard][INDEX] and (own := _own_segments(origins, here.number, most)):
+            self._check_rising(shard, 0, *own, most)
             return *own, None
         low, high = _lower_bounds(origins, "row", here.number), _lower_bounds(origins, "row", here.number + 1)
         begin, end = _first_spans(origins, np.stack([low, high]), most)
+        self._check_rising(shard, 0, begin, end, most)
+        self._check_rising(shard, low, high)
         inside = _first_spans(origins, ragged_index(low, high - low), most)
+        self._check_rising(shard, np.repeat(begin, high - low), inside, np.repeat(end, high - low))
         return begin, end, (high - low, inside - np.repeat(begin, high - low))
+
+    def _check_rising(self, shard: int, *bounds: Index | int) -> None:
+        """Of what an episode's segments say, none may come before the one given before it."""
+        for low, high in pairwise(bounds):
+            if np.any(np.less(high, low)):
+                raise self._fault(shard, ORIGINS, "its segments do not follow one another")
 
     def _of_mask(self, shard: int, here: Places) -> tuple[Table, Index]:
         """Spans of episodes of which no more is known than their mask, and where those of each begin."""
@@ -186,9 +197,9 @@ class Reader:
                 target[place[named]] = nearest["target"][named]
         return target
 
-    def _fault(self, shard: int, what: str) -> DataError:
+    def _fault(self, shard: int, file: str, what: str) -> DataError:
         part, number = self._shards[shard]
-        return DataError(f"{part.shards[number].folder}: {what}; run chatmill verify")
+        return part.damaged(number, file, what)
 
 
 def _distinct(shard: Index) -> list[int]:

@@ -98,7 +98,7 @@ def _export(episodes: Episodes, folder: Path, split: str, wide: bool) -> Exporte
     schema = pyarrow.schema([("input_ids", ids), ("labels", ids), ("position_ids", small), ("seq_lengths", small)])
     done = Exported(files=len(episodes.shards))
     for number, shard in enumerate(episodes.shards):
-        one = Episodes(shard.folder, [shard], episodes.files)
+        one = Episodes(episodes.root, [shard], episodes.files)
         path = folder / f"{split}-{number:05d}-of-{len(episodes.shards):05d}.parquet"
         with files.create(path) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
             for rows in one.sweep(tokens=TOKENS):

@@ -53,6 +53,11 @@ from chatmill.store.publish import set_aside
 from chatmill.store.shard import Shard, map_file
 from chatmill.store.stranger import stranger_splits
 
+UNKNOWN = {
+    name: ~np.isin(np.arange(256), [int(code) for code in codes])
+    for name, codes in (("role", Role), ("part", Part), ("rule", Rule))
+}
+"""Of what stands in a span as a number, whether each number from 0 to 255 means nothing."""
 MAPPED = 256
 """Files of a split that are mapped at once. Each holds a file descriptor, of which a process often has 1,024."""
 
@@ -159,7 +164,8 @@ class Episodes:
     """The rows of one split, numbered from 0 over all its shards."""
 
     def __init__(self, root: Path, shards: list[Shard], files: tuple[File, ...]) -> None:
-        self._root = root
+        self.root = root
+        """The folder of the dataset."""
         self._identity = _identity(root)
         self.shards = tuple(shards)
         self.files = files
@@ -230,6 +236,7 @@ class Episodes:
         targets: list[tuple[Table, int]] = []
         # What is added to a row's number, and to a span's, on the way from its shard to the result.
         moves: list[tuple[int, int, int]] = []
+        shards = [run.shard for run in runs]
         num_rows = num_spans = 0
         for run in runs:
             segments, first, stop = self._segments(run)
@@ -244,7 +251,11 @@ class Episodes:
         table = np.frombuffer(b"".join(origins), dtype=SEGMENT)
         spans = _copied(np.frombuffer(b"".join(stored), dtype=STORED_SPAN), SPAN)
         if int(spans["length"].sum(dtype=np.int64)) != len(ids):
-            raise DataError(f"{self._root}: spans do not tile the tokens of their rows; run chatmill verify")
+            raise self.damaged(shards[0], SPANS, "spans do not tile the tokens of their rows")
+        for name, unknown in UNKNOWN.items():
+            if (wrong := unknown[spans[name]]).any():
+                at = _piece([len(part) for part in stored], wrong)
+                raise self.damaged(shards[at], SPANS, f"a span has a {name} that does not exist")
         spans["target"] = OWN_ID
         for found, move in targets:
             spans["target"][found["span"].astype(np.int64) + move] = found["target"]
@@ -253,14 +264,18 @@ class Episodes:
         first_span = np.empty(len(table) + 1, dtype=np.int64)
         first_span[:-1] = table["first_span"].astype(np.int64) + np.repeat(span_moves, counts)
         first_span[-1] = num_spans
-        return Rows(
-            ids,
-            spans,
-            first_span,
-            _copied(table, ORIGIN),
-            np.searchsorted(row, np.arange(num_rows + 1)),
-            self.files,
-        )
+        first_segment = np.searchsorted(row, np.arange(num_rows + 1))
+        for what, wrong in (
+            ("a segment is not in the order of its episode", (np.diff(row, prepend=0) < 0) | (row >= num_rows)),
+            ("the spans of a segment do not follow those before", np.diff(first_span) < 0),
+            (
+                f"a segment names a file beyond the {len(self.files)} known",
+                (table["file"] != NO_FILE) & (table["file"] >= len(self.files)),
+            ),
+        ):
+            if wrong.any():
+                raise self.damaged(shards[_piece(counts, wrong)], ORIGINS, what)
+        return Rows(ids, spans, first_span, _copied(table, ORIGIN), first_segment, self.files)
 
     # Where episodes lie.
 
@@ -308,7 +323,7 @@ class Episodes:
             count = int(gaps[0]) + 1 if len(gaps) else count
             stop = stop if count == 1 else int(ends[count - 1])
         if stop > most:
-            raise self._beyond(shard, "tokens")
+            raise self.damaged(shard, INDEX, "points beyond the tokens")
         return _Run(shard, episode, count, start, stop)
 
     def _segments(self, run: _Run) -> tuple[Table, int, int]:
@@ -322,11 +337,13 @@ class Episodes:
         first = int(first_span[begin])
         stop = int(first_span[end]) if end < len(origins) else most
         if not first <= stop <= most:
-            raise self._beyond(run.shard, "spans")
+            raise self.damaged(run.shard, ORIGINS, "points beyond the spans")
         return origins[begin:end], first, stop
 
-    def _beyond(self, shard: int, what: str) -> DataError:
-        return DataError(f"{self.shards[shard].folder}: the index points beyond the {what}; run chatmill verify")
+    def damaged(self, shard: int, file: str, what: str) -> DataError:
+        """The fault of a file that cannot have been written so."""
+        place = self.shards[shard].folder / file
+        return DataError(f"{place}: {what}; it was changed, see chatmill verify {self.root} --full")
 
     # Mapped files.
 
@@ -336,8 +353,8 @@ class Episodes:
 
     def _map(self, number: int, name: str) -> NDArray[Any]:
         shard = self.shards[number]
-        if _identity(self._root) != self._identity:
-            raise DataError(f"{self._root}: was replaced while it was read; open it again")
+        if _identity(self.root) != self._identity:
+            raise DataError(f"{self.root}: was replaced while it was read; open it again")
         return map_file(shard.folder / name, record_dtypes(shard.dtype)[name], shard.records[name])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -361,6 +378,11 @@ class _Run(NamedTuple):
 
 def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
     return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype=dtype)
+
+
+def _piece(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
+    """Which of the pieces of so many records, one after the other, holds the first that is wrong."""
+    return int(np.searchsorted(np.cumsum(counts), wrong.argmax(), side="right"))
 
 
 def _copied(table: Table, dtype: np.dtype[Any]) -> Table:

@@ -14,15 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, DataError
-from chatmill.rows import NO_FILE, Index, Part, Role, Rule, offsets
+from chatmill.rows import NO_FILE, Index, offsets
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS, WIDE, shard_name
 from chatmill.store.metadata import Metadata, ShardInfo, listed_files, size_faults
-from chatmill.store.read import Episodes, first_spans, lower_bound, open_dataset, stored_metadata
+from chatmill.store.read import UNKNOWN, Episodes, first_spans, lower_bound, open_dataset, stored_metadata
 from chatmill.store.shard import release
 
 EPISODES, TOKENS_AT_ONCE = 1 << 16, 1 << 22
 PIECE = 1 << 22
-CODES = {"role": Role, "part": Part, "rule": Rule}
 
 
 @dataclass(frozen=True)
@@ -212,8 +211,8 @@ class _ShardCheck:
             raise self._fault(SPANS, f"the spans of episode {at + where} cover {tiled[where]} {right}")
         if not np.all(np.isfinite(weight) & (weight >= 0)):
             raise self._fault(SPANS, f"one of episodes {at} to {stop} has a weight that is negative or not finite")
-        for name, codes in CODES.items():
-            if not np.isin(table[name], [int(code) for code in codes]).all():
+        for name, unknown in UNKNOWN.items():
+            if unknown[table[name]].any():
                 raise self._fault(SPANS, f"one of episodes {at} to {stop} has a {name} that does not exist")
         return np.repeat(weight > 0, sizes)
 
