@@ -63,9 +63,13 @@ def test_what_fills_no_batch_at_the_end_of_the_pass_is_said(tmp_path, capsys, pa
     # Packed, two conversations stand in a row.
     data = write_files(tmp_path / "data", [TALK] * 10, [MASK] * 10)
     settings = {**POST, "epoch_drop_last": True, "max_iters": None, "packing": packing, "batch_size": 3}
-    train(config(block_size=2 * len(TALK), **settings), model_name="run", dataset_dir=data, out_dir=tmp_path)
+    chosen = config(block_size=2 * len(TALK), **settings)
+    train(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path)
     left = {"none": 1, "bins": 4}[packing]
     assert f"{left} of 10 episodes fill no batch at the end of the pass and are left out" in capsys.readouterr().err
+    # It is too late to change that when the run goes on.
+    train(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path, resume="auto")
+    assert "fill no batch" not in capsys.readouterr().err
 
 
 def test_fewer_steps_than_a_pass_may_be_asked_for(tmp_path):

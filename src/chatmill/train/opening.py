@@ -157,7 +157,8 @@ def open_run(
                     f"{_change(found.said['stage'], opened.stage)}: its order begins at the beginning, "
                     f"and the learning rate rises again over {opened.stage.schedule.warmup:,} steps"
                 )
-        if left := opened.stage.left_out:
+        if (left := opened.stage.left_out) and not same_data:
+            # Within a stage it was said, and the order cannot be another one any more.
             opened.notes.append(
                 f"{left:,} of {loader.plan(loader.split).num_eligible:,} episodes fill no batch at the end of the pass "
                 "and are left out; set epoch_drop_last to false to train them too"
