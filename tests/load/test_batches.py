@@ -40,7 +40,7 @@ def test_batches_that_no_memory_holds_are_refused(tmp_path):
     write_rows(tmp_path / "d", {"train": talks(1, 8)})
     said = r"^4 rows of 2000000000 tokens take 224 GiB, the machine has \d+; lower batch_size or block_size$"
     with pytest.raises(UsageError, match=said):
-        EpisodeLoader(tmp_path / "d", {"batch_size": 4, "block_size": 2_000_000_000}).get_batch()
+        EpisodeLoader(tmp_path / "d", {"batch_size": 4, "block_size": 2_000_000_000})
 
 
 def test_segments_are_counted_back_in_their_episode():

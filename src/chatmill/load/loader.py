@@ -98,6 +98,8 @@ class EpisodeLoader(IterableDataset):
         self._reading: dict[str, _Reading] = {}
         self._skip: int | None = None
         """In a worker: batches that others make before its next; None before the first."""
+        # Batches that no memory holds are refused here, before a run writes anything.
+        self._maker(self.plan(split))
         order = self.plan(split).order
         if epochs is not None and order.length is None:
             raise UsageError(f"epochs is {epochs}, and the order {order.name} has none; leave it out")
