@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -422,6 +423,23 @@ def test_a_full_gpu_says_what_to_lower(sums_data, tmp_path, monkeypatch):
     assert str(error.value) == (
         "the GPU is out of memory with 2 rows of 48 tokens at a time; "
         "raise gradient_accumulation_steps from 2, or set activation_checkpointing"
+    )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n_embd": 1_000_000_000, "n_head": 1000},
+        {"n_embd": 2**31, "n_head": 2**10, "vocab_size": 2**31},
+    ],
+)
+def test_a_model_that_the_host_cannot_hold_is_one_line(sums_data, tmp_path, sizes):
+    with pytest.raises(OutOfMemoryError) as error:
+        trained(sums_data, tmp_path, **sizes)
+    said = re.sub(r"[0-9.]+ GiB", "N GiB", str(error.value))
+    assert said == (
+        "the host is out of memory (it has N GiB) with 4 rows of 48 tokens at a time; "
+        "lower batch_size, block_size or max_positions, or take a smaller model"
     )
 
 

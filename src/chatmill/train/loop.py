@@ -9,6 +9,7 @@ batches are a function of the loader's cursor, the learning rate and all that is
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -29,6 +30,8 @@ from chatmill.train.signals import noted
 from chatmill.train.step import Counts, Pending, counts_of, parts_of, seed_draws
 from chatmill.train.world import World, joined
 
+HOST_IS_FULL = ("DefaultCPUAllocator", "Storage size calculation overflowed")
+"""What torch says of it."""
 SHOWN = 20
 """Episodes that a fault names, at most."""
 
@@ -43,7 +46,7 @@ class NotFiniteError(ChatmillError):
 
 
 class OutOfMemoryError(ChatmillError):
-    """A GPU's memory is full, perhaps that of one rank alone."""
+    """The memory of a GPU or of the host is full, perhaps that of one rank alone."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,11 @@ def train(
                 return Loop(opened, Output(folder, data, opened, quiet=quiet), watch, on_eval).run()
         except torch.OutOfMemoryError:
             raise _out_of_memory(config, world) from None
+        except (MemoryError, RuntimeError) as error:
+            # torch has no error of its own for a host that is full.
+            if isinstance(error, RuntimeError) and not any(words in str(error) for words in HOST_IS_FULL):
+                raise
+            raise OutOfMemoryError(_host_is_full(config, world)) from None
 
 
 class _Behind(NamedTuple):
@@ -262,15 +270,27 @@ class Loop:
         )
 
 
+def _host_is_full(config: TrainConfig, world: World) -> str:
+    rows = config.batch_size // world.size // config.gradient_accumulation_steps
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return (
+        f"{_rank(world)}the host is out of memory (it has {size:.1f} GiB) with {rows} rows of {config.block_size} "
+        "tokens at a time; lower batch_size, block_size or max_positions, or take a smaller model"
+    )
+
+
+def _rank(world: World) -> str:
+    return f"rank {world.rank}: " if world.size > 1 else ""
+
+
 def _out_of_memory(config: TrainConfig, world: World) -> OutOfMemoryError:
     rows = config.batch_size // world.size // config.gradient_accumulation_steps
     taken = ""
     if world.device.type == "cuda":
         free, size = torch.cuda.mem_get_info(world.device)
         taken = f" ({(size - free) / 2**30:.1f} of {size / 2**30:.1f} GiB are taken)"
-    where = f"rank {world.rank}: " if world.size > 1 else ""
     lower = "lower batch_size or block_size" if config.activation_checkpointing else "set activation_checkpointing"
     return OutOfMemoryError(
-        f"{where}the GPU is out of memory{taken} with {rows} rows of {config.block_size} tokens at a time; "
+        f"{_rank(world)}the GPU is out of memory{taken} with {rows} rows of {config.block_size} tokens at a time; "
         f"raise gradient_accumulation_steps from {config.gradient_accumulation_steps}, or {lower}"
     )
