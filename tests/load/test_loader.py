@@ -307,6 +307,30 @@ def test_a_damaged_byte_of_the_origins_is_read_past_or_named(tmp_path, packed):
     }
 
 
+def test_ids_of_two_widths_are_not_read_together(tmp_path):
+    narrow = write_plain_files(tmp_path / "all" / "narrow", [[5, 6, 7]], None) / "train" / shard_name(0)
+    wide = write_plain_files(tmp_path / "all" / "wide", [[5, 6, 7]], None) / "train" / shard_name(0)
+    np.array([5, 6, 7], dtype="<u4").tofile(wide / TOKENS)
+    config = {"batch_size": 1, "block_size": 4, "pad_token_id": 0, "mix_sft": {"narrow": 1.0, "wide": 1.0}}
+    with pytest.raises(DataError) as raised:
+        EpisodeLoader(tmp_path / "all", config)
+    assert str(raised.value) == (
+        f"{wide}: has ids of 32 bits, and {narrow} of 16; "
+        "what is read together must have one width, write one of them again"
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_epoch_that_has_no_seed_is_a_fault_only_when_it_is_reached(dataset, ahead):
+    config = {**SMALL, "epoch_seed": 2**32 - 1}
+    loader = EpisodeLoader(dataset, config, tensors=False, ahead=ahead)
+    first = list(EpisodeLoader(dataset, config, epochs=1, tensors=False))
+    assert all(map(same, [loader.get_batch() for _ in first], first))
+    with pytest.raises(UsageError, match="seed 4294967295 and epoch 1 add up to 4294967296"):
+        loader.get_batch()
+    assert loader.cursor().step == len(first)
+
+
 def slowly(loader: EpisodeLoader) -> threading.Thread:
     """Take batches so slowly that a thread makes them ahead; the thread."""
     known = set(threading.enumerate())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.errors import UsageError
+from chatmill.errors import ChatmillError, UsageError
 from chatmill.load.batch import Batch, Counts, Made, Sheet, row_digests
 from chatmill.load.plan import Plan, Step, Window, fill, join
 from chatmill.load.tally import tally
@@ -67,7 +66,7 @@ class Maker:
         positions = self.num_rows * self.plan.config.block_size
         size = min(MOST, max(1, LOOKED_UP // positions))
         each = max(1, MADE // positions)
-        while chunk := list(islice(steps, size)):
+        for chunk in _chunks(steps, size):
             parts = [step.rows(self.rank * self.num_rows, (self.rank + 1) * self.num_rows) for step in chunk]
             together = join([fill(part, self.num_rows) for part in parts])
             sheet = Sheet(self.plan.reader, together.episodes, together.first, self.plan.layout)
@@ -89,6 +88,23 @@ class Maker:
         batches = made._replace(batch=arrays).split(self.num_rows)
         columns = zip(steps, batches, counts, digests, given, strict=True)
         return [Item(*column, ready) for column in columns]
+
+
+def _chunks(steps: Iterator[Step], size: int) -> Iterator[list[Step]]:
+    """So many steps at a time. A step that cannot be taken is a fault when it is reached, not when it is looked up."""
+    chunk: list[Step] = []
+    try:
+        for step in steps:
+            chunk.append(step)
+            if len(chunk) == size:
+                yield chunk
+                chunk = []
+    except ChatmillError:
+        if chunk:
+            yield chunk
+        raise
+    if chunk:
+        yield chunk
 
 
 def as_arrays(batch: Batch) -> tuple[Batch, None]:

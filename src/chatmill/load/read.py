@@ -75,7 +75,15 @@ class Reader:
         self._first = offsets(np.array([info.num_episodes for info in infos], dtype=np.int64))
         self._num_tokens = np.array([info.num_tokens for info in infos], dtype=np.int64)
         self._records = [info.records for info in infos]
-        self.dtype = max((info.dtype for info in infos), key=lambda dtype: dtype.itemsize)
+        # Tokens are joined as bytes.
+        filled = [info for info in infos if info.num_tokens] or infos
+        self.dtype = filled[0].dtype
+        for info in filled:
+            if info.dtype != self.dtype:
+                raise DataError(
+                    f"{info.folder}: has ids of {8 * info.dtype.itemsize} bits, and {filled[0].folder} of "
+                    f"{8 * self.dtype.itemsize}; what is read together must have one width, write one of them again"
+                )
 
     def __len__(self) -> int:
         return int(self._first[-1])
