@@ -221,3 +221,27 @@ def test_the_model_trains_on_after_it_has_answered(model):
     model.train()
     generate(model, PROMPTS, max_tokens=2, end_ids=[])
     assert model.training
+
+
+def test_answers_do_not_go_through_what_was_compiled_for_training():
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    class Layer(torch.nn.Module):
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            return h + 1
+
+    class Compiled(Markov):
+        def step(self, tokens: torch.Tensor, cache: object) -> torch.Tensor:
+            return self.layer(super().step(tokens, cache))
+
+    model = Compiled(SECOND)
+    model.layer = Layer()
+    model.layer.compile(backend=compiler, dynamic=False)
+    generate(model, [[0], [1]], max_tokens=5, end_ids=[])
+    assert graphs == []
+    model.layer(torch.ones(3))
+    assert len(graphs) == 1

@@ -7,8 +7,9 @@ batch, so an answer can be drawn again by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,11 +145,17 @@ def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, Ca
 
 @contextmanager
 def generating(model: CausalModel) -> Iterator[None]:
-    """No gradients, no dropout, for as long as answers are made."""
+    """No gradients, no dropout and nothing compiled, for as long as answers are made."""
     training = model.training
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), _uncompiled(model):
             yield
     finally:
         model.train(training)
+
+
+def _uncompiled(model: CausalModel) -> AbstractContextManager[Any]:
+    """Layers that were compiled for training run as they are: answers have another shape with every token."""
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
