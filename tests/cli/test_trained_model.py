@@ -17,9 +17,11 @@ from chatmill.cli.speaker import Speaker, open_speaker
 from chatmill.format import load_format, open_format, prompt_ids
 from chatmill.format.opened import OpenTurns
 from chatmill.records import Message, Record
+from chatmill.show.dataset import open_shown
 from chatmill.show.text import visible
 from chatmill.tokenizer import open_tokenizer, train_bpe
 from chatmill.train.generate import Sampling
+from chatmill.train.journal import read_metrics
 
 torch.set_num_threads(1)
 ANSWERS = dict(talk for talks in TALKS.values() for talk in talks)
@@ -251,6 +253,71 @@ def test_eval_says_what_it_did_not_ask(run):
 def test_eval_refuses_data_of_another_tokenizer(run):
     chatmill("prepare", "words.jsonl", "-o", "data/bytes", "--format", "primer", "--overwrite")
     one_line(run("eval", "checkpoints/small", "data/bytes"), 1, "data/bytes: was made with tokenizer")
+
+
+# Sample answers of a run.
+
+
+@pytest.fixture
+def sampled(run):
+    """Train further on data with a val split, at a learning rate of 0; what is told after the last step."""
+    if not Path("data/held").exists():
+        flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--val-split", "0.6"]
+        chatmill("prepare", "words.jsonl", "sums.jsonl", "-o", "data/held", *flags)
+    shutil.rmtree("out/held", ignore_errors=True)
+
+    def sampled(*flags: str) -> list[str]:
+        known = ["--init_from_model", "checkpoints/small/step_00000060/model", "--learning_rate", "0"]
+        named = ["--model_name", "held", "--out_dir", "out", "--dataset_dir", "data/held", "--max_iters", "1"]
+        batches = ["--batch_size", "1", "--block_size", "64", "--use_loss_mask", "--eval_interval", "1"]
+        code, _, err = run("train", *named, *known, *batches, "--audit_dir", "null", "--device", "cpu", *flags)
+        assert code == 0, err
+        return err.splitlines()[1:]
+
+    return sampled
+
+
+def held() -> list[tuple[str, str]]:
+    shown = open_shown("data/held")
+    texts = [shown.text.text(shown.dataset["val"].tokens(at)) for at in range(len(shown.dataset["val"]))]
+    return [talk for text in texts for talk in ANSWERS.items() if talk[0] in text]
+
+
+def test_an_evaluation_shows_sample_answers_and_keeps_their_rates(sampled):
+    told = sampled("--eval_samples", "9")
+    assert told[0].endswith("trained tokens, val_exact_rate 1, val_stop_rate 1")
+    assert len(told) == 1 + 2 * len(held()) > 1
+    for (ask, answer), asked, said in zip(held(), told[1::2], told[2::2], strict=True):
+        assert (asked, said) == (f"  asked  <|usr|>{ask}<|eot|><|asst|>", f"  said   {visible(answer)}<|eot|>")
+    (line,) = (line for line in read_metrics(Path("out/held")) if "val_loss" in line)
+    assert (line["val_exact_rate"], line["val_stop_rate"]) == (1, 1)
+
+
+def test_without_samples_an_evaluation_is_its_losses_alone(sampled):
+    (told,) = sampled("--eval_samples", "0")
+    assert told.endswith("trained tokens")
+
+
+def test_a_sample_answer_without_an_end_says_so_beside_what_was_meant(sampled):
+    # A model that knows nothing, and says one token on and on.
+    told = sampled(
+        "--init_from_model", "null", "--n_layer", "1", "--n_embd", "16", "--n_head", "2", "--eval_samples", "1"
+    )
+    assert told[0].endswith("val_exact_rate 0, val_stop_rate 0")
+    most = 32 + len(held()[0][1].encode()) + 1
+    assert told[2].endswith(f"  (no end after {most} tokens)")
+    assert told[3:] == [f"  meant  {visible(held()[0][1])}<|eot|>"]
+
+
+def test_without_its_tokenizer_the_rates_of_sample_answers_are_told_alone(sampled):
+    Path("data/tokenizer.json").rename("data/elsewhere.json")
+    try:
+        told = sampled()
+    finally:
+        Path("data/elsewhere.json").rename("data/tokenizer.json")
+    assert told[0] == "sample answers are counted and not shown: the tokenizer of data/held is not beside it"
+    assert told[1].endswith("val_exact_rate 1, val_stop_rate 1")
+    assert len(told) == 2
 
 
 # Rows.

@@ -31,6 +31,7 @@ from chatmill.train.gpt import GPT
 from chatmill.train.journal import read_metrics, read_rows
 from chatmill.train.loop import NotFiniteError, OutOfMemoryError, train
 from chatmill.train.output import Step
+from chatmill.train.score import score
 from chatmill.train.step import Stepper
 
 
@@ -144,6 +145,34 @@ def test_what_an_evaluation_is_asked_besides_goes_into_the_metrics(sums_data, tm
     train(config(eval_interval=4), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, quiet=True, on_eval=ask)
     assert seen == [(GPT, True, 4), (GPT, True, 8)]
     assert [line["stop_rate"] for line in read_metrics(tmp_path / "run") if "val_loss" in line] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_sample_answers_are_those_of_the_model_and_leave_training_as_it_is(sums_data, tmp_path, count):
+    seen = []
+
+    def watched(model, step):
+        asked = score(model, sums_data, limit=count, max_tokens=40)
+        ends = asked.answers[0].question.answer[-1:]
+        seen.append([(each.exact, each.said[-1:] == ends) for each in asked.answers])
+        return {}
+
+    settings = {"eval_interval": 8, "max_iters": 24, "learning_rate": 0.03}
+    made = {"dataset_dir": sums_data, "out_dir": tmp_path, "quiet": True}
+    train(config(**settings, eval_samples=0), model_name="without", **made)
+    train(config(**settings, eval_samples=count), model_name="with", **made, on_eval=watched)
+    assert curve(tmp_path / "with") == curve(tmp_path / "without")
+    one, other = (weights(tmp_path / name / "step_00000024") for name in ("with", "without"))
+    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    rates = [(line["val_exact_rate"], line["val_stop_rate"]) for line in evaluations(tmp_path / "with")]
+    assert rates == [tuple(np.mean(each, axis=0)) for each in seen]
+    assert [line.keys() & {"val_exact_rate", "val_stop_rate"} for line in evaluations(tmp_path / "without")] == [
+        set()
+    ] * 3
+
+
+def evaluations(run: Path) -> list[dict]:
+    return [line for line in read_metrics(run) if "val_loss" in line]
 
 
 def test_without_val_nothing_is_evaluated_and_that_is_said(tmp_path, capsys):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import typer
 
 from chatmill.cli.options import AsJson
+from chatmill.errors import ChatmillError
+from chatmill.show.dataset import open_shown
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Every flag, --help included, is for the parser that both commands share."""
@@ -20,4 +25,14 @@ def train(context: typer.Context, as_json: AsJson = False) -> None:
     """
     from chatmill.train.command import main
 
-    main([*context.args, *["--json"] * as_json], prog="chatmill train")
+    main([*context.args, *["--json"] * as_json], prog="chatmill train", words=_words)
+
+
+def _words(dataset: Path) -> Callable[[Sequence[int]], str] | None:
+    """How the tokens of a dataset read, if its tokenizer is found."""
+    try:
+        shown = open_shown(dataset)
+    except ChatmillError:
+        # A run does not end for words that are only looked at; it says that they are not shown.
+        return None
+    return None if shown.without_text else shown.text.text

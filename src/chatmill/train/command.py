@@ -15,7 +15,7 @@ from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.load.config import Right, faults_of, read_values
 from chatmill.train.checkpoint import step_name
 from chatmill.train.config import TrainConfig, from_environment, layered, size_keys
-from chatmill.train.loop import OnEval, OutOfMemoryError, Result, train
+from chatmill.train.loop import OutOfMemoryError, Result, Words, train
 from chatmill.train.output import CONFIG
 
 EXAMPLES = """\
@@ -30,12 +30,15 @@ Every key of a config file is a flag, which wins over the file; values are JSON 
 """
 
 
-def main(args: Sequence[str] | None = None, *, prog: str = "python train.py", on_eval: OnEval | None = None) -> None:
-    """Train as the flags say. What all ranks find wrong is raised as `ChatmillError` by rank 0; the others just end."""
+def main(args: Sequence[str] | None = None, *, prog: str = "python train.py", words: Words | None = None) -> None:
+    """Train as the flags say; sample answers are shown if `words` says how tokens read.
+
+    What all ranks find wrong is raised as `ChatmillError` by rank 0; the others just end.
+    """
     speaks = os.environ.get("RANK", "0") == "0"
     try:
         given = parser(prog).parse_args(args)
-        result = run(given, on_eval=on_eval)
+        result = run(given, words=words)
     except ChatmillError as error:
         if not speaks and not isinstance(error, OutOfMemoryError):
             sys.exit(error.exit_code)
@@ -83,7 +86,7 @@ def _spelled(name: str) -> list[str]:
     return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
 
 
-def run(given: argparse.Namespace, *, on_eval: OnEval | None = None) -> Result:
+def run(given: argparse.Namespace, *, words: Words | None = None) -> Result:
     """The run that parsed flags ask for."""
     if given.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
@@ -107,14 +110,14 @@ def run(given: argparse.Namespace, *, on_eval: OnEval | None = None) -> Result:
             f"{one_line(str(values['init_from_model']), 300)}, which has its shape; leave them out"
         )
     config = TrainConfig.from_mapping(values, place=str(given.config_file or "the flags"))
-    return train(config, model_name=given.model_name, out_dir=out_dir, resume=given.resume, on_eval=on_eval)
+    return train(config, model_name=given.model_name, out_dir=out_dir, resume=given.resume, words=words)
 
 
 def _value(text: str, right: Right) -> Any:
     """A flag's value: JSON if that is right for its key, else the text itself."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if right.fits(value) or not right.fits(text) else text
 

@@ -107,6 +107,7 @@ class TrainConfig(LoadConfig):
     # What is written, and when.
     eval_interval: int = key(500, "steps between evaluations on val, and one at the end; 0: none", whole(0))
     eval_iters: int | None = key(None, "batches of val to evaluate on; null: all of them", optional(whole(1)))
+    eval_samples: int = key(2, "questions of val, of each source, to answer at an evaluation; 0: none", whole(0))
     save_interval: int = key(500, "steps between checkpoints, and one at the end; 0: none", whole(0))
     keep_checkpoints: int = key(2, "how many of the last checkpoints stay", whole(1))
     checkpoint: str = key(

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from chatmill.train.opening import Opened, open_run
 from chatmill.train.output import CONFIG as CONFIG
 from chatmill.train.output import Output, Step
 from chatmill.train.port import CausalModel
+from chatmill.train.samples import Read, Samples
 from chatmill.train.signals import noted
 from chatmill.train.step import Counts, Pending, counts_of, parts_of, seed_draws
 from chatmill.train.world import World, joined
@@ -39,6 +41,8 @@ Watch = Callable[[Step], None]
 """Called on every rank with each step, when it is done."""
 OnEval = Callable[[CausalModel, int], Mapping[str, float]]
 """Called on rank 0 after an evaluation with the model and the step; what it gives goes into the metrics."""
+Words = Callable[[Path], Read | None]
+"""How the tokens of a dataset read, for sample answers that are shown; None if its tokenizer is not there."""
 
 
 class NotFiniteError(ChatmillError):
@@ -93,12 +97,14 @@ def train(
     model: CausalModel | None = None,
     watch: Watch | None = None,
     on_eval: OnEval | None = None,
+    words: Words | None = None,
     quiet: bool = False,
 ) -> Result:
     """Train a model on a dataset, that of the config if none is given, and write all about it to out_dir/model_name.
 
     `resume` is `auto`, which goes on with the newest checkpoint if there is one, or the folder of a checkpoint.
-    `model` stands in for the one that the config would make. `quiet` runs tell nothing on standard error.
+    `model` stands in for the one that the config would make. Sample answers are shown if `words` says how their
+    tokens read. `quiet` runs tell nothing on standard error.
     """
     is_name = model_name and Path(model_name).name == model_name and not model_name.startswith(".")
     if not is_name or not model_name.isprintable():
@@ -109,7 +115,7 @@ def train(
     with joined(config.device) as world:
         try:
             with open_run(config, data, folder, world, resume=resume, model=model) as opened:
-                return Loop(opened, Output(folder, data, opened, quiet=quiet), watch, on_eval).run()
+                return Loop(opened, Output(folder, data, opened, quiet=quiet), watch, on_eval, words).run()
         except torch.OutOfMemoryError:
             raise _out_of_memory(config, world) from None
         except (MemoryError, RuntimeError) as error:
@@ -134,8 +140,15 @@ class _Behind(NamedTuple):
 class Loop:
     """The steps of a run that are left to be made."""
 
-    def __init__(self, opened: Opened, output: Output, watch: Watch | None = None, on_eval: OnEval | None = None):
-        self._o, self._output, self._watch, self._on_eval = opened, output, watch, on_eval
+    def __init__(
+        self,
+        opened: Opened,
+        output: Output,
+        watch: Watch | None = None,
+        on_eval: OnEval | None = None,
+        words: Words | None = None,
+    ) -> None:
+        self._o, self._output, self._watch, self._on_eval, self._words = opened, output, watch, on_eval, words
         self._behind: _Behind | None = None
         self._ended = 0.0
         """When the last step that was looked at ended."""
@@ -247,11 +260,33 @@ class Loop:
         model = opened.stepper.model
         found = evaluate(model, opened.loader, opened.world, batches=opened.config.eval_iters)
         self._evaluation = found
-        more: Mapping[str, float] = {}
+        more: dict[str, float] = {}
+        shown: list[str] = []
         # A model in shards answers only if all ranks ask.
-        if self._on_eval is not None and opened.world.is_first and opened.stepper.is_whole:
-            more = self._on_eval(model, opened.step)
-        self._output.evaluation(opened.step, found, more)
+        if opened.world.is_first and opened.stepper.is_whole:
+            if self._samples is not None:
+                said = self._samples.ask(model)
+                more |= self._samples.rates(said)
+                shown = [] if self._read is None else self._samples.told(said, self._read)
+            if self._on_eval is not None:
+                more |= self._on_eval(model, opened.step)
+        self._output.evaluation(opened.step, found, more, shown)
+
+    @cached_property
+    def _samples(self) -> Samples | None:
+        opened = self._o
+        count = opened.config.eval_samples
+        return Samples(opened.loader.sources, count, opened.stepper.model) if count else None
+
+    @cached_property
+    def _read(self) -> Read | None:
+        if self._words is None:
+            return None
+        folder = self._o.loader.sources[0].path
+        read = self._words(folder)
+        if read is None:
+            self._output.say(f"sample answers are counted and not shown: the tokenizer of {folder} is not beside it")
+        return read
 
     def _result(self, stopped_by: str | None) -> Result:
         opened, found = self._o, self._evaluation

@@ -6,7 +6,7 @@ checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  step_00000500/
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,11 +107,12 @@ class Output:
         """Tell of a step that had nothing to train."""
         self._measure({"step": step, "skipped": 1, "untrained_rows": untrained_rows})
 
-    def evaluation(self, step: int, found: Evaluation, more: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, found: Evaluation, more: Mapping[str, float], shown: Sequence[str]) -> None:
+        """Tell of an evaluation, with what was found besides it and lines to be shown below it."""
         said = {"val_loss": found.loss, "val_perplexity": found.perplexity, "val_trained": found.trained}
         self._measure({"step": step, **said, **more})
         rest = "".join(f", {name} {value:.4g}" for name, value in more.items())
-        self.say(f"step {step:,}: {found}{rest}")
+        self.say("\n".join([f"step {step:,}: {found}{rest}", *shown]))
 
     def save(self) -> None:
         """Write a checkpoint; all ranks call this."""
