@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -97,3 +99,14 @@ def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path):
     listed = f"{tmp_path}/step_00000001, {tmp_path}/step_00000002"
     assert str(some.value) == f"{tmp_path}/nope: no such checkpoint; expected auto or one of {listed}"
     assert choose(tmp_path, "auto") == tmp_path / "step_00000002"
+
+
+def test_a_checkpoint_that_does_not_say_what_one_says_is_damaged_though_it_has_its_hash(tmp_path):
+    path = tmp_path / "step_00000001"
+    path.mkdir()
+    for lacking, said in (("version", {}), ("step", {"version": 1}), ("files", {"version": 1, "step": 1})):
+        hashed = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        (path / "checkpoint.json").write_text(json.dumps({**said, "sha256": hashed}))
+        with pytest.raises(DataError) as raised:
+            open_checkpoint(path, ALONE)
+        assert str(raised.value).startswith(f"{path}/checkpoint.json: is damaged, it does not say {lacking}")

@@ -274,6 +274,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: is damaged, it is no checkpoint's") from None
     if hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest() != named_hash:
         raise DataError(f"{path}: is damaged, it does not have the hash it names")
+    if lacking := [name for name in ("version", "step", "files") if name not in said]:
+        raise DataError(f"{path}: is damaged, it does not say {lacking[0]}")
     if said["version"] != VERSION:
         raise DataError(f"{path}: has version {one_line(str(said['version']))}; this chatmill reads {VERSION}")
     return dict(said)
