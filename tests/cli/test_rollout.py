@@ -175,3 +175,10 @@ def test_an_existing_dataset_is_not_replaced_unasked(run, files):
     run(*BUILD)
     code, _, err = run(*BUILD)
     assert code == 1 and "exists already" in err
+
+
+def test_a_glob_stands_for_one_file(run, files):
+    line = "chatmill: *.jsonl: stands for 2 files; expected one\n"
+    assert run("rollout", "answers", "*.jsonl", "-o", "out", "--add-tokens") == (2, "", line)
+    assert run("rollout", "build", "*.jsonl", "truth.jsonl", "-o", "out", "--add-tokens") == (2, "", line)
+    assert run("rollout", "answers", "t*.jsonl", "-o", "out", "--add-tokens")[0] == 0

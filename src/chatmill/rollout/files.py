@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from chatmill.errors import DataError, RecordError
+from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import MAX_LINE_BYTES, Record
-from chatmill.records.files import expand, source_name
+from chatmill.records.files import expand, shown, source_name
 from chatmill.records.lines import lines
 from chatmill.records.shapes.decode import decode_object, named
 from chatmill.records.shapes.fields import record_id
@@ -45,7 +45,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 def read_truth(path: str | Path) -> Iterator[Truth]:
     """The records of a .jsonl file, each with an id of its own; a fault is a `RecordError` with its line."""
     seen: dict[str, int] = {}
-    [file] = expand([path])
+    file = _one(path)
     name, source = _name(file), source_name(file)
     for line, data in lines(file, limit=MAX_LINE_BYTES):
         id = None
@@ -67,10 +67,21 @@ def read_truth(path: str | Path) -> Iterator[Truth]:
             if turns[-1].role == "assistant":
                 right = "expected a question at the end: the answer is the model's, the truth is in objects"
                 raise RecordError("the last message is an answer", right, kind="answered")
+        except RecursionError:
+            fault = RecordError("the record is nested too deeply", "expected fewer levels", kind="nesting")
+            raise fault.at(name, line) from None
         except RecordError as fault:
             raise fault.at(name, line, id) from None
         seen[id] = line
         yield Truth(Record(turns, id, tools, source, name, line), tuple(objects))
+
+
+def _one(path: str | Path) -> Path:
+    """The file that a name or a glob stands for."""
+    file, *others = expand([path])
+    if others:
+        raise UsageError(f"{shown(Path(path))}: stands for {1 + len(others)} files; expected one")
+    return file
 
 
 _ROLLOUT = msgspec.json.Decoder(Rollout)
@@ -78,7 +89,7 @@ _ROLLOUT = msgspec.json.Decoder(Rollout)
 
 def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
     """The rollouts of a .jsonl file with their lines."""
-    [file] = expand([path])
+    file = _one(path)
     for line, data in lines(file, limit=MAX_LINE_BYTES):
         try:
             yield line, _ROLLOUT.decode(data)
