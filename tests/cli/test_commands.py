@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer.main
 
 from chatmill.cli.main import app_of
+from chatmill.errors import DataError
+from chatmill.store.read import open_dataset
 from chatmill.tokenizer import open_tokenizer
 
 CHAT = '{"id": "c1", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n'
@@ -283,3 +286,68 @@ def test_what_an_output_cannot_write_is_escaped(tmp_path, encoding):
     run("prepare", name, "-o", "d", "--on-error", "skip")
     assert "3 × 3" in json.loads(run("show", "d", "--json"))["text"]
     assert json.loads(run("show", "d", "0", "--json"))["segments"][0]["file"] == name
+
+
+DEEP = "[" * 20_000
+HUGE = "9" * 26
+
+
+def test_what_is_nested_too_deeply_is_one_line_with_its_place(run):
+    Path("chat.jsonl").write_text(CHAT)
+    Path("deep.toml").write_text(f"a = {DEEP}")
+    Path("tokens").mkdir()
+    assert run("tokenizer", "train", "chat.jsonl", "--vocab-size", "260", "-o", "tokens/tokenizer.json")[0] == 0
+    Path("tokens/special_tokens_map.json").write_text(DEEP)
+    question = '{"id": "1", "messages": [{"role": "user", "content": "q"}], "objects": '
+    Path("truth.jsonl").write_text(f"{question}{DEEP}{']' * 20_000}}}\n")
+    run("prepare", "chat.jsonl", "-o", "d")
+    dataset = open_dataset("d")
+    Path("d/tokenizer_state.json").write_text(DEEP)
+    with pytest.raises(DataError, match=r"^d/tokenizer_state.json: cannot be read \(maximum recursion depth"):
+        dataset.tokenizer_state()
+    for name, config in (("odd", DEEP), ("mine", '{"model_type": "gpt"}')):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(config)
+    Path("mine/training.json").write_text(DEEP)
+    for args, line in (
+        ("chat odd --prompt q", "odd/config.json: does not say what model it is (RecursionError("),
+        ("chat mine --prompt q", "mine/training.json: cannot be read (maximum recursion depth"),
+        ("render chat.jsonl --format deep.toml", "deep.toml: not TOML: maximum recursion depth exceeded"),
+        ("prepare deep.toml -o d2", "deep.toml: not TOML: maximum recursion depth exceeded"),
+        ("certify --tokenizer tokens", "tokens/special_tokens_map.json: cannot be read (maximum recursion depth"),
+        ("rollout answers truth.jsonl -o d3 --add-tokens", "truth.jsonl:1: the record is nested too deeply; expected"),
+    ):
+        code, out, err = run(*args.split())
+        assert (code, out, err.count("\n"), err[: len(f"chatmill: {line}")]) == (1, "", 1, f"chatmill: {line}")
+    Path("config.json").write_text("{}")
+    code, _, err = run("train", "--model_name", "m", "--config_file", "config.json", "--mix_sft", DEEP)
+    assert (code, err[:34]) == (2, 'chatmill: the flags: mix_sft is "[')
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "prepare chat.jsonl -o d2 --pack",
+        "render chat.jsonl -n",
+        "stats d --block-size",
+        "order d --mode random --first",
+        "tokenizer train chat.jsonl -o t.json --vocab-size",
+    ],
+)
+def test_a_number_that_nothing_holds_is_a_usage_error(run, args):
+    Path("chat.jsonl").write_text(CHAT)
+    run("prepare", "chat.jsonl", "-o", "d")
+    code, out, err = run(*args.split(), HUGE)
+    assert (code, out, "Traceback" in err) == (2, "", False)
+    assert "2147483648" in err or "4294967296" in err
+
+
+def test_more_than_memory_holds_is_one_line(run, monkeypatch):
+    def much(*args, **options):
+        return np.empty(1 << 50, dtype=np.int64)
+
+    monkeypatch.setattr("chatmill.cli.check.reading", much)
+    code, out, err = run("check", "chat.jsonl")
+    assert (code, out) == (1, "")
+    assert err.startswith("chatmill: not enough memory (Unable to allocate 8.00 PiB")
+    assert err.endswith("); ask for less at a time\n")

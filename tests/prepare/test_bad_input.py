@@ -217,6 +217,14 @@ def test_input_that_changes_while_it_is_read_is_not_published(place):
 
 RECIPES = {
     "not TOML": ("fit = ", "recipe.toml: not TOML: "),
+    "a number of 400 digits": (
+        f'val_split = {"9" * 400}\n[[source]]\ninputs = ["chat.jsonl"]',
+        "recipe.toml: the recipe: val_split must be a number",
+    ),
+    "a row that is too long": (
+        f'pack = {"9" * 20}\n[[source]]\ninputs = ["chat.jsonl"]',
+        f"--pack {'9' * 20} is too large; give at most 2147483648",
+    ),
     "no source": ('fit = "tail"', "recipe.toml: no [[source]]; name the files of each in `inputs`"),
     "no inputs": ("[[source]]", "recipe.toml: source 0 has no inputs; give a list of files or globs"),
     "a text for a list": ('[[source]]\ninputs = "chat.jsonl"', "source 0: inputs must be a list of texts"),

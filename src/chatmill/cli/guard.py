@@ -35,6 +35,11 @@ def guarded(command: Callable[[], object]) -> None:
         sys.exit(0)
     except OSError as error:
         fail(f"{one_line(str(error.filename or 'input or output'))}: {error.strerror or error}", 1)
+    except RecursionError:
+        fail("something that was read is nested too deeply; expected fewer levels", 1)
+    except MemoryError as error:
+        # numpy says how much it was; Python says nothing.
+        fail(f"not enough memory ({one_line(str(error)) or 'no more is to be had'}); ask for less at a time", 1)
     except KeyboardInterrupt:
         fail("stopped", 130)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.options import AsJson, echo_json
-from chatmill.load.config import LoadConfig
+from chatmill.load.config import LONGEST, LoadConfig
 from chatmill.load.order import MODES
 from chatmill.load.plan import Plan
 from chatmill.load.source import open_sources
@@ -25,7 +25,7 @@ def order(
         int | None, typer.Option(help="The base seed: epoch_seed of a config.", show_default="1337")
     ] = None,
     epoch: Annotated[int, typer.Option(min=0, help="Which epoch; of a source, where sources are mixed.")] = 0,
-    first: Annotated[int, typer.Option(min=0, metavar="N", help="Print so many episodes.")] = 10,
+    first: Annotated[int, typer.Option(min=0, max=LONGEST, metavar="N", help="Print so many episodes.")] = 10,
     find: Annotated[
         int | None, typer.Option(metavar="EPISODE", help="Print the position of this episode instead.")
     ] = None,

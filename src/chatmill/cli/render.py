@@ -36,6 +36,7 @@ from chatmill.fit.truncate import FitRule, truncate
 from chatmill.format import TemplateOptions, open_format
 from chatmill.ledger import Ledger
 from chatmill.load.batch import IGNORE_INDEX
+from chatmill.load.config import LONGEST
 from chatmill.records.rejects import json_line
 from chatmill.rows import Part, Role, Rows, Rule, TrainOn
 from chatmill.show.terminal import row_title, span_lines
@@ -67,7 +68,7 @@ def render_command(
         bool, typer.Option("--require-terminators", help="Drop rows that end inside an answer.")
     ] = False,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help=f"Rows at most. To look at: {SHOWN}.")
+        int | None, typer.Option("--limit", "-n", min=1, max=LONGEST, help=f"Rows at most. To look at: {SHOWN}.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

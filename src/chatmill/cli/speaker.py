@@ -171,7 +171,7 @@ def _state(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: cannot be read ({error}); remove it and name the tokenizer with --tokenizer"
         ) from None

@@ -9,6 +9,7 @@ import typer
 
 from chatmill.cli.options import AsJson, counting, echo_json, tell_ledger, tell_table
 from chatmill.cli.show import Dataset
+from chatmill.load.config import LONGEST
 from chatmill.show.dataset import Shown, open_shown
 from chatmill.show.survey import BLOCK_SIZES, QUANTILES, Survey, survey
 from chatmill.show.text import visible
@@ -18,6 +19,7 @@ BlockSizes = Annotated[
     typer.Option(
         "--block-size",
         min=1,
+        max=LONGEST,
         help="A block size that packing is tried at; may be given several times.",
         show_default=", ".join(map(str, BLOCK_SIZES)),
     ),

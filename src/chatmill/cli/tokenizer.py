@@ -26,6 +26,7 @@ from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
 from chatmill.ledger import Ledger
 from chatmill.store.files import refuse_existing, write_file
+from chatmill.store.layout import WIDE
 from chatmill.tokenizer import open_tokenizer, train_bpe
 
 app = typer.Typer(
@@ -36,7 +37,9 @@ app = typer.Typer(
 @app.command("train")
 def train(
     inputs: Inputs,
-    vocab_size: Annotated[int, typer.Option(help="Tokens in all: 256 bytes, the control tokens, and learned ones.")],
+    vocab_size: Annotated[
+        int, typer.Option(max=WIDE, help="Tokens in all: 256 bytes, the control tokens, and learned ones.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The tokenizer.json to write.")],
     format: FormatName = "chatml",
     shape: Shape = None,

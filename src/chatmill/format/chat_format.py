@@ -107,7 +107,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
     """A format from its TOML text; all faults are reported together, in one line."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise DataError(f"{where}: not TOML: {error}") from None
     faults: list[str] = []
     known = {"name", "tokens", "trained", "default_system", "begin", "end", "body", *ROLES}

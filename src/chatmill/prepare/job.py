@@ -16,6 +16,8 @@ Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]
 FITS: tuple[str, ...] = get_args(Fit)
 SplitBy = Literal["hash", "shuffle"]
 SHARD_TOKENS = 2**24
+LONGEST = 2**31
+"""No row is longer."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Job:
             faults.append(f"--max-tokens {self.max_tokens} is too small; a row that can be trained has 2 tokens")
         if self.pack is not None and self.pack < 2:
             faults.append(f"--pack {self.pack} is too small; give at least 2")
+        if self.pack is not None and self.pack > LONGEST:
+            faults.append(f"--pack {self.pack} is too large; give at most {LONGEST}")
         if self.pack is not None and self.max_tokens is not None and self.max_tokens > self.pack:
             faults.append(f"--max-tokens {self.max_tokens} is over --pack {self.pack}; such rows would not fit")
         if self.fit == "blocks" and self.max_tokens is None:

@@ -32,7 +32,7 @@ def load_recipe(path: Path) -> Job:
         data = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); a recipe is a TOML file") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise DataError(f"{path}: not TOML: {error}") from None
     faults: list[str] = []
     tables = data.pop("source", [])
@@ -65,7 +65,7 @@ def _values(kind: type, table: Any, where: str, faults: list[str], besides: tupl
             continue
         if isinstance(value, list):
             value = tuple(value)
-        if isinstance(value, int) and not isinstance(value, bool) and hints[key] is float:
+        if isinstance(value, int) and not isinstance(value, bool) and hints[key] is float and abs(value) < 2**53:
             value = float(value)
         if _fits(value, hints[key]):
             out[key] = value

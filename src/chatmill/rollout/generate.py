@@ -118,7 +118,7 @@ class Server:
     def _object(self, data: bytes) -> dict[str, Any]:
         try:
             reply = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             reply = None
         if not isinstance(reply, dict):
             raise DataError(f"{self.url}: the server returned no JSON object; expected a completion")

@@ -146,7 +146,7 @@ class Dataset:
         path = self.path / TOKENIZER_STATE
         try:
             state = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read ({error}); the tokenizer of this dataset is unknown") from None
         if isinstance(state, dict):
             control, ids = state.get("control"), state.get("special_token_ids")

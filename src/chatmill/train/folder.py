@@ -46,5 +46,5 @@ def model_type(folder: Path) -> str:
         return str(config["model_type"])
     except FileNotFoundError:
         raise DataError(f"{folder}: has no {CONFIG}; a model folder has one") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path}: does not say what model it is ({error!r}); a model folder's does") from None

@@ -61,7 +61,7 @@ class HFModel(CausalModel):
                 lm = AutoModelForCausalLM.from_pretrained(
                     folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
                 )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
             raise DataError(f"{folder}: transformers cannot open it as a causal model ({reason})") from None
         return cls(lm, source=folder, compute=compute)

@@ -67,7 +67,7 @@ class LoraModel(HFModel):
             name = json.loads((folder / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"]
             base = _under(folder, name, compute)
             return cls(base, peft.PeftModel.from_pretrained(base.lm, str(folder), is_trainable=True))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{folder}: these adapters cannot be read ({str(error).splitlines()[0]})") from None

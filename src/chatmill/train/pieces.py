@@ -108,7 +108,7 @@ class Pieces:
             try:
                 file: Any = safe_open(path, framework="pt")
                 pieces = json.loads((file.metadata() or {}).get(PIECES, "{}"))
-            except (OSError, SafetensorError, ValueError) as error:
+            except (OSError, SafetensorError, ValueError, RecursionError) as error:
                 raise DataError(f"{path}: cannot be read ({error}); go on from another checkpoint") from None
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 part = file.get_slice(name)

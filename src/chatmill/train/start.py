@@ -138,7 +138,7 @@ def trained_with(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error}); remove it, or save the model again") from None
     if not isinstance(found, dict) or not isinstance(found.get("tokenizer_sha256"), str | None):
         raise DataError(f"{path}: is no object with a text as tokenizer_sha256; remove it, or save the model again")

@@ -131,7 +131,7 @@ def _json(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = msgspec.json.decode(path.read_bytes())
-    except (msgspec.DecodeError, OSError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise DataError(f"{_shown(path)}: cannot be read ({one_line(str(error))}); expected a JSON object") from None
     if not isinstance(found, dict):
         raise DataError(f"{_shown(path)}: holds no JSON object")
