@@ -26,8 +26,10 @@ from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
 from chatmill.ledger import Ledger
 from chatmill.store.files import refuse_existing, write_file
-from chatmill.store.layout import WIDE
 from chatmill.tokenizer import open_tokenizer, train_bpe
+
+MOST_TOKENS = 2**24
+"""More than any vocabulary has; the trainer sets aside room for all that it is asked for."""
 
 app = typer.Typer(
     help="Train a tokenizer on your conversations, or look at one.", no_args_is_help=True, rich_markup_mode=None
@@ -38,7 +40,7 @@ app = typer.Typer(
 def train(
     inputs: Inputs,
     vocab_size: Annotated[
-        int, typer.Option(max=WIDE, help="Tokens in all: 256 bytes, the control tokens, and learned ones.")
+        int, typer.Option(max=MOST_TOKENS, help="Tokens in all: 256 bytes, the control tokens, and learned ones.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The tokenizer.json to write.")],
     format: FormatName = "chatml",
