@@ -24,6 +24,9 @@ LARGE, PIECE = 1 << 26, 1 << 10
 """Bytes from which on a table is looked up in pieces, and records of a piece."""
 
 
+NOT_RISING = "its segments do not follow one another"
+
+
 class Places(NamedTuple):
     """Where episodes lie: the shard, counted over all sources, their number in it, and their tokens in it."""
 
@@ -158,8 +161,10 @@ class Reader:
         """The spans of these episodes in their shard; and, unless each has one segment, how many and their spans."""
         origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
         if len(origins) == self._records[shard][INDEX] and (own := _own_segments(origins, here.number, most)):
-            self._check_rising(shard, 0, *own, most)
-            return *own, None
+            begin, end = own
+            if ((begin < 0) | (end < begin) | (end > most)).any():
+                raise self._fault(shard, ORIGINS, NOT_RISING)
+            return begin, end, None
         low, high = _lower_bounds(origins, "row", here.number), _lower_bounds(origins, "row", here.number + 1)
         begin, end = _first_spans(origins, np.stack([low, high]), most)
         self._check_rising(shard, 0, begin, end, most)
@@ -172,7 +177,7 @@ class Reader:
         """Of what an episode's segments say, none may come before the one given before it."""
         for low, high in pairwise(bounds):
             if np.any(np.less(high, low)):
-                raise self._fault(shard, ORIGINS, "its segments do not follow one another")
+                raise self._fault(shard, ORIGINS, NOT_RISING)
 
     def _of_mask(self, shard: int, here: Places) -> tuple[Table, Index]:
         """Spans of episodes of which no more is known than their mask, and where those of each begin."""

@@ -252,10 +252,11 @@ class Episodes:
         spans = _copied(np.frombuffer(b"".join(stored), dtype=STORED_SPAN), SPAN)
         if int(spans["length"].sum(dtype=np.int64)) != len(ids):
             raise self.damaged(shards[0], SPANS, "spans do not tile the tokens of their rows")
-        for name, unknown in UNKNOWN.items():
-            if (wrong := unknown[spans[name]]).any():
-                at = _piece([len(part) for part in stored], wrong)
-                raise self.damaged(shards[at], SPANS, f"a span has a {name} that does not exist")
+        strange = [unknown.take(spans[name]) for name, unknown in UNKNOWN.items()]
+        if (strange[0] | strange[1] | strange[2]).any():
+            name, wrong = next((name, wrong) for name, wrong in zip(UNKNOWN, strange, strict=True) if wrong.any())
+            at = _piece([len(part) for part in stored], wrong)
+            raise self.damaged(shards[at], SPANS, f"a span has a {name} that does not exist")
         spans["target"] = OWN_ID
         for found, move in targets:
             spans["target"][found["span"].astype(np.int64) + move] = found["target"]
@@ -264,17 +265,20 @@ class Episodes:
         first_span = np.empty(len(table) + 1, dtype=np.int64)
         first_span[:-1] = table["first_span"].astype(np.int64) + np.repeat(span_moves, counts)
         first_span[-1] = num_spans
+        edges = np.empty(len(row) + 2, dtype=np.int64)
+        edges[0], edges[1:-1], edges[-1] = 0, row, num_rows - 1
+        if (edges[1:] < edges[:-1]).any() and len(row):
+            wrong = (np.diff(row, prepend=0) < 0) | (row >= num_rows)
+            what = "a segment is not in the order of its episode"
+            raise self.damaged(shards[_piece(counts, wrong)], ORIGINS, what)
+        if (wrong := first_span[1:] < first_span[:-1]).any():
+            what = "the spans of a segment do not follow those before"
+            raise self.damaged(shards[_piece(counts, wrong)], ORIGINS, what)
+        # Added to 1, the number that stands for no file becomes 0.
+        if (wrong := table["file"] + np.uint32(1) > len(self.files)).any():
+            what = f"a segment names a file beyond the {len(self.files)} known"
+            raise self.damaged(shards[_piece(counts, wrong)], ORIGINS, what)
         first_segment = np.searchsorted(row, np.arange(num_rows + 1))
-        for what, wrong in (
-            ("a segment is not in the order of its episode", (np.diff(row, prepend=0) < 0) | (row >= num_rows)),
-            ("the spans of a segment do not follow those before", np.diff(first_span) < 0),
-            (
-                f"a segment names a file beyond the {len(self.files)} known",
-                (table["file"] != NO_FILE) & (table["file"] >= len(self.files)),
-            ),
-        ):
-            if wrong.any():
-                raise self.damaged(shards[_piece(counts, wrong)], ORIGINS, what)
         return Rows(ids, spans, first_span, _copied(table, ORIGIN), first_segment, self.files)
 
     # Where episodes lie.
