@@ -58,6 +58,9 @@ UNKNOWN = {
     for name, codes in (("role", Role), ("part", Part), ("rule", Rule))
 }
 """Of what stands in a span as a number, whether each number from 0 to 255 means nothing."""
+LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
+"""Of the last three bytes of a span, if 1 is added to its role, so that NONE, which is 255, becomes 0."""
+FROM_NONE = np.array([1, 0, 0], dtype=np.uint8)
 MAPPED = 256
 """Files of a split that are mapped at once. Each holds a file descriptor, of which a process often has 1,024."""
 
@@ -249,12 +252,12 @@ class Episodes:
             num_spans += stop - first
         # Records joined as bytes: numpy would cast them field by field.
         table = np.frombuffer(b"".join(origins), dtype=SEGMENT)
-        spans = _copied(np.frombuffer(b"".join(stored), dtype=STORED_SPAN), SPAN)
+        raw = np.frombuffer(b"".join(stored), dtype=np.uint8).reshape(-1, STORED_SPAN.itemsize)
+        spans = _copied(raw.reshape(-1).view(STORED_SPAN), SPAN)
         if int(spans["length"].sum(dtype=np.int64)) != len(ids):
             raise self.damaged(shards[0], SPANS, "spans do not tile the tokens of their rows")
-        strange = [unknown.take(spans[name]) for name, unknown in UNKNOWN.items()]
-        if (strange[0] | strange[1] | strange[2]).any():
-            name, wrong = next((name, wrong) for name, wrong in zip(UNKNOWN, strange, strict=True) if wrong.any())
+        if (raw[:, -3:] + FROM_NONE > LARGEST).any():
+            name, wrong = next((name, wrong) for name in UNKNOWN if (wrong := UNKNOWN[name][spans[name]]).any())
             at = _piece([len(part) for part in stored], wrong)
             raise self.damaged(shards[at], SPANS, f"a span has a {name} that does not exist")
         spans["target"] = OWN_ID
@@ -265,9 +268,7 @@ class Episodes:
         first_span = np.empty(len(table) + 1, dtype=np.int64)
         first_span[:-1] = table["first_span"].astype(np.int64) + np.repeat(span_moves, counts)
         first_span[-1] = num_spans
-        edges = np.empty(len(row) + 2, dtype=np.int64)
-        edges[0], edges[1:-1], edges[-1] = 0, row, num_rows - 1
-        if (edges[1:] < edges[:-1]).any() and len(row):
+        if len(row) and (row[0] < 0 or row[-1] >= num_rows or (row[1:] < row[:-1]).any()):
             wrong = (np.diff(row, prepend=0) < 0) | (row >= num_rows)
             what = "a segment is not in the order of its episode"
             raise self.damaged(shards[_piece(counts, wrong)], ORIGINS, what)
