@@ -198,8 +198,9 @@ def resident(path: Path) -> int:
     held, here = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *rest = line.split(maxsplit=5)
-        if "-" in name and len(rest) == 5:
-            here = rest[4] == str(path)
+        if not name.endswith(":"):
+            # The line that begins a mapping; one without a file ends with a number.
+            here = rest[-1] == str(path)
         elif name == "Rss:" and here:
             held += 1024 * int(rest[0])
     return held
