@@ -37,7 +37,7 @@ from chatmill.format import TemplateOptions, open_format
 from chatmill.ledger import Ledger
 from chatmill.load.batch import IGNORE_INDEX
 from chatmill.load.config import LONGEST
-from chatmill.records.rejects import json_line
+from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Part, Role, Rows, Rule, TrainOn
 from chatmill.show.terminal import row_title, span_lines
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from chatmill.cli.options import AsJson, counting
 from chatmill.errors import UsageError
-from chatmill.records.rejects import json_line
+from chatmill.records.shapes.decode import json_line
 from chatmill.show.conversation import conversation_lines, place_name, title, token_lines
 from chatmill.show.dataset import Shown, open_shown, split_of
 from chatmill.show.plain import row_json

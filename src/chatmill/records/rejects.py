@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
-
-import msgspec
+from typing import BinaryIO, Self
 
 from chatmill.errors import RecordError, UsageError
 from chatmill.records.files import expand, shown
+from chatmill.records.shapes.decode import json_line
 
 
 class Rejects:
@@ -50,11 +48,3 @@ class Rejects:
         }
         self._file.write(json_line(line))
         self.counts[fault.kind] += 1
-
-
-def json_line(value: Any) -> bytes:
-    """A value as a line of JSON. What is no UTF-8 in the name of a file is escaped, and read back as it was."""
-    try:
-        return msgspec.json.encode(value) + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":")).encode() + b"\n"

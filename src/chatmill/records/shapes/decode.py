@@ -1,7 +1,8 @@
-"""Bytes of one record to plain JSON values, or the one fault that says where they stop being JSON."""
+"""JSON of one record: bytes to plain values, or the one fault that says where they stop being JSON; and back."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -44,6 +45,14 @@ def decode_text(data: bytes) -> str:
 def compact(value: Any) -> str:
     """A JSON value as text without spaces; key order and non-ASCII characters stay as they are."""
     return msgspec.json.encode(value).decode()
+
+
+def json_line(value: Any) -> bytes:
+    """A value as a line of JSON. What is no UTF-8 in the name of a file is escaped, and read back as it was."""
+    try:
+        return msgspec.json.encode(value) + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
 def named(value: Any) -> str:
