@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from chatmill.errors import RecordError, UsageError, one_line
 from chatmill.format.chat_format import ChatFormat, load_format
-from chatmill.format.render import render_chunks, renderable
+from chatmill.format.plates import Plates
+from chatmill.format.render import render, render_chunks, renderable
 from chatmill.format.template.folder import has_template
 from chatmill.format.template.format import TemplateFormat, open_template
 from chatmill.ledger import Ledger
-from chatmill.records import Record
+from chatmill.records import ROLES, Plain, Record
 from chatmill.rows import Rows, TrainOn
 from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 
@@ -45,10 +49,16 @@ class OpenFormat(Protocol):
     ) -> Iterator[Record]:
         """The records that it can write; the others go to `on_reject`, or raise if there is none."""
 
+    def takes(self, records: Plain) -> bool:
+        """Whether it can write all of these from their columns."""
+
+    def render(self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger) -> Rows:
+        """A row for each accepted record; what deserves a look is noted in the ledger."""
+
     def chunks(
         self, records: Iterable[Record], *, train_on: TrainOn = "assistant", chunk: int = 512, ledger: Ledger
     ) -> Iterator[Rows]:
-        """Rows of accepted records, `chunk` at a time; what deserves a look is noted in the ledger."""
+        """The same, `chunk` at a time."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,17 @@ class OpenTurns:
         self, records: Iterable[Record], on_reject: Callable[[RecordError], None] | None = None
     ) -> Iterator[Record]:
         return renderable(records, self.format, on_reject)
+
+    def takes(self, records: Plain) -> bool:
+        written = np.array([role in self.format.turns for role in ROLES])
+        return self.format.default_system is None and bool(written[records.roles].all())
+
+    def render(self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger) -> Rows:
+        return render(records, self.format, self.tokenizer, train_on=train_on, plates=self._plates)
+
+    @cached_property
+    def _plates(self) -> Plates:
+        return Plates(self.format, self.tokenizer)
 
     def chunks(
         self, records: Iterable[Record], *, train_on: TrainOn = "assistant", chunk: int = 512, ledger: Ledger

@@ -26,7 +26,7 @@ from chatmill.format.body import cut_bodies
 from chatmill.format.chat_format import ChatFormat
 from chatmill.format.plates import BEGIN, CLOSE, END, OPEN, PARTS, REST, Plates, RenderTokenizer
 from chatmill.format.sheet import Sheet, lay_out
-from chatmill.records import Record
+from chatmill.records import Plain, Record
 from chatmill.records.record import ROLES
 from chatmill.rows import (
     EMPTY,
@@ -79,11 +79,17 @@ def render(
     tokenizer: RenderTokenizer,
     *,
     train_on: TrainOn = "assistant",
+    plates: Plates | None = None,
 ) -> Rows:
-    """One row for each record: its tokens, and for each of them what it is and whether it is trained."""
+    """One row for each record: its tokens, and for each of them what it is and whether it is trained.
+
+    Who renders often gives the `plates`, which are the same each time.
+    """
     if not records:
         return EMPTY
-    return _render(records, format, Plates(format, tokenizer), tokenizer, train_on)
+    plates = plates or Plates(format, tokenizer)
+    sheet = lay_out(records, format, plates)
+    return _print(sheet, plates, tokenizer, *tokenizer.encode_batch(sheet.texts), train_on=train_on)
 
 
 def render_chunks(
@@ -98,7 +104,7 @@ def render_chunks(
     plates = Plates(format, tokenizer)
     stream = iter(records)
     while batch := list(islice(stream, chunk)):
-        yield _render(batch, format, plates, tokenizer, train_on)
+        yield render(batch, format, tokenizer, train_on=train_on, plates=plates)
 
 
 def prompt_ids(record: Record, format: ChatFormat, tokenizer: RenderTokenizer) -> list[int]:
@@ -108,13 +114,6 @@ def prompt_ids(record: Record, format: ChatFormat, tokenizer: RenderTokenizer) -
     return ids[: len(ids) - len(plates.fixed("assistant", END))] + plates.fixed("assistant", OPEN)
 
 
-def _render(
-    records: Sequence[Record], format: ChatFormat, plates: Plates, tokenizer: RenderTokenizer, train_on: TrainOn
-) -> Rows:
-    sheet = lay_out(records, format, plates)
-    return _print(sheet, plates, tokenizer, *tokenizer.encode_batch(sheet.texts), train_on=train_on)
-
-
 def _print(
     sheet: Sheet, plates: Plates, tokenizer: RenderTokenizer, flat: Ids, text_start: Index, *, train_on: TrainOn
 ) -> Rows:
@@ -122,7 +121,7 @@ def _print(
     messages, roles, bodies = sheet.messages, sheet.roles, sheet.bodies
     first_message, text_of = sheet.first_message, sheet.text_of
     # Pieces: five fixed ones a message, and its body, which is one piece but for the messages in `bodies`.
-    widths = np.full(len(messages), 6, dtype=np.int64)
+    widths = np.full(len(roles), 6, dtype=np.int64)
     for at, pieces in bodies.items():
         widths[at] = 5 + len(pieces)
     base = offsets(widths)
@@ -148,7 +147,7 @@ def _print(
         starts[where] = plates.starts[roles, column] + len(flat)
         parts[where] = PARTS[column]
         rules[where] = plates.rules[column]
-    inner = np.ones(len(messages), dtype=bool)
+    inner = np.ones(len(roles), dtype=bool)
     inner[first_message[:-1]] = False
     lengths[base[:-1][inner]] = 0
     inner[first_message[:-1]] = True
@@ -214,6 +213,10 @@ def _message_numbers(first_message: Index, lead: Index) -> NDArray[np.uint32]:
 
 def origins_of(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
     """Where rows of one record each came from."""
+    if isinstance(records, Plain):
+        origins = np.zeros(len(records), dtype=ORIGIN)
+        origins["line"] = np.arange(records.line, records.line + len(records))
+        return origins, (File(records.source, records.file),)
     sources = list(map(SOURCE, records))
     # Files are numbered as they come; a chunk is nearly always of one.
     numbers = {key: number for number, key in enumerate(dict.fromkeys(sources))}

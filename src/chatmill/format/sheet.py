@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from chatmill.format.body import Body, body_of, messages_of
 from chatmill.format.chat_format import ChatFormat
 from chatmill.format.plates import CODE, Plates
-from chatmill.records import Message, Record
+from chatmill.records import Message, Plain, Record
 from chatmill.rows import Index, Role, offsets
+from chatmill.tokenizer import TextColumns
 
 ODD = 8
 """Added to the role of a message that has more than a content; no role is as large."""
@@ -24,7 +25,8 @@ class Sheet:
     """All messages of some records, laid out for printing."""
 
     records: Sequence[Record]
-    messages: list[Message]
+    messages: Sequence[Message]
+    """Empty where they are in columns."""
     first_message: Index
     """Where each record begins among the messages, and their end."""
     lead: Index
@@ -34,13 +36,15 @@ class Sheet:
     """Messages with more than a role and a content; on the bulk path there are few."""
     bodies: dict[int, Body]
     """Those of them whose body is more than one text."""
-    texts: list[str]
+    texts: Sequence[str]
     text_of: Index
     """Which of the texts the body of each message is."""
 
 
 def lay_out(records: Sequence[Record], format: ChatFormat, plates: Plates) -> Sheet:
     """Everything that can be done before the texts are encoded."""
+    if isinstance(records, Plain):
+        return _in_columns(records, plates)
     written: list[Sequence[Message]] = [record.messages for record in records]
     counts = np.fromiter(map(len, written), dtype=np.int64, count=len(written))
     lead = np.zeros(len(records), dtype=np.int64)
@@ -71,6 +75,13 @@ def lay_out(records: Sequence[Record], format: ChatFormat, plates: Plates) -> Sh
     }
     texts, text_of = _texts(messages, roles, plates, odd, bodies)
     return Sheet(records, messages, offsets(counts + lead), lead, roles, odd, bodies, texts, text_of)
+
+
+def _in_columns(records: Plain, plates: Plates) -> Sheet:
+    before, after = ([text.encode() for text in texts] for texts in (plates.prefix, plates.suffix))
+    texts = TextColumns(records.data, records.start, records.stop, records.roles, before, after)
+    lead, text_of = np.zeros(len(records), dtype=np.int64), np.arange(len(texts), dtype=np.int64)
+    return Sheet(records, (), records.first_message, lead, records.roles, [], {}, texts, text_of)
 
 
 def _texts(

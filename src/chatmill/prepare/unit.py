@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count as numbers
 from pathlib import Path
@@ -16,13 +16,13 @@ from chatmill.format import OpenFormat, TemplateOptions, open_format
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged, save
-from chatmill.records import Part, Record, read_part, record_key
+from chatmill.records import Part, Plain, Record, keys_of, read_blocks
 from chatmill.rows import File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 from chatmill.tokenizer import Tokenizer
 
 CHUNK = 512
-"""Records that are rendered at a time; small, because several processes do so at once."""
+"""Records that are rendered at a time, if they are not in columns; few, because several processes do so at once."""
 FILE_TOKENS = 2**22
 """Tokens after which a unit begins another staged file: a file that cannot be cut may be of any size."""
 
@@ -77,9 +77,10 @@ def run_unit(unit: Unit, job: Job, tools: Tools, folder: Path) -> Done:
     """Read, render and fit one unit. With `on_error` "stop" its first fault is raised."""
     records = _Records(unit, job, tools)
     out = _Files(unit, tools, folder)
-    for rows in tools.format.chunks(records, train_on=unit.train_on, chunk=CHUNK, ledger=records.ledger):
+    for batch in records:
+        rows = tools.format.render(batch, train_on=unit.train_on, ledger=records.ledger)
         _check_ids(rows, tools.tokenizer.vocab_size)
-        rows.origins["key"] = records.keys_of(len(rows))
+        rows.origins["key"] = np.frombuffer(keys_of(batch), dtype="<u8").reshape(-1, 2)
         count, source = len(rows), np.arange(len(rows), dtype=np.int64)
         records.ledger.add("read", rows=count)
         records.ledger.add("rendered", rows=count, tokens=len(rows.ids), trained=trained_tokens(rows))
@@ -127,17 +128,28 @@ class _Records:
         self.lines = 0
         self.stopped_by: RecordError | None = None
         self._unit, self._job, self._format = unit, job, tools.format
-        self._keys = bytearray()
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[Sequence[Record]]:
+        """Some at a time: blocks of plain ones in their columns, and the others in lists."""
+        waiting: list[Record] = []
         try:
-            records = read_part(self._unit.part, on_fault=self._fault, on_end=self._end)
-            for record in self._format.accepted(records, self._fault):
-                self._keys += record_key(record)
-                yield record
+            for block in read_blocks(self._unit.part, on_fault=self._fault, on_end=self._end):
+                if isinstance(block, Plain) and self._format.takes(block):
+                    if waiting:
+                        yield waiting
+                        waiting = []
+                    yield block
+                    continue
+                for record in self._format.accepted(block, self._fault):
+                    waiting.append(record)
+                    if len(waiting) == CHUNK:
+                        yield waiting
+                        waiting = []
         except RecordError as fault:
             # Records are read ahead of the rows that are made of them, where an earlier fault may still be found.
             self.stopped_by = fault
+        if waiting:
+            yield waiting
 
     def _end(self, lines: int) -> None:
         self.lines = lines
@@ -148,12 +160,6 @@ class _Records:
         self.faults.append(fault)
         self.ledger.add("read", rows=1)
         self.ledger.add("rejected", fault.kind, rows=1)
-
-    def keys_of(self, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.uint64]]:
-        """The keys of the next so many records, each as two numbers."""
-        keys = np.frombuffer(bytes(self._keys[: 16 * count]), dtype="<u8").reshape(-1, 2)
-        del self._keys[: 16 * count]
-        return keys
 
 
 class _Files:

@@ -1,7 +1,8 @@
 """Read conversations from files: every shape becomes the one `Record`, every fault one line."""
 
 from chatmill.records.files import SUFFIXES, expand
-from chatmill.records.read import MAX_LINE_BYTES, Part, plan, read, read_part
+from chatmill.records.plain import Plain, keys_of
+from chatmill.records.read import MAX_LINE_BYTES, Part, plan, read, read_blocks, read_part
 from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, record_key
 from chatmill.records.rejects import Rejects
 from chatmill.records.shapes import SHAPES
@@ -14,14 +15,17 @@ __all__ = [
     "SUFFIXES",
     "Message",
     "Part",
+    "Plain",
     "Record",
     "Rejects",
     "Role",
     "Split",
     "ToolCall",
     "expand",
+    "keys_of",
     "plan",
     "read",
+    "read_blocks",
     "read_part",
     "record_key",
     "shuffle_split",

@@ -14,8 +14,10 @@ from chatmill.records.files import Units, open_bytes
 from chatmill.records.shapes.transcript import EOS
 
 _CHUNK = 1 << 18
-_BLOCK = 1 << 18
+BLOCK = 1 << 18
 """Bytes of lines that are parsed together: they and what is made of them stay in the cache."""
+WIDE_BLOCK = 1 << 20
+"""The same for columns, which take little room, and cost more the fewer rows they have."""
 
 
 def lines(path: Path, *, limit: int) -> Units:
@@ -29,7 +31,7 @@ def lines(path: Path, *, limit: int) -> Units:
         before += len(pieces)
 
 
-def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None, size: int = BLOCK) -> Iterator[bytes]:
     """The lines of bytes [start, stop), some at a time. `start` and `stop` are where lines begin, as `cut` gives them.
 
     What stands before a fault of the file is passed on before the fault is raised.
@@ -39,7 +41,7 @@ def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None) -
         if start:
             file.seek(start)
         left = 2**63 if stop is None else stop - file.tell()
-        while left > 0 and (data := file.read1(min(_BLOCK, left))):
+        while left > 0 and (data := file.read1(min(size, left))):
             left -= len(data)
             if end := data.rfind(b"\n") + 1:
                 yield bytes(held) + data[:end] if held else data[:end]

@@ -16,10 +16,15 @@ from typing import Literal
 from chatmill.errors import RecordError, UsageError
 from chatmill.records import array, files, lines, parquet
 from chatmill.records.detect import detect
+from chatmill.records.plain import COMPILED, Plain, plain_lines
 from chatmill.records.record import Record
-from chatmill.records.shapes import SHAPES, oasst, parser, transcript
+from chatmill.records.shapes import SHAPES, Parser, oasst, parser, transcript
 
 MAX_LINE_BYTES = 64 * 2**20
+ENOUGH = 2**17
+"""Bytes of plain lines from which on columns pay off, where other lines stand between them."""
+STRETCH = 2**16
+"""Bytes of lines that are read one by one before columns are tried again."""
 OnError = Literal["stop", "skip"]
 OnReject = Callable[[RecordError], None]
 
@@ -90,8 +95,43 @@ def read_part(
 
     `on_end` is told how many lines the part has, so that those of the next can be numbered on.
     """
-    file, line = str(part.path), 0
-    with closing(_parsed(part, max_line_bytes)) as parsed:
+    for found in _read(part, max_line_bytes, columns=False, on_end=on_end):
+        for each in found:
+            if isinstance(each, RecordError):
+                on_fault(each)
+            else:
+                yield each
+
+
+def read_blocks(
+    part: Part, *, on_fault: OnReject, on_end: Callable[[int], None], max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[Plain | list[Record]]:
+    """The same records many at a time: in columns where they are plain, in lists where not."""
+    for found in _read(part, max_line_bytes, columns=True, on_end=on_end):
+        if isinstance(found, Plain):
+            yield found
+            continue
+        records: list[Record] = []
+        for each in found:
+            if isinstance(each, RecordError):
+                # Those before the fault are not lost with it.
+                if records:
+                    yield records
+                    records = []
+                on_fault(each)
+            else:
+                records.append(each)
+        if records:
+            yield records
+
+
+Found = Sequence[Record | RecordError]
+
+
+def _read(part: Part, limit: int, *, columns: bool, on_end: Callable[[int], None]) -> Iterator[Found]:
+    """Records and faults, some at a time, up to where the file itself breaks."""
+    line = 0
+    with closing(_parsed(part, limit, columns=columns)) as parsed:
         while True:
             try:
                 line, found = next(parsed)
@@ -100,16 +140,12 @@ def read_part(
                 return
             except RecordError as fault:
                 # The file itself is broken from here on; where it knows no line, it is after the last one read.
-                on_fault(fault.at(file, fault.line or line + 1))
+                yield [fault.at(str(part.path), fault.line or line + 1)]
                 return
-            for each in found:
-                if isinstance(each, RecordError):
-                    on_fault(each)
-                else:
-                    yield each
+            yield found
 
 
-def _parsed(part: Part, limit: int) -> Generator[tuple[int, Sequence[Record | RecordError]], None, None]:
+def _parsed(part: Part, limit: int, *, columns: bool) -> Generator[tuple[int, Found], None, None]:
     """Records and faults, some at a time, and the last line that has been read."""
     parse = parser(part.shape, file=str(part.path), source=part.source, limit=limit)
     if not _is_of_lines(part):
@@ -117,20 +153,39 @@ def _parsed(part: Part, limit: int) -> Generator[tuple[int, Sequence[Record | Re
             yield line, parse(line, data)
         return
     before = 0
-    for block in lines.blocks(part.path, limit=limit, start=part.start, stop=part.stop):
-        found = parse.plain(before + 1, block)
-        count = len(found)
-        if not found:
-            pieces = lines.split(block)
-            count = len(pieces)
-            found = [
-                each
-                for line, data in enumerate(pieces, before + 1)
-                if not lines.is_blank(data)
-                for each in parse(line, data)
-            ]
+    columns = columns and COMPILED and parse.read_lines is not None
+    size = lines.WIDE_BLOCK if columns else lines.BLOCK
+    for block in lines.blocks(part.path, limit=limit, start=part.start, stop=part.stop, size=size):
+        # A block within the limit holds no line over it.
+        as_columns = columns and len(block) <= limit
+        for count, found in _in_columns(parse, before, block) if as_columns else [_one_by_one(parse, before, block)]:
+            before += count
+            yield before, found
+
+
+def _one_by_one(parse: Parser, before: int, block: bytes) -> tuple[int, Found]:
+    """How many lines a block has, and what they hold."""
+    if found := parse.plain(before + 1, block):
+        return len(found), found
+    pieces = lines.split(block)
+    numbered = enumerate(pieces, before + 1)
+    return len(pieces), [each for n, data in numbered if not lines.is_blank(data) for each in parse(n, data)]
+
+
+def _in_columns(parse: Parser, before: int, block: bytes) -> Iterator[tuple[int, Found]]:
+    """The same in columns, as far as the lines are plain; in between, some of them one by one."""
+    at = 0
+    while at < len(block):
+        end, found = plain_lines(block, at, source=parse.source, file=parse.file, line=before + 1, made=parse.plain)
+        if end < len(block) and end - at < ENOUGH:
+            end = block.find(b"\n", end + STRETCH) + 1 or len(block)
+            count, others = _one_by_one(parse, before, block[at:end])
+            yield count, others
+        else:
+            count = len(found)
+            yield count, found
         before += count
-        yield before, found
+        at = end
 
 
 def _is_of_lines(part: Part) -> bool:

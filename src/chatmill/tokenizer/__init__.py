@@ -1,8 +1,8 @@
 """Text to ids and back: one port, several backends, control tokens kept apart from text."""
 
 from chatmill.tokenizer.choose import MissingTokensError, open_tokenizer
-from chatmill.tokenizer.port import TextTokenizer
+from chatmill.tokenizer.port import TextColumns, TextTokenizer
 from chatmill.tokenizer.tokenizer import Tokenizer
 from chatmill.tokenizer.train import train_bpe
 
-__all__ = ["MissingTokensError", "TextTokenizer", "Tokenizer", "open_tokenizer", "train_bpe"]
+__all__ = ["MissingTokensError", "TextColumns", "TextTokenizer", "Tokenizer", "open_tokenizer", "train_bpe"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,34 @@ from chatmill.errors import ChatmillError, DataError, one_line
 
 Ids = NDArray[np.uint32]
 Offsets = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class TextColumns(Sequence[str]):
+    """Texts that lie in one buffer: before[kind] + data[start:stop] + after[kind], in UTF-8.
+
+    An engine that knows them needs no string for each; to any other they are a sequence of strings.
+    """
+
+    data: bytes
+    start: Offsets
+    stop: Offsets
+    kind: NDArray[np.uint8]
+    before: list[bytes]
+    after: list[bytes]
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        kind, start, stop = int(self.kind[index]), int(self.start[index]), int(self.stop[index])
+        return (self.before[kind] + self.data[start:stop] + self.after[kind]).decode()
 
 
 class TextTokenizer(Protocol):

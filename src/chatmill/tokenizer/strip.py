@@ -99,7 +99,7 @@ def _check_merges(place: str, model: Json) -> None:
     """A second half without the prefix that all of them have is cut by its length, which ends the process in Rust."""
     if not (prefix := model.get("continuing_subword_prefix")):
         return
-    for _, right in _pairs(model.get("merges") or []):
+    for _, right in pairs(model.get("merges") or []):
         if not right.startswith(prefix):
             what = (
                 f'a merge ends in "{one_line(right)}", without the prefix "{one_line(prefix)}" of what continues a word'
@@ -107,7 +107,8 @@ def _check_merges(place: str, model: Json) -> None:
             raise DataError(f"{place}: {what}; the file is damaged")
 
 
-def _pairs(merges: Sequence[Any]) -> list[Sequence[str]]:
+def pairs(merges: Sequence[Any]) -> list[Sequence[str]]:
+    """The merges as their two halves, in whichever of the two ways they are written."""
     return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
 
 
@@ -122,6 +123,6 @@ def _rename(model: Json, names: Mapping[str, str]) -> None:
         prefix = model.get("continuing_subword_prefix") or ""
         model["merges"] = [
             merge
-            for merge, (left, right) in zip(model["merges"], _pairs(model["merges"]), strict=True)
+            for merge, (left, right) in zip(model["merges"], pairs(model["merges"]), strict=True)
             if names.keys().isdisjoint((left, right, left + right.removeprefix(prefix)))
         ]

@@ -1,11 +1,17 @@
-"""Hugging Face `tokenizer.json` files: through `fastokens` where it gives the same ids, else through `tokenizers`."""
+"""Hugging Face `tokenizer.json` files, through the fastest engine that gives the ids that `tokenizers` gives.
+
+byte_bpe    byte-level BPE of the usual patterns
+fastokens   nearly everything else
+tokenizers  everything
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from functools import cached_property
 
 import fastokens
 import msgspec
@@ -13,6 +19,7 @@ import numpy as np
 import tokenizers
 
 from chatmill.errors import DataError, one_line
+from chatmill.tokenizer.byte_bpe import Encode, byte_bpe
 from chatmill.tokenizer.port import Ids, Offsets, faults_of, flat
 from chatmill.tokenizer.probe import PROBE
 from chatmill.tokenizer.strip import Json, byte_alphabet, kinds, strip, vocabulary
@@ -31,7 +38,8 @@ class TokenizerJson:
         right = "expected a tokenizer.json as Hugging Face tokenizers writes it"
         with faults_of(place, "no tokenizer.json that can be loaded", right):
             stripped, self.control = strip(place, content, control)
-            self._slow = tokenizers.Tokenizer.from_str(_dump(stripped))
+            self._content = msgspec.json.encode(stripped).decode()
+            self._slow = tokenizers.Tokenizer.from_str(self._content)
             # The token for unknown text may be left in the list; written in a text, it is text.
             self._slow.encode_special_tokens = True
             self._added = {token["id"]: token["content"] for token in stripped["added_tokens"]}
@@ -43,7 +51,8 @@ class TokenizerJson:
             self.vocab_size = 1 + max([*vocabulary(stripped).values(), *self.control.values(), *self._added])
             self._decoder = set(kinds(stripped.get("decoder")))
         self._bytes = byte_alphabet()
-        self._encode = self._choose(place, stripped)
+        self._place, self._left = place, 0
+        self._encode = self._native(stripped) or self._other
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         return self._encode(texts)
@@ -64,30 +73,47 @@ class TokenizerJson:
             return bytes.fromhex(byte[1])
         return token.replace("▁", " ").encode() if self._decoder & {"Metaspace", "Replace"} else token.encode()
 
-    def _choose(self, place: str, stripped: Json) -> Callable[[Sequence[str]], tuple[Ids, Offsets]]:
-        """The fast engine if it loads the file and agrees on the probe; else the other, with a warning."""
+    def _native(self, stripped: Json) -> Encode | None:
+        """The engine in C, if the file is of its kind and it agrees on the probe."""
+        normalizer = self._slow.normalizer
+        engine = byte_bpe(stripped, normalizer.normalize_str if normalizer else str, self._rest)
+        return engine if engine is not None and self._agrees(engine) else None
+
+    def _rest(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        """What the engine in C leaves: too little to load another engine for, until it is a megabyte."""
+        self._left += sum(map(len, texts))
+        return self._other(texts) if self._left > 2**20 else self._slow_batch(texts)
+
+    def _agrees(self, engine: Encode) -> bool:
         sample = range(0, self.vocab_size, max(1, self.vocab_size // 4096))
         probe = [*PROBE, self.decode([id for id in sample if self._slow.id_to_token(id) is not None])]
-        instead = "tokenizers encodes instead: the same ids as ever, only slower"
+        (ids, offsets), (right, right_offsets) = engine(probe), self._slow_batch(probe)
+        return np.array_equal(ids, right) and np.array_equal(offsets, right_offsets)
+
+    @cached_property
+    def _other(self) -> Encode:
+        """`fastokens` if it loads the file and agrees on the probe; else `tokenizers`, with a warning."""
+        place, instead = self._place, "tokenizers encodes instead: the same ids as ever, only slower"
         try:
             with faults_of(place, "fastokens refuses the file", instead):
-                fast = self._fast(stripped)
-                fast_ids, fast_offsets = fast(probe)
+                fast = self._fast(msgspec.json.decode(self._content))
+                agrees = self._agrees(fast)
         except DataError as error:
             message = str(error)
         else:
-            ids, offsets = self._slow_batch(probe)
-            if np.array_equal(ids, fast_ids) and np.array_equal(offsets, fast_offsets):
+            if agrees:
                 return fast
             message = f"{place}: fastokens gives other ids on a probe; {instead}"
         warnings.warn(message, stacklevel=2)
         return self._slow_batch
 
-    def _fast(self, stripped: Json) -> Callable[[Sequence[str]], tuple[Ids, Offsets]]:
+    def _fast(self, stripped: Json) -> Encode:
         normalizer = stripped.get("normalizer") or {}
         # fastokens lacks these. Without added tokens a text is normalized as a whole, so it can be done before.
         before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
-        engine = fastokens.Tokenizer.from_json_str(_dump({**stripped, "normalizer": None} if before else stripped))
+        engine = fastokens.Tokenizer.from_json_str(
+            msgspec.json.encode({**stripped, "normalizer": None}).decode() if before else self._content
+        )
         normalize = self._slow.normalizer.normalize_str if before and self._slow.normalizer else None
 
         def encode(texts: Sequence[str]) -> tuple[Ids, Offsets]:
@@ -101,7 +127,3 @@ class TokenizerJson:
     def _slow_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         encodings = self._slow.encode_batch_fast(list(texts), add_special_tokens=False)
         return flat([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings])
-
-
-def _dump(content: Json) -> str:
-    return msgspec.json.encode(content).decode()

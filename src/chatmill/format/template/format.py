@@ -24,7 +24,7 @@ from chatmill.format.template.probes import QUESTION, style_of
 from chatmill.format.template.trace import Step, replay, shortened
 from chatmill.format.template.writer import Writer
 from chatmill.ledger import Ledger
-from chatmill.records import Record
+from chatmill.records import Plain, Record
 from chatmill.rows import Rows, TrainOn
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 from chatmill.tokenizer.marked import Marked
@@ -137,6 +137,10 @@ class TemplateFormat:
                 if on_reject is None:
                     raise
                 on_reject(fault)
+
+    def takes(self, records: Plain) -> bool:
+        # A template is given each conversation for itself.
+        return False
 
     def chunks(
         self, records: Iterable[Record], *, train_on: TrainOn = "assistant", chunk: int = 512, ledger: Ledger
