@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -23,10 +24,12 @@ from chatmill.fit.plan import OWN_RULE, Plan, gather
 from chatmill.fit.turns import first_of, last_of, turns_of
 from chatmill.fit.windows import windows
 from chatmill.ledger import Ledger
-from chatmill.rows import NO_FILE, Index, Rows, Rule
+from chatmill.rows import NO_FILE, Index, Rows, Rule, concat
 
 FitRule = Literal["turns", "tail", "windows", "drop", "error"]
 RULES: tuple[FitRule, ...] = get_args(FitRule)
+STRETCH = 16
+"""Rows that stand together, on average, from which on copying stretches is quicker than copying rows."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,24 @@ def truncate_from(
     if kept.all() and len(size) == len(rows) and not lost:
         return rows, cut.source
     chosen = cut.take(np.flatnonzero(kept))
-    return gather(rows, _plan(chosen)), chosen.source
+    return _gathered(rows, chosen, shortened[kept]), chosen.source
+
+
+def _gathered(rows: Rows, cut: Cut, shortened: NDArray[np.bool_]) -> Rows:
+    """The new rows. Where few are shortened or gone, the others stay together and are copied as they stand."""
+    source = np.where(shortened, -2, cut.source)
+    ends = np.flatnonzero((source[1:] != source[:-1] + 1) | shortened[1:]) + 1
+    if not len(source) or len(ends) * STRETCH > len(source):
+        return gather(rows, _plan(cut))
+    made = gather(rows, _plan(cut.take(np.flatnonzero(shortened))))
+    parts, at = [], 0
+    for start, stop in pairwise([0, *ends.tolist(), len(source)]):
+        if shortened[start]:
+            parts.append(made[at : at + 1])
+            at += 1
+        else:
+            parts.append(rows[source[start] : source[stop - 1] + 1])
+    return concat(parts)
 
 
 def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Cut, NDArray[np.bool_]]:

@@ -182,7 +182,7 @@ class _Part:
     """One file of a shard: its bytes are hashed and counted as they are written."""
 
     def __init__(self, path: Path) -> None:
-        self._file = create(path)
+        self._file = create(path, hurry=True)
         self._hash = hashlib.sha256()
         self._size = 0
 

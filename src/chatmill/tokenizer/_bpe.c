@@ -33,7 +33,11 @@ enum { GPT2, CL100K };
 
 typedef struct {
     uint64_t low, high; /* the bytes of a short word, its length on top; of a long one a hash, and its length below 0xFF */
-    uint32_t ids[FEW];  /* or, ELSEWHERE, where the bytes and the ids lie */
+} Key;
+
+typedef struct {
+    Key key;
+    uint32_t ids[FEW]; /* or, ELSEWHERE, where the bytes and the ids lie */
     uint32_t count;
 } Word;
 
@@ -283,10 +287,10 @@ static uint32_t merged(const Encoder *self, const uint8_t *word, uint32_t size, 
     return count;
 }
 
-/* A word with what it is looked up by, still without ids. */
-static inline Word key_of(const uint8_t *word, size_t size) {
+/* What a word is looked up by. */
+static inline Key key_of(const uint8_t *word, size_t size) {
     static const uint8_t KEPT[31] = {255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255};
-    Word key = {0, 0, {0}, 0};
+    Key key = {0, (uint64_t)0xFF << 56 | size};
     if (size <= SHORT) {
         uint64_t low, high;
         memcpy(&low, KEPT + SHORT - size, 8);
@@ -302,14 +306,15 @@ static inline Word key_of(const uint8_t *word, size_t size) {
         memcpy(&part, word + at, size - at < 8 ? size - at : 8);
         key.low = mixed(key.low + at, part);
     }
-    key.high = (uint64_t)0xFF << 56 | size;
     return key;
 }
 
+static inline uint64_t hash_of(Key key) { return mixed(key.low, key.high); }
+
 static void place(Word *words, int bits, const Word *word) {
     size_t mask = ((size_t)1 << bits) - 1;
-    size_t at = mixed(word->low, word->high) & mask;
-    while (words[at].high) at = (at + 1) & mask;
+    size_t at = hash_of(word->key) & mask;
+    while (words[at].key.high) at = (at + 1) & mask;
     words[at] = *word;
 }
 
@@ -319,25 +324,26 @@ static int enlarge(Encoder *self) {
     if (!words) return 0;
     memset(words, 0, size);
     for (size_t at = 0; at < (size_t)1 << self->word_bits; at++)
-        if (self->words[at].high) place(words, self->word_bits + 1, &self->words[at]);
+        if (self->words[at].key.high) place(words, self->word_bits + 1, &self->words[at]);
     free(self->words);
     self->words = words;
     self->word_bits++;
     return 1;
 }
 
-static int keep(Encoder *self, Word *fresh, const uint8_t *word, size_t size, const uint32_t *ids, uint32_t count) {
+static int keep(Encoder *self, Word *word, const uint8_t *bytes, size_t size, const uint32_t *ids, uint32_t count) {
     if (2 * self->num_words >= 1u << self->word_bits && !enlarge(self)) return 0;
-    fresh->count = count;
+    word->key = key_of(bytes, size);
+    word->count = count;
     if (size <= SHORT && count <= FEW) {
-        memcpy(fresh->ids, ids, count * sizeof *ids);
+        memcpy(word->ids, ids, count * sizeof *ids);
     } else {
-        fresh->count |= ELSEWHERE;
-        fresh->ids[0] = (uint32_t)self->bytes.size;
-        fresh->ids[1] = (uint32_t)self->ids.size;
-        if (!append(&self->bytes, word, size) || !append(&self->ids, ids, count * sizeof *ids)) return 0;
+        word->count |= ELSEWHERE;
+        word->ids[0] = (uint32_t)self->bytes.size;
+        word->ids[1] = (uint32_t)self->ids.size;
+        if (!append(&self->bytes, bytes, size) || !append(&self->ids, ids, count * sizeof *ids)) return 0;
     }
-    place(self->words, self->word_bits, fresh);
+    place(self->words, self->word_bits, word);
     self->num_words++;
     return 1;
 }
@@ -354,68 +360,67 @@ static int begin(Encoder *self) {
         size_t size = at[n + 1] - at[n];
         uint32_t ids[LONGEST] = {((uint32_t *)self->numbers.data)[n]};
         if (!size || size > LONGEST) continue;
-        Word key = key_of(word, size);
-        if (!keep(self, &key, word, size, ids, self->whole ? 1 : merged(self, word, size, ids))) return 0;
+        Word fresh = {{0, 0}, {0}, 0};
+        if (!keep(self, &fresh, word, size, ids, self->whole ? 1 : merged(self, word, size, ids))) return 0;
     }
     self->most_words = self->num_words + MOST;
     return 1;
 }
 
-static int learn(Encoder *self, Word *fresh, const uint8_t *word, size_t size) {
+static int learn(Encoder *self, Word *fresh, const uint8_t *bytes, size_t size) {
     uint32_t ids[LONGEST];
     /* When there are too many they are all forgotten: memory stays flat, and the common ones are soon back. */
     if (self->num_words >= self->most_words && !begin(self)) return 0;
-    return keep(self, fresh, word, size, ids, merged(self, word, size, ids));
+    return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));
 }
 
-/* Write the ids of a word, and move `to` behind them. */
-static inline int write_ids(Encoder *self, Word *key, uint64_t hash, const uint8_t *word, size_t size, uint32_t **to) {
+/* Write the ids of a word, and return where those of the next go; NULL without memory. */
+static inline uint32_t *write_ids(Encoder *self, Key key, uint64_t hash, const uint8_t *bytes, size_t size,
+                                  uint32_t *out) {
+    Word fresh = {{0, 0}, {0}, 0};
+    const Word *word;
     size_t mask = ((size_t)1 << self->word_bits) - 1;
-    const Word *found;
     for (size_t at = hash & mask;; at = (at + 1) & mask) {
-        found = &self->words[at];
-        if (found->low == key->low && found->high == key->high &&
-            (size <= SHORT || !memcmp(self->bytes.data + found->ids[0], word, size)))
+        word = &self->words[at];
+        if (word->key.low == key.low && word->key.high == key.high &&
+            (size <= SHORT || !memcmp(self->bytes.data + word->ids[0], bytes, size)))
             break;
-        if (!found->high) {
-            if (!learn(self, key, word, size)) return 0;
-            found = key;
+        if (!word->key.high) {
+            if (!learn(self, &fresh, bytes, size)) return NULL;
+            word = &fresh;
             break;
         }
     }
-    if (found->count <= FEW) {
-        memcpy(*to, found->ids, sizeof found->ids);
-        *to += found->count;
-    } else {
-        uint32_t count = found->count & ~ELSEWHERE;
-        memcpy(*to, self->ids.data + found->ids[1], count * sizeof **to);
-        *to += count;
+    if (word->count <= FEW) {
+        memcpy(out, word->ids, sizeof word->ids);
+        return out + word->count;
     }
-    return 1;
+    uint32_t count = word->count & ~ELSEWHERE;
+    memcpy(out, self->ids.data + word->ids[1], count * sizeof *out);
+    return out + count;
 }
 
-/* The same for the words that begin at `at` and at the bits, and end before the last. They are all asked for before the
-   first is used, since what takes time is the way to the memory. */
-static inline const uint8_t *write_words(Encoder *self, const uint8_t *at, uint64_t starts, uint32_t **to) {
-    Word keys[64];
+/* The same for the words that begin at `at` and at the bits, the last of which ends them. They are all asked for before
+   the first is used, since what takes time is the way to the memory. */
+static inline uint32_t *write_words(Encoder *self, const uint8_t *at, uint64_t starts, uint32_t *out) {
+    Key keys[64];
     uint64_t hashes[64];
-    uint8_t ends[64];
     size_t mask = ((size_t)1 << self->word_bits) - 1, begin = 0;
     int count = 0;
-    for (; starts; starts &= starts - 1, count++) {
-        size_t end = __builtin_ctzll(starts);
+    for (uint64_t left = starts; left; left &= left - 1) {
+        size_t end = __builtin_ctzll(left);
         keys[count] = key_of(at + begin, end - begin);
-        hashes[count] = mixed(keys[count].low, keys[count].high);
-        __builtin_prefetch(&self->words[hashes[count] & mask]);
-        ends[count] = (uint8_t)end;
+        hashes[count] = hash_of(keys[count]);
+        __builtin_prefetch(&self->words[hashes[count++] & mask]);
         begin = end;
     }
     begin = 0;
-    for (int n = 0; n < count; n++) {
-        if (!write_ids(self, &keys[n], hashes[n], at + begin, ends[n] - begin, to)) return NULL;
-        begin = ends[n];
+    for (int n = 0; n < count && out; n++, starts &= starts - 1) {
+        size_t end = __builtin_ctzll(starts);
+        out = write_ids(self, keys[n], hashes[n], at + begin, end - begin, out);
+        begin = end;
     }
-    return at + begin;
+    return out;
 }
 
 /* A forked process begins with words of its own: to write to those it shares would cost it the large pages. */
@@ -443,17 +448,19 @@ static int encode_text(Encoder *self, size_t size) {
     while (at < end) {
         uint64_t starts = self->pattern == GPT2 && *at < 0x80 ? starts_gpt2(at, end - at) : 0;
         if (starts) {
-            if (!(at = write_words(self, at, starts, &out))) return 0;
-            continue;
+            out = write_words(self, at, starts, out);
+            at += 63 - __builtin_clzll(starts);
+        } else {
+            const uint8_t *stop = self->pattern == GPT2 ? word_gpt2(self, at) : word_cl100k(self, at);
+            if (self->odd || stop - at > LONGEST) {
+                self->odd = 1;
+                return 1;
+            }
+            Key key = key_of(at, stop - at);
+            out = write_ids(self, key, hash_of(key), at, stop - at, out);
+            at = stop;
         }
-        const uint8_t *stop = self->pattern == GPT2 ? word_gpt2(self, at) : word_cl100k(self, at);
-        if (self->odd || stop - at > LONGEST) {
-            self->odd = 1;
-            return 1;
-        }
-        Word key = key_of(at, stop - at);
-        if (!write_ids(self, &key, mixed(key.low, key.high), at, stop - at, &out)) return 0;
-        at = stop;
+        if (!out) return 0;
     }
     self->out.size = (uint8_t *)out - self->out.data;
     return 1;

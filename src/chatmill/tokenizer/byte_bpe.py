@@ -89,7 +89,8 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], rest: Encode) -> By
         return None
     vocab, alphabet = model["vocab"], byte_alphabet()
     merges = pairs(model["merges"])
-    if not vocab.keys() >= alphabet.keys() or len({tuple(merge) for merge in merges}) < len(merges) or len(merges) >= MOST:
+    twice = len({tuple(merge) for merge in merges}) < len(merges)
+    if not vocab.keys() >= alphabet.keys() or twice or len(merges) >= MOST:
         return None
     words = [token for token in vocab if alphabet.keys() >= set(token)]
     written = "".join(words).translate({ord(letter): chr(byte) for letter, byte in alphabet.items()})
@@ -130,7 +131,7 @@ def _pattern(section: Any) -> tuple[int, int] | None:
 
 @cache
 def classes(*, nfc: bool) -> bytes:
-    """The class of every character as `tokenizers` sees it, and a doubt where a text in NFC may have another instead."""
+    """The class of every character as `tokenizers` sees it, and a doubt about those that NFC may change."""
     # A surrogate is no character; it stands for itself here so that places are numbers.
     text = "".join(chr(n) if not 0xD800 <= n < 0xE000 else "\ufffd" for n in range(KNOWN))
     found = np.full(KNOWN, OTHER, dtype=np.uint8)
