@@ -22,6 +22,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from chatmill.errors import DataError
 
+try:
+    from chatmill import _copy
+except ImportError:  # pragma: no cover
+    _copy = None  # type: ignore[assignment]
+
 Ids = NDArray[np.uint32]
 Index = NDArray[np.int64]
 Table = NDArray[np.void]
@@ -333,10 +338,14 @@ def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | No
     if literals is None:
         literals = np.empty(0, dtype=np.uint32)
     end, total = len(ids), int(length.sum())
+    out = np.empty(total, dtype=np.uint32)
+    if _copy is not None and ids.dtype == literals.dtype == out.dtype:
+        start, length = (np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (start, length))
+        _copy.pieces(out, np.ascontiguousarray(ids), np.ascontiguousarray(literals), start, length)
+        return out
     if len(start) and total >= LONG * len(start):
         pieces = zip(start.tolist(), (start + length).tolist(), strict=True)
         return np.concatenate([ids[a:b] if a < end else literals[a - end : b - end] for a, b in pieces])
-    out = np.empty(total, dtype=np.uint32)
     full = np.flatnonzero(length)
     start, length = start.take(full), length.take(full)
     foreign = start >= end
@@ -358,6 +367,15 @@ def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | No
     where = ragged_index(offsets(length)[:-1][foreign], length[foreign])
     out[where] = literals[index[where] - end]
     return out
+
+
+def copy_ranges(source: NDArray[Any], start: Index, stop: Index, target: NDArray[Any], to: Index) -> None:
+    """source[start:stop] to target[to:], for every one of these ranges."""
+    if _copy is not None and source.dtype == target.dtype:
+        _copy.ranges(target, to, source, start, stop, source.itemsize)
+        return
+    for a, b, at in zip(start.tolist(), stop.tolist(), to.tolist(), strict=True):
+        target[at : at + b - a] = source[a:b]
 
 
 EMPTY = Rows(

@@ -89,6 +89,8 @@ def truncate_from(
         raise DataError("a row holds several conversations; truncate before packing")
     too_long = rows.lengths > capacity if capacity is not None else np.zeros(len(rows), dtype=bool)
     whole_trained = _trained_in_rows(rows)
+    if not too_long.any() and whole_trained.all() and np.all(rows.lengths >= min_tokens):
+        return rows, np.arange(len(rows), dtype=np.int64)
     cut, hurt = _whole(rows), np.zeros((2, len(rows)), dtype=bool)
     if capacity is not None and too_long.any():
         cut, hurt = _cut_long(rows, np.flatnonzero(too_long), capacity, rule)

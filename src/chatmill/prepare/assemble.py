@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records import shuffle_split
-from chatmill.rows import ORIGIN, SPAN, File, Index, Part, Rows, as_bytes, offsets
+from chatmill.rows import ORIGIN, SPAN, File, Index, Part, Rows, as_bytes, copy_ranges, offsets
 from chatmill.store.metadata import SplitInfo
 from chatmill.store.write import SplitWriter
 
@@ -230,9 +229,9 @@ class _Table:
 
     def put(self, here: Index, unit: Staged, rows: Numbers) -> None:
         """Fill the places `here` with these rows of a file."""
-        _copy_slices(unit.ids, unit.row_start[rows], unit.row_start[rows + 1], self._ids, self._start[here])
+        copy_ranges(unit.ids, unit.row_start[rows], unit.row_start[rows + 1], self._ids, self._start[here])
         first, last = unit.first_span[rows], unit.first_span[rows + 1]
-        _copy_slices(as_bytes(unit.spans), first, last, as_bytes(self._spans), self._first_span[here])
+        copy_ranges(as_bytes(unit.spans), first, last, as_bytes(self._spans), self._first_span[here])
         as_bytes(self._origins)[here] = as_bytes(unit.origins).take(rows)
         # A staged row is always of a file: padding comes later.
         numbers = np.array([self._files.setdefault(file, len(self._files)) for file in unit.files], dtype=np.uint32)
@@ -241,9 +240,3 @@ class _Table:
 
     def rows(self, first_segment: Index) -> Rows:
         return Rows(self._ids, self._spans, self._first_span, self._origins, first_segment, tuple(self._files))
-
-
-def _copy_slices(source: NDArray[Any], start: Index, stop: Index, target: NDArray[Any], to: Index) -> None:
-    """Long slices one by one: an index of every element would cost more than the copy."""
-    for a, b, at in zip(start.tolist(), stop.tolist(), to.tolist(), strict=True):
-        target[at : at + b - a] = source[a:b]

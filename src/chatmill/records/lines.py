@@ -44,7 +44,7 @@ def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None, s
         while left > 0 and (data := file.read1(min(size, left))):
             left -= len(data)
             if end := data.rfind(b"\n") + 1:
-                yield bytes(held) + data[:end] if held else data[:end]
+                yield b"".join((held, memoryview(data)[:end])) if held or end < len(data) else data
                 held.clear()
             held += data[end:]
             # One more than the limit, for a line end of two bytes.
