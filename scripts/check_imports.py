@@ -17,7 +17,8 @@ PACKAGE = "chatmill"
 BASE = {"errors", "rows", "ledger"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "rows": {"errors"},
+    "_copy": set(),
+    "rows": {"errors", "_copy"},
     "ledger": {"errors"},
     "records": BASE,
     "tokenizer": BASE,

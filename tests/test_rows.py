@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plain_rows import build, rows_, unbuild
 
 from chatmill.errors import DataError
-from chatmill.rows import EMPTY, OWN_ID, SPAN, Role, Rows, Rule, concat, copy_tokens, ragged_index
+from chatmill.rows import EMPTY, OWN_ID, SPAN, Role, Rows, Rule, concat, copy_ranges, copy_tokens, ragged_index
 
 
 @given(rows_)
@@ -105,7 +105,49 @@ def test_copy_tokens_reads_ranges_of_the_ids_and_of_the_literals(ranges, scale):
     length = np.array([n for _, n in ranges], dtype=np.int64)
     expected = [pool[s + i] for s, n in ranges for i in range(n)]
     assert copy_tokens(ids, start, length, literals).tolist() == expected
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr("chatmill.rows._copy", None)
+        assert copy_tokens(ids, start, length, literals).tolist() == expected
     assert ragged_index(start, length).tolist() == [s + i for s, n in ranges for i in range(n)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted), max_size=8),
+    st.sampled_from(["u1", "<u2", "<u4", "V19"]),
+    st.randoms(use_true_random=False),
+)
+def test_copy_ranges_puts_each_range_in_its_place(ranges, dtype, rng):
+    source = np.frombuffer(rng.randbytes(60 * np.dtype(dtype).itemsize), dtype=dtype)
+    start, stop = np.array(ranges, dtype=np.int64).reshape(-1, 2).T
+    gaps = [rng.randrange(3) for _ in ranges]
+    to = np.cumsum([0, *(b - a for a, b in ranges)])[:-1] + np.cumsum(gaps, dtype=np.int64)
+    target, expected = (np.zeros(int((stop - start).sum()) + sum(gaps), dtype=dtype) for _ in range(2))
+    copy_ranges(source, start.copy(), stop.copy(), target, to)
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr("chatmill.rows._copy", None)
+        copy_ranges(source, start, stop, expected, to)
+    assert target.tobytes() == expected.tobytes()
+    assert b"".join(
+        target[at : at + b - a].tobytes() for at, (a, b) in zip(to.tolist(), ranges, strict=True)
+    ) == b"".join(source[a:b].tobytes() for a, b in ranges)
+
+
+def test_copy_ranges_widens_what_is_narrow():
+    target = np.zeros(4, dtype=np.uint32)
+    copy_ranges(np.array([7, 8, 9], dtype=np.uint16), np.array([1]), np.array([3]), target, np.array([1]))
+    assert target.tolist() == [0, 8, 9, 0]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "to"), [(-1, 1, 0), (0, 4, 0), (2, 1, 0), (0, 2, 2), (0, 1, -1), (0, 2**62, 0)]
+)
+def test_ranges_beyond_an_array_are_refused(start, stop, to):
+    source, target = np.arange(3, dtype=np.uint32), np.zeros(3, dtype=np.uint32)
+    with pytest.raises(ValueError, match="within the source and the target"):
+        copy_ranges(source, np.array([start]), np.array([stop]), target, np.array([to]))
+    assert target.tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="fill the target"):
+        copy_tokens(source, np.array([start + 7 * (to != 0)]), np.array([min(stop - start, 9)]))
 
 
 GOOD = build([[(("a", 1), [([1, 2], Role.USER, 0, 0.0, Rule.ROLE, -1), ([3], Role.ASSISTANT, 1, 1.0, Rule.ROLE, -1)])]])

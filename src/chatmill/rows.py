@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from chatmill.errors import DataError
 
 try:
-    from chatmill import _copy
+    import chatmill._copy as _copy
 except ImportError:  # pragma: no cover
     _copy = None  # type: ignore[assignment]
 

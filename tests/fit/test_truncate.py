@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -242,6 +243,25 @@ def test_no_row_holds_a_token_of_another_conversation_and_each_is_in_its_order(c
         ids = made[row : row + 1].ids.astype(np.int64)
         assert np.all(np.diff(ids) > 0)
         assert np.all((rows.row_start[of] <= ids) & (ids < rows.row_start[of + 1]))
+
+
+@given(st.lists(chat_, min_size=1, max_size=12), st.integers(1, 60), st.sampled_from(RULES[:-1]), options_)
+def test_rows_that_stay_are_the_same_whether_copied_in_stretches_or_one_by_one(chats, capacity, rule, options):
+    rows = rendered(*(replace_line(chat, number) for number, chat in enumerate(chats)))
+    made = []
+    for stretch in (0, 10**9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("chatmill.fit.truncate.STRETCH", stretch)
+            made.append(truncate_from(rows, capacity, rule, ledger=Ledger(), require_terminators=False, **options))
+    (one, source), (other, other_source) = made
+    assert source.tolist() == other_source.tolist()
+    for field in ("ids", "spans", "first_span", "origins", "first_segment"):
+        assert getattr(one, field).tolist() == getattr(other, field).tolist(), field
+    assert one.files == other.files
+
+
+def replace_line(record: Record, line: int) -> Record:
+    return msgspec.structs.replace(record, line=line)
 
 
 @given(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from prepare_material import JOBS, build, digests, job_of, left_beside, write_corpus
+from importlib import import_module
 
+import pytest
+from prepare_material import JOBS, build, conversations, digests, job_of, left_beside, write_corpus
+
+from chatmill.format import load_format
 from chatmill.prepare import assemble, unit
+from chatmill.records import lines
 from chatmill.store.verify import verify
+from chatmill.tokenizer import byte_bpe, train_bpe
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +38,33 @@ def test_neither_do_the_sizes_in_which_rows_are_staged_and_packed(tmp_path, inpu
     job = job_of(inputs, **JOBS[name])
     build(job, tmp_path / "one")
     monkeypatch.setattr(unit, "CHUNK", 7)
+    monkeypatch.setattr(lines, "WIDE_BLOCK", 3_000)
     monkeypatch.setattr(unit, "FILE_TOKENS", 1_000)
     monkeypatch.setattr(assemble, "SLAB", 700)
     monkeypatch.setattr(assemble, "MAPPED", 2)
     build(job, tmp_path / "two", unit_bytes=9_000)
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", ["plain", "cut", "blocks", "all at once"])
+def test_neither_does_what_is_compiled(tmp_path, inputs, name, monkeypatch):
+    texts = (message["content"] for record in conversations(300) for message in record["messages"])
+    options = {"format": "chatml", **JOBS[name]}
+    control = list(load_format(options["format"]).tokens.values())
+    (tmp_path / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size=400, control=control))
+    job = job_of(inputs, tokenizer=str(tmp_path / "tokenizer.json"), **options)
+    tools = unit.make_tools(job)
+    assert type(tools.tokenizer._backend._encode) is byte_bpe.ByteBpe
+    build(job, tmp_path / "one", tools=tools)
+    expected = digests(tmp_path / "one")
+    monkeypatch.setattr(import_module("chatmill.records.read"), "COMPILED", False)
+    build(job, tmp_path / "objects", tools=tools)
+    monkeypatch.setattr("chatmill.rows._copy", None)
+    build(job, tmp_path / "arrays", tools=tools)
+    monkeypatch.setattr(byte_bpe, "_bpe", None)
+    build(job, tmp_path / "nothing")
+    for target in ("objects", "arrays", "nothing"):
+        assert digests(tmp_path / target) == expected, target
 
 
 def test_the_folder_that_the_input_lies_in_does_not_change_a_byte(tmp_path, inputs):

@@ -17,9 +17,10 @@ from chatmill.prepare import assemble, unit
 from chatmill.prepare.engine import Local
 from chatmill.prepare.job import Job, Source
 from chatmill.prepare.pipeline import prepare
+from chatmill.records import lines
 
 # As large builds have them, in small.
-unit.FILE_TOKENS = assemble.SLAB = 2**17
+unit.FILE_TOKENS = assemble.SLAB = lines.WIDE_BLOCK = 2**17
 inputs, options = sys.argv[1].split(), eval(sys.argv[2])
 job = Job((Source(tuple(inputs), "messages"),), shard_tokens=2**20, **options)
 prepare(job, Path("x"), engine=Local(2), unit_bytes=2**17)

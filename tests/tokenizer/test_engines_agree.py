@@ -1,4 +1,4 @@
-"""`fastokens` and `tokenizers` give the same ids, on five megabytes of everything."""
+"""The fast engines and `tokenizers` give the same ids, on five megabytes of everything."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ def texts() -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("name", ["trained", "deepseek", "anthropic"])
-def test_fastokens_and_tokenizers_give_equal_ids(name, texts, trained_json):
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("trained", True), ("trained", False), ("deepseek", False), ("anthropic", False)]
+)
+def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, trained_json, monkeypatch):
     path: Path = {"trained": trained_json, "deepseek": DEEPSEEK, "anthropic": ANTHROPIC}[name]
-    # Without a warning (an error in these tests) the engine is fastokens.
+    if not compiled:
+        # Without a warning (an error in these tests) the engine is fastokens then.
+        monkeypatch.setattr("chatmill.tokenizer.byte_bpe._bpe", None)
     ids, offsets = open_tokenizer(path).encode_batch(texts)
 
     content = json.loads(path.read_text())

@@ -174,10 +174,14 @@ def _one_by_one(parse: Parser, before: int, block: bytes) -> tuple[int, Found]:
 
 def _in_columns(parse: Parser, before: int, block: bytes) -> Iterator[tuple[int, Found]]:
     """The same in columns, as far as the lines are plain; in between, some of them one by one."""
+
+    def made(line: int, data: bytes) -> Found:
+        return _one_by_one(parse, line - 1, data)[1]
+
     at = 0
     while at < len(block):
-        end, found = plain_lines(block, at, source=parse.source, file=parse.file, line=before + 1, made=parse.plain)
-        if end < len(block) and end - at < ENOUGH:
+        end, found = plain_lines(block, at, source=parse.source, file=parse.file, line=before + 1, made=made)
+        if end - at < min(ENOUGH, len(block)):
             end = block.find(b"\n", end + STRETCH) + 1 or len(block)
             count, others = _one_by_one(parse, before, block[at:end])
             yield count, others

@@ -76,8 +76,12 @@ class TokenizerJson:
     def _native(self, stripped: Json) -> Encode | None:
         """The engine in C, if the file is of its kind and it agrees on the probe."""
         normalizer = self._slow.normalizer
-        engine = byte_bpe(stripped, normalizer.normalize_str if normalizer else str, self._rest)
-        return engine if engine is not None and self._agrees(engine) else None
+        try:
+            with faults_of(self._place, "a part of the file is of another kind", "another engine reads it"):
+                engine = byte_bpe(stripped, normalizer.normalize_str if normalizer else str, self._rest)
+                return engine if engine is not None and self._agrees(engine) else None
+        except DataError:
+            return None
 
     def _rest(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """What the engine in C leaves: too little to load another engine for, until it is a megabyte."""

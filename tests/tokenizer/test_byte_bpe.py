@@ -1,0 +1,268 @@
+"""The engine in C gives the ids that `tokenizers` gives, for each pattern it knows, on any text."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import warnings
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_material import DEEPSEEK, mixed_texts
+
+from chatmill.tokenizer import TextColumns, byte_bpe, open_tokenizer, tokenizer_json
+from chatmill.tokenizer.tokenizer_json import TokenizerJson
+
+KINDS = ("gpt2", "llama3", "qwen2")
+
+
+def as_kind(raw: bytes, kind: str) -> bytes:
+    """A trained file, cut into words like the tokenizers of these models."""
+    content = json.loads(raw)
+    content["added_tokens"] = []
+    if kind != "gpt2":
+        regex = next(regex for regex, digits in byte_bpe._DIGITS.items() if digits == (3 if kind == "llama3" else 1))
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+        content["model"]["ignore_merges"] = kind == "llama3"
+        content["normalizer"] = {"type": "NFC"} if kind == "qwen2" else None
+    return json.dumps(content).encode()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engines(request: pytest.FixtureRequest, trained: bytes) -> tuple[TokenizerJson, tokenizers.Tokenizer]:
+    raw = as_kind(trained, request.param)
+    backend = TokenizerJson(request.param, raw, json.loads(raw), control=[])
+    assert isinstance(backend._encode, byte_bpe.ByteBpe)
+    return backend, tokenizers.Tokenizer.from_str(raw.decode())
+
+
+def assert_equal(engines: tuple[TokenizerJson, tokenizers.Tokenizer], texts: list[str]) -> None:
+    backend, peer = engines
+    ids, offsets = backend.encode_batch(texts)
+    right = [encoding.ids for encoding in peer.encode_batch_fast(texts, add_special_tokens=False)]
+    assert [ids[a:b].tolist() for a, b in pairwise(offsets.tolist())] == right
+
+
+SMALL = ["a", "S", "1", " ", "\n", "\r", "\t", "'", ".", "é", "中", "\u0301", "\u3000", "😀"]
+
+
+def test_every_short_text_of_a_tricky_alphabet(engines):
+    assert_equal(engines, ["".join(text) for size in range(5) for text in product(SMALL, repeat=size)])
+
+
+@given(
+    st.text(
+        st.sampled_from(
+            [*"abSsTtRrEeVvLlMmDd019 \n\r\t'.,-é中ſ½²\u0301\u1100\u1161\u11a8가\u0085\u00a0\u2028\u3000😀🇩𝐀𠀀"]
+        )
+    )
+)
+def test_any_text_of_a_tricky_alphabet(engines, text):
+    assert_equal(engines, [text, text * 3, "x" * 50 + text])
+
+
+@given(st.lists(st.text(), max_size=4))
+def test_any_text(engines, texts):
+    assert_equal(engines, texts)
+
+
+def test_every_character_between_others(engines):
+    characters = [chr(n) for n in range(0x110000) if not 0xD800 <= n < 0xE000 and (n < 0x20000 or n % 97 == 0)]
+    assert_equal(
+        engines,
+        [
+            "".join(f"a{one} {one}{one}1{one}" for one in characters[at : at + 64])
+            for at in range(0, len(characters), 64)
+        ],
+    )
+
+
+def test_words_and_runs_of_every_length(engines):
+    lengths = [*range(70), *range(120, 132), *range(508, 518), 3000]
+    texts = [
+        before + one * n + after
+        for one in ("x", " ", "\n", "-", "1", "é", "中", "'s", " \n")
+        for n in lengths
+        for before in ("", "a b ")
+        for after in ("", "y", " z")
+    ]
+    assert_equal(engines, texts)
+
+
+def test_contractions_at_every_place(engines):
+    words = [
+        "'s",
+        "'t",
+        "'re",
+        "'ve",
+        "'m",
+        "'ll",
+        "'d",
+        "'S",
+        "'LL",
+        "'r",
+        "'l",
+        "'x",
+        "''s",
+        " 's",
+        "é's",
+        "'sé",
+        "'ſ",
+        "'",
+    ]
+    assert_equal(
+        engines,
+        ["b" * n + word + after for n in range(70) for word in words for after in ("", "are", " are", "'s", "1", "\n")],
+    )
+
+
+def test_megabytes_of_everything(engines):
+    assert_equal(engines, mixed_texts(5, 1_500_000))
+
+
+def test_words_are_forgotten_and_come_back(engines):
+    backend, peer = engines
+    rng = random.Random(2)
+    few = [" ".join(rng.choices(["the", "house", "of", "running", "ways"], k=20)) for _ in range(50)]
+    many = [" ".join("".join(rng.choices("abcdefgh", k=9)) for _ in range(400)) for _ in range(900)]
+    for texts in (few, many, few, many[:50], few):
+        assert_equal((backend, peer), texts)
+
+
+def columns(texts: list[str], before: list[str], after: list[str], kinds: list[int]) -> TextColumns:
+    written = [text.encode() for text in texts]
+    stop = np.cumsum([0, *map(len, written)])
+    edges = [[text.encode() for text in side] for side in (before, after)]
+    return TextColumns(b"".join(written), stop[:-1].copy(), stop[1:].copy(), np.array(kinds, np.uint8), *edges)
+
+
+@given(st.lists(st.tuples(st.text(max_size=20), st.integers(0, 2)), max_size=6))
+def test_columns_are_the_texts_they_stand_for(engines, given):
+    before, after = ["", "user\n", " 中"], ["", "\n", "\u0301'"]
+    texts, kinds = [text for text, _ in given], [kind for _, kind in given]
+    written = [before[kind] + text + after[kind] for text, kind in given]
+    side_by_side = columns(texts, before, after, kinds)
+    assert list(side_by_side) == written and side_by_side[1:] == written[1:]
+    ids, offsets = engines[0].encode_batch(side_by_side)
+    right, right_offsets = engines[0].encode_batch(written)
+    assert ids.tolist() == right.tolist() and offsets.tolist() == right_offsets.tolist()
+    assert_equal(engines, written)
+
+
+def test_a_forked_process_encodes_the_same(engines):
+    texts = mixed_texts(9, 200_000)
+    right = engines[0].encode_batch(texts)[0].tobytes()
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, bytes([engines[0].encode_batch(texts)[0].tobytes() == right]))
+        os._exit(0)
+    os.close(write)
+    assert os.read(read, 1) == b"\x01" and os.waitpid(child, 0)[1] == 0
+    os.close(read)
+
+
+def test_what_is_left_goes_to_the_fast_engine_when_it_is_much(trained, monkeypatch):
+    raw = as_kind(trained, "gpt2")
+    backend = TokenizerJson("gpt2", raw, json.loads(raw), control=[])
+    texts = ["a", "x" * 600, "b \U000f0000", "c"]
+    right, offsets = backend._slow_batch(texts)
+    for _ in range(3):
+        ids, starts = backend.encode_batch(texts)
+        assert ids.tolist() == right.tolist() and starts.tolist() == offsets.tolist()
+    assert "_other" not in vars(backend)
+    assert len(backend.encode_batch(["y" * 2**20])[0]) == len(backend._slow_batch(["y" * 2**20])[0])
+    assert vars(backend)["_other"] != backend._slow_batch
+
+
+def changed(trained: bytes, **parts: Any) -> dict[str, Any]:
+    content = json.loads(as_kind(trained, "gpt2"))
+    model = parts.pop("model", {})
+    return {**content, **parts, "model": {**content["model"], **model}}
+
+
+def test_other_kinds_are_left_to_other_engines(trained):
+    prefix = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    token = {"id": 1000, "content": "zz", "special": False, "single_word": False, "lstrip": False, "rstrip": False}
+    content = changed(trained)
+    merges = content["model"]["merges"]
+    assert byte_bpe.byte_bpe(content, str, None) is not None  # type: ignore[arg-type]
+    for other in (
+        {"pre_tokenizer": prefix},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": {**prefix, "add_prefix_space": False, "use_regex": False}},
+        {"normalizer": {"type": "Lowercase"}},
+        {"normalizer": {"type": "Sequence", "normalizers": []}},
+        {"added_tokens": [token]},
+        {"model": {"type": "Unigram"}},
+        {"model": {"continuing_subword_prefix": "##"}},
+        {"model": {"end_of_word_suffix": "</w>"}},
+        {"model": {"byte_fallback": True}},
+        {"model": {"merges": [*merges, merges[0]]}},
+        {"model": {"vocab": {name: id for name, id in content["model"]["vocab"].items() if name != "Ģ"}}},
+    ):
+        assert byte_bpe.byte_bpe(changed(trained, **other), str, None) is None, other  # type: ignore[arg-type]
+
+
+def test_what_another_engine_reads_is_the_same_where_the_compiled_part_is_missing(trained_json: Path, monkeypatch):
+    texts = mixed_texts(4, 50_000)
+    with_it = open_tokenizer(trained_json).encode_batch(texts)
+    monkeypatch.setattr(byte_bpe, "_bpe", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        without = open_tokenizer(trained_json)
+    assert not isinstance(without._backend._encode, byte_bpe.ByteBpe)
+    for one, other in zip(with_it, without.encode_batch(texts), strict=True):
+        assert one.tolist() == other.tolist()
+
+
+def test_an_engine_that_differs_on_the_probe_is_not_used(trained_json, monkeypatch):
+    made = []
+
+    def wrong(content: Any, normalize: Any, rest: Any) -> Any:
+        made.append(rest)
+        return lambda texts: rest([*texts[:-1], texts[-1] + "!"])
+
+    monkeypatch.setattr(tokenizer_json, "byte_bpe", wrong)
+    tokenizer = open_tokenizer(trained_json)
+    assert made == [tokenizer._backend._rest]
+    assert tokenizer._backend._encode == tokenizer._backend._other
+
+
+def test_a_file_with_a_pattern_of_its_own_has_another_engine():
+    assert not isinstance(open_tokenizer(DEEPSEEK)._backend._encode, byte_bpe.ByteBpe)
+
+
+def test_columns_that_do_not_fit_are_refused(trained):
+    content = changed(trained)
+    engine = byte_bpe.byte_bpe(content, str, None)  # type: ignore[arg-type]
+    assert engine is not None
+    encoder, ones = engine._encoder, np.ones(1, np.int64)
+    zero, kind = np.zeros(1, np.int64), np.zeros(1, np.uint8)
+    assert encoder.encode_columns(b"ab", zero, ones, kind, [b""], [b""])[1] == np.array([0, 1]).tobytes()
+    for arguments in (
+        (b"ab", zero, ones * 3, kind, [b""], [b""]),
+        (b"ab", -ones, ones, kind, [b""], [b""]),
+        (b"ab", ones * 2, ones, kind, [b""], [b""]),
+        (b"ab", zero, np.ones(2, np.int64), kind, [b""], [b""]),
+        (b"ab", zero, ones, kind, (b"",), [b""]),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            encoder.encode_columns(*arguments)
+    with pytest.raises(IndexError):
+        encoder.encode_columns(b"ab", zero, ones, kind, [], [b""])
+    with pytest.raises(TypeError):
+        encoder.encode_columns(b"ab", zero, ones, kind, ["a"], [b""])
+    with pytest.raises(TypeError):
+        encoder.encode([b"a"], False)
+    with pytest.raises(UnicodeEncodeError):
+        encoder.encode(["\ud800"], False)
