@@ -122,14 +122,13 @@ def test_copy_ranges_puts_each_range_in_its_place(ranges, dtype, rng):
     gaps = [rng.randrange(3) for _ in ranges]
     to = np.cumsum([0, *(b - a for a, b in ranges)])[:-1] + np.cumsum(gaps, dtype=np.int64)
     target, expected = (np.zeros(int((stop - start).sum()) + sum(gaps), dtype=dtype) for _ in range(2))
-    copy_ranges(source, start.copy(), stop.copy(), target, to)
+    copy_ranges(source, start, stop, target, to)
     with pytest.MonkeyPatch.context() as without:
         without.setattr("chatmill.rows._copy", None)
         copy_ranges(source, start, stop, expected, to)
     assert target.tobytes() == expected.tobytes()
-    assert b"".join(
-        target[at : at + b - a].tobytes() for at, (a, b) in zip(to.tolist(), ranges, strict=True)
-    ) == b"".join(source[a:b].tobytes() for a, b in ranges)
+    for at, (a, b) in zip(to.tolist(), ranges, strict=True):
+        assert target[at : at + b - a].tobytes() == source[a:b].tobytes()
 
 
 def test_copy_ranges_widens_what_is_narrow():
@@ -146,8 +145,13 @@ def test_ranges_beyond_an_array_are_refused(start, stop, to):
     with pytest.raises(ValueError, match="within the source and the target"):
         copy_ranges(source, np.array([start]), np.array([stop]), target, np.array([to]))
     assert target.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 1), (2, 2), (3, 3), (9, 1)])
+def test_tokens_beyond_the_ids_and_the_literals_are_refused(start, length):
+    ids, literals = np.arange(3, dtype=np.uint32), np.arange(2, dtype=np.uint32)
     with pytest.raises(ValueError, match="fill the target"):
-        copy_tokens(source, np.array([start + 7 * (to != 0)]), np.array([min(stop - start, 9)]))
+        copy_tokens(ids, np.array([start]), np.array([length]), literals)
 
 
 GOOD = build([[(("a", 1), [([1, 2], Role.USER, 0, 0.0, Rule.ROLE, -1), ([3], Role.ASSISTANT, 1, 1.0, Rule.ROLE, -1)])]])

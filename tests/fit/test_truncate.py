@@ -252,7 +252,7 @@ def test_rows_that_stay_are_the_same_whether_copied_in_stretches_or_one_by_one(c
     for stretch in (0, 10**9):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("chatmill.fit.truncate.STRETCH", stretch)
-            made.append(truncate_from(rows, capacity, rule, ledger=Ledger(), require_terminators=False, **options))
+            made.append(truncate_from(rows, capacity, rule, ledger=Ledger(), **options))
     (one, source), (other, other_source) = made
     assert source.tolist() == other_source.tolist()
     for field in ("ids", "spans", "first_span", "origins", "first_segment"):
