@@ -256,7 +256,7 @@ def test_rows_that_stay_are_the_same_whether_copied_in_stretches_or_one_by_one(c
     (one, source), (other, other_source) = made
     assert source.tolist() == other_source.tolist()
     for field in ("ids", "spans", "first_span", "origins", "first_segment"):
-        assert getattr(one, field).tolist() == getattr(other, field).tolist(), field
+        assert np.array_equal(getattr(one, field), getattr(other, field)), field
     assert one.files == other.files
 
 
