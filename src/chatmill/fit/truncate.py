@@ -136,7 +136,7 @@ def truncate_from(
 def _gathered(rows: Rows, cut: Cut, shortened: NDArray[np.bool_]) -> Rows:
     """The new rows. Where few are shortened or gone, the others stay together and are copied as they stand."""
     source = np.where(shortened, -2, cut.source)
-    ends = np.flatnonzero((source[1:] != source[:-1] + 1) | shortened[1:]) + 1
+    ends = np.flatnonzero(source[1:] != source[:-1] + 1) + 1
     if not len(source) or len(ends) * STRETCH > len(source):
         return gather(rows, _plan(cut))
     made = gather(rows, _plan(cut.take(np.flatnonzero(shortened))))
