@@ -4,13 +4,14 @@ PYTHON ?= python3.11
 ARGS ?=
 
 # Named by the content it was installed from: unchanged requirements install nothing.
-key = $(shell cat pyproject.toml $(1) | cksum | cut -d ' ' -f 1)
+key = $(shell cat pyproject.toml $(wildcard src/chatmill/*.c src/chatmill/*/*.c) $(1) | cksum | cut -d ' ' -f 1)
+HEADERS := import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))
 DEV := requirements/dev.txt requirements/tokenizers.txt
 DEV_STAMP := .venv/installed-$(call key,$(DEV))
 BENCH_STAMP := .venv-bench/installed-$(call key,requirements/bench.txt)
 DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test check browser demo bench profile docs gauntlet clean
+.PHONY: help install test check compiler browser demo bench profile docs gauntlet clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-8s %s\n' $$name "$$does"; done
@@ -55,6 +56,17 @@ gauntlet: $(DEV_STAMP) ## try to break it: kills, crashes, full disks, damage, h
 clean: ## remove what the other targets made, environments included
 	rm -rf .venv .venv-bench .venv-docs benchmarks/.data benchmarks/.results site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src -name '*.so' -delete
+
+# What is compiled needs a compiler and Python's headers; where they cannot be installed, Python does the same.
+compiler:
+	@if ! command -v cc >/dev/null || ! $(PYTHON) -c '$(HEADERS)' 2>/dev/null; then \
+		echo "cc: installing with apt-get (once)"; \
+		as_root=; [ "$$(id -u)" = 0 ] || as_root="sudo -n"; \
+		{ $$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+			--no-install-recommends gcc libc6-dev python3-dev; } >/dev/null 2>&1 \
+		|| echo "cc: cannot be installed here; nothing is compiled, and preparing data is slower" >&2; \
+	fi
 
 # torch stands in the same pip command as all the rest, so nothing else can pull another build of it.
 define fill
@@ -66,10 +78,10 @@ define fill
 	@touch $@
 endef
 
-$(DEV_STAMP): | .venv/bin/python
+$(DEV_STAMP): | compiler .venv/bin/python
 	$(call fill,requirements/dev.txt)
 
-$(BENCH_STAMP): | .venv-bench/bin/python
+$(BENCH_STAMP): | compiler .venv-bench/bin/python
 	@echo ".venv-bench: installing requirements/bench.txt (minutes the first time, nothing the next)"
 	@rm -f .venv-bench/installed-*
 	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/bench.txt

@@ -162,6 +162,7 @@ def test_special_tokens_and_markup_stay_out_of_text_though_no_format_names_them(
 class Broken:
     """A backend that yields control id 1 for every text with an x."""
 
+    engine = "broken"
     vocab_size = 2
     sha256 = "0" * 64
 

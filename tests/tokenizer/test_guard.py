@@ -15,6 +15,7 @@ from chatmill.tokenizer.tokenizer import Tokenizer
 class Leaky:
     """Every character is its code point, control tokens included."""
 
+    engine = "fixed"
     vocab_size = 128
     sha256 = hashlib.sha256(b"leaky").hexdigest()
 

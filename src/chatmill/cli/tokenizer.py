@@ -95,7 +95,7 @@ def info(
     add_tokens: AddTokens = False,
     as_json: AsJson = False,
 ) -> None:
-    """Open a tokenizer and say what it is: its size, its hash, and the control tokens of a format, or all it has.
+    """Open a tokenizer and say what it is: size, hash, engine, and the control tokens of a format, or all it has.
 
     \b
     Examples:
@@ -108,10 +108,9 @@ def info(
     opened = open_tokenizer(tokenizer, control=control, add_tokens=add_tokens)
     ids = opened.special_token_ids() if format is not None else dict(opened.control_ids)
     if as_json:
-        echo_json(
-            {"name": opened.name, "vocab_size": opened.vocab_size, "sha256": opened.sha256, "special_token_ids": ids}
-        )
+        found = {"name": opened.name, "vocab_size": opened.vocab_size, "sha256": opened.sha256}
+        echo_json({**found, "engine": opened.engine, "special_token_ids": ids})
         return
-    typer.echo(f"{opened.name}: {opened.vocab_size:,} tokens, sha256 {opened.sha256}")
+    typer.echo(f"{opened.name}: {opened.vocab_size:,} tokens, sha256 {opened.sha256}, encoded by {opened.engine}")
     for key, id in ids.items():
         typer.echo(f"  {key:<6} {id:>7}  {control[key]}" if format is not None else f"  {id:>7}  {one_line(key)}")

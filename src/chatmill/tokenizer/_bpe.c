@@ -18,6 +18,10 @@
 #include <sys/mman.h>
 #endif
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "words are looked up by their bytes as a little-endian number"
+#endif
+
 /* Classes of characters as in byte_bpe.py, with DOUBT added where normalizing may change a text; WIDE and END are those
    of bytes. */
 enum { LETTER, NUMBER, SPACE, OTHER, UNKNOWN, WIDE, END, DOUBT = 8 };

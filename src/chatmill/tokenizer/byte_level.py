@@ -23,6 +23,7 @@ CONTROL_TOKENS = (
 class ByteLevel:
     """One id a byte; every text is encoded, nothing is lost."""
 
+    engine = "bytes"
     vocab_size = 256 + len(CONTROL_TOKENS)
     sha256 = hashlib.sha256("\n".join(["bytes", *CONTROL_TOKENS]).encode()).hexdigest()
 

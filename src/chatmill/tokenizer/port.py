@@ -38,6 +38,11 @@ class TextColumns(Sequence[str]):
     def __len__(self) -> int:
         return len(self.kind)
 
+    def __iter__(self) -> Iterator[str]:
+        data, before, after = self.data, self.before, self.after
+        for kind, start, stop in zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True):
+            yield (before[kind] + data[start:stop] + after[kind]).decode()
+
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
@@ -59,6 +64,10 @@ class TextTokenizer(Protocol):
 
 class Backend(Protocol):
     """What one kind of tokenizer file can do. Text in, ids out; no control token is ever produced from text."""
+
+    @property
+    def engine(self) -> str:
+        """What encodes."""
 
     @property
     def vocab_size(self) -> int: ...

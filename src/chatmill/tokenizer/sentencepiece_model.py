@@ -12,6 +12,8 @@ from chatmill.tokenizer.port import Ids, Offsets, aliases, faults_of, flat, is_m
 class SentencePiece:
     """A loaded model; its control pieces, and user-defined pieces that read as markup, never match text."""
 
+    engine = "sentencepiece"
+
     def __init__(self, place: str, raw: bytes, *, control: Collection[str]) -> None:
         try:
             import sentencepiece

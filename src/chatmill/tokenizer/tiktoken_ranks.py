@@ -29,6 +29,8 @@ _TEKKEN = (
 class Tiktoken:
     """Byte-pair ranks with a split pattern; special tokens have ids of their own, which no merge leads to."""
 
+    engine = "tiktoken"
+
     def __init__(
         self, place: str, raw: bytes, *, pattern: str, ranks: Mapping[bytes, int], special: Mapping[str, int]
     ) -> None:

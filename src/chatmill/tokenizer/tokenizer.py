@@ -26,6 +26,7 @@ class Tokenizer:
         beside = beside or {}
         ids = {**backend.control, **beside}
         self.name = name
+        self.engine = backend.engine
         self.control = dict(control)
         self.vocab_size = max([backend.vocab_size, *(id + 1 for id in beside.values())])
         self.sha256 = _with_tokens(backend.sha256, beside)

@@ -1,6 +1,6 @@
 """Hugging Face `tokenizer.json` files, through the fastest engine that gives the ids that `tokenizers` gives.
 
-byte_bpe    byte-level BPE of the usual patterns
+compiled    byte-level BPE of the usual patterns: `byte_bpe`
 fastokens   nearly everything else
 tokenizers  everything
 """
@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 
 from chatmill.errors import DataError, one_line
-from chatmill.tokenizer.byte_bpe import Encode, byte_bpe
+from chatmill.tokenizer.byte_bpe import ByteBpe, Encode, byte_bpe
 from chatmill.tokenizer.port import Ids, Offsets, faults_of, flat
 from chatmill.tokenizer.probe import PROBE
 from chatmill.tokenizer.strip import Json, byte_alphabet, kinds, strip, vocabulary
@@ -53,6 +53,12 @@ class TokenizerJson:
         self._bytes = byte_alphabet()
         self._place, self._left = place, 0
         self._encode = self._native(stripped) or self._other
+
+    @property
+    def engine(self) -> str:
+        if isinstance(self._encode, ByteBpe):
+            return "compiled"
+        return "tokenizers" if self._encode == self._slow_batch else "fastokens"
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         return self._encode(texts)

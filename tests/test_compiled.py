@@ -1,0 +1,24 @@
+"""What is compiled is there wherever a compiler is: a build that fails may not pass for a missing compiler."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PARTS = sorted(path for path in (ROOT / "src").rglob("_*.c"))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+@pytest.mark.parametrize("source", PARTS, ids=lambda path: path.stem)
+def test_each_part_is_compiled(source):
+    name = ".".join(source.relative_to(ROOT / "src").with_suffix("").parts)
+    assert name in (ROOT / "pyproject.toml").read_text()
+    assert Path(str(import_module(name).__file__)).parent == source.parent
+
+
+def test_there_are_three():
+    assert [path.name for path in PARTS] == ["_copy.c", "_plain.c", "_bpe.c"]
