@@ -146,9 +146,8 @@ def _preparing(results: Results) -> list[str]:
         cut = differ["peer_alone"] and differ["peer_alone"] == differ["peer_alone_cut"]
         why = _say("prepare_cut") if cut else ""
         start = seconds(peer["start_up"])
-        ceiling = peer["seconds"] / found["bare_at_once"]
         counts = {"alike": differ["alike"], "differ": differ["peer_alone"]}
-        said.append(_say("prepare_trl", start_up=start, ceiling=ceiling, why=why, **counts))
+        said.append(_say("prepare_trl", start_up=start, why=why, **counts))
     return said
 
 
