@@ -62,39 +62,53 @@ def ours(job: Job, tools: Tools, folder: Path) -> Metadata:
 class Bare:
     """Decoding, encoding and writing, each alone and as fast as its library does it.
 
-    Like the workers of a build, every run is a process forked from one whose tokenizer has encoded nothing yet.
+    Like the workers of a build, every run is a process forked from one whose tokenizer has encoded nothing yet. What it
+    works on it gets ready itself, before its time begins: shared memory costs a fault a page when it is touched.
     """
 
     def __init__(self, path: Path, tokenizer: Path, folder: Path, tokens: int) -> None:
         self.fast = Fastokens.from_file(str(tokenizer))
         self.decoder = msgspec.json.Decoder(PlainRecord)
-        self.lines = path.read_bytes().splitlines()
-        self.texts = self.texts_of(self.lines)
-        self.raw, self.tokens = folder / "raw.bin", np.ones(tokens, dtype=np.uint32)
+        self.path, self.raw, self.tokens = path, folder / "raw.bin", tokens
+
+    def lines(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines()
 
     def texts_of(self, lines: Sequence[bytes]) -> list[str]:
         return [message["content"] for line in lines for message in self.decoder.decode(line).messages]
 
-    def decode(self) -> None:
-        for line in self.lines:
-            self.decoder.decode(line)
+    def decode(self) -> Callable[[], object]:
+        lines = self.lines()
 
-    def encode(self) -> None:
-        self.encode_all(self.texts)
+        def work() -> None:
+            for line in lines:
+                self.decoder.decode(line)
+
+        return work
+
+    def encode(self) -> Callable[[], object]:
+        texts = self.texts_of(self.lines())
+        return lambda: self.encode_all(texts)
 
     def encode_all(self, texts: Sequence[str]) -> None:
         for at in range(0, len(texts), 4096):
             self.fast.encode_batch_flat(texts[at : at + 4096], split_special_tokens=True)
 
-    def write(self) -> None:
-        with self.raw.open("wb") as file:
-            file.write(self.tokens.data)
-            file.flush()
-            os.fsync(file.fileno())
+    def write(self) -> Callable[[], object]:
+        tokens = np.ones(self.tokens, dtype=np.uint32)
 
-    def half(self, which: int) -> None:
+        def work() -> None:
+            with self.raw.open("wb") as file:
+                file.write(tokens.data)
+                file.flush()
+                os.fsync(file.fileno())
+
+        return work
+
+    def half(self, which: int) -> Callable[[], object]:
         """Every second line, decoded and encoded: what one of two workers has to do at least."""
-        self.encode_all(self.texts_of(self.lines[which::PROCESSES]))
+        lines = self.lines()[which::PROCESSES]
+        return lambda: self.encode_all(self.texts_of(lines))
 
     def parts(self, runs: int) -> dict[str, float]:
         """The median seconds of each part."""
@@ -107,22 +121,33 @@ class Bare:
         return statistics.median(forked(*halves) for _ in range(runs))
 
 
-def forked(*works: Callable[[], object]) -> float:
-    """Seconds until the last of some works is done, each in a process of its own that ends with it."""
+def forked(*works: Callable[[], Callable[[], object]]) -> float:
+    """Seconds until the last of some works is done, from when all are ready, each in a process that ends with it."""
     gc.collect()
     gc.freeze()
-    started = time.perf_counter()
+    ready, (waits, go) = os.pipe(), os.pipe()
     children = []
     for work in works:
         if (child := os.fork()) == 0:
             gc.disable()
-            work()
+            run = work()
+            os.write(ready[1], b"r")
+            os.read(waits, 1)
+            run()
             os._exit(0)
         children.append(child)
+    os.close(ready[1])
+    if not all(os.read(ready[0], 1) for _ in works):
+        raise SystemExit("a bare part failed")
+    started = time.perf_counter()
+    os.write(go, b"g" * len(works))
     for child in children:
         if os.waitpid(child, 0)[1]:
             raise SystemExit("a bare part failed")
-    return time.perf_counter() - started
+    taken = time.perf_counter() - started
+    for end in (ready[0], waits, go):
+        os.close(end)
+    return taken
 
 
 # One side alone, in a process of its own.
