@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 ARGS ?=
 
 # Named by the content it was installed from: unchanged requirements install nothing.
-key = $(shell cat pyproject.toml $(wildcard src/chatmill/*.c src/chatmill/*/*.c) $(1) | cksum | cut -d ' ' -f 1)
+key = $(shell cat pyproject.toml $(wildcard src/chatmill/*.c src/chatmill/*/*.[ch]) $(1) | cksum | cut -d ' ' -f 1)
 HEADERS := import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))
 DEV := requirements/dev.txt requirements/tokenizers.txt
 DEV_STAMP := .venv/installed-$(call key,$(DEV))

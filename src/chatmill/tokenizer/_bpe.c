@@ -11,9 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
+#include "_words.h"
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -22,17 +20,10 @@
 #error "words are looked up by their bytes as a little-endian number"
 #endif
 
-/* Classes of characters as in byte_bpe.py, with DOUBT added where normalizing may change a text; WIDE and END are those
-   of bytes. */
-enum { LETTER, NUMBER, SPACE, OTHER, UNKNOWN, WIDE, END, DOUBT = 8 };
-enum { GPT2, CL100K };
-
 #define LONGEST 512        /* a power of two */
 #define SHORT 15
 #define FEW 3
 #define MOST (1u << 18)    /* words that are kept besides those of the vocabulary */
-#define STOP 0xFF          /* the byte behind a text: no UTF-8 has it */
-#define BEYOND 80          /* bytes behind a text that may be read */
 #define ELSEWHERE (1u << 31)
 
 typedef struct {
@@ -57,8 +48,8 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    int pattern, digits, whole;
-    uint8_t lead[256];
+    Cutter cutter;
+    int whole;
     Heap classes, vocabulary, places, numbers;
     uint32_t byte_ids[256];
     Merge *merges;
@@ -69,8 +60,6 @@ typedef struct {
     pid_t process;
     Heap bytes, ids; /* of words that are ELSEWHERE */
     Heap text, out, offsets;
-    int normal; /* whether texts are known to be normalized */
-    int odd;    /* set by a text that cannot be encoded here */
 } Encoder;
 
 static int reserve(Heap *heap, size_t room) {
@@ -100,148 +89,6 @@ static void *large(size_t size) {
 #endif
     return data;
 }
-
-/* The words of a text. */
-
-static inline uint8_t wide(Encoder *self, const uint8_t *at, int *size) {
-    uint32_t c = *at;
-    if (c < 0xE0) {
-        *size = 2;
-        c = (c & 0x1F) << 6 | (at[1] & 0x3F);
-    } else if (c < 0xF0) {
-        *size = 3;
-        c = (c & 0x0F) << 12 | (at[1] & 0x3F) << 6 | (at[2] & 0x3F);
-    } else {
-        *size = 4;
-        c = (c & 0x07) << 18 | (at[1] & 0x3F) << 12 | (at[2] & 0x3F) << 6 | (at[3] & 0x3F);
-    }
-    uint8_t class = c < self->classes.size ? self->classes.data[c] : UNKNOWN;
-    if (class == UNKNOWN || (class & DOUBT && !self->normal)) self->odd = 1;
-    return class & ~DOUBT;
-}
-
-static inline uint8_t class_of(Encoder *self, const uint8_t *at, int *size) {
-    uint8_t class = self->lead[*at];
-    *size = 1;
-    return class == WIDE ? wide(self, at, size) : class;
-}
-
-static inline const uint8_t *run_of(Encoder *self, const uint8_t *at, uint8_t class) {
-    for (int size;; at += size) {
-        while (self->lead[*at] == class) at++;
-        if (self->lead[*at] != WIDE || wide(self, at, &size) != class) return at;
-    }
-}
-
-/* Of a run of spaces before a word, the last is not the run's. */
-static inline const uint8_t *spaces(const uint8_t *from, const uint8_t *to) {
-    if (*to == STOP) return to;
-    const uint8_t *last = to - 1;
-    while ((*last & 0xC0) == 0x80) last--;
-    return last > from ? last : to;
-}
-
-/* The end of 's, 't, 're, 've, 'm, 'll or 'd; with `fold` 0x20 in either case. */
-static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
-    uint8_t first = at[1] | fold, second = at[1] == STOP ? STOP : at[2] | fold;
-    if (first == 's' || first == 't' || first == 'm' || first == 'd') return at + 2;
-    if ((first == 'r' || first == 'v') && second == 'e') return at + 3;
-    return first == 'l' && second == 'l' ? at + 3 : NULL;
-}
-
-static inline const uint8_t *word_gpt2(Encoder *self, const uint8_t *at) {
-    int size;
-    const uint8_t *end;
-    if (*at == ' ') {
-        uint8_t class = class_of(self, at + 1, &size);
-        if (class != SPACE && class != END) return run_of(self, at + 1 + size, class);
-    } else {
-        if (*at == '\'' && (end = contraction(at, 0))) return end;
-        uint8_t class = class_of(self, at, &size);
-        if (class != SPACE) return run_of(self, at + size, class);
-    }
-    return spaces(at, run_of(self, at, SPACE));
-}
-
-static inline const uint8_t *line_ends(const uint8_t *at) {
-    while (*at == '\n' || *at == '\r') at++;
-    return at;
-}
-
-static inline const uint8_t *word_cl100k(Encoder *self, const uint8_t *at) {
-    int size, next_size;
-    const uint8_t *end;
-    if (*at == '\'') {
-        if ((end = contraction(at, 0x20))) return end;
-        /* A long s is an s where case does not count. */
-        if (at[1] == 0xC5 && at[2] == 0xBF) self->odd = 1;
-    }
-    uint8_t class = class_of(self, at, &size);
-    if (class == LETTER) return run_of(self, at + size, LETTER);
-    if (class == NUMBER) {
-        end = at + size;
-        for (int left = self->digits - 1; left && class_of(self, end, &size) == NUMBER; left--) end += size;
-        return end;
-    }
-    uint8_t next = class_of(self, at + size, &next_size);
-    if (next == LETTER && *at != '\n' && *at != '\r') return run_of(self, at + size + next_size, LETTER);
-    if (class != SPACE) return line_ends(run_of(self, at + size, class));
-    if (*at == ' ' && next == OTHER) return line_ends(run_of(self, at + size + next_size, OTHER));
-    end = run_of(self, at, SPACE);
-    for (const uint8_t *last = end; last > at; last--)
-        if (last[-1] == '\n' || last[-1] == '\r') return last;
-    return spaces(at, end);
-}
-
-#ifdef __SSE2__
-
-static inline uint64_t bits_between(__m128i bytes, int first, int count) {
-    __m128i shifted = _mm_add_epi8(bytes, _mm_set1_epi8((char)(-128 - first)));
-    return (uint32_t)_mm_movemask_epi8(_mm_cmplt_epi8(shifted, _mm_set1_epi8((char)(-128 + count))));
-}
-
-static inline uint64_t bits_equal(__m128i bytes, char byte) {
-    return (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(bytes, _mm_set1_epi8(byte)));
-}
-
-/* The bytes of the next 64 at which word_gpt2 would begin a word, the end of the text among them, as bits; only those
-   that can be told without looking further, and not the first, which is one. */
-static inline uint64_t starts_gpt2(const uint8_t *at, size_t left) {
-    uint64_t letter = 0, number = 0, space = 0, blank = 0, quote = 0, high = 0;
-    for (int part = 0; part < 64; part += 16) {
-        __m128i bytes = _mm_loadu_si128((const __m128i *)(at + part));
-        letter |= bits_between(_mm_or_si128(bytes, _mm_set1_epi8(0x20)), 'a', 26) << part;
-        number |= bits_between(bytes, '0', 10) << part;
-        space |= bits_between(bytes, '\t', 5) << part;
-        blank |= bits_equal(bytes, ' ') << part;
-        quote |= bits_equal(bytes, '\'') << part;
-        high |= (uint64_t)(uint32_t)_mm_movemask_epi8(bytes) << part;
-    }
-    space |= blank;
-    const uint64_t one = 1, all = ~(uint64_t)0;
-    int ends = left < 62;
-    uint64_t inside = left < 64 ? (one << left) - 1 : all;
-    uint64_t other = ~(letter | number | space);
-    uint64_t goes_on = (letter & letter << 1) | (number & number << 1) | (other & other << 1) | blank << 1;
-    uint64_t before_word = ~(space >> 1) & inside >> 1;
-    uint64_t starts = ((~space & ~goes_on) | (space & (~(space << 1) | before_word))) & inside;
-    if (ends) starts |= one << left;
-    for (uint64_t quotes = quote & starts & (all >> 3); quotes; quotes &= quotes - 1) {
-        int n = __builtin_ctzll(quotes);
-        const uint8_t *stop = contraction(at + n, 0);
-        if (stop) starts = (starts & ~(one << (n + 1))) | one << (stop - at);
-    }
-    uint64_t told = ends ? all : (one << 61) - 1;
-    if (high &= inside) told &= ((high & -high) >> 1) - 1;
-    return starts & told & ~one;
-}
-
-#else
-static inline uint64_t starts_gpt2(const uint8_t *at, size_t left) {
-    (void)at, (void)left;
-    return 0;
-}
-#endif
 
 /* The ids of a word. */
 
@@ -444,20 +291,21 @@ static int own_words(Encoder *self) {
 static int encode_text(Encoder *self, size_t size) {
     size_t room = self->out.size + (size + FEW) * sizeof(uint32_t);
     if (!reserve(&self->out, room)) return 0;
+    Cutter *cutter = &self->cutter;
     uint32_t *out = (uint32_t *)(self->out.data + self->out.size);
     const uint8_t *at = self->text.data, *end = at + size;
     memset(self->text.data + size, 0, BEYOND);
     self->text.data[size] = STOP;
-    self->odd = 0;
+    cutter->odd = 0;
     while (at < end) {
-        uint64_t starts = self->pattern == GPT2 && *at < 0x80 ? starts_gpt2(at, end - at) : 0;
+        uint64_t starts = starts_after(cutter, at, end - at);
         if (starts) {
             out = write_words(self, at, starts, out);
             at += 63 - __builtin_clzll(starts);
         } else {
-            const uint8_t *stop = self->pattern == GPT2 ? word_gpt2(self, at) : word_cl100k(self, at);
-            if (self->odd || stop - at > LONGEST) {
-                self->odd = 1;
+            const uint8_t *stop = word_at(cutter, at);
+            if (cutter->odd || stop - at > LONGEST) {
+                cutter->odd = 1;
                 return 1;
             }
             Key key = key_of(at, stop - at);
@@ -496,7 +344,7 @@ PyDoc_STRVAR(encode_doc,
 static PyObject *encode(PyObject *object, PyObject *args) {
     Encoder *self = (Encoder *)object;
     PyObject *texts;
-    if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &texts, &self->normal)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &texts, &self->cutter.normal)) return NULL;
     PyObject *odd = PyList_New(0);
     self->out.size = self->offsets.size = 0;
     if (!odd || !note_offset(self) || !own_words(self)) goto no_memory;
@@ -507,7 +355,7 @@ static PyObject *encode(PyObject *object, PyObject *args) {
         if (!reserve(&self->text, size + BEYOND)) goto no_memory;
         memcpy(self->text.data, text, size);
         if (!encode_text(self, size) || !note_offset(self)) goto no_memory;
-        if (self->odd && !note_odd(odd, n)) goto failed;
+        if (self->cutter.odd && !note_odd(odd, n)) goto failed;
     }
     return answer(self, odd);
 no_memory:
@@ -531,7 +379,7 @@ static PyObject *encode_columns(PyObject *object, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "expected columns of one length, and two lists");
         goto done;
     }
-    self->normal = 0;
+    self->cutter.normal = 0;
     self->out.size = self->offsets.size = 0;
     if (!(odd = PyList_New(0)) || !note_offset(self) || !own_words(self)) goto no_memory;
     for (Py_ssize_t n = 0; n < count; n++) {
@@ -553,7 +401,7 @@ static PyObject *encode_columns(PyObject *object, PyObject *args) {
         memcpy(self->text.data + head_size, (const uint8_t *)data.buf + from, to - from);
         memcpy(self->text.data + head_size + (to - from), tail, tail_size);
         if (!encode_text(self, size) || !note_offset(self)) goto no_memory;
-        if (self->odd && !note_odd(odd, n)) goto done;
+        if (self->cutter.odd && !note_odd(odd, n)) goto done;
     }
     found = answer(self, odd);
     odd = NULL;
@@ -575,9 +423,9 @@ static int take_in(Encoder *self, const Py_buffer *given) {
         PyErr_SetString(PyExc_ValueError, "expected columns that fit together");
         return -1;
     }
-    memset(self->lead, WIDE, sizeof self->lead);
-    memcpy(self->lead, classes->buf, 128);
-    self->lead[STOP] = END;
+    memset(self->cutter.lead, WIDE, sizeof self->cutter.lead);
+    memcpy(self->cutter.lead, classes->buf, 128);
+    self->cutter.lead[STOP] = END;
     memcpy(self->byte_ids, byte_ids->buf, sizeof self->byte_ids);
     for (self->merge_bits = 4; (size_t)1 << self->merge_bits < 2 * merges; self->merge_bits++) continue;
     size_t room = (size_t)1 << self->merge_bits;
@@ -590,6 +438,8 @@ static int take_in(Encoder *self, const Py_buffer *given) {
         !reserve(&self->vocabulary, vocabulary->len + BEYOND) ||
         !append(&self->places, places->buf, places->len) || !append(&self->numbers, numbers->buf, numbers->len))
         goto no_memory;
+    self->cutter.classes = self->classes.data;
+    self->cutter.known = self->classes.size;
     for (size_t at = 0; at < room; at++) self->merges[at] = (Merge){UINT64_MAX, UINT32_MAX, 0};
     for (uint32_t n = 0; n < merges; n++) {
         const uint32_t *pair = (const uint32_t *)pairs->buf + 2 * n;
@@ -618,7 +468,7 @@ static int init(PyObject *object, PyObject *args, PyObject *names) {
         PyErr_SetString(PyExc_RuntimeError, "an encoder is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, names, "iipy*y*y*y*y*y*y*", keys, &self->pattern, &self->digits,
+    if (!PyArg_ParseTupleAndKeywords(args, names, "iipy*y*y*y*y*y*y*", keys, &self->cutter.pattern, &self->cutter.digits,
                                      &self->whole, &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
                                      &given[6]))
         return -1;

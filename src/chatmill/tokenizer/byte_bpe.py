@@ -24,7 +24,6 @@ try:
 except ImportError:  # pragma: no cover
     _bpe = None  # type: ignore[assignment]
 
-COMPILED = _bpe is not None
 Encode = Callable[[Sequence[str]], tuple[Ids, Offsets]]
 
 LETTER, NUMBER, SPACE, OTHER, UNKNOWN = range(5)
@@ -152,4 +151,6 @@ def _in_doubt(text: str) -> set[str]:
     joined = {part for whole in parts for part in whole[1:]}
     jamo = map(chr, [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)])
     changed = {one for one in text if unicodedata.combining(one) or not unicodedata.is_normalized("NFC", one)}
-    return (joined | changed | {*jamo}) & {*text}
+    # Characters that are too new for this Python may be any of these.
+    unknown = {one for one in text if unicodedata.category(one) == "Cn"}
+    return (joined | changed | unknown | {*jamo}) & {*text}
