@@ -100,6 +100,8 @@ def test_what_is_taken_of_any_bytes_is_what_the_object_reader_takes(records, rng
         b'{"messages": [{"role": "user", "content": "a"}], "messages": []}',
         b'{"messages": [{"role": "user", "content": "a"}], "id": 1.5}',
         b'{"messages": [{"role": "user", "content": "a"}], "id": 01}',
+        b'{"messages": [{"role": "user", "content": "a"}], "id": n5}',
+        b'{"messages": [{"role": "user", "content": "a"}], "id": n"b"}',
         b'{"messages": [{"role": "user", "content": "a"}], "id": 9999999999999999999}',
         b'{"messages": [{"role": "user", "content": "a"}], "tools": []}',
         b'{"messages": [{"role": "user", "content": "a"},]}',

@@ -265,7 +265,7 @@ static int take_messages(Reader *self) {
 /* A text or a whole number, which is no part of what makes a conversation the same. */
 static int take_id(Reader *self) {
     uint8_t *out = self->out;
-    if (take_null(self)) return 1;
+    if (take(self, 'n')) return take_word(self, "ull");
     if (take(self, '"')) {
         self->at--;
         int taken = take_string(self);
