@@ -131,6 +131,12 @@ def test_copy_ranges_puts_each_range_in_its_place(ranges, dtype, rng):
         assert target[at : at + b - a].tobytes() == source[a:b].tobytes()
 
 
+def test_copy_ranges_takes_any_numbers_and_rows_of_a_table():
+    source, target = np.arange(12).reshape(4, 3), np.zeros((5, 3), dtype=np.int64)
+    copy_ranges(source[::2], np.array([0, 1], dtype=np.int32), np.array([1, 2]), target, np.array([9, 3, 9, 1])[1::2])
+    assert target.tolist() == [[0, 0, 0], [6, 7, 8], [0, 0, 0], [0, 1, 2], [0, 0, 0]]
+
+
 def test_copy_ranges_widens_what_is_narrow():
     target = np.zeros(4, dtype=np.uint32)
     copy_ranges(np.array([7, 8, 9], dtype=np.uint16), np.array([1]), np.array([3]), target, np.array([1]))

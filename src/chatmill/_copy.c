@@ -37,7 +37,8 @@ static PyObject *ranges(PyObject *module, PyObject *args) {
         int64_t from = ((const int64_t *)start.buf)[n], at = ((const int64_t *)to.buf)[n];
         int64_t items = ((const int64_t *)stop.buf)[n] - from;
         fits = !outside(from, items, source.len / width) && !outside(at, items, target.len / width);
-        if (fits) copy((uint8_t *)target.buf + at * width, (const uint8_t *)source.buf + from * width, items * width);
+        if (fits && items)
+            copy((uint8_t *)target.buf + at * width, (const uint8_t *)source.buf + from * width, items * width);
     }
     PyBuffer_Release(&target), PyBuffer_Release(&to), PyBuffer_Release(&source);
     PyBuffer_Release(&start), PyBuffer_Release(&stop);
@@ -62,7 +63,7 @@ static PyObject *pieces(PyObject *module, PyObject *args) {
         const Py_buffer *source = from < border ? &first : &second;
         if (from >= border) from -= border;
         fits = !outside(from, items, source->len / 4) && !outside(at, items, target.len / 4);
-        if (fits) copy((uint8_t *)target.buf + at * 4, (const uint8_t *)source->buf + from * 4, items * 4);
+        if (fits && items) copy((uint8_t *)target.buf + at * 4, (const uint8_t *)source->buf + from * 4, items * 4);
         at += items;
     }
     fits = fits && at == target.len / 4;

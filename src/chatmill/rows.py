@@ -371,7 +371,7 @@ def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | No
 
 def copy_ranges(source: NDArray[Any], start: Index, stop: Index, target: NDArray[Any], to: Index) -> None:
     """source[start:stop] to target[to:], for every one of these ranges."""
-    if _copy is not None and source.dtype == target.dtype:
+    if _copy is not None and source.dtype == target.dtype and source.ndim == target.ndim == 1:
         start, stop, to = (np.ascontiguousarray(places, dtype=np.int64) for places in (start, stop, to))
         _copy.ranges(target, to, np.ascontiguousarray(source), start, stop, source.itemsize)
         return

@@ -143,6 +143,16 @@ def test_a_line_is_too_long_from_one_byte_over_the_limit(read_bytes, end):
     assert faults == [f"a.jsonl:2: {what}", f"a.jsonl:3: {what}"]
 
 
+@pytest.mark.parametrize("more", range(1, 12))
+def test_a_line_of_which_the_limit_keeps_a_record_and_half_a_line_end_is_too_long(read_bytes, monkeypatch, more):
+    limit = len(line("abc"))
+    monkeypatch.setattr("chatmill.records.lines.BLOCK", limit + more)
+    data = line("abc") + b"\r" + b" and more" * 9 + b"\n" + line("abc")
+    found, (fault,) = read_bytes(data, shape="messages", max_line_bytes=limit)
+    assert found == records((2, "abc"))
+    assert fault.startswith(f"a.jsonl:1: the record is longer than {limit} bytes; ")
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.txt.gz"])
 @pytest.mark.parametrize("shape", ["messages", None])
 def test_damaged_compression_is_one_fault_after_what_was_readable(read_bytes, name, shape):

@@ -209,6 +209,8 @@ def test_other_kinds_are_left_to_other_engines(trained):
         {"model": {"end_of_word_suffix": "</w>"}},
         {"model": {"byte_fallback": True}},
         {"model": {"merges": [*merges, merges[0]]}},
+        {"model": {"merges": [*(" ".join(merge) for merge in merges), "#version s"]}},
+        {"model": {"vocab": {**content["model"]["vocab"], "abcabc": 5}}},
         {"model": {"vocab": {name: id for name, id in content["model"]["vocab"].items() if name != "Ģ"}}},
     ):
         assert byte_bpe.byte_bpe(changed(trained, **other), str, None) is None, other  # type: ignore[arg-type]
@@ -241,6 +243,41 @@ def test_an_engine_that_differs_on_the_probe_is_not_used(trained_json, monkeypat
 
 def test_a_file_with_a_pattern_of_its_own_has_another_engine():
     assert open_tokenizer(DEEPSEEK).engine == "fastokens"
+
+
+def test_words_are_forgotten_when_they_take_much_room(engines):
+    rng = random.Random(3)
+    many = ["".join(rng.choices("abcdefghij", k=500)) for _ in range(16_000)]
+    ids, offsets = engines[0].encode_batch(many)
+    again, _ = engines[0].encode_batch(many[-50:])
+    assert again.tolist() == ids[offsets[-51] :].tolist()
+    assert_equal(engines, many[:50])
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"\xe2", b"\xff", b"\xf4\x90", b"\xc3", b"\x80", b"a", b" ", b"'", "é😀".encode()]),
+        max_size=70,
+    )
+)
+def test_bytes_that_are_no_text_are_left(engines, pieces):
+    data = b"".join(pieces)
+    stop = np.array([len(data)])
+    engine = engines[0]._encode
+    found = engine._encoder.encode_columns(data, stop * 0, stop, np.zeros(1, np.uint8), [b""], [b""])
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        # Not all that is wrong is seen, but nothing is made of it that the bytes do not hold.
+        assert found[2] == [0] or len(found[0]) <= 4 * len(data)
+    else:
+        assert_equal(engines, [text])
+
+
+def test_no_texts_have_no_ids(trained):
+    engine = byte_bpe.byte_bpe(changed(trained), str, None)  # type: ignore[arg-type]
+    assert engine is not None
+    assert [array.tolist() for array in engine([])] == [[], [0]]
 
 
 def test_columns_that_do_not_fit_are_refused(trained):

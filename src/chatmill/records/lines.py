@@ -47,9 +47,9 @@ def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None, s
                 yield b"".join((held, memoryview(data)[:end])) if held or end < len(data) else data
                 held.clear()
             held += data[end:]
-            # One more than the limit, for a line end of two bytes.
+            # One more than the limit, for a line end of two bytes, of which the last that is kept may be the first.
             if len(held) > limit + 1:
-                yield bytes(held[: limit + 1]) + b"\n"
+                yield bytes(held[: limit + 2]) + b"\n"
                 held.clear()
                 left -= _skip_line(file)
     if held:

@@ -68,7 +68,12 @@ class Plain(Sequence[Record]):
 
     @cached_property
     def _records(self) -> Sequence[Record]:
-        return self.made()
+        records = self.made()
+        if len(records) != len(self):
+            raise RuntimeError(
+                f"{self.file}:{self.line}: {len(self)} records in columns, {len(records)} of the same lines"
+            )
+        return records
 
 
 def plain_lines(

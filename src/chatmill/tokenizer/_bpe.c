@@ -23,7 +23,8 @@
 #define LONGEST 512        /* a power of two */
 #define SHORT 15
 #define FEW 3
-#define MOST (1u << 18)    /* words that are kept besides those of the vocabulary */
+#define MOST (1u << 18)       /* words that are kept besides those of the vocabulary */
+#define MOST_BYTES (1u << 25) /* and what those of them take that are ELSEWHERE */
 #define ELSEWHERE (1u << 31)
 
 typedef struct {
@@ -56,6 +57,7 @@ typedef struct {
     int merge_bits;
     Word *words;
     uint32_t num_words, most_words;
+    size_t most_bytes;
     int word_bits;
     pid_t process;
     Heap bytes, ids; /* of words that are ELSEWHERE */
@@ -215,13 +217,15 @@ static int begin(Encoder *self) {
         if (!keep(self, &fresh, word, size, ids, self->whole ? 1 : merged(self, word, size, ids))) return 0;
     }
     self->most_words = self->num_words + MOST;
+    self->most_bytes = self->bytes.size + self->ids.size + MOST_BYTES;
     return 1;
 }
 
 static int learn(Encoder *self, Word *fresh, const uint8_t *bytes, size_t size) {
     uint32_t ids[LONGEST];
     /* When there are too many they are all forgotten: memory stays flat, and the common ones are soon back. */
-    if (self->num_words >= self->most_words && !begin(self)) return 0;
+    int full = self->num_words >= self->most_words || self->bytes.size + self->ids.size >= self->most_bytes;
+    if (full && !begin(self)) return 0;
     return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));
 }
 
@@ -303,8 +307,8 @@ static int encode_text(Encoder *self, size_t size) {
             out = write_words(self, at, starts, out);
             at += 63 - __builtin_clzll(starts);
         } else {
-            const uint8_t *stop = word_at(cutter, at);
-            if (cutter->odd || stop - at > LONGEST) {
+            const uint8_t *stop = *at == STOP ? NULL : word_at(cutter, at);
+            if (cutter->odd || !stop || stop - at > LONGEST) {
                 cutter->odd = 1;
                 return 1;
             }
@@ -333,7 +337,8 @@ static int note_odd(PyObject *odd, Py_ssize_t number) {
 }
 
 static PyObject *answer(Encoder *self, PyObject *odd) {
-    return Py_BuildValue("(y#y#N)", (char *)self->out.data, (Py_ssize_t)self->out.size, (char *)self->offsets.data,
+    const char *ids = self->out.data ? (char *)self->out.data : "";
+    return Py_BuildValue("(y#y#N)", ids, (Py_ssize_t)self->out.size, (char *)self->offsets.data,
                          (Py_ssize_t)self->offsets.size, odd);
 }
 

@@ -23,17 +23,18 @@ typedef struct {
     int odd;      /* set by a text whose words cannot be told here */
 } Cutter;
 
+/* Bytes that are no UTF-8 end the words: what follows them is not looked at, so nothing is read beyond a text. */
 static inline uint8_t wide(Cutter *self, const uint8_t *at, int *size) {
     uint32_t c = *at;
-    if (c < 0xE0) {
-        *size = 2;
-        c = (c & 0x1F) << 6 | (at[1] & 0x3F);
-    } else if (c < 0xF0) {
-        *size = 3;
-        c = (c & 0x0F) << 12 | (at[1] & 0x3F) << 6 | (at[2] & 0x3F);
-    } else {
-        *size = 4;
-        c = (c & 0x07) << 18 | (at[1] & 0x3F) << 12 | (at[2] & 0x3F) << 6 | (at[3] & 0x3F);
+    int more = c < 0xE0 ? 1 : c < 0xF0 ? 2 : 3;
+    *size = 1 + more;
+    c &= 0x3F >> more;
+    for (int n = 1; n <= more; n++) {
+        if ((at[n] & 0xC0) != 0x80) {
+            self->odd = *size = 1;
+            return END;
+        }
+        c = c << 6 | (at[n] & 0x3F);
     }
     uint8_t class = c < self->known ? self->classes[c] : UNKNOWN;
     if (class == UNKNOWN || (class & DOUBT && !self->normal)) self->odd = 1;

@@ -88,8 +88,10 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], rest: Encode) -> By
         return None
     vocab, alphabet = model["vocab"], byte_alphabet()
     merges = pairs(model["merges"])
-    twice = len({tuple(merge) for merge in merges}) < len(merges)
-    if not vocab.keys() >= alphabet.keys() or twice or len(merges) >= MOST:
+    twice = len({tuple(merge) for merge in merges}) < len(merges) or len({*vocab.values()}) < len(vocab)
+    # In merges that are written as lines, those that begin so are comments.
+    comments = any(isinstance(merge, str) and merge.startswith("#version") for merge in model["merges"])
+    if not vocab.keys() >= alphabet.keys() or twice or comments or len(merges) >= MOST:
         return None
     words = [token for token in vocab if alphabet.keys() >= set(token)]
     written = "".join(words).translate({ord(letter): chr(byte) for letter, byte in alphabet.items()})
