@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 from corpus import DATA, Data, add_options, chosen, options_of
 from fastokens import Tokenizer as Fastokens
-from measure import alone, interleaved, machine, report, versions
+from measure import alone, machine, report, versions
 from render import CHATML
 
 from chatmill.prepare.engine import Local
@@ -53,10 +53,16 @@ def job_of(data: Data) -> Job:
     return Job((Source((str(data.path),)),), tokenizer=str(data.tokenizer), pack=PACK)
 
 
-def ours(job: Job, tools: Tools, folder: Path) -> Metadata:
+def ours(job: Job, tools: Tools, folder: Path) -> tuple[Metadata, float]:
+    """The dataset that a build makes, and its seconds: without those of removing the last one, or of writing out what
+    was left in memory by whoever ran before."""
     target = folder / "dataset"
     shutil.rmtree(target, ignore_errors=True)
-    return prepare(job, target, engine=Local(PROCESSES), tools=tools)
+    os.sync()
+    gc.collect()
+    started = time.perf_counter()
+    made = prepare(job, target, engine=Local(PROCESSES), tools=tools)
+    return made, time.perf_counter() - started
 
 
 class Bare:
@@ -158,9 +164,8 @@ def our_side(data: Data, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     tools = make_tools(job_of(data))
     start_up = time.perf_counter() - started
-    started = time.perf_counter()
-    split = ours(job_of(data), tools, folder).splits["train"]
-    taken = time.perf_counter() - started
+    made, taken = ours(job_of(data), tools, folder)
+    split = made.splits["train"]
     return {"seconds": taken, "start_up": start_up, "tokens": split.num_tokens, "rows": split.num_episodes}
 
 
@@ -187,6 +192,7 @@ def trl_side(data: Data, folder: Path) -> dict[str, Any]:
     )
     # The method that SFTTrainer calls on its dataset, with what it looks up on the trainer; no model is needed.
     trainer: Any = SimpleNamespace(chat_template=CHATML, completion_only_loss=False, _tokenizer=peer)
+    os.sync()
     started = time.perf_counter()
     loaded = datasets.load_dataset("json", data_files=str(data.path), split="train", cache_dir=str(folder / "cache"))
     packed = SFTTrainer._prepare_dataset(trainer, loaded, peer, config, True, None, "train")
@@ -268,7 +274,7 @@ def main() -> None:
             differ = compared(mine, (folder / "trl.hashes").read_text().split("\n"))
         job = job_of(data)
         tools = make_tools(job)
-        seconds = interleaved(args.runs, ours=lambda: ours(job, tools, folder))["ours"]
+        seconds = statistics.median(ours(job, tools, folder)[1] for _ in range(args.runs))
         bare = Bare(data.path, data.tokenizer, folder, one["tokens"])
         parts, at_once = bare.parts(args.runs), bare.at_once(args.runs)
     tokens = one["tokens"]
