@@ -33,6 +33,7 @@ static PyObject *ranges(PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "w*y*y*y*y*n", &target, &to, &source, &start, &stop, &width)) return NULL;
     Py_ssize_t count = to.len / 8;
     int fits = width > 0 && start.len == to.len && stop.len == to.len;
+    Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t n = 0; fits && n < count; n++) {
         int64_t from = ((const int64_t *)start.buf)[n], at = ((const int64_t *)to.buf)[n];
         int64_t items = ((const int64_t *)stop.buf)[n] - from;
@@ -40,6 +41,7 @@ static PyObject *ranges(PyObject *module, PyObject *args) {
         if (fits && items)
             copy((uint8_t *)target.buf + at * width, (const uint8_t *)source.buf + from * width, items * width);
     }
+    Py_END_ALLOW_THREADS
     PyBuffer_Release(&target), PyBuffer_Release(&to), PyBuffer_Release(&source);
     PyBuffer_Release(&start), PyBuffer_Release(&stop);
     if (fits) Py_RETURN_NONE;

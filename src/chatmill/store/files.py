@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from chatmill.errors import DataError
 
 BUFFER = 1 << 20
-HURRY = 1 << 24
+HURRY = 1 << 22
 """Bytes of a file that are sent to the disk at a time."""
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
