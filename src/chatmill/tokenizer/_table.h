@@ -1,0 +1,279 @@
+/* The words that are known, and the ids of each. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "words are looked up by their bytes as a little-endian number"
+#endif
+
+#define LONGEST 512        /* a power of two */
+#define SHORT 15
+#define FEW 3
+#define MOST (1u << 18)       /* words that are kept besides those of the vocabulary */
+#define MOST_BYTES (1u << 25) /* and what those of them take that are ELSEWHERE */
+#define ELSEWHERE (1u << 31)
+
+typedef struct {
+    uint64_t low, high; /* the bytes of a short word, its length on top; of a long one a hash, and its length below 0xFF */
+} Key;
+
+typedef struct {
+    Key key;
+    uint32_t ids[FEW]; /* or, ELSEWHERE, where the bytes and the ids lie */
+    uint32_t count;
+} Word;
+
+typedef struct {
+    uint64_t pair;
+    uint32_t rank, id;
+} Merge;
+
+typedef struct {
+    uint8_t *data;
+    size_t size, room;
+} Heap;
+
+typedef struct {
+    uint32_t byte_ids[256];
+    Merge *merges;
+    int merge_bits;
+    Heap vocabulary, places, numbers; /* the words it has from the beginning, and their ids */
+    int whole;                        /* whether such a word is its own token without being merged */
+    Word *words;
+    uint32_t num_words, most_words;
+    size_t most_bytes;
+    int word_bits;
+    pid_t process;
+    Heap bytes, ids; /* of words that are ELSEWHERE */
+} Table;
+
+static int reserve(Heap *heap, size_t room) {
+    if (room <= heap->room) return 1;
+    if (room < 2 * heap->room) room = 2 * heap->room;
+    uint8_t *data = realloc(heap->data, room);
+    if (!data) return 0;
+    heap->data = data;
+    heap->room = room;
+    return 1;
+}
+
+static int append(Heap *heap, const void *data, size_t size) {
+    if (!reserve(heap, heap->size + size)) return 0;
+    if (size) memcpy(heap->data + heap->size, data, size);
+    heap->size += size;
+    return 1;
+}
+
+/* Memory that is read all over: in large pages, where the system has them. */
+static void *large(size_t size) {
+    size_t page = (size_t)1 << 21;
+    void *data = NULL;
+    if (posix_memalign(&data, page, (size + page - 1) / page * page)) return NULL;
+#ifdef MADV_HUGEPAGE
+    madvise(data, (size + page - 1) / page * page, MADV_HUGEPAGE);
+#endif
+    return data;
+}
+
+static inline uint64_t mixed(uint64_t low, uint64_t high) {
+    unsigned __int128 product = (unsigned __int128)(low ^ 0x9E3779B97F4A7C15u) * (high ^ 0xD6E8FEB86659FD93u);
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static inline Merge *merge_of(const Table *self, uint32_t left, uint32_t right) {
+    uint64_t pair = (uint64_t)left << 32 | right;
+    size_t mask = ((size_t)1 << self->merge_bits) - 1;
+    for (size_t at = (pair * 0x9E3779B97F4A7C15u) >> (64 - self->merge_bits);; at = (at + 1) & mask) {
+        Merge *merge = &self->merges[at];
+        if (merge->pair == pair || merge->rank == UINT32_MAX) return merge;
+    }
+}
+
+/* What is merged next is the least of these: the rank of a pair, and below it the place of its first half. */
+static inline uint32_t pair_at(const Table *self, const uint32_t *ids, uint32_t at, uint32_t next, uint32_t *into) {
+    const Merge *merge = merge_of(self, ids[at], ids[next]);
+    *into = merge->id;
+    return merge->rank == UINT32_MAX ? UINT32_MAX : merge->rank * LONGEST | at;
+}
+
+/* The first of the pairs with the lowest rank is merged until no pair has one. */
+static uint32_t merged(const Table *self, const uint8_t *word, uint32_t size, uint32_t *ids) {
+    uint32_t pair[LONGEST], into[LONGEST], count = 0;
+    uint16_t next[LONGEST + 1], before[LONGEST + 1];
+    for (uint32_t at = 0; at < size; at++) {
+        ids[at] = self->byte_ids[word[at]];
+        next[at] = (uint16_t)(at + 1), before[at + 1] = (uint16_t)at;
+    }
+    pair[size - 1] = UINT32_MAX;
+    for (uint32_t at = 0; at + 1 < size; at++) pair[at] = pair_at(self, ids, at, at + 1, &into[at]);
+    for (;;) {
+        uint32_t least = UINT32_MAX;
+        for (uint32_t at = 0; at < size; at++) least = pair[at] < least ? pair[at] : least;
+        if (least == UINT32_MAX) break;
+        uint32_t at = least % LONGEST, gone = next[at], after = next[gone];
+        ids[at] = into[at];
+        pair[gone] = UINT32_MAX;
+        next[at] = (uint16_t)after, before[after] = (uint16_t)at;
+        pair[at] = after < size ? pair_at(self, ids, at, after, &into[at]) : UINT32_MAX;
+        if (at) pair[before[at]] = pair_at(self, ids, before[at], at, &into[before[at]]);
+    }
+    for (uint32_t at = 0; at < size; at = next[at]) ids[count++] = ids[at];
+    return count;
+}
+
+/* What a word is looked up by. */
+static inline Key key_of(const uint8_t *word, size_t size) {
+    static const uint8_t KEPT[31] = {255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255};
+    Key key = {0, (uint64_t)0xFF << 56 | size};
+    if (size <= SHORT) {
+        uint64_t low, high;
+        memcpy(&low, KEPT + SHORT - size, 8);
+        memcpy(&high, KEPT + SHORT - size + 8, 8);
+        memcpy(&key.low, word, 8);
+        memcpy(&key.high, word + 8, 8);
+        key.low &= low;
+        key.high = (key.high & high) | (uint64_t)size << 56;
+        return key;
+    }
+    for (size_t at = 0; at < size; at += 8) {
+        uint64_t part = 0;
+        memcpy(&part, word + at, size - at < 8 ? size - at : 8);
+        key.low = mixed(key.low + at, part);
+    }
+    return key;
+}
+
+static inline uint64_t hash_of(Key key) { return mixed(key.low, key.high); }
+
+static void place(Word *words, int bits, const Word *word) {
+    size_t mask = ((size_t)1 << bits) - 1;
+    size_t at = hash_of(word->key) & mask;
+    while (words[at].key.high) at = (at + 1) & mask;
+    words[at] = *word;
+}
+
+static int enlarge(Table *self) {
+    size_t size = sizeof *self->words << (self->word_bits + 1);
+    Word *words = large(size);
+    if (!words) return 0;
+    memset(words, 0, size);
+    for (size_t at = 0; at < (size_t)1 << self->word_bits; at++)
+        if (self->words[at].key.high) place(words, self->word_bits + 1, &self->words[at]);
+    free(self->words);
+    self->words = words;
+    self->word_bits++;
+    return 1;
+}
+
+static int keep(Table *self, Word *word, const uint8_t *bytes, size_t size, const uint32_t *ids, uint32_t count) {
+    if (2 * self->num_words >= 1u << self->word_bits && !enlarge(self)) return 0;
+    word->key = key_of(bytes, size);
+    word->count = count;
+    if (size <= SHORT && count <= FEW) {
+        memcpy(word->ids, ids, count * sizeof *ids);
+    } else {
+        word->count |= ELSEWHERE;
+        word->ids[0] = (uint32_t)self->bytes.size;
+        word->ids[1] = (uint32_t)self->ids.size;
+        if (!append(&self->bytes, bytes, size) || !append(&self->ids, ids, count * sizeof *ids)) return 0;
+    }
+    place(self->words, self->word_bits, word);
+    self->num_words++;
+    return 1;
+}
+
+/* Begin with the words of the vocabulary alone. */
+static int begin(Table *self) {
+    memset(self->words, 0, sizeof(Word) << self->word_bits);
+    self->num_words = 0;
+    self->bytes.size = self->ids.size = 0;
+    const int64_t *at = (const int64_t *)self->places.data;
+    size_t count = self->numbers.size / sizeof(uint32_t);
+    for (size_t n = 0; n < count; n++) {
+        const uint8_t *word = self->vocabulary.data + at[n];
+        size_t size = at[n + 1] - at[n];
+        uint32_t ids[LONGEST] = {((uint32_t *)self->numbers.data)[n]};
+        if (!size || size > LONGEST) continue;
+        Word fresh = {{0, 0}, {0}, 0};
+        if (!keep(self, &fresh, word, size, ids, self->whole ? 1 : merged(self, word, size, ids))) return 0;
+    }
+    self->most_words = self->num_words + MOST;
+    self->most_bytes = self->bytes.size + self->ids.size + MOST_BYTES;
+    return 1;
+}
+
+static int learn(Table *self, Word *fresh, const uint8_t *bytes, size_t size) {
+    uint32_t ids[LONGEST];
+    /* When there are too many they are all forgotten: memory stays flat, and the common ones are soon back. */
+    int full = self->num_words >= self->most_words || self->bytes.size + self->ids.size >= self->most_bytes;
+    if (full && !begin(self)) return 0;
+    return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));
+}
+
+/* Write the ids of a word, and return where those of the next go; NULL without memory. */
+static inline uint32_t *write_ids(Table *self, Key key, uint64_t hash, const uint8_t *bytes, size_t size,
+                                  uint32_t *out) {
+    Word fresh = {{0, 0}, {0}, 0};
+    const Word *word;
+    size_t mask = ((size_t)1 << self->word_bits) - 1;
+    for (size_t at = hash & mask;; at = (at + 1) & mask) {
+        word = &self->words[at];
+        if (word->key.low == key.low && word->key.high == key.high &&
+            (size <= SHORT || !memcmp(self->bytes.data + word->ids[0], bytes, size)))
+            break;
+        if (!word->key.high) {
+            if (!learn(self, &fresh, bytes, size)) return NULL;
+            word = &fresh;
+            break;
+        }
+    }
+    if (word->count <= FEW) {
+        memcpy(out, word->ids, sizeof word->ids);
+        return out + word->count;
+    }
+    uint32_t count = word->count & ~ELSEWHERE;
+    memcpy(out, self->ids.data + word->ids[1], count * sizeof *out);
+    return out + count;
+}
+
+/* The same for the words that begin at `at` and at the bits, the last of which ends them. They are all asked for before
+   the first is used, since what takes time is the way to the memory. */
+static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t starts, uint32_t *out) {
+    Key keys[64];
+    uint64_t hashes[64];
+    size_t mask = ((size_t)1 << self->word_bits) - 1, begin = 0;
+    int count = 0;
+    for (uint64_t left = starts; left; left &= left - 1) {
+        size_t end = __builtin_ctzll(left);
+        keys[count] = key_of(at + begin, end - begin);
+        hashes[count] = hash_of(keys[count]);
+        __builtin_prefetch(&self->words[hashes[count++] & mask]);
+        begin = end;
+    }
+    begin = 0;
+    for (int n = 0; n < count && out; n++, starts &= starts - 1) {
+        size_t end = __builtin_ctzll(starts);
+        out = write_ids(self, keys[n], hashes[n], at + begin, end - begin, out);
+        begin = end;
+    }
+    return out;
+}
+
+/* A forked process begins with words of its own: to write to those it shares would cost it the large pages. */
+static int own_words(Table *self) {
+    if (self->process == getpid()) return 1;
+    size_t size = sizeof *self->words << self->word_bits;
+    Word *words = large(size);
+    if (!words) return 0;
+    memcpy(words, self->words, size);
+    free(self->words);
+    self->words = words;
+    self->process = getpid();
+    return 1;
+}
