@@ -193,12 +193,12 @@ def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[Rows]:
 
 
 def _pack_window(window: Sequence[Chosen], capacity: int) -> Iterator[Rows]:
-    part_of = np.repeat(np.arange(len(window)), [len(part.rows) for part in window])
+    part_of = np.repeat(np.arange(len(window), dtype=np.uint32), [len(part.rows) for part in window])
     row_of = np.concatenate([part.rows for part in window])
     tokens, spans = np.concatenate([_sizes(part.file.open(), part.rows) for part in window], axis=1)
     opened = lru_cache(MAPPED)(StagedFile.open)
     bins = pack_lengths(tokens, capacity)
-    until = np.cumsum(np.add.reduceat(tokens[bins.order], bins.first[:-1]))
+    until = np.cumsum(np.add.reduceat(tokens[bins.order], bins.first[:-1]), dtype=np.int64)
     first = 0
     while first < len(bins):
         before = until[first - 1] if first else 0
@@ -212,15 +212,15 @@ def _pack_window(window: Sequence[Chosen], capacity: int) -> Iterator[Rows]:
         first = last
 
 
-def _sizes(unit: Staged, rows: Numbers) -> NDArray[np.int64]:
-    """Tokens and spans of some rows."""
-    return np.stack([np.diff(unit.row_start)[rows], np.diff(unit.first_span)[rows]])
+def _sizes(unit: Staged, rows: Numbers) -> NDArray[np.int32]:
+    """Tokens and spans of some rows, which fit the capacity: in a narrow type, where there may be very many of them."""
+    return np.stack([np.diff(unit.row_start)[rows], np.diff(unit.first_span)[rows]]).astype(np.int32)
 
 
 class _Table:
     """Rows of one conversation each, out of several staged files: every token is copied once, to its place."""
 
-    def __init__(self, tokens: Index, spans: Index) -> None:
+    def __init__(self, tokens: NDArray[np.int32], spans: NDArray[np.int32]) -> None:
         self._start, self._first_span = offsets(tokens), offsets(spans)
         self._ids = np.empty(self._start[-1], dtype=np.uint32)
         self._spans = np.empty(self._first_span[-1], dtype=SPAN)
