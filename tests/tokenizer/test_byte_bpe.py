@@ -134,7 +134,7 @@ def test_words_are_forgotten_and_come_back(engines):
     backend, peer = engines
     rng = random.Random(2)
     few = [" ".join(rng.choices(["the", "house", "of", "running", "ways"], k=20)) for _ in range(50)]
-    many = [" ".join("".join(rng.choices("abcdefgh", k=9)) for _ in range(400)) for _ in range(900)]
+    many = [" ".join("".join(rng.choices("abcdefgh", k=9)) for _ in range(400)) for _ in range(400)]
     for texts in (few, many, few, many[:50], few):
         assert_equal((backend, peer), texts)
 

@@ -180,7 +180,7 @@ static int take_in(Encoder *self, const Py_buffer *given) {
         *merge_of(&self->table, pair[0], pair[1]) =
             (Merge){(uint64_t)pair[0] << 32 | pair[1], n, ((const uint32_t *)into->buf)[n]};
     }
-    if (begin(&self->table)) return 0;
+    if (begin(&self->table, 1)) return 0;
 no_memory:
     PyErr_NoMemory();
     return -1;

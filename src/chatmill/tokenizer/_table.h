@@ -12,10 +12,10 @@
 #error "words are looked up by their bytes as a little-endian number"
 #endif
 
-#define LONGEST 512        /* a power of two */
+#define LONGEST 512           /* a power of two */
 #define SHORT 15
 #define FEW 3
-#define MOST (1u << 18)       /* words that are kept besides those of the vocabulary */
+#define MOST (1u << 16)       /* words that are kept besides those it began with */
 #define MOST_BYTES (1u << 25) /* and what those of them take that are ELSEWHERE */
 #define ELSEWHERE (1u << 31)
 
@@ -172,7 +172,7 @@ static int enlarge(Table *self) {
 }
 
 static int keep(Table *self, Word *word, const uint8_t *bytes, size_t size, const uint32_t *ids, uint32_t count) {
-    if (2 * self->num_words >= 1u << self->word_bits && !enlarge(self)) return 0;
+    if (4 * self->num_words >= 3u << self->word_bits && !enlarge(self)) return 0;
     word->key = key_of(bytes, size);
     word->count = count;
     if (size <= SHORT && count <= FEW) {
@@ -188,14 +188,14 @@ static int keep(Table *self, Word *word, const uint8_t *bytes, size_t size, cons
     return 1;
 }
 
-/* Begin with the words of the vocabulary alone. */
-static int begin(Table *self) {
+/* Begin with the words of the vocabulary; or with none, when all are forgotten and the common ones are soon back. */
+static int begin(Table *self, int with_vocabulary) {
     memset(self->words, 0, sizeof(Word) << self->word_bits);
     self->num_words = 0;
     self->bytes.size = self->ids.size = 0;
     const int64_t *at = (const int64_t *)self->places.data;
     size_t count = self->numbers.size / sizeof(uint32_t);
-    for (size_t n = 0; n < count; n++) {
+    for (size_t n = 0; with_vocabulary && n < count; n++) {
         const uint8_t *word = self->vocabulary.data + at[n];
         size_t size = at[n + 1] - at[n];
         uint32_t ids[LONGEST] = {((uint32_t *)self->numbers.data)[n]};
@@ -210,9 +210,9 @@ static int begin(Table *self) {
 
 static int learn(Table *self, Word *fresh, const uint8_t *bytes, size_t size) {
     uint32_t ids[LONGEST];
-    /* When there are too many they are all forgotten: memory stays flat, and the common ones are soon back. */
+    /* When there are too many they are forgotten: memory stays flat. Those that are not merged must be there again. */
     int full = self->num_words >= self->most_words || self->bytes.size + self->ids.size >= self->most_bytes;
-    if (full && !begin(self)) return 0;
+    if (full && !begin(self, self->whole)) return 0;
     return keep(self, fresh, bytes, size, ids, merged(self, bytes, (uint32_t)size, ids));
 }
 
