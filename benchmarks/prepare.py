@@ -252,7 +252,7 @@ def compared(ours: list[str], theirs: list[str]) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=5, help="of chatmill before the peer, and as many after it")
     parser.add_argument("--no-trl", action="store_true", help="leave out the peer, which takes minutes")
     parser.add_argument("--side", choices=("chatmill", "trl"), help="only this side, once, for its memory")
     parser.add_argument("--folder", type=Path, help="where a side leaves what it makes")
@@ -266,15 +266,18 @@ def main() -> None:
         folder = Path(temporary)
         same = [*options_of(data), "--folder", folder]
         one, memory = alone(__file__, "--side", "chatmill", *same)
+        job = job_of(data)
+        tools = make_tools(job)
+        # The peer's minute stands between two halves of our seconds, so that a slow moment does not meet all of them.
+        taken = [ours(job, tools, folder)[1] for _ in range(args.runs)]
         peer = peer_memory = differ = None
         if not args.no_trl:
             # Looked at less often than chatmill: it takes minutes, and must not be slowed.
             peer, peer_memory = alone(__file__, "--side", "trl", *same, every=0.5)
             mine, _ = hashed(our_conversations(folder / "dataset"))
             differ = compared(mine, (folder / "trl.hashes").read_text().split("\n"))
-        job = job_of(data)
-        tools = make_tools(job)
-        seconds = statistics.median(ours(job, tools, folder)[1] for _ in range(args.runs))
+        taken += [ours(job, tools, folder)[1] for _ in range(args.runs)]
+        seconds = statistics.median(taken)
         bare = Bare(data.path, data.tokenizer, folder, one["tokens"])
         parts, at_once = bare.parts(args.runs), bare.at_once(args.runs)
     tokens = one["tokens"]
