@@ -4,7 +4,7 @@ PYTHON ?= python3.11
 ARGS ?=
 
 # Named by the content it was installed from: unchanged requirements install nothing.
-key = $(shell cat pyproject.toml $(wildcard src/chatmill/*.c src/chatmill/*/*.[ch]) $(1) | cksum | cut -d ' ' -f 1)
+key = $(shell cat pyproject.toml $(wildcard src/chatmill/_native/*.[ch]) $(1) | cksum | cut -d ' ' -f 1)
 HEADERS := import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))
 DEV := requirements/dev.txt requirements/tokenizers.txt
 DEV_STAMP := .venv/installed-$(call key,$(DEV))
@@ -51,7 +51,7 @@ docs: $(DOCS_STAMP) ## the pages of docs/ as a site, in site/
 	@echo "site/index.html: open it in a browser, or with search: python3 -m http.server -d site"
 
 gauntlet: $(DEV_STAMP) ## try to break it: kills, crashes, full disks, damage, hostile input (ARGS="--only kill" to choose)
-	.venv/bin/python tests/gauntlet/run.py $(ARGS)
+	.venv/bin/python tests/fault_injection/run.py $(ARGS)
 
 clean: ## remove what the other targets made, environments included
 	rm -rf .venv .venv-bench .venv-docs benchmarks/.data benchmarks/.results site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -28,11 +28,11 @@ import numpy as np
 from corpus import DATA, Data, add_options, chosen
 from measure import alone, interleaved, machine, report, versions
 
-from chatmill.load.audit import Audit
+from chatmill.audit.recorder import Audit
 from chatmill.load.loader import EpisodeLoader
-from chatmill.prepare.engine import Local
-from chatmill.prepare.job import Job, Source
-from chatmill.prepare.pipeline import prepare
+from chatmill.prepare.engine import LocalEngine
+from chatmill.prepare.job import InputSource, Job
+from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.rows import offsets
 from chatmill.store.read import open_dataset
 
@@ -89,8 +89,8 @@ SHAPES = [Shape(8, 512, False, 25, 400), Shape(16, 4096, True, 30, 40)]
 
 
 def make_dataset(data: Data, folder: Path) -> Path:
-    job = Job((Source((str(data.path),)),), tokenizer=str(data.tokenizer))
-    prepare(job, folder / "dataset", engine=Local(2))
+    job = Job((InputSource((str(data.path),)),), tokenizer=str(data.tokenizer))
+    prepare_dataset(job, folder / "dataset", engine=LocalEngine(2))
     return folder / "dataset"
 
 

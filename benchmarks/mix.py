@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 from measure import machine, report, versions
 
-from chatmill.load.mix import MIX_SFT, MixedOrder, Schedule, row_weights, shares
+from chatmill.load.mix import MIX_SFT, MixedOrder, MixSchedule, row_weights, shares
 from chatmill.load.order import make_order
 
 
@@ -36,7 +36,7 @@ def main() -> None:
 def farthest(rows: int) -> float:
     """How far any source is from its share after any prefix, in rows."""
     weights = list(row_weights(shares(MIX_SFT)).values())
-    sources, _ = Schedule(weights).at(np.arange(rows))
+    sources, _ = MixSchedule(weights).at(np.arange(rows))
     had = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0) * sum(weights)
     due = np.arange(1, rows + 1)[:, None] * np.array(weights)
     return float(np.abs(had - due).max() / sum(weights))

@@ -27,8 +27,8 @@ import numpy as np
 from measure import alone, machine, versions
 from numpy.typing import NDArray
 
-from chatmill.fit.bins import pack, pack_lengths
 from chatmill.fit.blocks import blocks
+from chatmill.fit.packing import pack, pack_lengths
 from chatmill.format import load_format, render
 from chatmill.records import Message, Record
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, Rows, offsets

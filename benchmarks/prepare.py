@@ -34,9 +34,9 @@ from fastokens import Tokenizer as Fastokens
 from measure import alone, machine, report, versions
 from render import CHATML
 
-from chatmill.prepare.engine import Local
-from chatmill.prepare.job import Job, Source
-from chatmill.prepare.pipeline import prepare
+from chatmill.prepare.engine import LocalEngine
+from chatmill.prepare.job import InputSource, Job
+from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.prepare.unit import Tools, make_tools
 from chatmill.store.metadata import Metadata
 from chatmill.store.read import open_dataset
@@ -50,7 +50,7 @@ class PlainRecord(msgspec.Struct):
 
 
 def job_of(data: Data) -> Job:
-    return Job((Source((str(data.path),)),), tokenizer=str(data.tokenizer), pack=PACK)
+    return Job((InputSource((str(data.path),)),), tokenizer=str(data.tokenizer), pack=PACK)
 
 
 def ours(job: Job, tools: Tools, folder: Path) -> tuple[Metadata, float]:
@@ -61,7 +61,7 @@ def ours(job: Job, tools: Tools, folder: Path) -> tuple[Metadata, float]:
     os.sync()
     gc.collect()
     started = time.perf_counter()
-    made = prepare(job, target, engine=Local(PROCESSES), tools=tools)
+    made = prepare_dataset(job, target, engine=LocalEngine(PROCESSES), tools=tools)
     return made, time.perf_counter() - started
 
 

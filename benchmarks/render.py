@@ -24,12 +24,12 @@ from fastokens import Tokenizer as Fastokens
 from measure import alone, interleaved, machine, report, versions
 
 from chatmill.format import load_format, render_chunks
-from chatmill.format.plates import Plates
-from chatmill.format.sheet import lay_out
-from chatmill.format.template import TemplateFormat
-from chatmill.format.template.folder import read_folder
+from chatmill.format.compiled import CompiledFormat
+from chatmill.format.message_columns import lay_out
+from chatmill.format.template import TemplateRenderer
+from chatmill.format.template.hf_folder import read_folder
 from chatmill.ledger import Ledger
-from chatmill.records import Record, read
+from chatmill.records import Record, read_records
 from chatmill.rows import Rows, concat
 from chatmill.tokenizer import open_tokenizer
 
@@ -61,7 +61,7 @@ class Chatml:
         return render_chunks(records, self.format, self.tokenizer)
 
     def texts(self, records: list[Record]) -> list[str]:
-        return list(lay_out(records, self.format, Plates(self.format, self.tokenizer)).texts)
+        return list(lay_out(records, self.format, CompiledFormat(self.format, self.tokenizer)).texts)
 
 
 class Template:
@@ -73,7 +73,7 @@ class Template:
 
     def chunks(self, records: Iterable[Record]) -> Chunks:
         # A new one each time: what it derives is part of the work.
-        format = TemplateFormat(self.source, self.tokenizer)
+        format = TemplateRenderer(self.source, self.tokenizer)
         return format.chunks(format.accepted(records), ledger=Ledger())
 
     def texts(self, records: list[Record]) -> list[str]:
@@ -137,10 +137,10 @@ def way_of(data: Data, args: argparse.Namespace) -> Chatml | Template:
 def side(data: Data, args: argparse.Namespace) -> None:
     """One side alone, for its memory: chatmill as it streams a file, the peer on as many rows as it is timed on."""
     if args.side == "chatmill":
-        for _ in way_of(data, args).chunks(read([data.path])):
+        for _ in way_of(data, args).chunks(read_records([data.path])):
             pass
     else:
-        peer_rows(peer_of(data, args), list(islice(read([data.path]), args.peer_rows)))
+        peer_rows(peer_of(data, args), list(islice(read_records([data.path]), args.peer_rows)))
 
 
 def main() -> None:
@@ -164,7 +164,7 @@ def main() -> None:
     memory = {name: alone(__file__, "--side", name, *same)[1] for name in ("chatmill", "peer")}
 
     fast, peer = Fastokens.from_file(str(data.tokenizer)), peer_of(data, args)
-    records = list(read([data.path]))
+    records = list(read_records([data.path]))
     few, texts = records[: args.peer_rows], way.texts(records)
     few_rows, peers = concat(list(way.chunks(few))), peer_rows(peer, few)
     differ = differences(few_rows, peers, peer)

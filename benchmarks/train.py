@@ -36,8 +36,8 @@ from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows  # noqa: E402
 from chatmill.store.metadata import write_metadata  # noqa: E402
 from chatmill.store.write import SplitWriter  # noqa: E402
 from chatmill.train.config import TrainConfig  # noqa: E402
-from chatmill.train.loop import train  # noqa: E402
-from chatmill.train.port import CausalModel  # noqa: E402
+from chatmill.train.loop import train_model  # noqa: E402
+from chatmill.train.model import CausalModel  # noqa: E402
 
 QWEN = {
     "n_layer": 28,
@@ -261,7 +261,7 @@ def ours(
     data = dataset(folder, vocab_size, setting)
     steps: list[Any] = []
     with memory(setting.device) as used:
-        train(
+        train_model(
             config,
             model_name=name.replace(" ", "-").replace("'", ""),
             dataset_dir=data,

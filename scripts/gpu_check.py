@@ -22,8 +22,8 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
 from chatmill.train.config import TrainConfig
-from chatmill.train.journal import read_metrics
-from chatmill.train.loop import train
+from chatmill.train.loop import train_model
+from chatmill.train.metrics_log import read_metrics
 
 STEPS = 12
 CLOSE = 0.02
@@ -96,7 +96,7 @@ def losses(data: Path, out: Path, name: str, **changes: Any) -> list[float]:
 
     for resume, watch in ((None, stop), ("auto", None)):
         try:
-            train(settings, model_name=run, out_dir=out, resume=resume, watch=watch, quiet=True)
+            train_model(settings, model_name=run, out_dir=out, resume=resume, watch=watch, quiet=True)
         except KeyboardInterrupt:
             continue
     if "log_rows" in changes:
@@ -115,7 +115,7 @@ def waits() -> int:
             torch.cuda.set_sync_debug_mode("warn" if 3 <= step.step < STEPS - 1 else "default")
 
         settings = config(data, save_interval=0, log_rows=True)
-        train(settings, model_name="waits", out_dir=Path(folder), watch=watch, quiet=True)
+        train_model(settings, model_name="waits", out_dir=Path(folder), watch=watch, quiet=True)
         torch.cuda.set_sync_debug_mode("default")
         found = [each for each in seen if "called a synchronizing CUDA operation" in str(each.message)]
     for place in sorted({f"{each.filename}:{each.lineno}" for each in found}):

@@ -7,7 +7,7 @@ conversations.jsonl      `messages` shape: questions with one right answer, smal
 tool_conversations.jsonl `tool` shape: the assistant calls small tools and reads their results
 primer.jsonl             `primer` shape: role and content only
 desk_chat.jsonl, desk_tools.jsonl
-                         what the demo trains on: the desk of a lost property office (scripts/desk.py)
+                         what the demo trains on: the desk of a lost property office (scripts/demo_data.py)
 desk_chat_heldout.jsonl, desk_tools_heldout.jsonl
                          what it is asked then: facts that no training conversation holds
 
@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import desk
+import demo_data
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -366,10 +366,10 @@ def files() -> dict[str, str]:
 def desk_files() -> dict[str, str]:
     """What the demo trains on, and what it is asked then."""
     texts = {}
-    kinds = (("desk_chat", desk.chat, 600, 80), ("desk_tools", desk.tools, 380, 60))
-    for facts, kept in zip(desk.split_facts(4), ("", "_heldout"), strict=True):
+    kinds = (("desk_chat", demo_data.chat, 600, 80), ("desk_tools", demo_data.tools, 380, 60))
+    for facts, kept in zip(demo_data.split_facts(4), ("", "_heldout"), strict=True):
         for seed, (name, make, count, held_out) in enumerate(kinds, 7 if kept else 5):
-            made = desk.conversations(make, facts, seed=seed)
+            made = demo_data.conversations(make, facts, seed=seed)
             texts[f"{name}{kept}.jsonl"] = lines(islice(made, held_out if kept else count))
     return texts
 

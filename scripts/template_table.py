@@ -23,8 +23,8 @@ import trl
 from transformers import PreTrainedTokenizerFast
 
 from chatmill.errors import RecordError
-from chatmill.format.template import TemplateFormat, open_template
-from chatmill.format.template.certificate import Finding, certify
+from chatmill.format.template import TemplateRenderer, open_template_renderer
+from chatmill.format.template.certify import Finding, certify
 from chatmill.format.template.probes import PROBES
 from chatmill.records import Record
 from chatmill.tokenizer import train_bpe
@@ -113,8 +113,8 @@ def line(name: str, tokenizer: Path, peer: PreTrainedTokenizerFast) -> Line:
     )
 
 
-def opened(tokenizer: Path, name: str, mask: str = "derived") -> TemplateFormat:
-    return open_template(str(tokenizer), chat_template=str(FOLDER / f"{name}.jinja"), mask=mask)  # type: ignore[arg-type]
+def opened(tokenizer: Path, name: str, mask: str = "derived") -> TemplateRenderer:
+    return open_template_renderer(str(tokenizer), chat_template=str(FOLDER / f"{name}.jinja"), mask=mask)  # type: ignore[arg-type]
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -126,7 +126,7 @@ def make_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def peer_ids(peer: PreTrainedTokenizerFast, format: TemplateFormat, record: Record) -> list[int]:
+def peer_ids(peer: PreTrainedTokenizerFast, format: TemplateRenderer, record: Record) -> list[int]:
     given = format.conversation(record)
     source = format.writers[bool(record.tools)].source
     return list(
@@ -136,7 +136,7 @@ def peer_ids(peer: PreTrainedTokenizerFast, format: TemplateFormat, record: Reco
     )
 
 
-def tagged(name: str, original: TemplateFormat, tokenizer: Path) -> str:
+def tagged(name: str, original: TemplateRenderer, tokenizer: Path) -> str:
     """How the mask of the tagged edition differs, over the probes that both write as the same text."""
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"

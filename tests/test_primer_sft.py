@@ -8,7 +8,7 @@ from chatmill import render_chat_sft
 from chatmill.cli.build import build_cache
 from chatmill.cli.settings import BuildSettings
 from chatmill.ledger import Ledger
-from chatmill.records import read, shuffle_split
+from chatmill.records import read_records, shuffle_split
 from chatmill.tokenizer import open_tokenizer
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4
@@ -46,7 +46,7 @@ def test_only_assistant_content_and_its_end_are_labelled():
 
 
 def test_one_seed_gives_one_split_of_a_file(tmp_path):
-    records = list(read([write_primer(tmp_path / "primer.jsonl", 25)], shape="primer"))
+    records = list(read_records([write_primer(tmp_path / "primer.jsonl", 25)], shape="primer"))
     once = shuffle_split(len(records), 0.2, seed=42)
     again = shuffle_split(len(records), 0.2, seed=42)
     assert (once.train, once.val) == (again.train, again.val)

@@ -29,15 +29,15 @@ from chatmill.cli.rollout_config import RolloutConfig
 from chatmill.cli.rollout_train import train_rollouts
 from chatmill.format import load_format
 from chatmill.rollout.files import read_truth
-from chatmill.rollout.score import Score, score_objects
+from chatmill.rollout.score import DetectionScore, score_objects
 from chatmill.rollout.target import build_target, serialize_append
 from chatmill.rollout.task import Task, answer_rows, open_task, prompt_lists, task_prompts
 from chatmill.tokenizer import train_bpe
 from chatmill.train.checkpoint import model_folder
 from chatmill.train.config import TrainConfig
-from chatmill.train.folder import open_model
 from chatmill.train.generate import generate
-from chatmill.train.loop import train
+from chatmill.train.load_model import open_model
+from chatmill.train.loop import train_model
 
 FORMAT = "primer"
 MODEL = {"n_layer": 3, "n_embd": 64, "n_head": 4, "max_positions": 256, "rope_theta": 200.0, "qk_norm": True}
@@ -62,7 +62,7 @@ def main() -> None:
     args = options.parse_args()
     first, then = args.steps or (STAGE_1["max_iters"], STAGE_2["max_iters"])
     began = time.perf_counter()
-    scores: dict[str, list[Score]] = {way: [] for way in WAYS}
+    scores: dict[str, list[DetectionScore]] = {way: [] for way in WAYS}
     for seed in args.seeds:
         for way, score in run(args.out / f"seed{seed}", seed, args.scenes, args.held_out, int(first), int(then)):
             scores[way].append(score)
@@ -77,7 +77,9 @@ def main() -> None:
         print(f"{way:<20}" + "".join(f"{shown(column):>16}" for column in columns))
 
 
-def run(folder: Path, seed: int, scenes: int, held_out: int, first: int, then: int) -> Iterable[tuple[str, Score]]:
+def run(
+    folder: Path, seed: int, scenes: int, held_out: int, first: int, then: int
+) -> Iterable[tuple[str, DetectionScore]]:
     """Everything for one seed; the three ways with their scores."""
     folder.mkdir(parents=True)
     truth, unseen = folder / "truth.jsonl", folder / "held_out.jsonl"
@@ -103,7 +105,7 @@ def run(folder: Path, seed: int, scenes: int, held_out: int, first: int, then: i
 
     def fine_tune(name: str, **settings: Any) -> Path:
         config = TrainConfig.from_mapping({**fine_tuning, **settings})
-        train(config, model_name=name, dataset_dir=folder / "answers", out_dir=folder, quiet=True)
+        train_model(config, model_name=name, dataset_dir=folder / "answers", out_dir=folder, quiet=True)
         return folder / name
 
     started = fine_tune("stage1", **MODEL, **{**STAGE_1, "max_iters": first})
@@ -129,13 +131,13 @@ def run(folder: Path, seed: int, scenes: int, held_out: int, first: int, then: i
     yield WAYS[2], score(folder / "matching", unseen, task)
 
 
-def score(run: Path, unseen: Path, task: Task) -> Score:
+def score(run: Path, unseen: Path, task: Task) -> DetectionScore:
     """How a model answers scenes it has not seen, decoded greedily."""
     model = open_model(model_folder(run)).to("cuda" if torch.cuda.is_available() else "cpu")
     truths = list(read_truth(unseen))
     prompts = prompt_lists(task_prompts(truths, task))
     found = generate(model, prompts, max_tokens=LONGEST, end_ids=[task.eos_id])
-    total = Score()
+    total = DetectionScore()
     for answer, truth in zip(found, truths, strict=True):
         objects = build_target(answer, [], tokenizer=task.tokenizer, eos_id=task.eos_id).valid_objects
         total = total.plus(score_objects(objects, truth.objects))

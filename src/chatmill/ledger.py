@@ -29,7 +29,7 @@ ROWS: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] = (("rendered", "repeated"),
 
 
 @dataclass
-class Entry:
+class LedgerEntry:
     rows: int = 0
     tokens: int = 0
     trained: int = 0
@@ -37,13 +37,13 @@ class Entry:
 
 @dataclass
 class Ledger:
-    entries: dict[tuple[Bucket, str], Entry] = field(default_factory=dict)
+    entries: dict[tuple[Bucket, str], LedgerEntry] = field(default_factory=dict)
 
     def add(self, bucket: Bucket, reason: str = "", *, rows: int = 0, tokens: int = 0, trained: int = 0) -> None:
         """Count rows and tokens in a bucket; `trained` is how many of the tokens have a weight over 0."""
         if min(rows, tokens, trained) < 0 or trained > tokens:
             raise ValueError(f"{bucket}: rows {rows}, tokens {tokens}, trained {trained} cannot be counted")
-        entry = self.entries.setdefault((bucket, reason), Entry())
+        entry = self.entries.setdefault((bucket, reason), LedgerEntry())
         entry.rows += rows
         entry.tokens += tokens
         entry.trained += trained
@@ -52,16 +52,16 @@ class Ledger:
         for (bucket, reason), entry in other.entries.items():
             self.add(bucket, reason, rows=entry.rows, tokens=entry.tokens, trained=entry.trained)
 
-    def total(self, *buckets: Bucket) -> Entry:
+    def total(self, *buckets: Bucket) -> LedgerEntry:
         """The sum over these buckets, whatever the reason."""
         chosen = [entry for (bucket, _), entry in self.entries.items() if bucket in buckets]
-        return Entry(
+        return LedgerEntry(
             sum(entry.rows for entry in chosen),
             sum(entry.tokens for entry in chosen),
             sum(entry.trained for entry in chosen),
         )
 
-    def __iter__(self) -> Iterator[tuple[Bucket, str, Entry]]:
+    def __iter__(self) -> Iterator[tuple[Bucket, str, LedgerEntry]]:
         """Entries in the order of the way, then by reason, so that two equal ledgers read the same."""
         for bucket, reason in sorted(self.entries, key=lambda key: (BUCKETS.index(key[0]), key[1])):
             yield bucket, reason, self.entries[bucket, reason]

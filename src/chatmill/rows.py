@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from chatmill.errors import DataError
 
 try:
-    import chatmill._copy as _copy
+    from chatmill._native import _copy
 except ImportError:  # pragma: no cover
     _copy = None  # type: ignore[assignment]
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from chatmill.errors import DataError, one_line
 from chatmill.fit.blocks import pack_chat_blocks
+from chatmill.fit.gather import gather
 from chatmill.fit.parse import assistant_mask, parse, with_mask
-from chatmill.fit.plan import gather
 from chatmill.fit.truncate import turns
 from chatmill.format import load_format, render
 from chatmill.load.batch import IGNORE_INDEX, shift

@@ -9,7 +9,7 @@ import pytest
 
 from chatmill.records import shuffle_split
 from chatmill.store import files
-from chatmill.store.cache import open_cache, verify_cache
+from chatmill.store.primer_cache import open_cache, verify_cache
 from chatmill.tokenizer import open_tokenizer
 
 USR, ASST, EOT = 261, 262, 263

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chatmill.cli.main import main
-from chatmill.format import load_format, written_turns
-from chatmill.records import Message, Record, read
+from chatmill.format import load_format, transcript_turns
+from chatmill.records import Message, Record, read_records
 
 FORMAT = load_format("post-training")
 
@@ -96,11 +96,12 @@ def test_reading_what_was_written_gives_the_same_conversations(monkeypatch, tmp_
     export(monkeypatch, tmp_path, chats, "--context-length", "100000")
     capsys.readouterr()
     again = [
-        [(m.role, m.content) for m in record.messages] for record in read([tmp_path / "out.txt"], shape="transcript")
+        [(m.role, m.content) for m in record.messages]
+        for record in read_records([tmp_path / "out.txt"], shape="transcript")
     ]
     assert again == chats
 
 
 def test_a_marker_in_a_text_is_named():
     with pytest.raises(ValueError, match=r"message 0 holds the marker <\|EOS\|> in its text"):
-        written_turns(Record([Message("user", "a <|EOS|> b")]), FORMAT)
+        transcript_turns(Record([Message("user", "a <|EOS|> b")]), FORMAT)

@@ -19,8 +19,8 @@ from chatmill.format import load_format
 from chatmill.rollout.vocabulary import COORDINATES
 from chatmill.tokenizer import open_tokenizer, train_bpe
 from chatmill.train.checkpoint import model_folder
-from chatmill.train.folder import open_model
 from chatmill.train.gpt import GPT, GPTSizes
+from chatmill.train.load_model import open_model
 
 torch.set_num_threads(1)
 FORMAT = load_format("primer")

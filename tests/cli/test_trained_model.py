@@ -13,15 +13,15 @@ import torch
 from trained_model import ESCAPE, TALKS, chatmill, train_small
 
 from chatmill.cli import chat
-from chatmill.cli.speaker import Speaker, open_speaker
-from chatmill.format import load_format, open_format, prompt_ids
-from chatmill.format.opened import OpenTurns
+from chatmill.cli.chat_model import ChatModel, open_speaker
+from chatmill.format import load_format, open_renderer, prompt_ids
+from chatmill.format.renderer import TurnRenderer
 from chatmill.records import Message, Record
-from chatmill.show.dataset import open_shown
+from chatmill.show.dataset import open_view
 from chatmill.show.text import visible
 from chatmill.tokenizer import open_tokenizer, train_bpe
 from chatmill.train.generate import Sampling
-from chatmill.train.journal import read_metrics
+from chatmill.train.metrics_log import read_metrics
 
 torch.set_num_threads(1)
 ANSWERS = dict(talk for talks in TALKS.values() for talk in talks)
@@ -76,7 +76,7 @@ def test_a_conversation_goes_on_with_all_that_was_said(made, monkeypatch):
     monkeypatch.setattr(
         type(speaker), "answer", lambda self, messages, **kw: asked.append(messages) or answer(messages, **kw)
     )
-    talk = chat.Talk(speaker, 20, Sampling())
+    talk = chat.ChatSession(speaker, 20, Sampling())
     talk.begin("S")
     pieces: list[str] = []
     first, second = talk.say("a?", pieces.append), talk.say("x", pieces.append, role="tool")
@@ -96,7 +96,7 @@ def test_the_prompt_is_that_of_training(made, monkeypatch, format):
     if format != "primer":
         chosen = load_format(format)
         tokenizer = open_tokenizer("data/tokenizer.json", control=chosen.tokens, add_tokens=True)
-        speaker = Speaker(speaker.model, OpenTurns(chosen, tokenizer))
+        speaker = ChatModel(speaker.model, TurnRenderer(chosen, tokenizer))
     wanted = prompt_ids(Record(messages), load_format(format), speaker.tokenizer)
     assert speaker.prompt(messages) == wanted
 
@@ -112,7 +112,7 @@ def test_the_prompt_of_a_chat_template_is_what_transformers_gives(made, monkeypa
     config = {"chat_template": template, "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.chdir(made)
-    speaker = Speaker(open_speaker("checkpoints/small").model, open_format("template", str(tmp_path)))
+    speaker = ChatModel(open_speaker("checkpoints/small").model, open_renderer("template", str(tmp_path)))
     talk = [("system", "s"), ("user", "who are you?"), ("assistant", "who?"), ("user", "you")]
     peer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
     asked = [{"role": role, "content": text} for role, text in talk]
@@ -146,7 +146,7 @@ def test_a_full_conversation_that_nobody_types_is_one_line(run, monkeypatch):
 def test_ctrl_c_cuts_an_answer_and_not_the_conversation(made, monkeypatch):
     monkeypatch.chdir(made)
     speaker = open_speaker("checkpoints/small")
-    talk = chat.Talk(speaker, 20, Sampling())
+    talk = chat.ChatSession(speaker, 20, Sampling())
     pieces: list[str] = []
 
     def show(piece: str) -> None:
@@ -278,7 +278,7 @@ def sampled(run):
 
 
 def held() -> list[tuple[str, str]]:
-    shown = open_shown("data/held")
+    shown = open_view("data/held")
     texts = [shown.text.text(shown.dataset["val"].tokens(at)) for at in range(len(shown.dataset["val"]))]
     return [talk for text in texts for talk in ANSWERS.items() if talk[0] in text]
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from chatmill.errors import DataError
 from chatmill.fit.blocks import blocks, pack_chat_blocks
+from chatmill.fit.gather import GatherPlan, gather
 from chatmill.fit.parse import parse
-from chatmill.fit.plan import Plan, gather
 from chatmill.format import load_format, render
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
@@ -383,7 +383,7 @@ def test_what_is_injected_is_context_even_where_every_speaker_is_trained():
 def test_a_row_that_was_cut_before_may_begin_inside_a_turn():
     whole = parsed("UuuEAaE", "UuEAaE")
     each = np.array([0, 1, 2])
-    rows = gather(whole, Plan(np.array([1, 12]), np.array([8, 15]), each, each[:2], each))
+    rows = gather(whole, GatherPlan(np.array([1, 12]), np.array([8, 15]), each, each[:2], each))
     made = blocks(rows, 5)
     assert "".join(map(chr, made.ids.tolist())) == "uuEAaEXaEX"
     assert made.mask().tolist() == [False] * 10

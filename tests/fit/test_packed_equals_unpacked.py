@@ -8,7 +8,7 @@ import torch
 from plain_rows import build
 from torch import nn
 
-from chatmill.fit.bins import pack
+from chatmill.fit.packing import pack
 from chatmill.load.batch import IGNORE_INDEX, shift
 from chatmill.rows import Role, Rows, Rule
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from chatmill.errors import DataError
-from chatmill.format import PRESETS, TEMPLATE, TemplateOptions, open_format
-from chatmill.format.stored import stored_format, stored_tokens
+from chatmill.format import PRESETS, TEMPLATE, TemplateOptions, open_renderer
+from chatmill.format.format_json import control_tokens_from_json, renderer_from_json
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
 from chatmill.tokenizer import open_tokenizer, train_bpe
@@ -39,16 +39,16 @@ def same(one, other) -> None:
 def reopened(format, spec: str):
     """Through JSON and back, as by way of a dataset and a model."""
     value = json.loads(json.dumps(format.to_json()))
-    tokenizer = open_tokenizer(spec, control=stored_tokens(value), add_tokens=True)
-    return stored_format(value, tokenizer, spec=spec, where="model")
+    tokenizer = open_tokenizer(spec, control=control_tokens_from_json(value), add_tokens=True)
+    return renderer_from_json(value, tokenizer, spec=spec, where="model")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_comes_back_from_what_was_stored_and_from_its_name(name):
-    format = open_format(name, "bytes")
+    format = open_renderer(name, "bytes")
     same(reopened(format, "bytes"), format)
-    same(stored_format(name, format.tokenizer, spec="bytes", where="model"), format)
-    assert stored_tokens(name) == stored_tokens(format.to_json()) == format.format.tokens
+    same(renderer_from_json(name, format.tokenizer, spec="bytes", where="model"), format)
+    assert control_tokens_from_json(name) == control_tokens_from_json(format.to_json()) == format.format.tokens
 
 
 def test_a_chat_template_comes_back_with_all_that_it_was_given(tmp_path):
@@ -57,7 +57,9 @@ def test_a_chat_template_comes_back_with_all_that_it_was_given(tmp_path):
     )
     config = {"chat_template": CHAT + "{{ mood }}", "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    format = open_format(TEMPLATE, str(tmp_path), template=TemplateOptions(arguments=["mood=fine"], date="2025-01-31"))
+    format = open_renderer(
+        TEMPLATE, str(tmp_path), template=TemplateOptions(arguments=["mood=fine"], date="2025-01-31")
+    )
     again = reopened(format, str(tmp_path))
     same(again, format)
     assert again.arguments == {"mood": "fine"}
@@ -68,10 +70,10 @@ def test_a_chat_template_comes_back_with_all_that_it_was_given(tmp_path):
 )
 def test_what_is_no_format_is_one_line(value):
     with pytest.raises(DataError, match=r"^model: .*name it with --format$"):
-        stored_format(value, open_tokenizer("bytes"), spec="bytes", where="model")
+        renderer_from_json(value, open_tokenizer("bytes"), spec="bytes", where="model")
 
 
 def test_a_format_with_more_to_it_than_is_known_here_is_refused():
-    value = open_format("primer", "bytes").to_json() | {"colour": "red"}
+    value = open_renderer("primer", "bytes").to_json() | {"colour": "red"}
     with pytest.raises(DataError, match="model: the format primer was stored by another version"):
-        stored_format(value, open_tokenizer("bytes"), spec="bytes", where="model")
+        renderer_from_json(value, open_tokenizer("bytes"), spec="bytes", where="model")

@@ -13,15 +13,15 @@ import threading
 
 import numpy as np
 import pytest
-from audit_material import SMALL, make_dataset, rechained, run
+from audit_fixtures import SMALL, make_dataset, rechained, run
 
+from chatmill.audit.log import AuditError, LogLine, read_log
+from chatmill.audit.recorder import Audit
+from chatmill.audit.replay import replay
+from chatmill.audit.verify import verify_log
 from chatmill.errors import DataError, UsageError
-from chatmill.load.audit import Audit
-from chatmill.load.audit_check import verify_log
-from chatmill.load.audit_log import AuditError, Line, read_log
 from chatmill.load.loader import EpisodeLoader
-from chatmill.load.read import Reader
-from chatmill.load.replay import replay
+from chatmill.load.read import EpisodeReader
 from chatmill.store import files
 
 
@@ -49,7 +49,7 @@ def head_of(state):
 
 
 def actions(log):
-    return [line.action for line in read_log(log) if isinstance(line, Line)]
+    return [line.action for line in read_log(log) if isinstance(line, LogLine)]
 
 
 # What is written.
@@ -207,13 +207,13 @@ def test_digests_cover_the_rows_of_all_ranks_that_can_be_added_up(dataset, tmp_p
 
 def test_a_reader_that_swaps_two_episodes_beneath_the_order_is_found(dataset, tmp_path, monkeypatch):
     """The loader believes that all is well, and its episode ids say so."""
-    real = Reader.locate
+    real = EpisodeReader.locate
 
     def swapping(self, episodes):
         swapped = np.where(episodes == 7, 31, np.where(episodes == 31, 7, episodes))
         return real(self, swapped)
 
-    monkeypatch.setattr(Reader, "locate", swapping)
+    monkeypatch.setattr(EpisodeReader, "locate", swapping)
     audit, states = run(dataset, tmp_path, 12, checkpoints=(12,), every=1)
     monkeypatch.undo()
     fault = verify_log(audit.path, dataset, heads=head_of(states[12])).fault

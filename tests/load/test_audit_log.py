@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from chatmill.audit.log import START, AuditError, AuditLog, LogLine, TornLine, parse_line, read_log, write_line
 from chatmill.errors import DataError
-from chatmill.load.audit_log import START, AuditError, AuditLog, Line, Torn, parse_line, read_log, write_line
 from chatmill.store import files
 
 TIME = datetime(2026, 1, 3, 16, 44, 19, 628_000, tzinfo=UTC)
@@ -121,7 +121,7 @@ def test_a_torn_line_stays_and_the_next_one_speaks_of_it(tmp_path, keep):
     first = whole.index(b"\n") + 1
     torn = whole[first:-1][:keep]
     log.path.write_bytes(whole[:first] + torn)
-    assert isinstance(read_log(log.path)[1], Torn)
+    assert isinstance(read_log(log.path)[1], TornLine)
     again, left = AuditLog.reopen(log.path, head=head, clock=clock)
     assert left == {
         "head": head,
@@ -133,7 +133,7 @@ def test_a_torn_line_stays_and_the_next_one_speaks_of_it(tmp_path, keep):
     again.close()
     assert log.path.read_bytes().startswith(whole[:first] + torn + b"\n")
     first_line, found, resumed = read_log(log.path)
-    assert isinstance(found, Torn) and found.raw == torn and resumed.previous == first_line.sha256
+    assert isinstance(found, TornLine) and found.raw == torn and resumed.previous == first_line.sha256
 
 
 def test_a_line_that_lacks_only_its_end_counts(tmp_path):
@@ -145,7 +145,7 @@ def test_a_line_that_lacks_only_its_end_counts(tmp_path):
     again, left = AuditLog.reopen(log.path, head=head, clock=clock)
     again.add("resume", left)
     assert left == {"head": head, "abandoned": 1}
-    assert all(isinstance(line, Line) for line in read_log(log.path)) and len(read_log(log.path)) == 3
+    assert all(isinstance(line, LogLine) for line in read_log(log.path)) and len(read_log(log.path)) == 3
 
 
 def test_a_log_without_the_checkpoints_line_does_not_go_on(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from load_material import expected, listed, talks, together, write_rows
+from load_fixtures import expected, listed, talks, together, write_rows
 from plain_rows import build, rows_
 
 from chatmill.errors import DataError, UsageError

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plain_rows import build, rows_
 
 from chatmill.load.batch import IGNORE_INDEX
-from chatmill.load.from_rows import batch_of
+from chatmill.load.collation import collate
 from chatmill.rows import OWN_ID
 
 PAD = 3
@@ -19,7 +19,7 @@ PAD = 3
 def test_every_place_of_a_batch_is_what_the_row_says_there(plain, more):
     rows = build(plain)
     longest = max(2, *rows.lengths)
-    batch = batch_of(rows, pad_token_id=PAD, length=None if more is None else longest + more)
+    batch = collate(rows, pad_token_id=PAD, length=None if more is None else longest + more)
     width = batch.x.shape[1]
     assert width == longest + (more or 0) - 1
     for number, segments in enumerate(plain):

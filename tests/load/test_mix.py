@@ -6,13 +6,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from audit_material import make_dataset
+from audit_fixtures import make_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.errors import DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
-from chatmill.load.mix import MIX_SFT, PERIOD, MixedOrder, Schedule, row_weights, shares
+from chatmill.load.mix import MIX_SFT, PERIOD, MixedOrder, MixSchedule, row_weights, shares
 from chatmill.load.order import make_order
 from chatmill.store.layout import EPISODE
 
@@ -26,7 +26,7 @@ def plain_counts(sources: np.ndarray, number: int) -> np.ndarray:
 
 def farthest(weights: list[int], rows: int) -> Fraction:
     """How far any source is from its share after any prefix, in rows."""
-    sources, _ = Schedule(weights).at(np.arange(rows))
+    sources, _ = MixSchedule(weights).at(np.arange(rows))
     had = plain_counts(sources, len(weights)) * sum(weights)
     due = np.arange(1, rows + 1)[:, None] * np.array(weights)
     return Fraction(int(np.abs(had - due).max()), sum(weights))
@@ -42,13 +42,13 @@ def test_the_default_mixture_is_exact_to_a_row_at_every_prefix_of_100_000():
     weights = row_weights(shares(MIX_SFT))
     assert weights == {"primer": 1, "oasst1": 7, "dolly15k": 2}
     assert farthest(list(weights.values()), 100_000) < 1
-    assert Schedule(list(weights.values())).counts(100_000).tolist() == [10_000, 70_000, 20_000]
+    assert MixSchedule(list(weights.values())).counts(100_000).tolist() == [10_000, 70_000, 20_000]
 
 
 @pytest.mark.parametrize("small", [1, 2, 40])
 def test_long_periods_and_many_sources_keep_the_bound(small):
     for weights in ([1] * small + [PERIOD - small], [1] * (small + 1), [PERIOD // 2 - small - 1, PERIOD // 2 + small]):
-        sources, _ = Schedule(weights).at(np.arange(PERIOD))
+        sources, _ = MixSchedule(weights).at(np.arange(PERIOD))
         for number in {0, len(weights) // 2, len(weights) - 1}:
             had = np.cumsum(sources == number) * sum(weights)
             due = np.arange(1, PERIOD + 1) * weights[number]
@@ -57,7 +57,7 @@ def test_long_periods_and_many_sources_keep_the_bound(small):
 
 @given(weight_lists, st.integers(0, 10**12))
 def test_turns_count_up_in_every_source_and_can_be_found_again(weights, start):
-    schedule = Schedule(weights)
+    schedule = MixSchedule(weights)
     positions = np.arange(start, start + 3 * sum(weights))
     sources, ordinals = schedule.at(positions)
     before = schedule.counts(start)
@@ -70,7 +70,7 @@ def test_turns_count_up_in_every_source_and_can_be_found_again(weights, start):
 
 
 def test_a_golden_schedule_never_changes():
-    sources, ordinals = Schedule([1, 7, 2]).at(np.arange(12))
+    sources, ordinals = MixSchedule([1, 7, 2]).at(np.arange(12))
     assert sources.tolist() == [1, 1, 2, 1, 1, 0, 1, 1, 2, 1, 1, 1]
     assert ordinals.tolist() == [0, 1, 0, 2, 3, 0, 4, 5, 1, 6, 7, 8]
 
@@ -218,9 +218,9 @@ def test_a_source_that_cannot_be_drawn_is_named():
     with pytest.raises(DataError, match="a holds nothing of what is mixed by"):
         row_weights(shares({"a": 1}), row_size={"a": Fraction(0)})
     with pytest.raises(UsageError, match="at most 65536 can be tabulated"):
-        Schedule([PERIOD, 1])
+        MixSchedule([PERIOD, 1])
     with pytest.raises(UsageError, match="a weight over 0"):
-        Schedule([1, 0])
+        MixSchedule([1, 0])
     mixed = MixedOrder({"primer": order}, {"primer": 1})
     for wrong, line in [
         (lambda: mixed.block(1, 0, 1), "epoch 1 of a mixed order"),

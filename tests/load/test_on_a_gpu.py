@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 import torch
-from load_material import talks, write_rows
+from load_fixtures import talks, write_rows
 
 from chatmill.load.loader import EpisodeLoader
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from chatmill.load.prefetch import Ahead
+from chatmill.load.prefetch import Prefetcher
 
 
 def fails_after(count: int):
@@ -15,13 +15,13 @@ def fails_after(count: int):
 
 
 def test_values_come_in_order_and_end():
-    ahead = Ahead(iter(range(100)), 3)
+    ahead = Prefetcher(iter(range(100)), 3)
     assert list(ahead) == list(range(100))
     assert list(ahead) == []
 
 
 def test_an_error_is_raised_where_its_value_would_have_come():
-    ahead = Ahead(fails_after(5), 2)
+    ahead = Prefetcher(fails_after(5), 2)
     assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="the disk is gone"):
         next(ahead)
@@ -39,7 +39,7 @@ def test_no_more_is_made_ahead_than_asked_for():
                 enough.set()
             yield number
 
-    ahead = Ahead(values(), 2)
+    ahead = Prefetcher(values(), 2)
     assert next(ahead) == 0
     assert enough.wait(30)
     # One was taken, two wait, and one is held by the thread until there is room.

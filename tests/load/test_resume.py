@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from load_material import same, talks, together, write_rows, write_source
+from load_fixtures import same, talks, together, write_rows, write_source
 
 from chatmill.errors import UsageError
 from chatmill.load.batch import Batch
@@ -52,7 +52,7 @@ def small_windows(monkeypatch):
     """Windows of a few rows, so that batches straddle them, and few batches that are made at once."""
     monkeypatch.setattr("chatmill.load.plan.WINDOW", 20)
     monkeypatch.setattr("chatmill.load.plan.DRAWN", 7)
-    monkeypatch.setattr("chatmill.load.make.MOST", 2)
+    monkeypatch.setattr("chatmill.load.batch_builder.MOST", 2)
 
 
 class Ranks:

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prepare_material import Faults, build, conversations, digests, job_of, lines
+from prepare_fixtures import Faults, build, conversations, digests, job_of, lines
 
 from chatmill.cli.main import main
 from chatmill.errors import DataError, RecordError
-from chatmill.prepare.engine import Local
-from chatmill.prepare.pipeline import prepare, relative_names
+from chatmill.prepare.engine import LocalEngine
+from chatmill.prepare.pipeline import prepare_dataset, relative_names
 from chatmill.prepare.unit import make_tools
 from chatmill.tokenizer import train_bpe
 
@@ -201,7 +201,9 @@ def test_a_vocabulary_that_cannot_be_stored_and_ids_beyond_it_are_refused(place,
     job = job_of(("chat.jsonl",))
     tools = make_tools(job)
     with pytest.raises(DataError, match=said):
-        prepare(job, Path("x"), tools=replace(tools, tokenizer=Liar(tools.tokenizer, vocab_size)), engine=Local(1))
+        prepare_dataset(
+            job, Path("x"), tools=replace(tools, tokenizer=Liar(tools.tokenizer, vocab_size)), engine=LocalEngine(1)
+        )
     assert [path.name for path in place.iterdir()] == ["chat.jsonl"]
 
 
@@ -211,7 +213,7 @@ def test_input_that_changes_while_it_is_read_is_not_published(place):
             file.write(lines(conversations(1)))
 
     with pytest.raises(DataError, match=r"chat.jsonl: was changed while it was read; build again"):
-        prepare(job_of(("chat.jsonl",)), Path("x"), engine=Local(1), on_progress=change)
+        prepare_dataset(job_of(("chat.jsonl",)), Path("x"), engine=LocalEngine(1), on_progress=change)
     assert [path.name for path in place.iterdir()] == ["chat.jsonl"]
 
 

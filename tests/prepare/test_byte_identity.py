@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
-from prepare_material import JOBS, build, conversations, digests, job_of, left_beside, write_corpus
+from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, write_corpus
 
 from chatmill.format import load_format
 from chatmill.prepare import assemble, unit

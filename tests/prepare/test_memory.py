@@ -8,22 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from prepare_material import conversations, lines
+from prepare_fixtures import conversations, lines
 
 MEASURE = """
 import resource, sys
 from pathlib import Path
 from chatmill.prepare import assemble, unit
-from chatmill.prepare.engine import Local
-from chatmill.prepare.job import Job, Source
-from chatmill.prepare.pipeline import prepare
+from chatmill.prepare.engine import LocalEngine
+from chatmill.prepare.job import InputSource, Job
+from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.records import lines
 
 # As large builds have them, in small.
 unit.FILE_TOKENS = assemble.SLAB = lines.WIDE_BLOCK = 2**17
 inputs, options = sys.argv[1].split(), eval(sys.argv[2])
-job = Job((Source(tuple(inputs), "messages"),), shard_tokens=2**20, **options)
-prepare(job, Path("x"), engine=Local(2), unit_bytes=2**17)
+job = Job((InputSource(tuple(inputs), "messages"),), shard_tokens=2**20, **options)
+prepare_dataset(job, Path("x"), engine=LocalEngine(2), unit_bytes=2**17)
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(status["VmHWM"].split()[0], resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from prepare_material import JOBS, assert_equal, build, job_of, joined, stored_rows, told, write_corpus
+from prepare_fixtures import JOBS, assert_equal, build, job_of, joined, stored_rows, told, write_corpus
 
 from chatmill.fit.blocks import blocks
 from chatmill.fit.truncate import truncate
 from chatmill.format import load_format, render
 from chatmill.ledger import Ledger
-from chatmill.prepare.job import Job, Source
-from chatmill.records import read, record_key, shuffle_split
+from chatmill.prepare.job import InputSource, Job
+from chatmill.records import read_records, record_key, shuffle_split
 from chatmill.rows import File, Rows
 from chatmill.tokenizer import open_tokenizer
 
@@ -25,7 +25,7 @@ def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
     """The rows of each split, a record at a time."""
     format = load_format(job.format)
     tokenizer = open_tokenizer(job.tokenizer, control=format.tokens)
-    records = [(record, source) for source in job.sources for record in read(source.inputs, shape=source.shape)]
+    records = [(record, source) for source in job.sources for record in read_records(source.inputs, shape=source.shape)]
     shuffled = set(shuffle_split(len(records), job.val_split, seed=job.seed).val)
     seen = set()
     splits: dict[str, list[Rows]] = {"train": [], "val": []}
@@ -100,9 +100,9 @@ def test_sources_are_read_each_in_its_own_way(tmp_path, inputs):
     first, second, third, fourth = inputs
     job = Job(
         (
-            Source((first, second), "messages", "chat"),
-            Source((third,), "messages", "last words", train_on="last"),
-            Source((fourth,), "messages", "held out", only_val=True),
+            InputSource((first, second), "messages", "chat"),
+            InputSource((third,), "messages", "last words", train_on="last"),
+            InputSource((fourth,), "messages", "held out", only_val=True),
         ),
         shard_tokens=20_000,
     )

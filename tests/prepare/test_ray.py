@@ -1,4 +1,4 @@
-"""On a Ray cluster: the same bytes as one process; a worker is lost on the way in `tests/gauntlet`."""
+"""On a Ray cluster: the same bytes as one process; a worker is lost on the way in `tests/fault_injection`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from prepare_material import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
+from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
 
 from chatmill.errors import ChatmillError, RecordError
 from chatmill.prepare import ray_engine
-from chatmill.prepare.pipeline import prepare
-from chatmill.prepare.ray_engine import Ray
+from chatmill.prepare.pipeline import prepare_dataset
+from chatmill.prepare.ray_engine import RayEngine
 
 ray = pytest.importorskip("ray")
 
@@ -36,7 +36,7 @@ def inputs(tmp_path_factory) -> tuple[str, ...]:
 def test_a_cluster_gives_the_bytes_of_one_process(cluster, tmp_path, inputs, name):
     job = job_of(inputs, **JOBS[name])
     build(job, tmp_path / "one")
-    prepare(job, tmp_path / "ray", engine=Ray(), unit_bytes=9_000)
+    prepare_dataset(job, tmp_path / "ray", engine=RayEngine(), unit_bytes=9_000)
     assert digests(tmp_path / "ray") == digests(tmp_path / "one")
     assert left_beside(tmp_path / "ray") == []
 
@@ -49,7 +49,7 @@ def test_faults_come_home_as_they_are_and_leave_nothing(cluster, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_bytes(lines(conversations(60)) + b"{}\n" + lines(conversations(60)))
     with pytest.raises(RecordError) as error:
-        prepare(job_of(("a.jsonl",)), Path("x"), engine=Ray(), unit_bytes=3_000)
+        prepare_dataset(job_of(("a.jsonl",)), Path("x"), engine=RayEngine(), unit_bytes=3_000)
     assert (error.value.file, error.value.line) == ("a.jsonl", 61)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl"]
 
@@ -65,10 +65,10 @@ def test_a_full_disk_on_a_worker_is_one_line_and_the_units_are_kept(cluster, tmp
     with pytest.raises(
         ChatmillError, match=r"^unit: No space left on device; nothing was published; make room and go on"
     ):
-        prepare(job, tmp_path / "x", engine=Ray(), unit_bytes=9_000)
+        prepare_dataset(job, tmp_path / "x", engine=RayEngine(), unit_bytes=9_000)
     assert left_beside(tmp_path / "x") == [".x.building.units"]
     monkeypatch.undo()
-    prepare(job, tmp_path / "x", engine=Ray(), unit_bytes=9_000, resume=True)
+    prepare_dataset(job, tmp_path / "x", engine=RayEngine(), unit_bytes=9_000, resume=True)
     build(job, tmp_path / "one")
     assert digests(tmp_path / "x") == digests(tmp_path / "one")
 

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prepare_material import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
+from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
 
 from chatmill.errors import DataError
-from chatmill.prepare.engine import Local
-from chatmill.prepare.pipeline import prepare
+from chatmill.prepare.engine import LocalEngine
+from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.store.verify import verify
 
 UNIT_BYTES = 9_000
 FORK = multiprocessing.get_context("fork")
 
 
-class Counting(Local):
+class Counting(LocalEngine):
     """Runs units here, and remembers which."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def killed_at(event: int, **options) -> Callable[[], object]:
         if seen == event:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return lambda: prepare(**options, unit_bytes=UNIT_BYTES, on_progress=on_progress)
+    return lambda: prepare_dataset(**options, unit_bytes=UNIT_BYTES, on_progress=on_progress)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_killed_build_goes_on_and_gives_the_same_bytes(tmp_path, inputs, name,
     build(job, tmp_path / "whole")
     target = tmp_path / "x"
     for event in (3, 7, 12):
-        options = {"job": job, "target": target, "engine": Local(workers), "resume": True}
+        options = {"job": job, "target": target, "engine": LocalEngine(workers), "resume": True}
         assert in_a_child(killed_at(event, **options)) == -signal.SIGKILL
         assert not target.exists()
     build(job, target, workers=workers, unit_bytes=UNIT_BYTES, resume=True)
@@ -79,10 +79,10 @@ def test_a_killed_build_goes_on_and_gives_the_same_bytes(tmp_path, inputs, name,
 def test_units_that_are_finished_are_not_run_again(tmp_path, inputs):
     job, target = job_of(inputs), tmp_path / "x"
     whole = Counting()
-    prepare(job, tmp_path / "whole", engine=whole, unit_bytes=UNIT_BYTES)
-    assert in_a_child(killed_at(4, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    prepare_dataset(job, tmp_path / "whole", engine=whole, unit_bytes=UNIT_BYTES)
+    assert in_a_child(killed_at(4, job=job, target=target, engine=LocalEngine(1))) == -signal.SIGKILL
     rest = Counting()
-    prepare(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True)
+    prepare_dataset(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True)
     assert rest.ran == whole.ran[4:]
     assert digests(target) == digests(tmp_path / "whole")
 
@@ -90,12 +90,12 @@ def test_units_that_are_finished_are_not_run_again(tmp_path, inputs):
 def test_a_build_killed_after_its_last_unit_renders_nothing_again(tmp_path, inputs):
     job, target = job_of(inputs), tmp_path / "x"
     whole = Counting()
-    prepare(job, tmp_path / "whole", engine=whole, unit_bytes=UNIT_BYTES)
-    options = {"job": job, "target": target, "engine": Local(1)}
+    prepare_dataset(job, tmp_path / "whole", engine=whole, unit_bytes=UNIT_BYTES)
+    options = {"job": job, "target": target, "engine": LocalEngine(1)}
     assert in_a_child(killed_at(len(whole.ran) + 1, **options)) == -signal.SIGKILL
     assert left_beside(target) == [".x.building", ".x.building.lock", ".x.building.units"]
     rest = Counting()
-    prepare(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True)
+    prepare_dataset(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True)
     assert rest.ran == []
     assert digests(target) == digests(tmp_path / "whole")
 
@@ -104,9 +104,9 @@ def test_units_with_rejects_are_run_again_so_that_all_rejects_are_told(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(b"{}\n" + lines(conversations(120)) + b"{}\n")
     job = job_of((str(tmp_path / "a.jsonl"),), on_error="skip")
     target = tmp_path / "x"
-    assert in_a_child(killed_at(2, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    assert in_a_child(killed_at(2, job=job, target=target, engine=LocalEngine(1))) == -signal.SIGKILL
     rest, told = Counting(), []
-    prepare(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True, on_fault=told.append)
+    prepare_dataset(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True, on_fault=told.append)
     assert rest.ran[0] == 0 and 1 not in rest.ran
     assert [fault.line for fault in told] == [1, 122]
 
@@ -115,7 +115,7 @@ def test_units_with_rejects_are_run_again_so_that_all_rejects_are_told(tmp_path)
 def test_a_damaged_staged_unit_is_run_again(tmp_path, inputs, damage):
     job, target = job_of(inputs), tmp_path / "x"
     build(job, tmp_path / "whole")
-    assert in_a_child(killed_at(6, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    assert in_a_child(killed_at(6, job=job, target=target, engine=LocalEngine(1))) == -signal.SIGKILL
     staged = sorted((tmp_path / ".x.building.units").glob("unit_*"))
     data = staged[2].read_bytes()
     staged[2].write_bytes(
@@ -128,7 +128,7 @@ def test_a_damaged_staged_unit_is_run_again(tmp_path, inputs, damage):
         }[damage]
     )
     rest = Counting()
-    prepare(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True)
+    prepare_dataset(job, target, engine=rest, unit_bytes=UNIT_BYTES, resume=True)
     assert rest.ran[0] == 2 and rest.ran[1] == 6
     assert digests(target) == digests(tmp_path / "whole")
 
@@ -137,7 +137,7 @@ def test_a_damaged_staged_unit_is_run_again(tmp_path, inputs, damage):
 def test_another_job_or_other_input_is_refused_and_nothing_is_lost(tmp_path, change):
     inputs = write_corpus(tmp_path, 60)
     job, target = job_of(inputs), tmp_path / "x"
-    assert in_a_child(killed_at(4, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    assert in_a_child(killed_at(4, job=job, target=target, engine=LocalEngine(1))) == -signal.SIGKILL
     before = sorted((tmp_path / ".x.building.units").iterdir())
     other = job_of(inputs, max_tokens=50) if change == "another job" else job
     if change == "more input":
@@ -146,10 +146,10 @@ def test_another_job_or_other_input_is_refused_and_nothing_is_lost(tmp_path, cha
     if change == "newer input":
         os.utime(inputs[0], ns=(1, 1))
     with pytest.raises(DataError, match="of another job or other input; build without --resume"):
-        prepare(other, target, engine=Local(1), unit_bytes=UNIT_BYTES, resume=True)
+        prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
     # Without --resume it is done anew, and the leftovers are gone.
-    prepare(other, target, engine=Local(1), unit_bytes=UNIT_BYTES)
+    prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES)
     assert verify(target, full=True).faults == ()
     assert left_beside(target) == []
 
@@ -161,10 +161,10 @@ def test_a_changed_format_file_is_refused_too(tmp_path):
     (tmp_path / "mine.toml").write_text(preset.read_text())
     inputs = write_corpus(tmp_path, 60)
     job, target = job_of(inputs, format=str(tmp_path / "mine.toml")), tmp_path / "x"
-    assert in_a_child(killed_at(4, job=job, target=target, engine=Local(1))) == -signal.SIGKILL
+    assert in_a_child(killed_at(4, job=job, target=target, engine=LocalEngine(1))) == -signal.SIGKILL
     (tmp_path / "mine.toml").write_text(preset.read_text().replace("user\\n", "person\\n"))
     with pytest.raises(DataError, match="of another job or other input"):
-        prepare(job, target, engine=Local(1), unit_bytes=UNIT_BYTES, resume=True)
+        prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
 
 
 def test_resume_without_anything_to_go_on_with_builds(tmp_path, inputs):

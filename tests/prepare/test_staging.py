@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from prepare_material import assert_equal
+from prepare_fixtures import assert_equal
 
 from chatmill.errors import DataError
 from chatmill.format import load_format, render

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chatmill.records import Record, read
+from chatmill.records import Record, read_records
 
 Read = Callable[..., tuple[list[Record], list[str]]]
 
@@ -20,7 +20,9 @@ def read_bytes(tmp_path, monkeypatch) -> Read:
     def read_file(data: bytes, name: str = "a.jsonl", **options: Any) -> tuple[list[Record], list[str]]:
         (tmp_path / name).write_bytes(data)
         faults: list[str] = []
-        records = list(read([name], on_error="skip", on_reject=lambda fault: faults.append(str(fault)), **options))
+        records = list(
+            read_records([name], on_error="skip", on_reject=lambda fault: faults.append(str(fault)), **options)
+        )
         return records, faults
 
     return read_file

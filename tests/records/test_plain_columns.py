@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from test_record_fast_path import RECORD
 
 from chatmill.errors import RecordError
-from chatmill.records import Part, Plain, Record, keys_of, lines, read_blocks, read_part, record_key
+from chatmill.records import ChatColumns, FilePart, Record, keys_of, lines, read_blocks, read_part, record_key
 from chatmill.records.shapes import messages
 
-columns = pytest.importorskip("chatmill.records._plain").columns
+columns = pytest.importorskip("chatmill._native._columns").columns
 reading = import_module("chatmill.records.read")
 ROLES = ("system", "user", "assistant", "tool")
 TEXT = st.text(max_size=40)
@@ -148,10 +148,10 @@ MIXED = [
 ]
 
 
-def parts(folder: Path, data: bytes) -> list[Part]:
+def parts(folder: Path, data: bytes) -> list[FilePart]:
     path = folder / "a.jsonl"
     path.write_bytes(data)
-    return [Part(path, "messages", "s"), *Part(path, "messages", "s").cut(3000)]
+    return [FilePart(path, "messages", "s"), *FilePart(path, "messages", "s").cut(3000)]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.002, 0.05, 0.5, 1.0])
@@ -172,16 +172,16 @@ def test_blocks_give_the_records_and_faults_of_the_part(tmp_path, monkeypatch, s
         assert (block_faults, block_ends) == (faults, ends)
         if part.stop is None:
             kinds = {type(block) for block in blocks}
-            assert share == 0.5 or kinds == {0: {Plain}, 1: {list}}.get(share, {Plain, list})
+            assert share == 0.5 or kinds == {0: {ChatColumns}, 1: {list}}.get(share, {ChatColumns, list})
 
 
-def one_by_one(part: Part) -> tuple[list[Record], list[str], list[int]]:
+def one_by_one(part: FilePart) -> tuple[list[Record], list[str], list[int]]:
     faults: list[str] = []
     ends: list[int] = []
     return [*read_part(part, on_fault=lambda fault: faults.append(str(fault)), on_end=ends.append)], faults, ends
 
 
-def in_blocks(part: Part) -> tuple[list[Sequence[Record]], list[str], list[int]]:
+def in_blocks(part: FilePart) -> tuple[list[Sequence[Record]], list[str], list[int]]:
     faults: list[str] = []
     ends: list[int] = []
     return [*read_blocks(part, on_fault=lambda fault: faults.append(str(fault)), on_end=ends.append)], faults, ends
@@ -211,5 +211,5 @@ def test_without_the_compiled_part_there_are_lists(tmp_path, monkeypatch):
     (plain,) = read_blocks(part, on_fault=print, on_end=print)
     monkeypatch.setattr(reading, "COMPILED", False)
     (listed,) = read_blocks(part, on_fault=print, on_end=print)
-    assert type(plain) is Plain and type(listed) is list
+    assert type(plain) is ChatColumns and type(listed) is list
     assert [*plain] == listed and plain[0] == listed[0] and plain[0:1] == listed

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from chatmill.errors import RecordError
-from chatmill.records import read
+from chatmill.records import read_records
 
 ROLES = "expected system, user, assistant or tool"
 PARTS = "expected a string or a list of text parts"
@@ -271,7 +271,7 @@ def test_stopping_raises_the_first_fault_after_the_records_before_it(tmp_path):
     path = tmp_path / "a.jsonl"
     good = b'{"messages": [{"role": "user", "content": "q"}]}\n'
     path.write_bytes(good + b'{"id": 8, "messages": []}\n' + b"{\n")
-    records = read([path])
+    records = read_records([path])
     assert next(records).line == 1
     with pytest.raises(RecordError) as caught:
         next(records)
@@ -284,6 +284,6 @@ def test_a_fault_travels_between_processes_whole(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"id": 8, "messages": []}\n')
     with pytest.raises(RecordError) as caught:
-        list(read([path], shape="messages"))
+        list(read_records([path], shape="messages"))
     again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301
     assert (str(again), vars(again)) == (str(caught.value), vars(caught.value))

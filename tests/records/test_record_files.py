@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.errors import DataError, RecordError, UsageError
-from chatmill.records import Message, Part, Record, expand, plan, read, read_part
+from chatmill.records import FilePart, Message, Record, expand, plan, read_part, read_records
 from chatmill.records.array import units
 from chatmill.records.shapes import parser
 
@@ -185,7 +185,7 @@ def test_files_come_in_the_order_given_and_sorted_within_a_glob(tmp_path, monkey
     assert expand(["**/*.jsonl"])[-1] == Path("sub/d.jsonl")
     assert expand(["[x].jsonl"]) == [Path("[x].jsonl")]
     assert expand([tmp_path / "sub" / "*"]) == [tmp_path / "sub/d.jsonl", tmp_path / "sub/e.txt"]
-    assert [record.messages[0].content for record in read(["c*.jsonl", "a.jsonl"])] == [
+    assert [record.messages[0].content for record in read_records(["c*.jsonl", "a.jsonl"])] == [
         "c10.jsonl",
         "c9.jsonl",
         "a.jsonl",
@@ -215,7 +215,7 @@ def test_names_that_stand_for_no_file_are_one_line_at_once(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "a.csv", "sub/a.jsonl")
     with pytest.raises(DataError) as caught:
-        read([name])
+        read_records([name])
     assert str(caught.value) == what
 
 
@@ -233,8 +233,8 @@ def test_the_source_is_the_stem_or_the_name_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "v1.chat.jsonl")
     Path("b.json.gz").write_bytes(gzip.compress(line("b")))
-    assert [record.source for record in read(["v1.chat.jsonl", "b.json.gz"])] == ["v1.chat", "b"]
-    assert [record.source for record in read(["v1.chat.jsonl", "b.json.gz"], source="mine")] == ["mine", "mine"]
+    assert [record.source for record in read_records(["v1.chat.jsonl", "b.json.gz"])] == ["v1.chat", "b"]
+    assert [record.source for record in read_records(["v1.chat.jsonl", "b.json.gz"], source="mine")] == ["mine", "mine"]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_the_source_is_the_stem_or_the_name_given(tmp_path, monkeypatch):
 def test_options_that_mean_nothing_are_one_line_at_once(tmp_path, options, what):
     write(tmp_path, "a.jsonl")
     with pytest.raises(UsageError) as caught:
-        read([tmp_path / "a.jsonl"], **options)
+        read_records([tmp_path / "a.jsonl"], **options)
     assert str(caught.value).startswith(what)
 
 
@@ -268,7 +268,7 @@ def test_parts_of_a_file_hold_what_the_file_holds(tmp_path, size, end, newline):
         before = sum(counts)
         for record in read_part(part, on_fault=_stop, on_end=counts.append):
             found.append(msgspec.structs.replace(record, line=record.line + before))
-    assert found == list(read([path]))
+    assert found == list(read_records([path]))
 
 
 def _stop(fault: RecordError) -> None:
@@ -277,9 +277,9 @@ def _stop(fault: RecordError) -> None:
 
 def test_what_cannot_be_cut_stays_whole(tmp_path):
     for name, shape in [("a.json", "messages"), ("a.jsonl.gz", "messages"), ("a.txt", "transcript-stream")]:
-        part = Part(tmp_path / name, shape, "a")
+        part = FilePart(tmp_path / name, shape, "a")
         assert part.cut(1) == [part]
-    flat = Part(tmp_path / "a.jsonl", "oasst1", "a")
+    flat = FilePart(tmp_path / "a.jsonl", "oasst1", "a")
     assert flat.cut(1) == [flat]
 
 
@@ -295,7 +295,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
         data = b"\n".join([line("x" * 1000)] * count)
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     tracemalloc.start()
-    found = sum(1 for _ in read([path]))
+    found = sum(1 for _ in read_records([path]))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found == count
@@ -311,7 +311,9 @@ def test_lines_that_are_read_together_are_what_each_is_alone(tmp_path_factory, p
     path = tmp_path_factory.mktemp("block") / "a.jsonl"
     path.write_bytes(b"\n".join(pieces) + b"\n" * ended)
     found: list[Record | str] = []
-    for record in read([path], shape="messages", on_error="skip", on_reject=lambda fault: found.append(str(fault))):
+    for record in read_records(
+        [path], shape="messages", on_error="skip", on_reject=lambda fault: found.append(str(fault))
+    ):
         found.append(record)
     alone: list[Record | str] = []
     parse = parser("messages", file=str(path), source="a", limit=10**6)

@@ -10,7 +10,7 @@ import re
 import pytest
 from record_mutations import FLAT, RAW, RECORDS, broken, broken_bytes, broken_value
 
-from chatmill.records import read
+from chatmill.records import read_records
 
 COUNT = 20_000
 LINE = re.compile(r"a\.(?:jsonl|json|txt)(?:\.gz)?:(\d+)(?: \(id=.*\))?: .+; .+")
@@ -30,7 +30,7 @@ def read_all(path, data: bytes, shape: str) -> tuple[list[int], list[int]]:
         assert fault.kind
         faults.append(fault.line)
 
-    records = [record.line for record in read([path.name], shape=shape, on_error="skip", on_reject=check)]
+    records = [record.line for record in read_records([path.name], shape=shape, on_error="skip", on_reject=check)]
     return records, faults
 
 
@@ -96,5 +96,5 @@ def test_broken_files_of_every_kind_never_raise_anything_else(tmp_path, name):
         data = gzip.compress(data, 1) if name.endswith(".gz") else data
         (tmp_path / name).write_bytes(data if index % 2 else broken_bytes(data, chance))
         faults = []
-        list(read([name], shape="messages", on_error="skip", on_reject=faults.append))
+        list(read_records([name], shape="messages", on_error="skip", on_reject=faults.append))
         assert all(LINE.fullmatch(str(fault)) for fault in faults)

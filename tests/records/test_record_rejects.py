@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chatmill.errors import RecordError, UsageError
-from chatmill.records import Rejects, read
+from chatmill.records import Rejects, read_records
 
 GOOD = b'{"messages": [{"role": "user", "content": "q"}]}'
 LONG = b'{"id": "x", "messages": "' + b"\xc3\xa9" * 4000 + b'"}'
@@ -19,7 +19,7 @@ def test_each_reject_has_its_place_its_reason_and_its_text(tmp_path, monkeypatch
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([GOOD, b"{\xff", GOOD, LONG]))
     (tmp_path / "b.jsonl").write_bytes(b"\n".join([b'{"messages": []}', GOOD, b"\xfe"]))
     with Rejects("rejects.jsonl") as rejects:
-        found = [(r.file, r.line) for r in read(["a.jsonl", "b.jsonl"], on_error="skip", on_reject=rejects)]
+        found = [(r.file, r.line) for r in read_records(["a.jsonl", "b.jsonl"], on_error="skip", on_reject=rejects)]
     assert found == [("a.jsonl", 1), ("a.jsonl", 3), ("b.jsonl", 2)]
     lines = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text(encoding="utf-8").splitlines()]
     utf8 = "not UTF-8 at column {} (byte 0x{}); expected UTF-8 text"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from chatmill.errors import DataError, UsageError
-from chatmill.records import Message, Record, ToolCall, read
+from chatmill.records import Message, Record, ToolCall, read_records
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -43,7 +43,7 @@ def test_rows_are_records_with_their_row_numbers(table):
         row_group_size=1,
     )
     calls = (ToolCall("f", '{"x":1}', "c"),)
-    assert list(read(["a.parquet"])) == [
+    assert list(read_records(["a.parquet"])) == [
         found(Message("user", "é"), Message("assistant", tool_calls=calls, weight=0.5), id="5"),
         found(Message("user", "é"), line=2),
     ]
@@ -52,7 +52,7 @@ def test_rows_are_records_with_their_row_numbers(table):
 def test_many_rows_come_in_order(table):
     table([{"instruction": str(index), "output": "x"} for index in range(1000)])
     expected = [found(Message("user", str(index)), Message("assistant", "x"), line=index + 1) for index in range(1000)]
-    assert list(read(["a.parquet"])) == expected
+    assert list(read_records(["a.parquet"])) == expected
 
 
 def test_flat_trees_in_a_table(table):
@@ -84,13 +84,13 @@ def test_flat_trees_in_a_table(table):
             },
         ]
     )
-    assert list(read(["a.parquet"])) == [found(Message("user", "q"), Message("assistant", "y"), id="t")]
+    assert list(read_records(["a.parquet"])) == [found(Message("user", "q"), Message("assistant", "y"), id="t")]
 
 
 def test_a_faulty_row_names_its_number(table):
     table([{"instruction": "a", "output": "x"}, {"instruction": None, "output": "x"}])
     faults = []
-    read_on = list(read(["a.parquet"], on_error="skip", on_reject=lambda fault: faults.append(str(fault))))
+    read_on = list(read_records(["a.parquet"], on_error="skip", on_reject=lambda fault: faults.append(str(fault))))
     assert read_on == [found(Message("user", "a"), Message("assistant", "x"))]
     assert faults == ["a.parquet:2: the record has null as instruction; expected a string"]
 
@@ -101,7 +101,7 @@ def test_a_damaged_table_is_one_fault(table, tmp_path, keep):
     data = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(data[: int(keep * len(data)) if keep == 0.5 else keep])
     faults = []
-    assert list(read(["a.parquet"], on_error="skip", on_reject=lambda fault: faults.append(str(fault)))) == []
+    assert list(read_records(["a.parquet"], on_error="skip", on_reject=lambda fault: faults.append(str(fault)))) == []
     assert faults == ["a.parquet:1: the Parquet file is corrupt; expected a whole file; copy it again"]
 
 
@@ -116,7 +116,7 @@ def test_a_table_with_wrong_bytes_is_records_and_faults(table, tmp_path):
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         (tmp_path / "a.parquet").write_bytes(data)
         faults = []
-        records = list(read(["a.parquet"], shape="messages", on_error="skip", on_reject=faults.append))
+        records = list(read_records(["a.parquet"], shape="messages", on_error="skip", on_reject=faults.append))
         assert records or faults
         seen |= {fault.kind for fault in faults}
     assert "parquet" in seen
@@ -126,12 +126,12 @@ def test_without_pyarrow_one_line_says_what_to_install(table, monkeypatch):
     table([{"instruction": "a", "output": "x"}])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError) as caught:
-        read(["a.parquet"])
+        read_records(["a.parquet"])
     assert str(caught.value) == "a.parquet: Parquet needs pyarrow; pip install 'chatmill[parquet]'"
 
 
 def test_a_table_is_no_stream(table):
     table([{"text": "<|USER|>"}])
     with pytest.raises(UsageError) as caught:
-        read(["a.parquet"], shape="transcript-stream")
+        read_records(["a.parquet"], shape="transcript-stream")
     assert str(caught.value) == "a.parquet: a table is no stream; expected shape transcript-lines"

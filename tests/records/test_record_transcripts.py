@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatmill.records import Message, Record, read
+from chatmill.records import Message, Record, read_records
 from chatmill.records.lines import conversations
 
 LINE = b"<|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>"
@@ -121,4 +121,4 @@ def test_any_text_comes_back_exactly_from_a_json_string(tmp_path_factory, conver
     path = tmp_path_factory.mktemp("exact") / "a.txt"
     path.write_text(json.dumps(text), encoding="utf-8")
     expected = [[Message(role, said, complete=closed) for role, said, closed in turns] for turns in conversations]
-    assert [record.messages for record in read([path])] == expected
+    assert [record.messages for record in read_records([path])] == expected

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_material import EOS, HURTING, Toy, box, chopped, thing
+from rollout_fixtures import EOS, HURTING, Toy, box, chopped, thing
 
 from chatmill.format import load_format
 from chatmill.rollout.target import build_target

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from chatmill.errors import DataError, UsageError
-from chatmill.rollout.files import Replay, RolloutLog
-from chatmill.rollout.generate import Server
+from chatmill.rollout.files import RolloutLog, RolloutReplay
+from chatmill.rollout.generate import CompletionServer
 
 
 def completion(request):
@@ -59,7 +59,9 @@ def serving(answer):
 
 def test_a_server_answers_ids_with_ids_in_the_order_of_the_prompts():
     with serving(completion) as (url, asked):
-        generate = Server(url, "m", 5, end_ids=(9,), temperature=0.7, top_p=0.9, seed=3, headers={"X-Key": "k"})
+        generate = CompletionServer(
+            url, "m", 5, end_ids=(9,), temperature=0.7, top_p=0.9, seed=3, headers={"X-Key": "k"}
+        )
         prompts = [[number, number + 1, number + 2] for number in range(40)]
         answers = generate(prompts, step=2, first_row=10)
     assert answers == [(prompt * 2)[:5] for prompt in prompts]
@@ -86,7 +88,7 @@ def test_the_seed_of_a_request_depends_on_seed_step_and_row_alone():
         return sorted(request["seed"] for _, _, request in asked[-count:])
 
     with serving(completion) as (url, asked):
-        one, other = Server(url, "m", 1, seed=1), Server(url, "m", 1, seed=2)
+        one, other = CompletionServer(url, "m", 1, seed=1), CompletionServer(url, "m", 1, seed=2)
         whole = seeds(one, 0, 0, 4)
         assert len(set(whole)) == 4
         assert sorted(seeds(one, 0, 0, 2) + seeds(one, 0, 2, 2)) == whole
@@ -99,7 +101,7 @@ def test_a_fault_that_may_pass_is_tried_again():
         return completion(request) if number > 2 else (503, {"error": "starting"})
 
     with serving(unsteady) as (url, asked):
-        assert Server(url, "m", 3, pause=0.01)([[1, 2]], step=0) == [[1, 2, 1]]
+        assert CompletionServer(url, "m", 3, pause=0.01)([[1, 2]], step=0) == [[1, 2, 1]]
     assert len(asked) == 3
 
 
@@ -118,7 +120,7 @@ def test_a_fault_that_may_pass_is_tried_again():
 )
 def test_a_server_that_is_none_is_one_line(answer, said):
     with serving(answer) as (url, _), pytest.raises(DataError, match=said) as caught:
-        Server(url, "m", 3, attempts=2, pause=0.01)([[1, 2], [3]], step=0)
+        CompletionServer(url, "m", 3, attempts=2, pause=0.01)([[1, 2], [3]], step=0)
     assert str(caught.value).startswith(url)
     assert "\n" not in str(caught.value)
 
@@ -127,9 +129,9 @@ def test_no_server_at_all_is_one_line():
     with serving(completion) as (url, _):
         pass
     with pytest.raises(DataError, match="no answer"):
-        Server(url, "m", 3, attempts=2, pause=0.01)([[1]], step=0)
+        CompletionServer(url, "m", 3, attempts=2, pause=0.01)([[1]], step=0)
     with pytest.raises(UsageError, match="is no server"):
-        Server("file:///etc", "m", 3)
+        CompletionServer("file:///etc", "m", 3)
 
 
 # Logs.
@@ -141,7 +143,7 @@ def test_a_logged_run_is_answered_again_from_its_log(tmp_path):
     log.add(0, ["a", "b"], [[1], [2]], [[5, 6], []])
     log.add(4, ["b", "a"], [[2], [1]], [[7], [8]])
     log.close()
-    replay = Replay(path)
+    replay = RolloutReplay(path)
     assert replay([[1], [2]], step=0) == [[5, 6], []]
     assert replay([[1]], step=4, first_row=1) == [[8]]
     with pytest.raises(DataError, match="no rollout of step 1, row 0"):
@@ -154,4 +156,4 @@ def test_rollouts_without_a_place_cannot_be_replayed(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text('{"id": "a", "response_token_ids": [1]}\n')
     with pytest.raises(DataError, match=r"rollouts.jsonl:1: the rollout has no step or row"):
-        Replay(path)
+        RolloutReplay(path)

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from rollout_material import EOS, Toy, box, thing
+from rollout_fixtures import EOS, Toy, box, thing
 
 from chatmill.errors import UsageError
-from chatmill.fit.bins import pack
+from chatmill.fit.packing import pack
 from chatmill.load.batch import IGNORE_INDEX, shift
 from chatmill.rollout.loss import TERMS, Axis, LossTerms, rollout_loss
 from chatmill.rollout.target import build_target

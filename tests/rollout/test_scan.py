@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollout_material import FIRST_COORDINATE, Toy, box
+from rollout_fixtures import FIRST_COORDINATE, Toy, box
 
 from chatmill.rollout.scan import scan
 from chatmill.rollout.vocabulary import Vocabulary

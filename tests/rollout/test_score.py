@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from chatmill.rollout.schema import Detection
-from chatmill.rollout.score import Score, score_objects
+from chatmill.rollout.score import DetectionScore, score_objects
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "detect"))
 
@@ -24,13 +24,13 @@ def test_an_object_is_right_if_it_is_called_right_and_overlaps_enough():
     truth = [box("a", 0, 0, 10, 10), box("b", 50, 50, 60, 60), box("a", 100, 0, 110, 10)]
     found = [box("a", 0, 0, 10, 6), box("a", 50, 50, 60, 60), box("a", 100, 0, 104, 10), box("a", 0, 0, 10, 10)]
     score = score_objects(found, truth)
-    assert score == Score(right=1, found=4, true=3)
+    assert score == DetectionScore(right=1, found=4, true=3)
     assert (score.recall, score.precision, score.f1) == pytest.approx((1 / 3, 1 / 4, 2 / 7))
-    assert score.plus(Score(1, 1, 2)) == Score(2, 5, 5)
+    assert score.plus(DetectionScore(1, 1, 2)) == DetectionScore(2, 5, 5)
 
 
 def test_nothing_to_find_and_nothing_found_is_right():
-    assert (Score().recall, Score().precision, Score().f1) == (1, 1, 1)
+    assert (DetectionScore().recall, DetectionScore().precision, DetectionScore().f1) == (1, 1, 1)
 
 
 def test_the_boxes_of_a_scene_are_what_can_be_seen_in_it():

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from rollout_material import EOS, FIRST_COORDINATE, HURTING, Toy, box, thing
+from rollout_fixtures import EOS, FIRST_COORDINATE, HURTING, Toy, box, thing
 
 from chatmill.errors import DataError, UsageError
 from chatmill.rollout.schema import Detection, Fields

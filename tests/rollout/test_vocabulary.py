@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_material import Toy
+from rollout_fixtures import Toy
 
 from chatmill.errors import DataError, UsageError
 from chatmill.rollout.vocabulary import Vocabulary, vocabulary_of

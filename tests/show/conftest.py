@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from show_material import HOSTILE, HOSTILE_FILE, hostile_lines, line, make
+from show_fixtures import HOSTILE, HOSTILE_FILE, hostile_lines, line, make
 
 from chatmill.format import load_format
 from chatmill.ledger import Ledger
 from chatmill.rows import ORIGIN, SPAN, File, Part, Role, Rows, Rule
-from chatmill.show.dataset import open_shown
+from chatmill.show.dataset import open_view
 from chatmill.store.metadata import write_metadata
 from chatmill.store.write import SplitWriter
 from chatmill.tokenizer import train_bpe
@@ -74,4 +74,4 @@ def rollout_target(tmp_path):
         ledger=ledger,
         config={},
     )
-    return open_shown(staging)
+    return open_view(staging)

@@ -7,14 +7,14 @@ import re
 from dataclasses import dataclass, field
 
 import pytest
-from show_material import HOSTILE, line, make
+from show_fixtures import HOSTILE, line, make
 from viewing import SHOTS, chromium, viewer
 
+from chatmill.audit.recorder import Audit
 from chatmill.format import load_format
-from chatmill.load.audit import Audit
 from chatmill.load.loader import EpisodeLoader
 from chatmill.show.report import BLOCK_SIZES, report
-from chatmill.show.survey import survey
+from chatmill.show.stats import survey
 from chatmill.tokenizer import train_bpe
 
 WAIT = 20_000

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from rich.text import Text
-from show_material import line, make
+from show_fixtures import line, make
 
 from chatmill.show.conversation import conversation_lines, title, token_lines
 from chatmill.show.turns import first_words, turns

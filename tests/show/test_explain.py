@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from show_material import line, make
+from show_fixtures import line, make
 
 from chatmill.errors import UsageError
 from chatmill.rows import Part, Role, Rule
-from chatmill.show.dataset import open_shown
+from chatmill.show.dataset import open_view
 from chatmill.show.explain import PARTS, SPEAKERS, explain, reason_for
 from chatmill.show.turns import NOTES
 from chatmill.store.reweigh import reweigh
@@ -86,7 +86,7 @@ def test_a_target_that_is_another_id_is_named(rollout_target):
 
 def test_after_reweighing_the_choice_is_the_new_one(chats, tmp_path):
     reweigh(chats.path, tmp_path / "last", train_on="last")
-    shown = open_shown(tmp_path / "last")
+    shown = open_view(tmp_path / "last")
     assert (
         "a later answer is the last, and train_on last trains that one alone" in explain(shown, "train", 1, 9).sentence
     )

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from show_material import line, make
+from show_fixtures import line, make
 
 from chatmill.errors import DataError, UsageError
 from chatmill.rows import Role, Rule
 from chatmill.show import index as index_module
 from chatmill.show import index_build
-from chatmill.show.dataset import open_shown
+from chatmill.show.dataset import open_view
 from chatmill.show.index import Filter
 from chatmill.show.index_build import IndexBuilder
 from chatmill.show.search import find, locate, needle_of
@@ -169,12 +169,14 @@ def test_sources_past_the_sixty_fourth_share_the_last_bit(tmp_path):
 
 
 def make_of_files(folder):
-    from chatmill.prepare.engine import Local
-    from chatmill.prepare.job import Job, Source
-    from chatmill.prepare.pipeline import prepare
+    from chatmill.prepare.engine import LocalEngine
+    from chatmill.prepare.job import InputSource, Job
+    from chatmill.prepare.pipeline import prepare_dataset
 
-    prepare(Job((Source((str(folder / "s*.jsonl"),)),), format="primer"), folder / "v0", engine=Local(workers=1))
-    return open_shown(folder / "v0")
+    prepare_dataset(
+        Job((InputSource((str(folder / "s*.jsonl"),)),), format="primer"), folder / "v0", engine=LocalEngine(workers=1)
+    )
+    return open_view(folder / "v0")
 
 
 def test_an_index_is_opened_again_and_not_made_again(many, tmp_path, monkeypatch):

@@ -6,15 +6,15 @@ import gzip
 import json
 
 import pytest
-from show_material import hostile_lines, line, make
+from show_fixtures import hostile_lines, line, make
 
 from chatmill.errors import DataError
-from chatmill.prepare.engine import Local
-from chatmill.prepare.job import Job, Source
-from chatmill.prepare.pipeline import prepare
-from chatmill.show.dataset import open_shown
+from chatmill.prepare.engine import LocalEngine
+from chatmill.prepare.job import InputSource, Job
+from chatmill.prepare.pipeline import prepare_dataset
+from chatmill.show.dataset import open_view
 from chatmill.show.explain import origin_of
-from chatmill.show.raw import MOST_SHOWN, raw_record
+from chatmill.show.source_record import MOST_SHOWN, raw_record
 
 
 def record_of(shown, number: int, *folders, segment: int = 0):
@@ -57,8 +57,8 @@ def test_records_of_files_without_lines_are_found_too(tmp_path, name):
         from pyarrow import parquet
 
         parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    prepare(Job((Source((str(path),)),), format="primer"), tmp_path / "v", engine=Local(workers=1))
-    found = record_of(open_shown(tmp_path / "v"), 3, tmp_path)
+    prepare_dataset(Job((InputSource((str(path),)),), format="primer"), tmp_path / "v", engine=LocalEngine(workers=1))
+    found = record_of(open_view(tmp_path / "v"), 3, tmp_path)
     assert found.same is True
     assert "q3" in found.text and "a3" in found.text and "q2" not in found.text
 

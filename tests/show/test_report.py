@@ -5,11 +5,11 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 import pytest
-from show_material import HOSTILE, line, make
+from show_fixtures import HOSTILE, line, make
 
 from chatmill.show.charts import compact, nice
 from chatmill.show.report import BLOCK_SIZES, SAMPLES, report
-from chatmill.show.survey import survey
+from chatmill.show.stats import survey
 
 EMPTY = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -115,14 +115,14 @@ def test_packed_rows_and_blocks_have_a_page_too(tmp_path, options):
 def test_a_dataset_of_another_program_and_an_empty_one_have_a_page(tmp_path):
     import numpy as np
 
-    from chatmill.show.dataset import open_shown
+    from chatmill.show.dataset import open_view
 
     shard = tmp_path / "other" / "train" / "shard_00000"
     shard.mkdir(parents=True)
     np.arange(10, dtype="<u2").tofile(shard / "tokens.bin")
     np.array([[0, 4], [4, 6]], dtype="<u8").tofile(shard / "episodes.idx")
     np.array([0, 0, 1, 1, 0, 0, 0, 0, 0, 0], dtype="u1").tofile(shard / "mask.bin")
-    page = Page(page_of(open_shown(tmp_path / "other")))
+    page = Page(page_of(open_view(tmp_path / "other")))
     assert "written by another program" in page.text
     assert "⟨3⟩" in page.text
     assert "1 episodes have no trained token" in page.text

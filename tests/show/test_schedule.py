@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from show_material import line, make
+from show_fixtures import line, make
 
+from chatmill.audit.recorder import Audit
 from chatmill.errors import DataError, UsageError
-from chatmill.load.audit import Audit
 from chatmill.load.config import LoadConfig
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.order import make_order
 from chatmill.load.plan import Cursor
-from chatmill.show.schedule import Schedule, audit_logs, rows_at, timeline
+from chatmill.show.schedule import OrderView, audit_logs, rows_at, timeline
 
 RUN = {"batch_size": 4, "block_size": 48, "epoch_seed": 42, "use_loss_mask": True}
 
@@ -26,7 +26,7 @@ def shown(tmp_path_factory):
 
 def test_a_page_of_the_order_is_the_order(shown):
     right = make_order("epoch", 50, seed=42).block(3, 0, 50).tolist()
-    schedule = Schedule(shown.path, LoadConfig(**RUN))
+    schedule = OrderView(shown.path, LoadConfig(**RUN))
     page = schedule.page("train", seed=42, epoch=3, start=10, limit=20)
     assert (page.order, page.length, page.start, page.episodes) == ("epoch/1", 50, 10, right[10:30])
     assert schedule.page("train", seed=42, epoch=3, start=40, limit=20).episodes == right[40:]
@@ -34,7 +34,7 @@ def test_a_page_of_the_order_is_the_order(shown):
 
 def test_where_an_episode_stands_and_who_stands_beside_it(shown):
     right = make_order("epoch", 50, seed=7).block(1, 0, 50).tolist()
-    schedule = Schedule(shown.path, LoadConfig())
+    schedule = OrderView(shown.path, LoadConfig())
     for position in (0, 1, 25, 49):
         found = schedule.find("train", right[position], seed=7, epoch=1)
         assert (found.position, found.row, found.shares_row_with) == (position, position, [])
@@ -44,7 +44,7 @@ def test_where_an_episode_stands_and_who_stands_beside_it(shown):
 
 def test_packed_neighbours_are_those_of_the_batch(shown):
     config = LoadConfig(**RUN, packing="bins")
-    schedule = Schedule(shown.path, config)
+    schedule = OrderView(shown.path, config)
     rows = []
     for step in schedule.plan("train", 42).steps(Cursor(epoch=2)):
         rows += [step.episodes[a:b].tolist() for a, b in zip(step.first[:-1], step.first[1:], strict=True)]
@@ -59,7 +59,7 @@ def test_packed_neighbours_are_those_of_the_batch(shown):
 
 
 def test_an_episode_that_is_too_short_comes_in_no_epoch(shown):
-    schedule = Schedule(shown.path, LoadConfig(episode_min_tokens=20))
+    schedule = OrderView(shown.path, LoadConfig(episode_min_tokens=20))
     short = [n for n in range(50) if len(shown.row("train", n).ids) < 20]
     assert short
     with pytest.raises(UsageError, match="comes in no epoch"):

@@ -7,7 +7,7 @@ import json
 from urllib.parse import urlsplit
 
 import pytest
-from show_material import line, make
+from show_fixtures import line, make
 from viewing import viewer
 
 

@@ -6,10 +6,10 @@ from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
-from show_material import line, make
+from show_fixtures import line, make
 
 from chatmill.rows import Part, Role, Rule
-from chatmill.show.survey import SHARES, survey
+from chatmill.show.stats import SHARES, survey
 
 
 def by_hand(episodes, split: str) -> dict:

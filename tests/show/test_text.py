@@ -7,7 +7,7 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from show_material import HOSTILE
+from show_fixtures import HOSTILE
 
 from chatmill.format import load_format
 from chatmill.show.text import JOINERS, TokenText, visible

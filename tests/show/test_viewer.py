@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from show_material import line, make
+from show_fixtures import line, make
 from viewing import viewer as running
 
 from chatmill.errors import DataError, UsageError

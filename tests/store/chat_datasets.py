@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.fit.bins import pack as pack_rows
+from chatmill.fit.packing import pack as pack_rows
 from chatmill.format import load_format, render
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record

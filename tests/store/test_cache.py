@@ -11,17 +11,17 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from gauntlet.crash_disk import Model, Recorder, outcomes
+from fault_injection.crash_disk import Model, Recorder, outcomes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_material import contents, some_rows
+from store_fixtures import contents, some_rows
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.rows import SPAN, Rows, concat
 from chatmill.store import files
-from chatmill.store.cache import cache_folder, is_cache, open_cache, verify_cache, write_cache
 from chatmill.store.metadata import self_hash, text_of
+from chatmill.store.primer_cache import cache_folder, is_cache, open_cache, verify_cache, write_cache
 from chatmill.store.publish import set_aside, staging_for
 from chatmill.store.read import rows_from_mask
 

@@ -12,13 +12,13 @@ import pytest
 from chat_datasets import chat, chats, rows_of, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_material import write_dataset
+from store_fixtures import write_dataset
 
 from chatmill.fit.blocks import stream_blocks
 from chatmill.ledger import Ledger
 from chatmill.rows import Role, Rule
 from chatmill.store import diff as module
-from chatmill.store.diff import Cause, Kind, Place, diff
+from chatmill.store.diff import Cause, ConversationOrigin, Difference, diff
 from chatmill.store.reweigh import reweigh
 
 TEN = [chat(f"question {n}", f"answer {n}", line=n + 1) for n in range(10)]
@@ -45,8 +45,10 @@ def test_added_and_removed_conversations_are_named_by_file_and_line(tmp_path):
     new = [chat("new", "one", line=40, file="more.jsonl"), chat("new", "two", line=41, file="more.jsonl")]
     found = diff(*pair(tmp_path, rows_of(TEN), rows_of([*TEN[5:], *new])))
     assert counts(found) == {"equal": 5, "added": 2, "removed": 5}
-    assert found.added == Kind(2, (Place("train", "more.jsonl", 40), Place("train", "more.jsonl", 41)))
-    assert found.removed.examples == tuple(Place("train", "chat.jsonl", line) for line in (1, 2, 3))
+    assert found.added == Difference(
+        2, (ConversationOrigin("train", "more.jsonl", 40), ConversationOrigin("train", "more.jsonl", 41))
+    )
+    assert found.removed.examples == tuple(ConversationOrigin("train", "chat.jsonl", line) for line in (1, 2, 3))
     assert found.causes == (
         Cause("input", "files", ["chat.jsonl"], ["chat.jsonl", "more.jsonl"]),
         Cause("input", "records read", 10, 7),
@@ -63,7 +65,7 @@ def test_an_edited_text_is_another_conversation_and_the_input_its_cause(tmp_path
 def test_another_format_changes_every_conversation_and_is_the_cause(tmp_path):
     found = diff(*pair(tmp_path, rows_of(TEN), rows_of(TEN, format="primer"), format="primer"))
     assert counts(found) == {"equal": 0, "changed": 10}
-    assert found.changed.examples == tuple(Place("train", "chat.jsonl", line) for line in (1, 2, 3))
+    assert found.changed.examples == tuple(ConversationOrigin("train", "chat.jsonl", line) for line in (1, 2, 3))
     assert {cause.part for cause in found.causes} == {"format"}
     assert Cause("format", "name", "chatml", "primer") in found.causes
 
@@ -79,7 +81,7 @@ def test_after_reweigh_only_masks_differ_and_train_on_is_the_cause(tmp_path):
     reweigh(tmp_path / "a", tmp_path / "b", train_on="last")
     found = diff(tmp_path / "a", tmp_path / "b")
     assert counts(found) == {"equal": 9, "mask": 1}
-    assert found.mask.examples == (Place("train", "chat.jsonl", 1),)
+    assert found.mask.examples == (ConversationOrigin("train", "chat.jsonl", 1),)
     assert found.causes == (Cause("fit", "train_on", "assistant", "last"),)
 
 
@@ -96,7 +98,7 @@ def test_a_conversation_in_the_other_split_has_moved(tmp_path):
     other = {"train": rows_of(TEN[:7]), "val": rows_of(TEN[7:])}
     found = diff(*pair(tmp_path, one, other))
     assert counts(found) == {"equal": 9, "moved": 1}
-    assert found.moved.examples == (Place("val", "chat.jsonl", 8),)
+    assert found.moved.examples == (ConversationOrigin("val", "chat.jsonl", 8),)
 
 
 def test_copies_of_a_conversation_are_matched_as_often_as_both_have_them(tmp_path):
@@ -125,7 +127,7 @@ def test_without_keys_conversations_are_matched_by_their_ids(tmp_path):
     mask = tmp_path / "b/train/mask.bin"
     mask.write_bytes(b"\1" + mask.read_bytes()[1:])
     found = diff(tmp_path / "a", tmp_path / "b")
-    assert (counts(found), found.mask.examples) == ({"equal": 9, "mask": 1}, (Place("train", None, 0),))
+    assert (counts(found), found.mask.examples) == ({"equal": 9, "mask": 1}, (ConversationOrigin("train", None, 0),))
 
 
 # A conversation as plain data: who it is, its ids, and which of them are trained; rows are packed of some of them.

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_material import some_rows
+from store_fixtures import some_rows
 
+from chatmill.audit.recorder import Audit
 from chatmill.ledger import Ledger
-from chatmill.load.audit import Audit
 from chatmill.load.loader import EpisodeLoader
 from chatmill.rows import Part, Role, Rows, Rule
-from chatmill.store.cache import open_cache, write_cache
 from chatmill.store.metadata import write_metadata
+from chatmill.store.primer_cache import open_cache, write_cache
 from chatmill.store.read import open_dataset
 from chatmill.store.write import SplitWriter
 

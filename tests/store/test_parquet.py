@@ -12,7 +12,7 @@ import pytest
 from chat_datasets import chat, chats, contents, names, rows_of, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_material import some_rows, write_dataset
+from store_fixtures import some_rows, write_dataset
 
 from chatmill.errors import DataError
 from chatmill.load.batch import shift

@@ -13,11 +13,11 @@ import pytest
 from chat_datasets import chat, chats, contents, names, rows_of, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_material import some_rows, write_dataset
+from store_fixtures import some_rows, write_dataset
 
 from chatmill.errors import DataError, UsageError
-from chatmill.prepare.job import Job, Source
-from chatmill.prepare.pipeline import prepare
+from chatmill.prepare.job import InputSource, Job
+from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.records import Message, Record
 from chatmill.rows import Rule
 from chatmill.store import files
@@ -139,11 +139,11 @@ def test_pieces_of_conversations_do_not_say_which_answer_is_the_last(tmp_path, m
     turns = [{"role": role, "content": f"{role} {n}"} for n in range(6) for role in ("user", "assistant")]
     Path("chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     format = {"format": "post-training"} if fit == "blocks" else {}
-    prepare(Job((Source(("chat.jsonl",)),), max_tokens=90, fit=fit, **format), Path("v1"))
+    prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=90, fit=fit, **format), Path("v1"))
     with pytest.raises(UsageError, match=r"^v1: its rows are pieces of conversations.*prepare it with --train-on last"):
         reweigh("v1", "v2", train_on="last")
     reweigh("v1", "v2", train_on="all")
-    prepare(Job((Source(("chat.jsonl",)),), max_tokens=900, fit="windows"), Path("whole"))
+    prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=900, fit="windows"), Path("whole"))
     assert all_rows(reweighed("whole")).mask().sum() == len("assistant 5") + 1
 
 

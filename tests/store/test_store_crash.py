@@ -1,4 +1,4 @@
-"""A dataset is published by one step, or not at all; `tests/gauntlet` kills and crashes that step."""
+"""A dataset is published by one step, or not at all; `tests/fault_injection` kills and crashes that step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import errno
 import os
 
 import pytest
-from gauntlet.crash_disk import Model, Recorder
-from store_material import contents, finish, some_rows, write_dataset, write_split
+from fault_injection.crash_disk import Model, Recorder
+from store_fixtures import contents, finish, some_rows, write_dataset, write_split
 
 from chatmill.errors import DataError
 from chatmill.store import files

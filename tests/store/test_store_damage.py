@@ -1,4 +1,4 @@
-"""Nothing on disk is believed: what was changed, cut or lies is named in one line. See `tests/gauntlet` for more."""
+"""Nothing on disk is believed: what was changed, cut or lies is named in one line."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from store_fixtures import contents, some_rows, write_dataset
 from store_lies import LIES, rewrite, shard_of
-from store_material import contents, some_rows, write_dataset
 
 import chatmill.store.verify as store_verify
 from chatmill.errors import DataError
 from chatmill.rows import concat
 from chatmill.store.layout import SEGMENT, STORED_SPAN
 from chatmill.store.read import open_dataset
-from chatmill.store.verify import Counts, verify
+from chatmill.store.verify import SplitCounts, verify
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_whole_dataset_has_no_faults_and_is_counted(dataset):
         assert found.sha256 == open_dataset(dataset).sha256
         for name, rows in {"train": some_rows(1), "val": some_rows(2, count=9)}.items():
             shards = len(list((dataset / name).iterdir()))
-            assert found.splits[name] == Counts(len(rows), len(rows.ids), int(rows.mask().sum()), shards)
+            assert found.splits[name] == SplitCounts(len(rows), len(rows.ids), int(rows.mask().sum()), shards)
 
 
 def test_every_bit_of_the_metadata_counts(dataset):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_rows import build, rows_, unbuild
-from store_material import contents, equal, finish, some_rows, write_dataset, write_split
+from store_fixtures import contents, equal, finish, some_rows, write_dataset, write_split
 
 from chatmill.errors import DataError
 from chatmill.rows import EMPTY, NO_FILE, File, Rows, concat

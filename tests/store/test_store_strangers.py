@@ -10,7 +10,7 @@ import pytest
 from chatmill.errors import DataError
 from chatmill.rows import Role, Rule
 from chatmill.store.read import is_dataset, open_dataset
-from chatmill.store.verify import Counts, verify
+from chatmill.store.verify import SplitCounts, verify
 
 EPISODES = [([5, 6, 7], [0, 1, 1]), ([], []), ([8, 9], [1, 1]), ([1, 2], [0, 0])]
 
@@ -46,7 +46,7 @@ def test_a_flat_dataset_opens_and_its_width_is_told_from_sizes(tmp_path, dtype):
     assert plain(tmp_path, "val") == EPISODES[:1]
     assert open_dataset(tmp_path).sha256 is None
     assert verify(tmp_path, full=True).faults == ()
-    assert verify(tmp_path, full=False).splits["train"] == Counts(4, 7, 4, 1)
+    assert verify(tmp_path, full=False).splits["train"] == SplitCounts(4, 7, 4, 1)
 
 
 def test_shards_are_one_numbering(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizer_material import PRIMER, sentencepiece_bytes, training_texts
+from tokenizer_fixtures import PRIMER, sentencepiece_bytes, training_texts
 
 from chatmill.tokenizer import train_bpe
 

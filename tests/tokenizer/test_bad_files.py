@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_material import CL100K, MISTRAL_V1, TEKKEN, edited
+from tokenizer_fixtures import CL100K, MISTRAL_V1, TEKKEN, edited
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.tokenizer import open_tokenizer
-from chatmill.tokenizer.port import faults_of
+from chatmill.tokenizer.backend import faults_of
 
 RIGHT = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a tekken JSON file"
 

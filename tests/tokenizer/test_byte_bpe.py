@@ -15,12 +15,12 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_material import DEEPSEEK, mixed_texts
+from tokenizer_fixtures import DEEPSEEK, mixed_texts
 
 from chatmill.tokenizer import TextColumns, byte_bpe, open_tokenizer, tokenizer_json
 from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
-pytest.importorskip("chatmill.tokenizer._bpe")
+pytest.importorskip("chatmill._native._bpe")
 KINDS = ("gpt2", "llama3", "qwen2")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizer_material import (
+from tokenizer_fixtures import (
     CL100K,
     DEEPSEEK,
     MARKERS,
@@ -26,7 +26,7 @@ from tokenizer_material import (
 
 from chatmill.errors import DataError
 from chatmill.tokenizer import Tokenizer, open_tokenizer
-from chatmill.tokenizer.port import Ids, Offsets, flat
+from chatmill.tokenizer.backend import Ids, Offsets, flat
 
 EVERY_MARKER = {marker: marker for marker in MARKERS if marker != "<unk>"}
 

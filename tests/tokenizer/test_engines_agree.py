@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizer_material import ANTHROPIC, DEEPSEEK, MARKERS, mixed_texts
+from tokenizer_fixtures import ANTHROPIC, DEEPSEEK, MARKERS, mixed_texts
 
 from chatmill.tokenizer import open_tokenizer
 

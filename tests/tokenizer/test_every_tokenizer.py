@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_material import CL100K, DEEPSEEK, MISTRAL_V1, O200K, PRIMER, TEKKEN, mixed_texts
+from tokenizer_fixtures import CL100K, DEEPSEEK, MISTRAL_V1, O200K, PRIMER, TEKKEN, mixed_texts
 
 from chatmill.errors import DataError, UsageError
 from chatmill.tokenizer import Tokenizer, open_tokenizer

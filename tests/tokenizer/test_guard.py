@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chatmill.errors import DataError
-from chatmill.tokenizer.port import flat
+from chatmill.tokenizer.backend import flat
 from chatmill.tokenizer.tokenizer import Tokenizer
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from chatmill.tokenizer import open_tokenizer
-from chatmill.tokenizer.marked import Marked
+from chatmill.tokenizer.control_encoder import ControlEncoder
 
 TEXTS = ["the quick brown fox, the lazy dog. ", "Größe ändern: ünï 漢字 ", "a b  c\n\nd "] * 3
 TOKENS = [
@@ -68,7 +68,7 @@ def encoders(tmp_path_factory):
         with warnings.catch_warnings():
             # That the quick engine leaves some of them to the other is not what is tested.
             warnings.simplefilter("ignore")
-            out[name] = (Marked(open_tokenizer(path), path.read_bytes()), made)
+            out[name] = (ControlEncoder(open_tokenizer(path), path.read_bytes()), made)
     return out
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import tiktoken
-from tokenizer_material import CL100K, O200K, OLD_TEKKEN, TEKKEN
+from tokenizer_fixtures import CL100K, O200K, OLD_TEKKEN, TEKKEN
 
 from chatmill.errors import DataError
 from chatmill.tokenizer import open_tokenizer

@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from tokenizer_material import MISTRAL_V1, OLD_TEKKEN, PRIMER
+from tokenizer_fixtures import MISTRAL_V1, OLD_TEKKEN, PRIMER
 
 from chatmill.errors import DataError, UsageError
 from chatmill.tokenizer import open_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import fastokens
 import pytest
 import tokenizers
-from tokenizer_material import ANTHROPIC, DEEPSEEK, PRIMER, added, edited
+from tokenizer_fixtures import ANTHROPIC, DEEPSEEK, PRIMER, added, edited
 
 from chatmill.tokenizer import open_tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizer_material import PRIMER, training_texts
+from tokenizer_fixtures import PRIMER, training_texts
 
 from chatmill.errors import DataError, UsageError
 from chatmill.tokenizer import open_tokenizer, train_bpe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from train_material import prepare
+from train_fixtures import prepare
 
 # Tests run beside one another, and some of them fork: threads of their own would be in the way of both.
 torch.set_num_threads(1)

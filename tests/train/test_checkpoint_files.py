@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from model_material import small_gpt
+from model_fixtures import small_gpt
 from safetensors.torch import load_file
 
 from chatmill.errors import DataError, UsageError
 from chatmill.train.checkpoint import choose, open_checkpoint, restore, save
-from chatmill.train.pieces import Entry, Piece, Pieces, file_info, write_tensors
+from chatmill.train.distributed import World
+from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRows, file_info, write_tensors
 from chatmill.train.step import make_optimizer
-from chatmill.train.world import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -31,7 +31,7 @@ def test_what_is_written_is_a_safetensors_file(tmp_path):
         "d": torch.arange(3),
         "none": torch.empty(0, 5),
     }
-    entries = [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    entries = [TensorEntry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     info = write_tensors(tmp_path / "x.safetensors", entries, iter(tensors.values()))
     assert info == file_info(tmp_path / "x.safetensors")
     read = load_file(tmp_path / "x.safetensors")
@@ -39,7 +39,7 @@ def test_what_is_written_is_a_safetensors_file(tmp_path):
     for name, tensor in tensors.items():
         assert read[name].dtype == tensor.dtype
         assert torch.equal(read[name], tensor)
-    pieces = Pieces([tmp_path / "x.safetensors"])
+    pieces = ShardedTensors([tmp_path / "x.safetensors"])
     assert {name: pieces.shape(name) for name in pieces.names} == {n: tuple(t.shape) for n, t in tensors.items()}
     assert torch.equal(pieces.read("b", 0, 1), tensors["b"])
 
@@ -51,20 +51,20 @@ def test_rows_are_read_from_however_many_pieces_they_are_in(tmp_path_factory, ro
     edges = [0, *sorted(min(cut, rows) for cut in cuts), rows]
     paths = []
     for number, (start, stop) in enumerate(pairwise(edges)):
-        entry = Entry("t", (stop - start, 2), torch.float32, Piece(start, rows))
+        entry = TensorEntry("t", (stop - start, 2), torch.float32, TensorRows(start, rows))
         paths.append(folder / f"{number}.safetensors")
         write_tensors(paths[-1], [entry], iter([tensor[start:stop]]))
     start, stop = sorted((min(one, rows), min(other, rows)))
-    pieces = Pieces(paths)
+    pieces = ShardedTensors(paths)
     assert pieces.shape("t") == (rows, 2)
     assert torch.equal(pieces.read("t", start, stop), tensor[start:stop])
 
 
 def test_rows_that_no_file_has_are_missed(tmp_path):
-    entry = Entry("t", (2,), torch.float32, Piece(3, 9))
+    entry = TensorEntry("t", (2,), torch.float32, TensorRows(3, 9))
     write_tensors(tmp_path / "x", [entry], iter([torch.ones(2)]))
     with pytest.raises(DataError, match="t: rows 2 to 5 are not all there"):
-        Pieces([tmp_path / "x"]).read("t", 2, 5)
+        ShardedTensors([tmp_path / "x"]).read("t", 2, 5)
 
 
 def test_moments_come_back_as_they_were(tmp_path):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_material import SIZES, VOCAB, conversation, gradients, inputs, packed, small_gpt
+from model_fixtures import SIZES, VOCAB, conversation, gradients, inputs, packed, small_gpt
 from torch import Tensor
 
 from chatmill.errors import DataError
-from chatmill.train.folder import open_model
 from chatmill.train.gpt import GPT, GPTSizes
+from chatmill.train.load_model import open_model
 
 CHATS = [conversation(length, seed=length) for length in (6, 11, 9)]
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_material import SIZES, VOCAB, conversation, inputs, packed, small_gpt
+from model_fixtures import SIZES, VOCAB, conversation, inputs, packed, small_gpt
 
 from chatmill.train.attention import attend, block_mask, dense_mask, segment_start
 from chatmill.train.generate import generate
-from chatmill.train.loss import Head, Targets, entropy, weighted_loss
-from chatmill.train.port import Inputs
+from chatmill.train.loss import LMHead, TrainedPositions, entropy, weighted_loss
+from chatmill.train.model import Inputs
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
@@ -85,11 +85,11 @@ def test_other_conversations_never_change_a_logit_there_either(sizes):
 def test_the_loss_of_many_positions_is_that_of_the_cpu():
     torch.manual_seed(0)
     hidden, weight = torch.randn(1, 3000, 64), torch.randn(5003, 64) / 8
-    targets = Targets.of(torch.randint(0, 5003, (1, 3000)), torch.rand(1, 3000))
+    targets = TrainedPositions.of(torch.randint(0, 5003, (1, 3000)), torch.rand(1, 3000))
     found = []
     for device in ("cpu", "cuda"):
         h, w = (part.clone().to(device).requires_grad_() for part in (hidden, weight))
-        losses = weighted_loss(h, Head(w), targets.to(device))
+        losses = weighted_loss(h, LMHead(w), targets.to(device))
         losses.total.backward()
         found.append((losses.total, losses.tokens, h.grad, w.grad))
     assert all(far(gpu, cpu) < 1e-3 for cpu, gpu in zip(*found, strict=True))

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_material import VOCAB, conversation, gradients, inputs, packed, plain_loss
+from model_fixtures import VOCAB, conversation, gradients, inputs, packed, plain_loss
 
 from chatmill.errors import DataError
-from chatmill.train.beams import beam_search
-from chatmill.train.folder import open_model
+from chatmill.train.beam_search import beam_search
 from chatmill.train.generate import Sampling, generate, prefill
 from chatmill.train.hf import HFModel
-from chatmill.train.loss import Head
+from chatmill.train.load_model import open_model
+from chatmill.train.loss import LMHead
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -215,7 +215,7 @@ def test_the_best_beam_is_the_one_that_transformers_finds(tmp_path):
 
 
 def test_a_head_that_says_something_else_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(HFModel, "head", lambda self: Head(self.lm.get_output_embeddings().weight, scale=2.0))
+    monkeypatch.setattr(HFModel, "head", lambda self: LMHead(self.lm.get_output_embeddings().weight, scale=2.0))
     with pytest.raises(DataError, match="its logits are not those of its head"):
         open_model(qwen(tmp_path))
 

@@ -18,19 +18,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from model_material import plain_loss
-from train_material import SMALL, config, curve, prepare, ranks, run_chatmill, sums, trained, weights, write_files
+from model_fixtures import plain_loss
+from train_fixtures import SMALL, config, curve, prepare, ranks, run_chatmill, sums, trained, weights, write_files
 
+from chatmill.audit.verify import verify_log
 from chatmill.errors import ChatmillError, DataError, UsageError
-from chatmill.load.audit_check import verify_log
 from chatmill.load.loader import EpisodeLoader
 from chatmill.store import files
 from chatmill.train.checkpoint import found, model_folder
-from chatmill.train.folder import open_model
 from chatmill.train.gpt import GPT
-from chatmill.train.journal import read_metrics, read_rows
-from chatmill.train.loop import NotFiniteError, OutOfMemoryError, train
-from chatmill.train.output import Step
+from chatmill.train.load_model import open_model
+from chatmill.train.loop import NotFiniteError, OutOfMemoryError, train_model
+from chatmill.train.metrics_log import read_metrics, read_rows
+from chatmill.train.run_dir import StepRecord
 from chatmill.train.score import score
 from chatmill.train.step import Stepper
 
@@ -49,7 +49,9 @@ def test_a_run_leaves_its_config_metrics_picture_and_checkpoint(sums_data, tmp_p
     lines = read_metrics(result.folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
     steps = [line for line in lines if "loss" in line]
-    assert [sorted(line) for line in steps] == 8 * [sorted([*Step._fields, "tokens_per_second", "trained_per_second"])]
+    assert [sorted(line) for line in steps] == 8 * [
+        sorted([*StepRecord._fields, "tokens_per_second", "trained_per_second"])
+    ]
     assert sum(line["tokens"] for line in steps) == result.tokens
     assert sum(line["trained"] for line in steps) == result.trained
     assert result.loss == steps[-1]["loss"] < steps[0]["loss"]
@@ -142,7 +144,9 @@ def test_what_an_evaluation_is_asked_besides_goes_into_the_metrics(sums_data, tm
         seen.append((type(model), model.training, step))
         return {"stop_rate": 0.5}
 
-    train(config(eval_interval=4), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, quiet=True, on_eval=ask)
+    train_model(
+        config(eval_interval=4), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, quiet=True, on_eval=ask
+    )
     assert seen == [(GPT, True, 4), (GPT, True, 8)]
     assert [line["stop_rate"] for line in read_metrics(tmp_path / "run") if "val_loss" in line] == [0.5, 0.5]
 
@@ -159,8 +163,8 @@ def test_sample_answers_are_those_of_the_model_and_leave_training_as_it_is(sums_
 
     settings = {"eval_interval": 8, "max_iters": 24, "learning_rate": 0.03}
     made = {"dataset_dir": sums_data, "out_dir": tmp_path, "quiet": True}
-    train(config(**settings, eval_samples=0), model_name="without", **made)
-    train(config(**settings, eval_samples=count), model_name="with", **made, on_eval=watched)
+    train_model(config(**settings, eval_samples=0), model_name="without", **made)
+    train_model(config(**settings, eval_samples=count), model_name="with", **made, on_eval=watched)
     assert curve(tmp_path / "with") == curve(tmp_path / "without")
     one, other = (weights(tmp_path / name / "step_00000024") for name in ("with", "without"))
     assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
@@ -177,14 +181,14 @@ def evaluations(run: Path) -> list[dict]:
 
 def test_without_val_nothing_is_evaluated_and_that_is_said(tmp_path, capsys):
     data = prepare(tmp_path, "all")
-    result = train(config(eval_interval=2, max_iters=2), model_name="run", dataset_dir=data, out_dir=tmp_path)
+    result = train_model(config(eval_interval=2, max_iters=2), model_name="run", dataset_dir=data, out_dir=tmp_path)
     assert result.val_loss is None
     assert "has no episodes in val: nothing is evaluated" in capsys.readouterr().err
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(sums_data, tmp_path, capsys):
     settings = config(log_interval=3, eval_interval=8)
-    train(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path)
+    train_model(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[0] for line in lines[:3]] == ["step 3/8", "step 6/8", "step 8/8"]
     assert [word.split()[-1] for word in lines[0].split("  ")[2:]] == ["tokens/s", "trained/s", "left"]
@@ -286,7 +290,7 @@ def test_a_signal_saves_and_ends_the_run(sums_data, tmp_path, number):
         if step.step == 3:
             os.kill(os.getpid(), number)
 
-    result = train(
+    result = train_model(
         config(max_iters=40),
         model_name="run",
         dataset_dir=sums_data,
@@ -311,7 +315,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(sums_data, tmp_path):
             if step.step == 3 and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        result = train(
+        result = train_model(
             config(max_iters=40), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=stop, quiet=True
         )
         return [result.step, result.stopped_by]
@@ -332,7 +336,7 @@ def test_a_second_signal_ends_at_once(sums_data, tmp_path):
         stop(step)
 
     with pytest.raises(KeyboardInterrupt):
-        train(config(), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=both, quiet=True)
+        train_model(config(), model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=both, quiet=True)
 
 
 # What cannot be trained.
@@ -352,7 +356,7 @@ def test_a_loss_that_is_no_number_stops_and_names_the_episodes(sums_data, tmp_pa
     episodes = next(iter(loader.plan("train").one_epoch())).episodes.tolist()
     model = broken(settings, loader.vocab_size, value)
     with pytest.raises(NotFiniteError) as error:
-        train(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, model=model, quiet=True)
+        train_model(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, model=model, quiet=True)
     said = str(error.value)
     assert said.startswith("step 1: the loss is nan; its episodes are " + ", ".join(map(str, episodes)) + "; ")
     assert "\n" not in said
@@ -550,8 +554,8 @@ def test_a_run_that_failed_can_be_gone_on_with_in_the_same_process(sums_data, tm
 
     settings = config(audit_dir=str(tmp_path / "logs"))
     with pytest.raises(RuntimeError, match="enough"):
-        train(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=fail, quiet=True)
-    again = train(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, resume="auto", quiet=True)
+        train_model(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, watch=fail, quiet=True)
+    again = train_model(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, resume="auto", quiet=True)
     assert again.step == 8
     (log,) = (tmp_path / "logs").glob("audit_*.log")
     assert verify_log(log, sums_data).fault is None

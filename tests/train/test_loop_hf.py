@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_material import save_qwen
-from train_material import curve, prepare, ranks, run_chatmill, sums, trained
+from model_fixtures import save_qwen
+from train_fixtures import curve, prepare, ranks, run_chatmill, sums, trained
 
 from chatmill.errors import DataError, UsageError
 from chatmill.train.checkpoint import found
-from chatmill.train.folder import open_model
+from chatmill.train.load_model import open_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
-from model_material import conversation, inputs, packed, save_qwen
+from model_fixtures import conversation, inputs, packed, save_qwen
 
 from chatmill.errors import DataError, UsageError
-from chatmill.train.folder import open_model
 from chatmill.train.hf import HFModel
+from chatmill.train.load_model import open_model
 from chatmill.train.lora import LoraModel, LoraSizes
 
 with warnings.catch_warnings():

@@ -7,13 +7,13 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from model_material import small_gpt
+from model_fixtures import small_gpt
 
 from chatmill.errors import DataError
-from chatmill.train.beams import beam_search
+from chatmill.train.beam_search import beam_search
 from chatmill.train.generate import Sampling, choose, generate, generate_steps, prefill
 from chatmill.train.gpt import GPT, GPTSizes
-from chatmill.train.port import CausalModel
+from chatmill.train.model import CausalModel
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 1, 2, 3, 1]]
 END = 0

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model_material import small_gpt
-from train_material import run_chatmill, write_files
+from model_fixtures import small_gpt
+from train_fixtures import run_chatmill, write_files
 
 from chatmill.errors import DataError
 from chatmill.format import load_format, prompt_ids
-from chatmill.records import read
+from chatmill.records import read_records
 from chatmill.store.read import open_dataset
 from chatmill.tokenizer import open_tokenizer
 from chatmill.train.gpt import GPT, GPTSizes
-from chatmill.train.score import Score, check_tokenizer, open_all, score
+from chatmill.train.score import EvalScore, check_tokenizer, open_all, score
 
 PRIMER = load_format("primer")
 BYTES = open_tokenizer("bytes", control=PRIMER.tokens)
@@ -80,27 +80,27 @@ def greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
     return ids
 
 
-def oracle(model: GPT, files: list[Path], dataset: Path, count: int) -> dict[str, Score]:
+def oracle(model: GPT, files: list[Path], dataset: Path, count: int) -> dict[str, EvalScore]:
     """The scores by source, a conversation and a token at a time."""
     episodes = open_dataset(dataset)["train"]
-    found: dict[str, Score] = {}
+    found: dict[str, EvalScore] = {}
     number = 0
     for path in files:
-        one = found.setdefault(path.stem, Score())
-        for record in read([str(path)], shape="messages"):
+        one = found.setdefault(path.stem, EvalScore())
+        for record in read_records([str(path)], shape="messages"):
             total, trained = plain_losses(model, episodes.tokens(number).tolist(), episodes.mask(number).tolist())
-            one.add(Score(1, total, trained))
+            one.add(EvalScore(1, total, trained))
             for at, message in enumerate(record.messages):
                 if message.role == "assistant":
                     cut = type(record)(record.messages[:at])
                     said = greedy(model, prompt_ids(cut, PRIMER, BYTES), count)
                     exact = said == [*BYTES.encode(message.content), EOT]
-                    one.add(Score(questions=1, exact=exact, stopped=said[-1] == EOT))
+                    one.add(EvalScore(questions=1, exact=exact, stopped=said[-1] == EOT))
             number += 1
     return found
 
 
-def same(found: dict[str, Score], wanted: dict[str, Score]) -> None:
+def same(found: dict[str, EvalScore], wanted: dict[str, EvalScore]) -> None:
     assert found.keys() == wanted.keys()
     for name, right in wanted.items():
         assert found[name].loss_sum == pytest.approx(right.loss_sum, rel=1e-5)
@@ -163,10 +163,10 @@ def test_of_a_conversation_that_is_cut_the_last_tokens_count_for_its_own_source(
     short = small_gpt(GPTSizes(vocab_size=BYTES.vocab_size, n_layer=1, n_embd=32, n_head=2, max_positions=40))
     episodes = open_dataset(dataset)["train"]
     found = score(short, prepared(files, f"cut{''.join(flags)}", *flags), split="train", limit=0)
-    wanted = {"long": Score(), "short": Score()}
+    wanted = {"long": EvalScore(), "short": EvalScore()}
     for number in range(14):
         last = [values.tolist()[-41:] for values in (episodes.tokens(number), episodes.mask(number))]
-        wanted["long" if number < 5 else "short"].add(Score(1, *plain_losses(short, *last)))
+        wanted["long" if number < 5 else "short"].add(EvalScore(1, *plain_losses(short, *last)))
     same(found.sources, wanted)
     assert found.cut == 5
 
@@ -175,14 +175,14 @@ def test_a_dataset_that_does_not_say_what_ends_a_turn_has_losses_alone(tmp_path,
     folder = write_files(tmp_path / "x", [[5, 6, 9, 7, 8, 9], [1, 9]], [[0, 1, 1, 0, 1, 1], [1, 1]])
     found = score(model, folder, split="train")
     wanted = [plain_losses(model, [5, 6, 9, 7, 8, 9], [0, 1, 1, 0, 1, 1]), plain_losses(model, [1, 9], [0, 1])]
-    same(found.sources, {"x": Score(2, *np.sum(wanted, axis=0))})
+    same(found.sources, {"x": EvalScore(2, *np.sum(wanted, axis=0))})
     assert found.left_out == {"unfinished": 3}
 
 
 def test_episodes_without_a_token_are_no_conversations(tmp_path, model):
     folder = write_files(tmp_path / "x", [[], [5, 6, 9], [], [1], []], [[], [0, 1, 1], [], [1], []])
     found = score(model, folder, split="train")
-    same(found.sources, {"x": Score(2, *plain_losses(model, [5, 6, 9], [0, 1, 1]))})
+    same(found.sources, {"x": EvalScore(2, *plain_losses(model, [5, 6, 9], [0, 1, 1]))})
 
 
 def test_data_of_another_tokenizer_is_refused(dataset, tmp_path):

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.errors import DataError
-from chatmill.train.journal import Journal, read_metrics, rewind
+from chatmill.train.metrics_log import MetricsLog, read_metrics, rewind
 from chatmill.train.plot import HEIGHT, MOST, WIDTH, loss_plot
-from chatmill.train.progress import Progress
+from chatmill.train.progress import TrainProgress
 
 
 class Terminal(io.StringIO):
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 def test_the_bar_moves_in_a_terminal_and_ends_with_a_line():
     screen = Terminal()
-    progress = Progress(0, 4, every=1, stream=screen)
+    progress = TrainProgress(0, 4, every=1, stream=screen)
     for step in (1, 2, 4):
         progress.step(step, loss=2.0, seconds=0.5, tokens=1000, trained=250)
         progress._shown = 0.0001
@@ -38,7 +38,7 @@ def test_the_bar_moves_in_a_terminal_and_ends_with_a_line():
 
 def test_the_time_left_follows_the_speed():
     told = io.StringIO()
-    progress = Progress(10, 7210, every=1, stream=told)
+    progress = TrainProgress(10, 7210, every=1, stream=told)
     progress.step(11, loss=None, seconds=2.0, tokens=3.5e6, trained=20)
     assert told.getvalue() == "step 11/7,210  loss -  1.75M tokens/s  10 trained/s  3:59:58 left\n"
 
@@ -78,7 +78,7 @@ def test_a_long_curve_is_averaged():
 
 def test_lines_after_a_step_and_torn_ones_are_taken_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    journal = Journal(path)
+    journal = MetricsLog(path)
     for step in (1, 2, 2, 3):
         journal.add({"step": step, "loss": math.pi})
     journal.close()

@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
-from train_material import SMALL, config, curve, prepare, trained, write_files
+from train_fixtures import SMALL, config, curve, prepare, trained, write_files
 
 from chatmill import pack_chat_blocks
 from chatmill.errors import UsageError
 from chatmill.load.loader import EpisodeLoader
-from chatmill.train.journal import read_metrics
-from chatmill.train.loop import train
+from chatmill.train.loop import train_model
+from chatmill.train.metrics_log import read_metrics
 
 SYSTEM, USER, ASSISTANT, END, EOS = 1, 2, 3, 4, 5
 TALK = [SYSTEM, 9, END, USER, 10, END, ASSISTANT, 11, 12, END, USER, 13, END, ASSISTANT, 14, END]
@@ -64,11 +64,11 @@ def test_what_fills_no_batch_at_the_end_of_the_pass_is_said(tmp_path, capsys, pa
     data = write_files(tmp_path / "data", [TALK] * 10, [MASK] * 10)
     settings = {**POST, "epoch_drop_last": True, "max_iters": None, "packing": packing, "batch_size": 3}
     chosen = config(block_size=2 * len(TALK), **settings)
-    train(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path)
+    train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path)
     left = {"none": 1, "bins": 4}[packing]
     assert f"{left} of 10 episodes fill no batch at the end of the pass and are left out" in capsys.readouterr().err
     # It is too late to change that when the run goes on.
-    train(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path, resume="auto")
+    train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path, resume="auto")
     assert "fill no batch" not in capsys.readouterr().err
 
 
@@ -129,7 +129,7 @@ def test_a_finished_run_says_what_would_make_it_go_on(tmp_path, capsys, changes,
     settings = config(pad_token_id=0, **changes)
     for resume in (None, "auto"):
         capsys.readouterr()
-        train(settings, model_name="run", dataset_dir=data, out_dir=tmp_path, resume=resume)
+        train_model(settings, model_name="run", dataset_dir=data, out_dir=tmp_path, resume=resume)
     assert f"nothing is left to be done: it has {said}\n" in capsys.readouterr().err
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_material import write_files
+from train_fixtures import write_files
 
 from chatmill.format import load_format, prompt_ids, render
 from chatmill.records import Message, Record
 from chatmill.rows import Rows
 from chatmill.store.read import open_dataset
 from chatmill.tokenizer import open_tokenizer
-from chatmill.train.questions import Origin, Question, origins, questions
+from chatmill.train.eval_prompts import EvalPrompt, RowOrigin, origins, questions
 
 FORMATS = {name: load_format(name) for name in ("chatml", "ngpt", "primer", "post-training")}
 TOKENIZERS = {name: open_tokenizer("bytes", control=format.tokens) for name, format in FORMATS.items()}
@@ -48,7 +48,7 @@ def test_the_prompt_of_every_answer_is_what_a_server_would_be_asked_with(name, b
             if message.role == "assistant":
                 prompt = prompt_ids(Record(messages[:at]), FORMATS[name], TOKENIZERS[name])
                 answer = [*TOKENIZERS[name].encode(message.content), EOT[name]]
-                wanted.append(Question(prompt, answer, segment))
+                wanted.append(EvalPrompt(prompt, answer, segment))
     assert list(questions(rendered(name, conversation, other), [EOT[name]])) == wanted
 
 
@@ -84,9 +84,9 @@ def test_of_what_another_program_wrote_every_trained_run_is_an_answer(tmp_path):
     folder = write_files(tmp_path / "x", [[5, 6, 9, 7, 8, 9], [1, 9]], [[0, 1, 1, 0, 1, 1], [1, 1]])
     left_out: Counter[str] = Counter()
     rows = open_dataset(folder)["train"].rows([0, 1])
-    assert list(questions(rows, [9], left_out)) == [Question([5], [6, 9], 0), Question([5, 6, 9, 7], [8, 9], 0)]
+    assert list(questions(rows, [9], left_out)) == [EvalPrompt([5], [6, 9], 0), EvalPrompt([5, 6, 9, 7], [8, 9], 0)]
     assert left_out == {"nothing_before": 1}
-    assert origins(rows, "x") == [Origin("x", ""), Origin("x", "")]
+    assert origins(rows, "x") == [RowOrigin("x", ""), RowOrigin("x", "")]
 
 
 @pytest.mark.parametrize("ends", [[], [3]])
@@ -99,5 +99,5 @@ def test_without_its_end_token_no_answer_is_finished(ends):
 
 def test_the_origin_of_a_conversation_is_its_source_and_line():
     rows = rendered("primer", [Message("user", "c")], [Message("user", "d")])
-    assert origins(rows, "x") == [Origin("chat", "chat.jsonl:1"), Origin("chat", "chat.jsonl:2")]
+    assert origins(rows, "x") == [RowOrigin("chat", "chat.jsonl:1"), RowOrigin("chat", "chat.jsonl:2")]
     assert np.array_equal(rows.origins["line"], [1, 2])

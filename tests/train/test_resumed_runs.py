@@ -8,14 +8,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from model_material import small_gpt
-from train_material import curve, prepare, ranks, trained, weights
+from model_fixtures import small_gpt
+from train_fixtures import curve, prepare, ranks, trained, weights
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.train.checkpoint import found, model_folder, save
+from chatmill.train.distributed import World
 from chatmill.train.score import open_ready
 from chatmill.train.step import make_optimizer
-from chatmill.train.world import World
 
 OFTEN = {"save_interval": 1, "keep_checkpoints": 8}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from model_material import conversation, gradients, packed, plain_loss, small_gpt
-from train_material import ranks
+from model_fixtures import conversation, gradients, packed, plain_loss, small_gpt
+from train_fixtures import ranks
 
 from chatmill.load.batch import Batch
+from chatmill.train.distributed import World, whole
 from chatmill.train.gpt import GPT
-from chatmill.train.step import Counts, Stepper, counts_of, make_optimizer, parts_of, seed_draws
-from chatmill.train.world import World, whole
+from chatmill.train.step import StepCounts, Stepper, counts_of, make_optimizer, parts_of, seed_draws
 
 CPU = torch.device("cpu")
 LENGTH = 40
@@ -106,7 +106,7 @@ def test_a_batch_without_trained_tokens_has_a_gradient_of_zero():
     batch = packed([[([1, 2, 3], [0.0] * 3)], [([4, 5], [0.0] * 2)]], 8)
     stepper = a_stepper(small_gpt())
     parts = parts_of(batch, 2, CPU)
-    assert counts_of(batch, parts) == Counts(weight=0.0, trained=0, tokens=5, untrained_rows=2)
+    assert counts_of(batch, parts) == StepCounts(weight=0.0, trained=0, tokens=5, untrained_rows=2)
     loss, _ = stepper.gradients(parts, weight=0.0)
     assert float(loss) == 0.0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in stepper.model.parameters())
@@ -120,7 +120,7 @@ def test_what_a_batch_holds_is_counted():
     batch = packed(rows, 9)
     counts = counts_of(batch, parts_of(batch, 3, CPU))
     # The first token of a conversation is never predicted, so the second row trains nothing; the third is empty.
-    assert counts == Counts(weight=1.5, trained=2, tokens=8, untrained_rows=1)
+    assert counts == StepCounts(weight=1.5, trained=2, tokens=8, untrained_rows=1)
 
 
 def test_every_conversation_has_its_own_loss():

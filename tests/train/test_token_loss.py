@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_material import conversation, gradients, inputs, packed, plain_loss, small_gpt
+from model_fixtures import conversation, gradients, inputs, packed, plain_loss, small_gpt
 
 from chatmill.train import loss as loss_module
-from chatmill.train.loss import Head, Losses, Targets, by_segment, entropy, weighted_loss
+from chatmill.train.loss import LMHead, Losses, TrainedPositions, by_segment, entropy, weighted_loss
 
 CHATS = [conversation(length, seed=length) for length in (3, 9, 14, 2, 7, 11, 5, 8)]
 ROWS = [CHATS[:2], CHATS[2:3], CHATS[3:5], CHATS[5:]]
@@ -86,7 +86,7 @@ def test_evaluation_gives_the_same_loss_and_keeps_no_graph(model):
 def test_targets_are_the_trained_positions_filled_up_with_no_weight():
     y = torch.tensor([[-100, 7, -100], [5, -100, 9]])
     weights = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 0.5]])
-    targets = Targets.of(y, weights, multiple=4)
+    targets = TrainedPositions.of(y, weights, multiple=4)
     assert targets.index.tolist() == [1, 3, 5, 0] and targets.ids.tolist() == [7, 5, 9, 0]
     assert targets.weights.tolist() == [2.0, 1.0, 0.5, 0.0]
     assert (targets.count, targets.weight) == (3, 3.5)
@@ -118,14 +118,14 @@ def test_every_kind_of_head_has_the_loss_and_gradients_of_the_plain_way(count, h
     )
     ids = torch.randint(0, 37, (count,), generator=generator)
     weights = torch.rand(count, generator=generator)
-    targets = Targets.of(ids[None], weights[None])
+    targets = TrainedPositions.of(ids[None], weights[None])
 
     z = (hidden[0] @ weight.T + (bias if biased else 0)) * scale
     z = z if cap is None else cap * torch.tanh(z / cap)
     theirs = (F.cross_entropy(z, ids, reduction="none") * weights).sum()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_module, "LOGIT_BYTES", logit_bytes)
-        ours = weighted_loss(hidden, Head(weight, bias if biased else None, scale, cap), targets).total
+        ours = weighted_loss(hidden, LMHead(weight, bias if biased else None, scale, cap), targets).total
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
     leaves = [hidden, weight, bias] if biased else [hidden, weight]
     assert close(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), to=1e-3)
@@ -134,8 +134,8 @@ def test_every_kind_of_head_has_the_loss_and_gradients_of_the_plain_way(count, h
 def test_a_frozen_head_costs_no_gradient():
     hidden = torch.randn(1, 5, 8, requires_grad=True)
     weight = torch.randn(11, 8)
-    targets = Targets.of(torch.arange(5)[None], torch.ones(1, 5))
-    weighted_loss(hidden, Head(weight), targets).total.backward()
+    targets = TrainedPositions.of(torch.arange(5)[None], torch.ones(1, 5))
+    weighted_loss(hidden, LMHead(weight), targets).total.backward()
     assert hidden.grad is not None and weight.grad is None
 
 
@@ -145,8 +145,8 @@ def test_only_a_chunk_of_logits_is_ever_made(monkeypatch):
     monkeypatch.setattr(
         loss_module, "entropy", lambda logits, *rest: seen.append(len(logits)) or entropy(logits, *rest)
     )
-    targets = Targets.of(torch.zeros(1, 1000, dtype=torch.long), torch.ones(1, 1000))
-    result = weighted_loss(torch.randn(1, 1000, 8), Head(torch.randn(37, 8)), targets)
+    targets = TrainedPositions.of(torch.zeros(1, 1000, dtype=torch.long), torch.ones(1, 1000))
+    result = weighted_loss(torch.randn(1, 1000, 8), LMHead(torch.randn(37, 8)), targets)
     assert isinstance(result, Losses) and seen == [128] * 8
 
 

@@ -13,13 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
-from train_material import SMALL, prepare
+from train_fixtures import SMALL, prepare
 
 from chatmill.cli.guard import guarded
 from chatmill.cli.main import main as chatmill
 from chatmill.errors import UsageError
 from chatmill.train.command import main
-from chatmill.train.journal import read_metrics
+from chatmill.train.metrics_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKED = ("msgspec", "typer", "rich", "tokenizers", "fastokens", "jinja2", "transformers", "peft")

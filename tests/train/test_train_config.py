@@ -7,11 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from train_material import SMALL, config
+from train_fixtures import SMALL, config
 
 from chatmill.errors import UsageError
 from chatmill.train.config import TrainConfig, from_environment, layered
-from chatmill.train.schedule import Schedule
+from chatmill.train.schedule import LRSchedule
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.json"))
@@ -167,7 +167,7 @@ def test_the_warm_up_is_a_number_of_steps_or_a_share_of_the_run(changes, steps):
 
 
 def rates(shape: str, warmup: int, total: int) -> list[float]:
-    schedule = Schedule(peak=1.0, floor=0.2, warmup=warmup, total=total, shape=shape)
+    schedule = LRSchedule(peak=1.0, floor=0.2, warmup=warmup, total=total, shape=shape)
     return [round(schedule(step), 4) for step in range(total + 2)]
 
 

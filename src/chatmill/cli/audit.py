@@ -10,15 +10,15 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from chatmill.audit.replay import ReplayedStep, replay
+from chatmill.audit.verify import verify_log
 from chatmill.cli.options import AsJson, counting, echo_json
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.format import load_format
-from chatmill.load.audit_check import verify_log
 from chatmill.load.batch import from_the_end
-from chatmill.load.plan import Plan
-from chatmill.load.replay import Replayed, replay
+from chatmill.load.plan import LoadPlan
 from chatmill.load.source import conversation
-from chatmill.store.cache import Cache
+from chatmill.store.primer_cache import PrimerCache
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 app = typer.Typer(
@@ -136,7 +136,7 @@ class Row(NamedTuple):
     text: str | None
 
 
-def _rows(found: Replayed, tokenizer: Tokenizer | None) -> Iterator[Row]:
+def _rows(found: ReplayedStep, tokenizer: Tokenizer | None) -> Iterator[Row]:
     batch = found.batch
     from_end = from_the_end(batch.episode_ids)
     for number in range(found.step.num_rows):
@@ -153,7 +153,7 @@ def _rows(found: Replayed, tokenizer: Tokenizer | None) -> Iterator[Row]:
         yield Row(episodes, origins, ids, mask[: len(ids)], segments, text)
 
 
-def _origin(plan: Plan, episode: int, segment: int) -> str:
+def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
     """The source and line that a segment of an episode was made of."""
     found = conversation(plan.sources, plan.split, episode, segment)
     assert found is not None
@@ -161,10 +161,10 @@ def _origin(plan: Plan, episode: int, segment: int) -> str:
     return name + one_line(found.place or f"{plan.split} {found.episode}")
 
 
-def _tokenizer(plan: Plan, spec: str | None) -> Tokenizer | None:
+def _tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
     """What the rows were made with: the one that is named if it is the dataset's, or `bytes`; None if unknown."""
     source = plan.sources[0]
-    if isinstance(source.dataset, Cache):
+    if isinstance(source.dataset, PrimerCache):
         state: Any = {"control": dict(load_format("primer").tokens), "added_tokens": True}
     elif source.dataset.metadata is None:
         # Another program wrote it, and nobody can say whether a tokenizer is its own.

@@ -23,9 +23,9 @@ from chatmill.cli.options import (
     tell_rejects,
 )
 from chatmill.errors import ChatmillError
-from chatmill.format import TEMPLATE, TemplateOptions, open_format
-from chatmill.format.template import TemplateFormat
-from chatmill.format.template.certificate import Peer, certify
+from chatmill.format import TEMPLATE, TemplateOptions, open_renderer
+from chatmill.format.template import TemplateRenderer
+from chatmill.format.template.certify import Peer, certify
 from chatmill.ledger import Ledger
 from chatmill.records import Record
 
@@ -63,8 +63,8 @@ def certify_command(
       chatmill certify --tokenizer tokenizer.json --chat-template chatml.jinja --json
     """
     options = TemplateOptions(chat_template, template_arg or (), mask, template_date)
-    format = open_format(TEMPLATE, tokenizer, template=options)
-    assert isinstance(format, TemplateFormat)
+    format = open_renderer(TEMPLATE, tokenizer, template=options)
+    assert isinstance(format, TemplateRenderer)
     peer, peer_name = transformers_peer(format)
     if inputs:
         ledger = Ledger()
@@ -86,7 +86,7 @@ def certify_command(
         raise FailedError(f"{name}: not certified: {', '.join(failed)}")
 
 
-def transformers_peer(format: TemplateFormat) -> tuple[Peer | None, str]:
+def transformers_peer(format: TemplateRenderer) -> tuple[Peer | None, str]:
     """What `apply_chat_template` of the installed transformers gives, if it is there and opens the tokenizer."""
     path = format.folder.tokenizer_json
     if path is None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from chatmill.cli.chat_model import ChatModel, open_speaker
 from chatmill.cli.options import AsJson, echo_json
-from chatmill.cli.speaker import Speaker, open_speaker
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.records import Message
 from chatmill.show.text import visible
@@ -74,7 +74,7 @@ def chat(
     speaker = open_speaker(model, tokenizer=tokenizer, format=format, device=device)
     from chatmill.train.generate import Sampling
 
-    talk = Talk(speaker, max_tokens, Sampling(temperature, top_k, top_p, seed))
+    talk = ChatSession(speaker, max_tokens, Sampling(temperature, top_k, top_p, seed))
     talk.begin(system)
     if prompt:
         _say(talk, prompt, as_json=as_json)
@@ -83,7 +83,7 @@ def chat(
 
 
 @dataclass
-class Said:
+class Reply:
     """An answer: its text, its tokens, and whether it came to its end by itself."""
 
     text: str
@@ -91,10 +91,10 @@ class Said:
     stopped: bool
 
 
-class Talk:
+class ChatSession:
     """A conversation with a model, as far as it has come."""
 
-    def __init__(self, speaker: Speaker, max_tokens: int, sampling: Sampling) -> None:
+    def __init__(self, speaker: ChatModel, max_tokens: int, sampling: Sampling) -> None:
         self.speaker, self.max_tokens, self.sampling = speaker, max_tokens, sampling
         self.messages: list[Message] = []
 
@@ -102,7 +102,7 @@ class Talk:
         """Forget what was said; a new conversation has this system message, or none."""
         self.messages = [] if system is None else [Message("system", system)]
 
-    def say(self, text: str, show: Callable[[str], None], *, role: Literal["user", "tool"] = "user") -> Said:
+    def say(self, text: str, show: Callable[[str], None], *, role: Literal["user", "tool"] = "user") -> Reply:
         """Say something as the user, or as a tool, and hear the answer; `show` is given its text piece by piece.
 
         A `KeyboardInterrupt` while it is made cuts the answer short: it stays in the conversation as far as it came.
@@ -124,10 +124,10 @@ class Talk:
         stopped = bool(ids) and ids[-1] == self.speaker.end
         answer = self.speaker.tokenizer.decode(ids[:-1] if stopped else ids)
         self.messages = [*asked, Message("assistant", answer)]
-        return Said(answer, len(ids), stopped)
+        return Reply(answer, len(ids), stopped)
 
 
-def shown_pieces(speaker: Speaker, ids: Iterable[int]) -> Iterator[str]:
+def shown_pieces(speaker: ChatModel, ids: Iterable[int]) -> Iterator[str]:
     """Tokens as text that is safe to print, as soon as whole characters are there."""
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     for id in ids:
@@ -135,7 +135,7 @@ def shown_pieces(speaker: Speaker, ids: Iterable[int]) -> Iterator[str]:
     yield visible(decoder.decode(b"", final=True), keep="\n\t")
 
 
-def _say(talk: Talk, prompts: list[str], *, as_json: bool) -> None:
+def _say(talk: ChatSession, prompts: list[str], *, as_json: bool) -> None:
     """Say what was given on the command line; the answers are all that is printed."""
     found: list[dict[str, Any]] = []
     for text in prompts:
@@ -148,7 +148,7 @@ def _say(talk: Talk, prompts: list[str], *, as_json: bool) -> None:
         echo_json({"answers": found})
 
 
-def _converse(talk: Talk) -> None:
+def _converse(talk: ChatSession) -> None:
     """Ask a person, answer, and so on."""
     interactive = sys.stdin.isatty()
     if interactive:
@@ -183,7 +183,7 @@ def _converse(talk: Talk) -> None:
             _tell_cut(said)
 
 
-def _tell_cut(said: Said) -> None:
+def _tell_cut(said: Reply) -> None:
     if not said.stopped:
         typer.echo(f"(cut after {said.tokens:,} tokens: no end token came)", err=True)
 

@@ -10,7 +10,7 @@ import typer
 
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.errors import one_line
-from chatmill.store.diff import Diff, Place
+from chatmill.store.diff import ConversationOrigin, Diff
 from chatmill.store.diff import diff as store_diff
 
 MEANING = {
@@ -67,7 +67,7 @@ def _tell(one: Path, other: Path, found: Diff) -> None:
         typer.echo(f"{cause.part}: {cause.what} {_value(cause.one)} -> {_value(cause.other)}")
 
 
-def _place(place: Place) -> str:
+def _place(place: ConversationOrigin) -> str:
     return f"{one_line(place.file, 200)}:{place.line}" if place.file is not None else f"of {place.split}"
 
 

@@ -12,11 +12,11 @@ from chatmill.cli.chat import Device, ModelPath
 from chatmill.cli.options import AsJson, counting, echo_json, tell_table
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import one_line
-from chatmill.show.dataset import open_shown
+from chatmill.show.dataset import open_view
 from chatmill.show.text import TokenText
 
 if TYPE_CHECKING:
-    from chatmill.train.score import Answer, Report, Score
+    from chatmill.train.score import EvalReport, EvalScore, ScoredAnswer
 
 REASONS = {
     "partly_trained": "of which only a part is trained",
@@ -79,12 +79,12 @@ def eval_command(
     _tell(report)
     missed = [answer for answer in report.answers if not answer.exact]
     if wrong and missed:
-        text = open_shown(sources[0].path, tokenizer).text
+        text = open_view(sources[0].path, tokenizer).text
         for answer in missed[:wrong]:
             _tell_wrong(answer, text)
 
 
-def _score_json(score: Score) -> dict[str, Any]:
+def _score_json(score: EvalScore) -> dict[str, Any]:
     loss = score.loss if math.isfinite(score.loss) else None
     return {
         "conversations": score.conversations,
@@ -98,7 +98,7 @@ def _score_json(score: Score) -> dict[str, Any]:
     }
 
 
-def _tell(report: Report) -> None:
+def _tell(report: EvalReport) -> None:
     scores = dict(report.sources)
     if len(scores) > 1:
         scores["all"] = report.all
@@ -127,7 +127,7 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _tell_wrong(answer: Answer, text: TokenText) -> None:
+def _tell_wrong(answer: ScoredAnswer, text: TokenText) -> None:
     typer.echo(
         f"{one_line(answer.place, 200)}\n"
         f"  expected {text.text(answer.question.answer, limit=300)}\n"

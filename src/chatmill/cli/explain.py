@@ -12,7 +12,7 @@ from chatmill.cli.options import AsJson, echo_json
 from chatmill.cli.show import Dataset, ItsTokenizer, Split
 from chatmill.errors import UsageError, one_line
 from chatmill.show import explain as shown_explain
-from chatmill.show.dataset import open_shown, split_of
+from chatmill.show.dataset import open_view, split_of
 
 
 def explain(
@@ -34,7 +34,7 @@ def explain(
     numbers = re.fullmatch(r"(\d{1,18}):(\d{1,18})", token, re.ASCII)
     if numbers is None:
         raise UsageError(f'"{one_line(token)}" is no token; expected EPISODE:TOKEN, such as 3:17')
-    shown = open_shown(dataset, tokenizer)
+    shown = open_view(dataset, tokenizer)
     name, _ = split_of(shown, split)
     found = shown_explain.explain(shown, name, int(numbers[1]), int(numbers[2]))
     if as_json:

@@ -28,7 +28,7 @@ from chatmill.cli.options import (
 )
 from chatmill.errors import RecordError
 from chatmill.fit.length_filter import turns_that_fit
-from chatmill.format import ChatFormat, load_format, render, written_turns
+from chatmill.format import ChatFormat, load_format, render, transcript_turns
 from chatmill.ledger import Ledger
 from chatmill.records import Record
 from chatmill.store.files import refuse_existing, writing
@@ -128,7 +128,7 @@ def _lines(
         fitting = (column.tolist() for column in (*turns_that_fit(rows, context_length), rows.lengths))
         for record, count, stored, length in zip(chunk, *fitting, strict=True):
             try:
-                turns = written_turns(record, format)
+                turns = transcript_turns(record, format)
             except RecordError as fault:
                 ledger.add("dropped", fault.kind, rows=1, tokens=length)
                 continue

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from chatmill.errors import RecordError
 from chatmill.ledger import Ledger
-from chatmill.records import SHAPES, Record, Rejects, read
+from chatmill.records import SHAPES, Record, Rejects, read_records
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ def reading(
 ) -> Iterator[tuple[Iterator[Record], Rejects | None]]:
     """The records of the inputs, counted in the ledger; rejects go to their file if faults are skipped."""
     if on_error == "stop":
-        yield _counted(read(inputs, shape=shape), ledger), None
+        yield _counted(read_records(inputs, shape=shape), ledger), None
         return
     with Rejects(rejects, inputs) as rejected:
 
@@ -96,7 +96,7 @@ def reading(
             ledger.add("read", rows=1)
             ledger.add("rejected", fault.kind, rows=1)
 
-        yield _counted(read(inputs, shape=shape, on_error="skip", on_reject=reject), ledger), rejected
+        yield _counted(read_records(inputs, shape=shape, on_error="skip", on_reject=reject), ledger), rejected
 
 
 def _counted(records: Iterable[Record], ledger: Ledger) -> Iterator[Record]:

@@ -11,7 +11,7 @@ import typer
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.load.config import LONGEST, LoadConfig
 from chatmill.load.order import MODES
-from chatmill.load.plan import Plan
+from chatmill.load.plan import LoadPlan
 from chatmill.load.source import open_sources
 
 DEFAULT = LoadConfig()
@@ -52,7 +52,7 @@ def order(
     settings = LoadConfig.from_mapping(changes) if config is None else LoadConfig.of_run(config, **changes)
     # What rows are padded with is nothing to their order: a dataset that does not say it has one all the same.
     sources, settings = open_sources(dataset, replace(settings, pad_token_id=0))
-    plan = Plan(sources, settings, split)
+    plan = LoadPlan(sources, settings, split)
     said = {
         "order": plan.order.name,
         "seed": settings.epoch_seed,

@@ -34,9 +34,9 @@ from chatmill.cli.options import (
 )
 from chatmill.errors import ChatmillError, RecordError, UsageError
 from chatmill.ledger import Ledger
-from chatmill.prepare.engine import Engine, Local
-from chatmill.prepare.job import SHARD_TOKENS, Fit, Job, Source, SplitBy
-from chatmill.prepare.pipeline import Progress, prepare
+from chatmill.prepare.engine import Engine, LocalEngine
+from chatmill.prepare.job import SHARD_TOKENS, Fit, InputSource, Job, SplitBy
+from chatmill.prepare.pipeline import BuildProgress, prepare_dataset
 from chatmill.prepare.recipe import load_recipe
 from chatmill.records import Rejects
 from chatmill.rows import TrainOn
@@ -125,9 +125,9 @@ def prepare_command(
             raise UsageError(f"{', '.join(given)} with a recipe; write it into {inputs[0]} instead")
         job = load_recipe(Path(inputs[0]))
     else:
-        sources = [Source(tuple(inputs), shape)]
+        sources = [InputSource(tuple(inputs), shape)]
         if val_file:
-            sources.append(Source(tuple(val_file), shape, only_val=True))
+            sources.append(InputSource(tuple(val_file), shape, only_val=True))
         job = Job(
             tuple(sources),
             tokenizer=tokenizer,
@@ -173,7 +173,7 @@ def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: boo
     with ExitStack() as opened, _bar() as show:
         begun = False
 
-        def on_progress(progress: Progress) -> None:
+        def on_progress(progress: BuildProgress) -> None:
             nonlocal begun
             if rejected is not None and not begun:
                 # Not before: a command that is refused leaves the rejects of an earlier one alone.
@@ -186,7 +186,7 @@ def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: boo
             rejected(fault)
 
         try:
-            metadata = prepare(
+            metadata = prepare_dataset(
                 job,
                 output,
                 engine=engine,
@@ -209,14 +209,14 @@ def _engine(name: str, workers: int | None, address: str | None) -> Engine:
     if name == "local":
         if address is not None:
             raise UsageError("--address is of a Ray cluster; add --engine ray")
-        return Local(workers)
-    from chatmill.prepare.ray_engine import Ray
+        return LocalEngine(workers)
+    from chatmill.prepare.ray_engine import RayEngine
 
-    return Ray(workers, address)
+    return RayEngine(workers, address)
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
+def _bar() -> Iterator[Callable[[BuildProgress], None]]:
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda progress: None
@@ -232,7 +232,7 @@ def _bar() -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
-        def on_progress(progress: Progress) -> None:
+        def on_progress(progress: BuildProgress) -> None:
             if progress.step not in tasks:
                 tasks[progress.step] = bar.add_task(progress.step, rows=0, tokens=0, speed=0.0)
             task = tasks[progress.step]
@@ -317,9 +317,9 @@ def script(shape: str, doc: str) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the dataset if it is there")
     parser.add_argument("--verbose", action="store_true", help="print the whole ledger as JSON, too")
     args = parser.parse_args()
-    sources = [Source(tuple(args.input), shape)]
+    sources = [InputSource(tuple(args.input), shape)]
     if args.val_file:
-        sources.append(Source(tuple(args.val_file), shape, only_val=True))
+        sources.append(InputSource(tuple(args.val_file), shape, only_val=True))
     job = Job(
         tuple(sources),
         tokenizer=args.tokenization,
@@ -334,7 +334,7 @@ def script(shape: str, doc: str) -> None:
         run(
             job,
             args.output_dir,
-            engine=Local(),
+            engine=LocalEngine(),
             rejects=DEFAULT_REJECTS,
             overwrite=args.overwrite,
             resume=args.resume,

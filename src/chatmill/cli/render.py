@@ -33,7 +33,7 @@ from chatmill.cli.options import (
 )
 from chatmill.errors import RecordError
 from chatmill.fit.truncate import FitRule, truncate
-from chatmill.format import TemplateOptions, open_format
+from chatmill.format import TemplateOptions, open_renderer
 from chatmill.ledger import Ledger
 from chatmill.load.batch import IGNORE_INDEX
 from chatmill.load.config import LONGEST
@@ -84,7 +84,7 @@ def render_command(
       chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --template-arg enable_thinking=false
     """
     template = TemplateOptions(chat_template, template_arg or (), mask, template_date)
-    chosen = open_format(format, tokenizer, add_tokens=add_tokens, template=template)
+    chosen = open_renderer(format, tokenizer, add_tokens=add_tokens, template=template)
     ledger, console = Ledger(), Console(highlight=False, soft_wrap=True)
     limit = limit or (None if as_json else SHOWN)
     with reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected):

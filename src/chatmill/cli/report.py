@@ -11,7 +11,7 @@ from chatmill import __version__
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.cli.show import Dataset, ItsTokenizer
 from chatmill.cli.stats import surveys_of
-from chatmill.show.dataset import open_shown
+from chatmill.show.dataset import open_view
 from chatmill.show.report import BLOCK_SIZES
 from chatmill.show.report import report as show_report
 from chatmill.store.files import refuse_existing, write_file
@@ -34,7 +34,7 @@ def report(
       chatmill report data/chat_sft -o report.html
       chatmill report data/chat_sft --tokenizer tokenizer.json -o report.html --overwrite --json
     """
-    shown = open_shown(dataset, tokenizer)
+    shown = open_view(dataset, tokenizer)
     refuse_existing(output, overwrite=overwrite)
     surveys = surveys_of(shown, None, BLOCK_SIZES)
     page = show_report(shown, surveys, version=__version__).encode()

@@ -15,7 +15,7 @@ from chatmill.cli.options import AddTokens, AsJson, FormatName, TokenizerName, e
 from chatmill.errors import DataError, RecordError
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import SHARD_TOKENS
-from chatmill.rollout.files import Rollout, Truth, read_rollouts, read_truth
+from chatmill.rollout.files import GroundTruth, Rollout, read_rollouts, read_truth
 from chatmill.rollout.health import Health
 from chatmill.rollout.match import GATE
 from chatmill.rollout.task import Task, answer_rows, open_task, target_rows
@@ -241,7 +241,7 @@ def _names(fields: str | None) -> tuple[str, ...] | None:
     return None if fields is None else tuple(name.strip() for name in fields.split(","))
 
 
-def _pairs(path: Path, known: dict[str, Truth]) -> Iterator[tuple[Truth, Rollout]]:
+def _pairs(path: Path, known: dict[str, GroundTruth]) -> Iterator[tuple[GroundTruth, Rollout]]:
     for line, rollout in read_rollouts(path):
         if rollout.id not in known:
             right = "expected the id of a record of the truth"

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from chatmill.cli.rollout_config import RolloutConfig
-from chatmill.rollout.files import Replay
-from chatmill.rollout.generate import Generator, Server
-from chatmill.train.beams import beam_search
+from chatmill.rollout.files import RolloutReplay
+from chatmill.rollout.generate import CompletionServer, Generator
+from chatmill.train.beam_search import beam_search
 from chatmill.train.generate import Sampling, generate
-from chatmill.train.port import CausalModel
+from chatmill.train.model import CausalModel
 
 
 def generator_of(config: RolloutConfig, model: CausalModel, end_id: int) -> Generator:
     """Who answers in a run: a log, a server, or the model."""
     if config.replay is not None:
-        return Replay(config.replay)
+        return RolloutReplay(config.replay)
     if config.server is None:
         return ModelGenerator(model, config, end_id)
-    return Server(
+    return CompletionServer(
         config.server,
         config.server_model or "",
         config.max_new_tokens,

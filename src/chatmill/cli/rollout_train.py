@@ -23,10 +23,10 @@ import numpy as np
 from chatmill.cli.rollout_config import RolloutConfig
 from chatmill.cli.rollout_generator import generator_of
 from chatmill.errors import ChatmillError, DataError, UsageError
-from chatmill.load.from_rows import batch_of
+from chatmill.load.collation import collate
 from chatmill.load.order import make_order
 from chatmill.records.files import expand
-from chatmill.rollout.files import Rollout, RolloutLog, Truth, read_truth
+from chatmill.rollout.files import GroundTruth, Rollout, RolloutLog, read_truth
 from chatmill.rollout.generate import Generator
 from chatmill.rollout.health import Health
 from chatmill.rollout.loss import Axis, LossTerms, WithRolloutLoss
@@ -36,22 +36,22 @@ from chatmill.rows import Rows
 from chatmill.store import files
 from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.train import checkpoint as checkpoints
-from chatmill.train.folder import compute_dtype, open_model
-from chatmill.train.journal import METRICS, Journal, rewind
-from chatmill.train.pieces import file_info
-from chatmill.train.port import CausalModel
-from chatmill.train.progress import Progress
-from chatmill.train.schedule import Schedule
+from chatmill.train.distributed import World, joined
+from chatmill.train.load_model import compute_dtype, open_model
+from chatmill.train.metrics_log import METRICS, MetricsLog, rewind
+from chatmill.train.model import CausalModel
+from chatmill.train.preflight import TRAINING, trained_with
+from chatmill.train.progress import TrainProgress
+from chatmill.train.schedule import LRSchedule
+from chatmill.train.sharded_tensors import file_info
 from chatmill.train.signals import noted
-from chatmill.train.start import TRAINING, trained_with
 from chatmill.train.step import Stepper, make_optimizer, parts_of, seed_draws
-from chatmill.train.world import World, joined
 
 CONFIG, ROLLOUTS = "config.json", "rollouts.jsonl"
 
 
 @dataclass(frozen=True)
-class Result:
+class RolloutResult:
     """What became of a run."""
 
     folder: Path
@@ -77,7 +77,7 @@ def train_rollouts(
     model: CausalModel | None = None,
     generator: Generator | None = None,
     quiet: bool = False,
-) -> Result:
+) -> RolloutResult:
     """Train a model on its own answers and write all about it to `folder`.
 
     `resume` is `auto` or the folder of a checkpoint. `model` stands in for the one that the config names, and
@@ -127,14 +127,14 @@ class RolloutRun:
         )
         self.stepper = Stepper(self.model, self.module, optimizer, world, grad_clip=config.grad_clip)
         floor = config.learning_rate * config.min_lr_ratio
-        self.lr = Schedule(config.learning_rate, floor, config.warmup_iters, config.max_iters, config.lr_schedule)
+        self.lr = LRSchedule(config.learning_rate, floor, config.warmup_iters, config.max_iters, config.lr_schedule)
         self.step = 0
         self.health = Health()
         self._saved: Path | None = None
         self._loss: float | None = None
-        self._metrics: Journal | None = None
+        self._metrics: MetricsLog | None = None
         self._log: RolloutLog | None = None
-        self._progress: Progress | None = None
+        self._progress: TrainProgress | None = None
 
     def _open_model(self) -> CausalModel:
         folder = checkpoints.model_folder(self.config.init_from_model or "")
@@ -168,9 +168,9 @@ class RolloutRun:
         # A round is logged under the step it begins with, which is done when the round is trained.
         rewind(folder / ROLLOUTS, self.step - 1)
         files.write_file(folder / CONFIG, (json.dumps(config.to_json(), indent=1) + "\n").encode(), overwrite=True)
-        self._metrics = Journal(folder / METRICS)
+        self._metrics = MetricsLog(folder / METRICS)
         self._log = RolloutLog(folder / ROLLOUTS)
-        self._progress = None if quiet else Progress(self.step, config.max_iters, every=config.log_interval)
+        self._progress = None if quiet else TrainProgress(self.step, config.max_iters, every=config.log_interval)
 
     def _check_same(self, found: checkpoints.Checkpoint) -> None:
         mine = json.loads(json.dumps(self.config.to_json()))
@@ -185,7 +185,7 @@ class RolloutRun:
         if differ:
             raise UsageError(f"{found.path}: {'; '.join(differ)}; a run goes on as it began")
 
-    def go(self) -> Result:
+    def go(self) -> RolloutResult:
         """All steps that are left, or after a signal those of the round, from whose end a run can go on."""
         config = self.config
         rows: list[Rows] = []
@@ -200,7 +200,7 @@ class RolloutRun:
                 if config.save_interval and (self.step % config.save_interval == 0 or last or stop):
                     self._save()
         stopped = asked.by if self.step < config.max_iters else None
-        return Result(self.folder, self._saved, self.step, config.max_iters, self._loss, self.health, stopped)
+        return RolloutResult(self.folder, self._saved, self.step, config.max_iters, self._loss, self.health, stopped)
 
     def _round(self) -> list[Rows]:
         """Answers to the prompts of the next steps, as the rows of each."""
@@ -242,7 +242,7 @@ class RolloutRun:
         pad = self.task.eos_id
         count = min(config.gradient_accumulation_steps, max(1, len(rows)))
         cuts = np.linspace(0, len(rows), count + 1).astype(int).tolist()
-        batches = [batch_of(rows[start:stop], pad_token_id=pad) for start, stop in pairwise(cuts) if start < stop]
+        batches = [collate(rows[start:stop], pad_token_id=pad) for start, stop in pairwise(cuts) if start < stop]
         parts = [part for batch in batches for part in parts_of(batch, 1, self.world.device)]
         weight = math.fsum(part.inputs.targets.weight for part in parts)
         lr = self.lr(self.step)
@@ -299,8 +299,8 @@ class RolloutRun:
 
 
 def _pairs(
-    truths: Sequence[Truth], prompts: Sequence[list[int]], answers: Sequence[list[int]]
-) -> list[tuple[Truth, Rollout]]:
+    truths: Sequence[GroundTruth], prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> list[tuple[GroundTruth, Rollout]]:
     return [
         (truth, Rollout(truth.record.id or "", answer, prompt))
         for truth, prompt, answer in zip(truths, prompts, answers, strict=True)

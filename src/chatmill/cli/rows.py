@@ -9,12 +9,12 @@ import typer
 
 from chatmill.cli.options import AsJson, echo_json, tell_table
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.show.dataset import open_shown
+from chatmill.show.dataset import open_view
 from chatmill.show.text import TokenText
 from chatmill.show.turns import first_words
 
 if TYPE_CHECKING:
-    from chatmill.train.journal import RowsData
+    from chatmill.train.metrics_log import RowsData
     from chatmill.train.step import RowLoss
 
 RUNS = Path("checkpoints")
@@ -47,7 +47,7 @@ def rows(
       chatmill rows checkpoints/my_sft_model --step 812 -n 5
       chatmill rows checkpoints/my_sft_model --step 812 --json
     """
-    from chatmill.train.journal import read_rows, rows_data
+    from chatmill.train.metrics_log import read_rows, rows_data
 
     folder = run or newest_run(RUNS)
     losses = sorted(read_rows(folder, step), key=lambda row: (-row.loss, row.episode, row.segment))
@@ -101,7 +101,7 @@ class StepEpisodes:
 
 def newest_run(folder: Path) -> Path:
     """The run that last wrote losses of conversations."""
-    from chatmill.train.journal import ROWS
+    from chatmill.train.metrics_log import ROWS
 
     found = {path.parent.parent: path.stat().st_mtime_ns for path in folder.glob(f"*/{ROWS}/rank_00000.jsonl")}
     if not found:
@@ -112,7 +112,7 @@ def newest_run(folder: Path) -> Path:
 def _text(dataset: Path) -> TokenText:
     """What the tokens of a dataset stand for; ids where its tokenizer is not found."""
     try:
-        return open_shown(dataset).text
+        return open_view(dataset).text
     except ChatmillError:
         return TokenText(None)
 

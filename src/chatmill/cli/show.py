@@ -17,8 +17,8 @@ from chatmill.cli.options import AsJson, counting
 from chatmill.errors import UsageError
 from chatmill.records.shapes.decode import json_line
 from chatmill.show.conversation import conversation_lines, place_name, title, token_lines
-from chatmill.show.dataset import Shown, open_shown, split_of
-from chatmill.show.plain import row_json
+from chatmill.show.dataset import DatasetView, open_view, split_of
+from chatmill.show.row_json import row_json
 from chatmill.show.search import find, locate
 from chatmill.show.turns import first_words
 
@@ -70,7 +70,7 @@ def show(
         raise UsageError("an episode is named and a text to search for too; give one of them")
     if episode is None and decode:
         raise UsageError("--decode shows the tokens of one episode; name it")
-    shown = open_shown(dataset, tokenizer)
+    shown = open_view(dataset, tokenizer)
     name, episodes = split_of(shown, split)
     console = Console(highlight=False, soft_wrap=True)
     if shown.without_text is not None:
@@ -93,7 +93,7 @@ def show(
                 typer.echo(f"{count:,} of {of} hold it")
 
 
-def _show_one(shown: Shown, split: str, episode: int, console: Console, *, decode: bool, as_json: bool) -> None:
+def _show_one(shown: DatasetView, split: str, episode: int, console: Console, *, decode: bool, as_json: bool) -> None:
     row = shown.row(split, episode)
     if as_json:
         said = {"split": split, "episode": episode, **row_json(row)}
@@ -105,7 +105,7 @@ def _show_one(shown: Shown, split: str, episode: int, console: Console, *, decod
 
 
 def _list(
-    shown: Shown,
+    shown: DatasetView,
     split: str,
     numbers: Iterable[int],
     query: str | None,
@@ -134,7 +134,7 @@ def _list(
     return count
 
 
-def _words(shown: Shown, row: Any, query: str | None) -> Text:
+def _words(shown: DatasetView, row: Any, query: str | None) -> Text:
     """What a row is about, or where in it the text is that was searched for."""
     found = None if query is None else locate(row.ids.tolist(), shown.text, query)
     if found is not None:

@@ -10,8 +10,8 @@ import typer
 from chatmill.cli.options import AsJson, counting, echo_json, tell_ledger, tell_table
 from chatmill.cli.show import Dataset
 from chatmill.load.config import LONGEST
-from chatmill.show.dataset import Shown, open_shown
-from chatmill.show.survey import BLOCK_SIZES, QUANTILES, Survey, survey
+from chatmill.show.dataset import DatasetView, open_view
+from chatmill.show.stats import BLOCK_SIZES, QUANTILES, SplitStats, survey
 from chatmill.show.text import visible
 
 BlockSizes = Annotated[
@@ -43,7 +43,7 @@ def stats(
       chatmill stats data/chat_sft --split train --block-size 2048 --block-size 4096
       chatmill stats data/chat_sft --json
     """
-    shown = open_shown(dataset)
+    shown = open_view(dataset)
     surveys = surveys_of(shown, split, tuple(block_size or BLOCK_SIZES))
     if as_json:
         ledger = None if shown.ledger is None else shown.ledger.to_json()
@@ -57,14 +57,14 @@ def stats(
         tell_ledger(shown.ledger)
 
 
-def surveys_of(shown: Shown, split: str | None, block_sizes: tuple[int, ...]) -> list[Survey]:
+def surveys_of(shown: DatasetView, split: str | None, block_sizes: tuple[int, ...]) -> list[SplitStats]:
     """A survey of the split that is named, or of all that hold an episode."""
     names = [split] if split is not None else [name for name in shown.dataset.splits if len(shown.dataset[name])]
     with counting("rows") as advance:
         return [survey(shown.dataset[name], name, block_sizes=block_sizes, progress=advance) for name in names]
 
 
-def survey_json(found: Survey) -> dict[str, Any]:
+def survey_json(found: SplitStats) -> dict[str, Any]:
     return {
         "rows": found.rows,
         "segments": found.segments,
@@ -83,7 +83,7 @@ def survey_json(found: Survey) -> dict[str, Any]:
     }
 
 
-def _tell(found: Survey) -> None:
+def _tell(found: SplitStats) -> None:
     typer.echo(
         f"{found.split}: {found.rows:,} rows, {found.segments:,} segments, {found.tokens:,} tokens, "
         f"{found.trained:,} trained ({found.share:.1%})"

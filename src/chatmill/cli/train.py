@@ -9,7 +9,7 @@ import typer
 
 from chatmill.cli.options import AsJson
 from chatmill.errors import ChatmillError
-from chatmill.show.dataset import open_shown
+from chatmill.show.dataset import open_view
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Every flag, --help included, is for the parser that both commands share."""
@@ -31,7 +31,7 @@ def train(context: typer.Context, as_json: AsJson = False) -> None:
 def _words(dataset: Path) -> Callable[[Sequence[int]], str] | None:
     """How the tokens of a dataset read, if its tokenizer is found."""
     try:
-        shown = open_shown(dataset)
+        shown = open_view(dataset)
     except ChatmillError:
         # A run does not end for words that are only looked at; it says that they are not shown.
         return None

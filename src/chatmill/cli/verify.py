@@ -10,7 +10,7 @@ import typer
 
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.store import verify as store
-from chatmill.store.cache import is_cache, verify_cache
+from chatmill.store.primer_cache import is_cache, verify_cache
 
 
 def verify(

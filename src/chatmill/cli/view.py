@@ -12,7 +12,7 @@ from chatmill.cli.options import AsJson, echo_json
 from chatmill.cli.show import Dataset, ItsTokenizer
 from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
-from chatmill.show.dataset import open_shown
+from chatmill.show.dataset import open_view
 from chatmill.show.schedule import audit_logs
 from chatmill.show.viewer import Viewer
 
@@ -58,7 +58,7 @@ def view(
         from chatmill.show.server import serve
     except ImportError as error:
         raise UsageError(f"the viewer needs {error.name}: pip install 'chatmill[view]'") from None
-    shown = open_shown(dataset, tokenizer)
+    shown = open_view(dataset, tokenizer)
     cache = index or _cache()
     viewer = Viewer(
         shown,

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
+from chatmill.fit.gather import OWN_RULE, GatherPlan, gather
 from chatmill.fit.parse import parse
-from chatmill.fit.plan import OWN_RULE, Plan, gather
 from chatmill.ledger import Bucket, Ledger
 from chatmill.rows import (
     EMPTY,
@@ -122,7 +122,7 @@ def _blocks(
     return packed, stop
 
 
-class _Turns(NamedTuple):
+class _BlockTurns(NamedTuple):
     """One entry a turn; a run of tokens outside of turns is one without a role."""
 
     start: Index
@@ -142,7 +142,7 @@ class _Turns(NamedTuple):
     """The turn of each span of the rows."""
 
 
-def _turns(rows: Rows) -> _Turns:
+def _turns(rows: Rows) -> _BlockTurns:
     spans, part = rows.spans, rows.spans["part"]
     begins = np.zeros(len(spans), dtype=bool)
     filled = np.diff(rows.first_span) > 0
@@ -173,7 +173,7 @@ def _turns(rows: Rows) -> _Turns:
     conversation = np.maximum.accumulate(np.where(begins[first], number, 0))
     system, answer = role == Role.SYSTEM, role == Role.ASSISTANT
     fresh = np.maximum(conversation, latest(system, conversation))
-    return _Turns(
+    return _BlockTurns(
         start,
         stop,
         row_stop,
@@ -200,7 +200,7 @@ class _Cuts(NamedTuple):
         return _Cuts(*(column[:count] for column in self))
 
 
-def _cut(turns: _Turns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
+def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
     """The blocks from token `at` on, and where they end; unless these turns are the last, only full ones."""
     users = np.flatnonzero(turns.role == Role.USER)
     system = turns.system[users]
@@ -241,7 +241,7 @@ def _cut(turns: _Turns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts,
     return cuts, at
 
 
-def _weigh(rows: Rows, turns: _Turns, cuts: _Cuts) -> Table:
+def _weigh(rows: Rows, turns: _BlockTurns, cuts: _Cuts) -> Table:
     """The spans of the rows, with every answer that its block may not train made context.
 
     Blocks do not overlap in the rows, so an answer is whole in one block at most, and one weight says it all.
@@ -263,7 +263,7 @@ def _weigh(rows: Rows, turns: _Turns, cuts: _Cuts) -> Table:
     return spans
 
 
-def _plan(rows: Rows, turns: _Turns, cuts: _Cuts, padding: int) -> Plan:
+def _plan(rows: Rows, turns: _BlockTurns, cuts: _Cuts, padding: int) -> GatherPlan:
     """Each block as its system turn, its user marker (both may be empty) and its piece of every conversation."""
     block, segment, start, stop = _pieces(rows, cuts.start, cuts.stop)
     count, first = len(cuts.start), np.searchsorted(block, np.arange(len(cuts.start) + 1))
@@ -285,10 +285,10 @@ def _plan(rows: Rows, turns: _Turns, cuts: _Cuts, padding: int) -> Plan:
         first_piece, segment = np.append(first_piece, len(piece_start)), np.append(segment, -1)
         piece_start, piece_stop = np.append(piece_start, end), np.append(piece_stop, end + padding)
         rule = np.append(rule, np.uint8(OWN_RULE))
-    return Plan(piece_start, piece_stop, np.append(first_piece, len(piece_start)), segment, first, rule)
+    return GatherPlan(piece_start, piece_stop, np.append(first_piece, len(piece_start)), segment, first, rule)
 
 
-class _Pieces(NamedTuple):
+class _TokenRanges(NamedTuple):
     """Token ranges cut at the ends of conversations."""
 
     of_range: Index
@@ -297,14 +297,14 @@ class _Pieces(NamedTuple):
     stop: Index
 
 
-def _pieces(rows: Rows, start: Index, stop: Index) -> _Pieces:
+def _pieces(rows: Rows, start: Index, stop: Index) -> _TokenRanges:
     filled = np.flatnonzero(np.diff(rows.segment_start))
     border = np.append(rows.segment_start[filled], len(rows.ids))
     first = np.searchsorted(border, start, side="right") - 1
     count = np.searchsorted(border, stop) - first
     number, of_range = ragged_index(first, count), np.repeat(np.arange(len(start)), count)
     start, stop = np.maximum(border[number], start[of_range]), np.minimum(border[number + 1], stop[of_range])
-    return _Pieces(of_range, filled[number], start, stop)
+    return _TokenRanges(of_range, filled[number], start, stop)
 
 
 def _end(eos: int, length: int) -> Rows | None:
@@ -355,7 +355,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
     ):
         lost = _pieces(rows, start, stop)
         each = np.arange(len(lost.start) + 1)
-        left_out = gather(rows, Plan(lost.start, lost.stop, each, lost.segment, each))
+        left_out = gather(rows, GatherPlan(lost.start, lost.stop, each, lost.segment, each))
         # A conversation that has nothing left is a dropped row; the others are cut, or end with the last block.
         whole = ~np.isin(lost.segment, stored)
         dropped = whole | (reason == "remainder")

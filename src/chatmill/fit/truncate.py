@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError, RecordError
-from chatmill.fit.plan import OWN_RULE, Plan, gather
+from chatmill.fit.gather import OWN_RULE, GatherPlan, gather
 from chatmill.fit.turns import first_of, last_of, turns_of
 from chatmill.fit.windows import windows
 from chatmill.ledger import Ledger
@@ -33,7 +33,7 @@ STRETCH = 16
 
 
 @dataclass(frozen=True)
-class Cut:
+class Truncation:
     """New rows, each made of three ranges of one source row, any of them empty: head, context, and what is trained."""
 
     source: Index
@@ -41,8 +41,8 @@ class Cut:
     stop: Index
     """(new rows, 3)"""
 
-    def take(self, numbers: Index) -> Cut:
-        return Cut(self.source[numbers], self.start[numbers], self.stop[numbers])
+    def take(self, numbers: Index) -> Truncation:
+        return Truncation(self.source[numbers], self.start[numbers], self.stop[numbers])
 
 
 def truncate(
@@ -133,7 +133,7 @@ def truncate_from(
     return _gathered(rows, chosen, shortened[kept]), chosen.source
 
 
-def _gathered(rows: Rows, cut: Cut, shortened: NDArray[np.bool_]) -> Rows:
+def _gathered(rows: Rows, cut: Truncation, shortened: NDArray[np.bool_]) -> Rows:
     """The new rows. Where few are shortened or gone, the others stay together and are copied as they stand."""
     source = np.where(shortened, -2, cut.source)
     ends = np.flatnonzero(source[1:] != source[:-1] + 1) + 1
@@ -150,7 +150,7 @@ def _gathered(rows: Rows, cut: Cut, shortened: NDArray[np.bool_]) -> Rows:
     return concat(parts)
 
 
-def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Cut, NDArray[np.bool_]]:
+def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Truncation, NDArray[np.bool_]]:
     """The cut of all rows, of which only the long ones are looked at, and where it begins or ends inside an answer."""
     few = rows.take(long)
     cut = _choose(few, capacity, rule)
@@ -159,13 +159,13 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Cu
     others = _whole(rows).take(np.flatnonzero(rows.lengths <= capacity))
     source = np.concatenate([long[cut.source], others.source])
     order = np.argsort(source, kind="stable")
-    whole = Cut(
+    whole = Truncation(
         source, np.concatenate([cut.start + shift, others.start]), np.concatenate([cut.stop + shift, others.stop])
     )
     return whole.take(order), np.column_stack([hurt, np.zeros((2, len(others.source)), dtype=bool)])[:, order]
 
 
-def turns(rows: Rows, capacity: int) -> Plan:
+def turns(rows: Rows, capacity: int) -> GatherPlan:
     """Cut every row to at most `capacity` tokens, by exchanges first.
 
         system | user asst | user asst | user asst | user        too long by a little
@@ -179,7 +179,7 @@ def turns(rows: Rows, capacity: int) -> Plan:
     return _plan(_turns(rows, capacity))
 
 
-def _turns(rows: Rows, capacity: int) -> Cut:
+def _turns(rows: Rows, capacity: int) -> Truncation:
     turn, count = turns_of(rows), len(rows)
     row_start, row_stop = rows.row_start[:-1], rows.row_start[1:]
     anchor_start, anchor_stop = np.append(turn.start, 0)[turn.anchor], np.append(turn.stop, 0)[turn.anchor]
@@ -204,16 +204,16 @@ def _turns(rows: Rows, capacity: int) -> Cut:
     return _ranges(np.arange(count), (head_start, turn.head_stop), (tail_start, tail_stop))
 
 
-def _tail(rows: Rows, capacity: int) -> Cut:
+def _tail(rows: Rows, capacity: int) -> Truncation:
     start, stop = rows.row_start[:-1], rows.row_start[1:]
     return _ranges(np.arange(len(rows)), (start, start), (np.maximum(start, stop - capacity), stop))
 
 
-def _windows(rows: Rows, capacity: int) -> Cut:
-    return Cut(*windows(rows, capacity))
+def _windows(rows: Rows, capacity: int) -> Truncation:
+    return Truncation(*windows(rows, capacity))
 
 
-def _error(rows: Rows, capacity: int) -> Cut:
+def _error(rows: Rows, capacity: int) -> Truncation:
     row = int(np.flatnonzero(rows.lengths > capacity)[0])
     origin = rows.origins[rows.first_segment[row]]
     file = "" if origin["file"] == NO_FILE else rows.files[origin["file"]].path
@@ -224,13 +224,13 @@ def _error(rows: Rows, capacity: int) -> Cut:
     ).at(file, int(origin["line"]))
 
 
-def _whole(rows: Rows, capacity: int = 0) -> Cut:
+def _whole(rows: Rows, capacity: int = 0) -> Truncation:
     start, stop = rows.row_start[:-1], rows.row_start[1:]
     return _ranges(np.arange(len(rows)), (start, start), (start, stop))
 
 
-def _choose(rows: Rows, capacity: int, rule: FitRule) -> Cut:
-    cuts: dict[str, Callable[[Rows, int], Cut]] = {
+def _choose(rows: Rows, capacity: int, rule: FitRule) -> Truncation:
+    cuts: dict[str, Callable[[Rows, int], Truncation]] = {
         "turns": _turns,
         "tail": _tail,
         "windows": _windows,
@@ -240,15 +240,15 @@ def _choose(rows: Rows, capacity: int, rule: FitRule) -> Cut:
     return cuts[rule](rows, capacity)
 
 
-def _ranges(source: Index, head: tuple[Index, Index], tail: tuple[Index, Index]) -> Cut:
+def _ranges(source: Index, head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
     empty = tail[0]
-    return Cut(source, np.column_stack([head[0], empty, tail[0]]), np.column_stack([head[1], empty, tail[1]]))
+    return Truncation(source, np.column_stack([head[0], empty, tail[0]]), np.column_stack([head[1], empty, tail[1]]))
 
 
-def _plan(cut: Cut) -> Plan:
+def _plan(cut: Truncation) -> GatherPlan:
     count = len(cut.source)
     rule = np.tile(np.array([OWN_RULE, Rule.EARLIER_WINDOW, OWN_RULE], dtype=np.uint8), count)
-    return Plan(
+    return GatherPlan(
         cut.start.ravel(),
         cut.stop.ravel(),
         np.arange(0, 3 * count + 1, 3, dtype=np.int64),
@@ -269,7 +269,7 @@ def _trained_in_rows(rows: Rows) -> Index:
     return out
 
 
-def _trained(rows: Rows, cut: Cut) -> Index:
+def _trained(rows: Rows, cut: Truncation) -> Index:
     """How many trained tokens each new row has."""
     trained = rows.spans["weight"] > 0
     before = np.append(0, np.cumsum(np.where(trained, rows.spans["length"], 0)))
@@ -286,7 +286,7 @@ def _trained(rows: Rows, cut: Cut) -> Index:
     return counts
 
 
-def _answers_cut(rows: Rows, cut: Cut) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Whether a new row begins inside an answer, or ends inside one and so lacks its terminator."""
     start, stop = cut.start, cut.stop
     # The trained range is what counts; the head and the context before it are whole, or are not trained.

@@ -11,7 +11,7 @@ from chatmill.rows import Index, Part, Role, Rows
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnTable:
     """One entry a turn, which is the spans of one message that stand together; and, by row, what never goes.
 
     system | user asst | user asst asst | user
@@ -31,7 +31,7 @@ class Turns:
     """By row, the last assistant turn, or the last turn of all where none is there; -1 for an empty row."""
 
 
-def turns_of(rows: Rows) -> Turns:
+def turns_of(rows: Rows) -> TurnTable:
     """The turns of every row."""
     new_turn = np.ones(len(rows.spans), dtype=bool)
     new_turn[1:] = rows.spans["message"][1:] != rows.spans["message"][:-1]
@@ -54,7 +54,7 @@ def turns_of(rows: Rows) -> Turns:
     anchor = np.where(anchor >= 0, anchor, last_of(number, row, count))
     exchange = (role == Role.USER) | (start == head_stop[row])
     exchange &= start >= head_stop[row]
-    return Turns(start, stop, row, role, exchange, head_stop, anchor)
+    return TurnTable(start, stop, row, role, exchange, head_stop, anchor)
 
 
 def first_of(values: Index, row: Index, rows: int, default: int) -> Index:

@@ -20,7 +20,7 @@ from chatmill.records import Message, Record, ToolCall
 from chatmill.rows import Ids, Index, Part, offsets
 
 
-class Pieces(Protocol):
+class TokenBytes(Protocol):
     def piece(self, id: int) -> bytes: ...
 
 
@@ -119,7 +119,7 @@ def cut_bodies(
     bodies: Mapping[int, Body],
     flat: Ids,
     text_start: Index,
-    tokenizer: Pieces,
+    tokenizer: TokenBytes,
     control_start: Mapping[str, int],
 ) -> tuple[Index, Index, NDArray[np.uint8]]:
     """Start, length and part of every piece of these bodies, whose runs are the last of the encoded texts."""

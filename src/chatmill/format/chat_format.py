@@ -30,7 +30,7 @@ DEFAULT_BODY = {
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnMarkers:
     """What stands before and after a message, control tokens and plain text mixed."""
 
     open: str
@@ -42,7 +42,7 @@ class ChatFormat:
     name: str
     tokens: Mapping[str, str]
     """The control tokens by key; `sys`, `usr`, `asst`, `eot` where the format has them."""
-    turns: Mapping[str, Turn]
+    turns: Mapping[str, TurnMarkers]
     trained: tuple[str, ...] = ("content", "close")
     default_system: str | None = None
     begin: str = ""
@@ -118,11 +118,11 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
         faults.append('no [tokens]; name each control token there, such as eot = "<|eot|>"')
     if len(set(tokens.values())) < len(tokens):
         faults.append("two keys in [tokens] name the same token")
-    turns: dict[str, Turn] = {}
+    turns: dict[str, TurnMarkers] = {}
     for role in ROLES:
         if role in data:
             turn = _strings(data[role], role, faults, allowed=("open", "close"))
-            turns[role] = Turn(turn.get("open", ""), turn.get("close", ""))
+            turns[role] = TurnMarkers(turn.get("open", ""), turn.get("close", ""))
     missing = [role for role in ("user", "assistant") if role not in turns]
     faults += [f"no [{role}]; a format writes at least user and assistant" for role in missing]
     trained = data.get("trained", ["content", "close"])

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from chatmill.errors import RecordError
 from chatmill.format.body import cut_bodies
 from chatmill.format.chat_format import ChatFormat
-from chatmill.format.plates import BEGIN, CLOSE, END, OPEN, PARTS, REST, Plates, RenderTokenizer
-from chatmill.format.sheet import Sheet, lay_out
-from chatmill.records import Plain, Record
+from chatmill.format.compiled import BEGIN, CLOSE, END, OPEN, PARTS, REST, CompiledFormat, RenderTokenizer
+from chatmill.format.message_columns import MessageColumns, lay_out
+from chatmill.records import ChatColumns, Record
 from chatmill.records.record import ROLES
 from chatmill.rows import (
     EMPTY,
@@ -79,7 +79,7 @@ def render(
     tokenizer: RenderTokenizer,
     *,
     train_on: TrainOn = "assistant",
-    plates: Plates | None = None,
+    plates: CompiledFormat | None = None,
 ) -> Rows:
     """One row for each record: its tokens, and for each of them what it is and whether it is trained.
 
@@ -87,7 +87,7 @@ def render(
     """
     if not records:
         return EMPTY
-    plates = plates or Plates(format, tokenizer)
+    plates = plates or CompiledFormat(format, tokenizer)
     sheet = lay_out(records, format, plates)
     return _print(sheet, plates, tokenizer, *tokenizer.encode_batch(sheet.texts), train_on=train_on)
 
@@ -101,7 +101,7 @@ def render_chunks(
     chunk: int = 512,
 ) -> Iterator[Rows]:
     """All records, `chunk` at a time, so that memory does not grow with their number and stays in the cache."""
-    plates = Plates(format, tokenizer)
+    plates = CompiledFormat(format, tokenizer)
     stream = iter(records)
     while batch := list(islice(stream, chunk)):
         yield render(batch, format, tokenizer, train_on=train_on, plates=plates)
@@ -109,13 +109,19 @@ def render_chunks(
 
 def prompt_ids(record: Record, format: ChatFormat, tokenizer: RenderTokenizer) -> list[int]:
     """What a server would feed the model to get the next answer: a prefix of the row it was trained on."""
-    plates = Plates(format, tokenizer)
+    plates = CompiledFormat(format, tokenizer)
     ids: list[int] = render([record], format, tokenizer).ids.tolist()
     return ids[: len(ids) - len(plates.fixed("assistant", END))] + plates.fixed("assistant", OPEN)
 
 
 def _print(
-    sheet: Sheet, plates: Plates, tokenizer: RenderTokenizer, flat: Ids, text_start: Index, *, train_on: TrainOn
+    sheet: MessageColumns,
+    plates: CompiledFormat,
+    tokenizer: RenderTokenizer,
+    flat: Ids,
+    text_start: Index,
+    *,
+    train_on: TrainOn,
 ) -> Rows:
     """The rows of a sheet whose texts have been encoded."""
     messages, roles, bodies = sheet.messages, sheet.roles, sheet.bodies
@@ -213,7 +219,7 @@ def _message_numbers(first_message: Index, lead: Index) -> NDArray[np.uint32]:
 
 def origins_of(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:
     """Where rows of one record each came from."""
-    if isinstance(records, Plain):
+    if isinstance(records, ChatColumns):
         origins = np.zeros(len(records), dtype=ORIGIN)
         origins["line"] = np.arange(records.line, records.line + len(records))
         return origins, (File(records.source, records.file),)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.load.read import Reader
+from chatmill.load.read import EpisodeReader
 from chatmill.rows import Index, offsets
 
 IGNORE_INDEX = -100
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
         return [self.each(lambda array, at=at: array[at * size : (at + 1) * size]) for at in range(parts)]  # type: ignore[misc]
 
 
-class Counts(NamedTuple):
+class BatchCounts(NamedTuple):
     """What became of the tokens of some rows."""
 
     rows: int = 0
@@ -66,8 +66,8 @@ class Counts(NamedTuple):
     """Episodes that were longer than a row, of which the last tokens stay."""
     cut_tokens: int = 0
 
-    def plus(self, other: Counts) -> Counts:
-        return Counts(*map(add, self, other))
+    def plus(self, other: BatchCounts) -> BatchCounts:
+        return BatchCounts(*map(add, self, other))
 
 
 def shift(
@@ -101,7 +101,7 @@ def _pair(
     return x, y
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """How to fill rows: which tokens come before padding, and which of them count."""
 
     block_size: int
@@ -109,14 +109,14 @@ class Layout(NamedTuple):
     use_loss_mask: bool
 
 
-class Sheet:
+class RowTable:
     """All that is known of some rows before a token is copied: row r is episodes[first[r]:first[r + 1]], and padding.
 
     A row has `block_size` tokens and one more to be predicted; of an episode that is longer the last tokens stay.
     Looking up many rows at once costs little more than one; copying few of them at a time keeps them in the cache.
     """
 
-    def __init__(self, reader: Reader, episodes: Index, first: Index, layout: Layout) -> None:
+    def __init__(self, reader: EpisodeReader, episodes: Index, first: Index, layout: RowLayout) -> None:
         capacity, num_rows = layout.block_size + 1, len(first) - 1
         self._block_size = layout.block_size
         places = reader.locate(episodes)
@@ -168,12 +168,12 @@ class Sheet:
         trained -= np.bincount(self._row[border], minlength=num_rows)
         self._counts = np.stack([filled > 0, filled, trained, _sums(cut > 0, first), _sums(cut, first)])
 
-    def counts(self, size: int) -> list[Counts]:
+    def counts(self, size: int) -> list[BatchCounts]:
         """What becomes of the tokens of each so many rows."""
         by_batch = self._counts.reshape(len(self._counts), -1, size).sum(axis=2)
-        return [Counts(*columns) for columns in by_batch.T.tolist()]
+        return [BatchCounts(*columns) for columns in by_batch.T.tolist()]
 
-    def make(self, start: int, stop: int) -> Made:
+    def make(self, start: int, stop: int) -> BatchArrays:
         """The arrays of some of the rows."""
         shape = stop - start, self._block_size
         ids = self._tokens.read(self._token_edges[start], self._token_edges[stop]).reshape(shape[0], shape[1] + 1)
@@ -198,10 +198,10 @@ class Sheet:
         count = self._segments[start:stop]
         episode_ids = np.full((shape[0], max(1, int(count.max(initial=0)))), -1, dtype=np.int64)
         episode_ids[row, number] = self._episode[of]
-        return Made(Batch(x, y, loss_mask, weights, positions, segments, episode_ids), count)
+        return BatchArrays(Batch(x, y, loss_mask, weights, positions, segments, episode_ids), count)
 
 
-class Made(NamedTuple):
+class BatchArrays(NamedTuple):
     """The arrays of one or several batches."""
 
     batch: Batch

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from chatmill.errors import UsageError
 from chatmill.load import state as states
-from chatmill.load.batch import Batch, Counts
+from chatmill.load.batch import Batch, BatchCounts
+from chatmill.load.batch_builder import BatchBuilder, Output, ReadyBatch, as_arrays
 from chatmill.load.config import LoadConfig
-from chatmill.load.make import Item, Maker, Output, as_arrays
-from chatmill.load.plan import Cursor, Plan, Step, datasets_hash
-from chatmill.load.prefetch import Ahead
+from chatmill.load.plan import Cursor, LoadPlan, PlannedStep, datasets_hash
+from chatmill.load.prefetch import Prefetcher
 from chatmill.load.source import open_sources
 from chatmill.rows import Index
 
@@ -49,16 +49,16 @@ class Listener(Protocol):
     def loaded(self, loader: EpisodeLoader) -> None:
         """The datasets are open; nothing was read yet."""
 
-    def epoch_started(self, plan: Plan, epoch: int) -> None:
+    def epoch_started(self, plan: LoadPlan, epoch: int) -> None:
         """The first batch of an epoch is about to be handed out."""
 
-    def delivered(self, plan: Plan, step: Step, digest: NDArray[np.uint64], given: Index | None) -> None:
+    def delivered(self, plan: LoadPlan, step: PlannedStep, digest: NDArray[np.uint64], given: Index | None) -> None:
         """A batch is handed out; `digest` is the sum of the digests of this rank's rows, as they really are.
 
         `given` is what each source has in them, where sources are mixed.
         """
 
-    def epoch_completed(self, plan: Plan, epoch: int, step: Step) -> None:
+    def epoch_completed(self, plan: LoadPlan, epoch: int, step: PlannedStep) -> None:
         """The last batch of an epoch was handed out; `step.dropped` did not fill another."""
 
 
@@ -92,9 +92,9 @@ class EpisodeLoader(IterableDataset):
         self._check_world()
         self._output = _output(tensors, device, pin_memory)
         self._ahead, self._listener = ahead, listener
-        self._plans: dict[str, Plan] = {}
+        self._plans: dict[str, LoadPlan] = {}
         self._cursors: dict[str, Cursor] = {}
-        self._counts: dict[str, Counts] = {}
+        self._counts: dict[str, BatchCounts] = {}
         self._reading: dict[str, _Reading] = {}
         self._skip: int | None = None
         """In a worker: batches that others make before its next; None before the first."""
@@ -139,19 +139,19 @@ class EpisodeLoader(IterableDataset):
         """One more than the largest id there may be; None if the dataset does not say."""
         return self.sources[0].vocab_size
 
-    def plan(self, split: str) -> Plan:
+    def plan(self, split: str) -> LoadPlan:
         """What comes when in a split; `DataError` if the dataset does not have it."""
         if split not in self._plans:
-            self._plans[split] = Plan(self.sources, self.config, split)
+            self._plans[split] = LoadPlan(self.sources, self.config, split)
         return self._plans[split]
 
     def cursor(self, split: str | None = None) -> Cursor:
         """Where the next batch of a split begins."""
         return self._cursors.get(split or self.split, Cursor())
 
-    def counts(self, split: str | None = None) -> Counts:
+    def counts(self, split: str | None = None) -> BatchCounts:
         """What became of the tokens of the rows that were handed out on this rank since the loader was made."""
-        return self._counts.get(split or self.split, Counts())
+        return self._counts.get(split or self.split, BatchCounts())
 
     # Batches.
 
@@ -183,7 +183,7 @@ class EpisodeLoader(IterableDataset):
 
         The last batch is filled up with empty rows, so that all ranks get equally many.
         """
-        plan = Plan(self.sources, self.config, split, in_stored_order=True)
+        plan = LoadPlan(self.sources, self.config, split, in_stored_order=True)
         reading = _Reading(self._maker(plan, listened=False), plan.one_epoch(), self._ahead)
         try:
             for item in reading.items:
@@ -193,10 +193,10 @@ class EpisodeLoader(IterableDataset):
         finally:
             reading.close()
 
-    def _maker(self, plan: Plan, *, listened: bool = True) -> Maker:
-        return Maker(plan, self.rank, self.num_rows, listened and self._listener is not None, self._output)
+    def _maker(self, plan: LoadPlan, *, listened: bool = True) -> BatchBuilder:
+        return BatchBuilder(plan, self.rank, self.num_rows, listened and self._listener is not None, self._output)
 
-    def _hand_out(self, plan: Plan, item: Item) -> Batch:
+    def _hand_out(self, plan: LoadPlan, item: ReadyBatch) -> Batch:
         split, step = plan.split, item.step
         if self._listener is not None:
             if step.begins_epoch:
@@ -245,7 +245,7 @@ class EpisodeLoader(IterableDataset):
         return {
             "dataset_sha256": self.sha256,
             "order": self.config.order_part(),
-            "worker": worker and states.Worker(worker.id, worker.num_workers, self._skipped(worker.id)),
+            "worker": worker and states.WorkerInfo(worker.id, worker.num_workers, self._skipped(worker.id)),
         }
 
     def close(self) -> None:
@@ -262,11 +262,11 @@ class EpisodeLoader(IterableDataset):
 class _Reading:
     """Batches of a split as they are made; by a thread, from when on the caller leaves time for it."""
 
-    def __init__(self, maker: Maker, steps: Iterator[Step], ahead: int) -> None:
+    def __init__(self, maker: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
         self.plan = maker.plan
         # Threads do not follow into a forked process.
         self.process = os.getpid()
-        self._threads: list[Ahead[list[Item]]] = []
+        self._threads: list[Prefetcher[list[ReadyBatch]]] = []
         self.items = _items(maker.slabs(steps), ahead, self._threads)
 
     def close(self) -> None:
@@ -274,7 +274,9 @@ class _Reading:
             thread.close()
 
 
-def _items(slabs: Iterator[list[Item]], ahead: int, threads: list[Ahead[list[Item]]]) -> Iterator[Item]:
+def _items(
+    slabs: Iterator[list[ReadyBatch]], ahead: int, threads: list[Prefetcher[list[ReadyBatch]]]
+) -> Iterator[ReadyBatch]:
     """All that is in the slabs; a thread that makes them from some time on is put among the threads."""
     making = taking = 0.0
     # Where batches are taken as fast as they are made a thread would only be in the way.
@@ -286,7 +288,7 @@ def _items(slabs: Iterator[list[Item]], ahead: int, threads: list[Ahead[list[Ite
         made = perf_counter()
         yield from slab
         making, taking = made - started, perf_counter() - made
-    threads.append(Ahead(slabs, ahead))
+    threads.append(Prefetcher(slabs, ahead))
     yield from chain.from_iterable(threads[-1])
 
 

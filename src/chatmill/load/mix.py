@@ -86,7 +86,7 @@ def _size(name: str, row_size: Mapping[str, Fraction] | None) -> Fraction:
     return size
 
 
-class Schedule:
+class MixSchedule:
     """Turns for sources with whole weights: before every position each has had its share, to less than one row.
 
         weights 1 2, one period  ->  sources 1 0 1, ordinals 0 0 1
@@ -166,7 +166,7 @@ class MixedOrder:
             if name not in orders:
                 raise DataError(f"mix_sft: no source {one_line(name)}; there are {', '.join(orders) or 'none'}")
         self.sources = tuple(weights)
-        self.schedule = Schedule(list(weights.values()))
+        self.schedule = MixSchedule(list(weights.values()))
         self._orders = [orders[name] for name in self.sources]
         self._first = offsets(np.array([order.num_episodes for order in self._orders], dtype=np.int64))
 

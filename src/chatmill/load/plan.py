@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from chatmill.errors import DataError, UsageError
-from chatmill.fit.bins import pack_lengths
-from chatmill.load.batch import Layout
+from chatmill.fit.packing import pack_lengths
+from chatmill.load.batch import RowLayout
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MixedOrder, row_weights, shares
 from chatmill.load.order import IdentityOrder, Order, make_order
-from chatmill.load.read import Reader
-from chatmill.load.source import Source
-from chatmill.load.weigh import row_size
+from chatmill.load.read import EpisodeReader
+from chatmill.load.source import DataSource
+from chatmill.load.source_stats import row_size
 from chatmill.rows import Index, offsets
 
 WINDOW = 1 << 16
@@ -65,7 +65,7 @@ class Window(NamedTuple):
         return Window(self.episodes[first[0] : first[-1]], first - first[0])
 
 
-class Step(NamedTuple):
+class PlannedStep(NamedTuple):
     """One global batch: row r holds episodes[first[r]:first[r + 1]], by global number."""
 
     at: Cursor
@@ -88,17 +88,17 @@ class Step(NamedTuple):
         return window if start == 0 and stop >= window.num_rows else window.rows(start, stop)
 
 
-class Plan:
+class LoadPlan:
     """The batches of one split, as a pure function of its sources, the config and a cursor."""
 
     def __init__(
-        self, sources: Sequence[Source], config: LoadConfig, split: str, *, in_stored_order: bool = False
+        self, sources: Sequence[DataSource], config: LoadConfig, split: str, *, in_stored_order: bool = False
     ) -> None:
         """`in_stored_order`: every eligible episode once in the order of the files, and the last batch kept."""
         self.sources = tuple(sources)
         self.config = config
         self.split = split
-        self.reader = Reader([source.episodes(split) for source in sources])
+        self.reader = EpisodeReader([source.episodes(split) for source in sources])
         self.capacity = config.block_size + 1
         self.drop_last = config.epoch_drop_last and not in_stored_order
         short = [source.short(split, config.episode_min_tokens) for source in sources]
@@ -126,12 +126,12 @@ class Plan:
         return self.num_episodes - len(self.skipped)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RowLayout:
         """How its rows are filled."""
         pad = self.config.pad_token_id
         if pad is None:
             raise UsageError("pad_token_id is null; a plan takes the config that open_sources gives")
-        return Layout(self.config.block_size, pad, self.config.use_loss_mask)
+        return RowLayout(self.config.block_size, pad, self.config.use_loss_mask)
 
     @property
     def sha256(self) -> str:
@@ -215,7 +215,7 @@ class Plan:
             return Window(self._drawn(epoch, first + start, first + stop), _counted(stop - start))
         return self._remembered("pack", epoch, window, self._pack).rows(start, stop)
 
-    def step(self, at: Cursor) -> Step:
+    def step(self, at: Cursor) -> PlannedStep:
         """The batch at a cursor."""
         size, last = self.config.batch_size, self.num_windows()
         begins = at.window == 0 and at.row == 0
@@ -235,7 +235,7 @@ class Plan:
         dropped = self._incomplete(at.epoch, window, row) if self.drop_last and last is not None else None
         ends = dropped is not None or (last is not None and window >= last)
         after = Cursor(at.step + 1, at.epoch + 1) if ends else Cursor(at.step + 1, at.epoch, window, row)
-        return Step(at, after, *join(parts), begins, ends, NONE if dropped is None else dropped)
+        return PlannedStep(at, after, *join(parts), begins, ends, NONE if dropped is None else dropped)
 
     def _incomplete(self, epoch: int, window: int, row: int) -> Index | None:
         """The episodes of the rows from here to the end of the epoch if they fill no batch, else None."""
@@ -249,7 +249,7 @@ class Plan:
             rest.append(self._rows(epoch, number, start, stop).episodes)
         return np.concatenate([NONE, *rest])
 
-    def steps(self, at: Cursor) -> Iterator[Step]:
+    def steps(self, at: Cursor) -> Iterator[PlannedStep]:
         """All batches from a cursor on, without end."""
         size = self.config.batch_size
         while True:
@@ -257,13 +257,13 @@ class Plan:
             for row in range(at.row, self._count(at.epoch, at.window) - 2 * size + 1, size):
                 after = Cursor(at.step + 1, at.epoch, at.window, row + size)
                 begins = row == 0 and at.window == 0
-                yield Step(at, after, *self._rows(at.epoch, at.window, row, row + size), begins, False, NONE)
+                yield PlannedStep(at, after, *self._rows(at.epoch, at.window, row, row + size), begins, False, NONE)
                 at = after
             step = self.step(at)
             yield step
             at = step.after
 
-    def one_epoch(self, epoch: int = 0) -> Iterator[Step]:
+    def one_epoch(self, epoch: int = 0) -> Iterator[PlannedStep]:
         """The batches of one epoch."""
         for step in self.steps(Cursor(epoch=epoch)):
             yield step
@@ -304,7 +304,7 @@ def join(parts: list[Window]) -> Window:
     return Window(np.concatenate([part.episodes for part in parts]), first)
 
 
-def _order(sources: tuple[Source, ...], config: LoadConfig, split: str, eligible: list[int]) -> Order:
+def _order(sources: tuple[DataSource, ...], config: LoadConfig, split: str, eligible: list[int]) -> Order:
     def order(count: int) -> Order:
         return make_order(config.batch_sampling_mode, count, seed=config.epoch_seed, shuffle=config.epoch_shuffle)
 
@@ -317,7 +317,7 @@ def _order(sources: tuple[Source, ...], config: LoadConfig, split: str, eligible
     return MixedOrder(orders, row_weights(shares(config.mix_sft), row_size=sizes))
 
 
-def datasets_hash(sources: Sequence[Source]) -> str:
+def datasets_hash(sources: Sequence[DataSource]) -> str:
     """The hash that stands for all that a run reads."""
     if len(sources) == 1 and not sources[0].name:
         return sources[0].sha256

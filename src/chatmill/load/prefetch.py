@@ -13,7 +13,7 @@ PATIENCE = 0.1
 """Seconds after which a waiting thread looks whether it is still wanted."""
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """An iterator over another one that a thread runs ahead of, at most `depth` values.
 
     An error of the other iterator is raised where its value would have come. The thread ends with `close`, or when
@@ -21,14 +21,14 @@ class Ahead(Generic[T]):
     """
 
     def __init__(self, values: Iterator[T], depth: int) -> None:
-        self._line = _Line[T](depth)
+        self._line = _BoundedQueue[T](depth)
         self._ended = False
         thread = threading.Thread(target=_fill, args=(self._line, values), name="chatmill-ahead", daemon=True)
         self.close = weakref.finalize(self, _end, self._line, thread)
         """End the thread; calling it again does nothing."""
         thread.start()
 
-    def __iter__(self) -> Ahead[T]:
+    def __iter__(self) -> Prefetcher[T]:
         return self
 
     def __next__(self) -> T:
@@ -43,7 +43,7 @@ class Ahead(Generic[T]):
         raise StopIteration
 
 
-class _Line(Generic[T]):
+class _BoundedQueue(Generic[T]):
     def __init__(self, depth: int) -> None:
         self.queue: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
         self.stop = threading.Event()
@@ -59,14 +59,14 @@ class _Line(Generic[T]):
         return False
 
 
-def _end(line: _Line[T], thread: threading.Thread) -> None:
+def _end(line: _BoundedQueue[T], thread: threading.Thread) -> None:
     """Wait until the thread is done: one that still runs in torch when the interpreter ends aborts the process."""
     line.stop.set()
     if thread is not threading.current_thread():
         thread.join()
 
 
-def _fill(line: _Line[T], values: Iterator[T]) -> None:
+def _fill(line: _BoundedQueue[T], values: Iterator[T]) -> None:
     try:
         for value in values:
             if not line.put("value", value):

@@ -53,7 +53,7 @@ class Spans(NamedTuple):
     """The first span of each segment, and the number of all."""
 
 
-class Pieces(NamedTuple):
+class ArraySlices(NamedTuple):
     """Slices of several arrays, to be copied one after the other: piece i is arrays[which[i]][start[i]:stop[i]]."""
 
     arrays: list[memoryview]
@@ -69,7 +69,7 @@ class Pieces(NamedTuple):
         return np.frombuffer(b"".join([arrays[of][a:b] for of, a, b in columns]), dtype=self.dtype)
 
 
-class Reader:
+class EpisodeReader:
     """Reads the episodes of several splits by one numbering."""
 
     def __init__(self, parts: Sequence[Episodes]) -> None:
@@ -109,14 +109,14 @@ class Reader:
             raise self._fault(int(shard[wrong.argmax()]), INDEX, "points beyond the tokens")
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
-    def tokens(self, shard: Index, start: Index, stop: Index, *, pad: int, longest: int) -> Pieces:
+    def tokens(self, shard: Index, start: Index, stop: Index, *, pad: int, longest: int) -> ArraySlices:
         """Tokens of shards one after the other, yet to be copied; shard -1 is padding, from 0 to at most `longest`."""
         found = [of for of in _distinct(shard) if of >= 0]
         views = [self.array(of, TOKENS).data for of in found]
         views.append(np.full(longest, pad, dtype=self.dtype).data)
         # -1, the last of them, is the padding.
         which = np.where(shard < 0, -1, np.searchsorted(found, shard))
-        return Pieces(views, which.tolist(), start.tolist(), stop.tolist(), self.dtype)
+        return ArraySlices(views, which.tolist(), start.tolist(), stop.tolist(), self.dtype)
 
     def spans(self, places: Places, cut: Index) -> Spans:
         """The spans of these episodes without so many tokens of their beginnings.
@@ -140,7 +140,7 @@ class Reader:
                 begin[where], end[where] = edges[:-1], edges[1:]
             views.append(as_bytes(table).data)
             which[where] = at
-        stored = Pieces(views, which.tolist(), begin.tolist(), end.tolist(), STORED_SPAN).read()
+        stored = ArraySlices(views, which.tolist(), begin.tolist(), end.tolist(), STORED_SPAN).read()
         first = offsets(end - begin)
         length = stored["length"].astype(np.int64)
         edges = offsets(length)[first]
@@ -185,7 +185,7 @@ class Reader:
         mask = np.ones(int(edges[-1]), dtype=np.bool_)
         if MASK in self._records[shard]:
             view, stop = [self.array(shard, MASK).data], here.start + here.length
-            mask = Pieces(view, [0] * len(stop), here.start.tolist(), stop.tolist(), np.dtype("u1")).read() > 0
+            mask = ArraySlices(view, [0] * len(stop), here.start.tolist(), stop.tolist(), np.dtype("u1")).read() > 0
         begins = np.zeros(len(mask) + 1, dtype=np.bool_)
         np.not_equal(mask[1:], mask[:-1], out=begins[1:-1])
         begins[edges] = True

@@ -16,8 +16,8 @@ from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MIX_SFT
 from chatmill.rows import NO_FILE, Index, Rows
-from chatmill.store.cache import Cache, cache_folder, is_cache, open_cache
 from chatmill.store.layout import INDEX, MASK, TOKENIZER_STATE
+from chatmill.store.primer_cache import PrimerCache, cache_folder, is_cache, open_cache
 from chatmill.store.read import Dataset, Episodes, is_dataset, open_dataset, stored_metadata
 
 BUILDERS = ("primer", "oasst1", "dolly15k")
@@ -30,7 +30,7 @@ EOT_NAMES = ("eot_token_id", "eot_id", "eot", "eos_token_id", "eos_id", "eos")
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One dataset or cache, under the name it is mixed by ("" if it is alone)."""
 
     name: str
@@ -57,14 +57,14 @@ class Source:
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        if isinstance(self.dataset, Cache):
+        if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.tokenizer_sha256
         return None if self.dataset.metadata is None else self.dataset.metadata.tokenizer["sha256"]
 
     @property
     def vocab_size(self) -> int | None:
         """One more than the largest id there may be; None if the dataset does not say."""
-        if isinstance(self.dataset, Cache):
+        if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.vocab_size
         return None if self.dataset.metadata is None else self.dataset.metadata.vocab_size
 
@@ -76,7 +76,7 @@ class Source:
     @cached_property
     def eot(self) -> int | None:
         """The token that ends a turn, as far as the dataset says."""
-        if isinstance(self.dataset, Cache):
+        if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.special_token_ids.get("eot")
         if self.dataset.metadata is not None:
             metadata = self.dataset.metadata
@@ -113,10 +113,10 @@ class Source:
         return None if metadata is None else max((shard.longest for shard in metadata.splits[split].shards), default=0)
 
 
-class Conversation(NamedTuple):
+class EpisodeSegment(NamedTuple):
     """One segment of an episode."""
 
-    source: Source
+    source: DataSource
     episode: int
     """Its number in its source."""
     row: Rows
@@ -130,7 +130,7 @@ class Conversation(NamedTuple):
         return f"{self.row.files[self.row.origins['file'][0]].path}:{self.row.origins['line'][0]}"
 
 
-def conversation(sources: Sequence[Source], split: str, episode: int, segment: int) -> Conversation | None:
+def conversation(sources: Sequence[DataSource], split: str, episode: int, segment: int) -> EpisodeSegment | None:
     """A segment of an episode, counted back from -1, the last; None if there is no such episode.
 
     Episodes are numbered over all sources. An episode that stands twice in a row is counted back over both.
@@ -142,21 +142,21 @@ def conversation(sources: Sequence[Source], split: str, episode: int, segment: i
             split_up = Rows(row.ids, row.spans, row.first_span, row.origins, np.arange(len(row.first_span)), row.files)
             filled = np.flatnonzero(split_up.lengths)
             at = int(filled[segment % len(filled)]) if len(filled) else 0
-            return Conversation(source, episode, split_up[at : at + 1])
+            return EpisodeSegment(source, episode, split_up[at : at + 1])
         episode -= len(episodes)
     return None
 
 
-def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Source, ...], LoadConfig]:
+def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[DataSource, ...], LoadConfig]:
     """The sources of a run in a fixed order, and the config with what they decide: the mix, and the padding.
 
     A folder is a dataset, the cache of one source, or a root whose folders `mix_sft` names.
     """
     folder = Path(dataset_dir)
     if is_dataset(folder) or _claims_dataset(folder):
-        sources: tuple[Source, ...] = (Source("", open_dataset(folder)),)
+        sources: tuple[DataSource, ...] = (DataSource("", open_dataset(folder)),)
     elif is_cache(folder):
-        sources = (Source("", open_cache(folder)),)
+        sources = (DataSource("", open_cache(folder)),)
     else:
         # By name, so that it does not matter in which order a config names them.
         mix = dict(sorted((config.mix_sft or MIX_SFT).items()))
@@ -180,7 +180,7 @@ def _claims_dataset(folder: Path) -> bool:
     return folder.is_dir() and stored_metadata(folder) is not None
 
 
-def _mixed(root: Path, mix: Mapping[str, float]) -> tuple[Source, ...]:
+def _mixed(root: Path, mix: Mapping[str, float]) -> tuple[DataSource, ...]:
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; expected a dataset, a cache, or a folder of caches")
     missing = [name for name in mix if not _is_source(cache_folder(root, name))]
@@ -195,7 +195,7 @@ def _mixed(root: Path, mix: Mapping[str, float]) -> tuple[Source, ...]:
             + "; "
             + _build(missing[0], root)
         )
-    return tuple(Source(name, _open(cache_folder(root, name))) for name in mix)
+    return tuple(DataSource(name, _open(cache_folder(root, name))) for name in mix)
 
 
 def _is_source(folder: Path) -> bool:
@@ -212,7 +212,7 @@ def _build(name: str, root: Path) -> str:
     return f"build it with chatmill prepare … -o {root / name}"
 
 
-def _faults(sources: tuple[Source, ...], config: LoadConfig) -> Iterator[str]:
+def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str]:
     """What the config asks for that the sources do not have."""
     for source in sources:
         if config.use_loss_mask and not source.has_mask:

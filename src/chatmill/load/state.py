@@ -13,7 +13,7 @@ from chatmill.load.plan import Cursor
 VERSION = 1
 
 
-class Worker(NamedTuple):
+class WorkerInfo(NamedTuple):
     """One of several processes that make every so-manieth batch."""
 
     number: int
@@ -23,7 +23,7 @@ class Worker(NamedTuple):
 
 
 def save(
-    cursors: Mapping[str, Cursor], *, dataset_sha256: str, order: Mapping[str, Any], worker: Worker | None
+    cursors: Mapping[str, Cursor], *, dataset_sha256: str, order: Mapping[str, Any], worker: WorkerInfo | None
 ) -> dict[str, Any]:
     """The state, as JSON holds it."""
     state: dict[str, Any] = {
@@ -37,7 +37,7 @@ def save(
 
 
 def restore(
-    state: Mapping[str, Any], *, dataset_sha256: str, order: Mapping[str, Any], worker: Worker | None
+    state: Mapping[str, Any], *, dataset_sha256: str, order: Mapping[str, Any], worker: WorkerInfo | None
 ) -> tuple[dict[str, Cursor], int | None]:
     """The cursors of a state, and what its worker skips; `UsageError` says all that differs."""
     version = state.get("version") if isinstance(state, Mapping) else None
@@ -72,7 +72,7 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
     return faults
 
 
-def _skip(saved: Any, mine: Worker | None) -> int | None:
+def _skip(saved: Any, mine: WorkerInfo | None) -> int | None:
     """Batches to skip before the first of this worker; None if the state is not that of a worker."""
     if saved is None:
         return None

@@ -27,7 +27,7 @@ class Engine(Protocol):
         """
 
 
-class Local:
+class LocalEngine:
     """Processes on this machine. They are forked, so that the tokenizer is loaded once and shared."""
 
     def __init__(self, workers: int | None = None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from chatmill.errors import UsageError, one_line
-from chatmill.format.opened import Mask
+from chatmill.format.renderer import Mask
 from chatmill.rows import TrainOn
 
 Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]
@@ -21,7 +21,7 @@ LONGEST = 2**31
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """Files that are read alike. All of them go to `val` if `only_val`, whatever the split."""
 
     inputs: tuple[str, ...]
@@ -34,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Job:
-    sources: tuple[Source, ...]
+    sources: tuple[InputSource, ...]
     tokenizer: str = "bytes"
     format: str = "chatml"
     add_tokens: bool = False

@@ -14,10 +14,10 @@ from typing import Any
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.assemble import StagedFile, assemble
-from chatmill.prepare.engine import Engine, Local
+from chatmill.prepare.build_dir import BuildDir, build_dir
+from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import Job
 from chatmill.prepare.unit import Done, Tools, Unit, finished, make_tools
-from chatmill.prepare.workplace import Workplace, workplace
 from chatmill.records import plan
 from chatmill.store.files import real
 from chatmill.store.layout import WIDE
@@ -29,7 +29,7 @@ UNIT_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Progress:
+class BuildProgress:
     """Where a build is: `step` is render or write; sizes are bytes of input, then tokens."""
 
     step: str
@@ -39,7 +39,7 @@ class Progress:
     tokens: int
 
 
-def prepare(
+def prepare_dataset(
     job: Job,
     target: Path,
     *,
@@ -48,7 +48,7 @@ def prepare(
     resume: bool = False,
     unit_bytes: int = UNIT_BYTES,
     on_fault: Callable[[RecordError], None] = lambda fault: None,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[BuildProgress], None] = lambda progress: None,
     tools: Tools | None = None,
 ) -> Metadata:
     """Build the dataset that `job` describes at `target`: it appears whole, or not at all."""
@@ -64,9 +64,9 @@ def prepare(
         job = replace(job, template_date=datetime.now().date().isoformat())
     _check_vocabulary(tools)
     identity = _identity(units)
-    with workplace(target, _fingerprint(job, tools, units, identity), resume=resume, overwrite=overwrite) as place:
+    with build_dir(target, _fingerprint(job, tools, units, identity), resume=resume, overwrite=overwrite) as place:
         ledger, staged = Ledger(), list[StagedFile]()
-        with closing(_render(units, job, tools, place, engine or Local(), on_progress)) as rendered:
+        with closing(_render(units, job, tools, place, engine or LocalEngine(), on_progress)) as rendered:
             for unit, (done, before) in zip(units, rendered, strict=True):
                 ledger.merge(done.ledger)
                 staged += [StagedFile(unit.path(place.units, n), unit.only_val, before) for n in range(done.files)]
@@ -113,9 +113,9 @@ def _render(
     units: Sequence[Unit],
     job: Job,
     tools: Tools,
-    place: Workplace,
+    place: BuildDir,
     engine: Engine,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[BuildProgress], None],
 ) -> Generator[tuple[Done, int], None, None]:
     """What each unit leaves, in order, and how many lines of its file came before it.
 
@@ -138,7 +138,7 @@ def _render(
             seen += unit.size
             rows += done.ledger.total("rendered").rows
             tokens += done.ledger.total("rendered").tokens
-            on_progress(Progress("render", seen, total, rows, tokens))
+            on_progress(BuildProgress("render", seen, total, rows, tokens))
             yield done, before
             before += done.lines
 
@@ -148,9 +148,9 @@ def _write(
     tools: Tools,
     units: Sequence[Unit],
     staged: Sequence[StagedFile],
-    place: Workplace,
+    place: BuildDir,
     ledger: Ledger,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[BuildProgress], None],
 ) -> Metadata:
     """From staged rows to all files of the dataset, the metadata last."""
     if not ledger.total("read").rows:
@@ -160,7 +160,7 @@ def _write(
     def on_tokens(count: int) -> None:
         nonlocal written
         written += count
-        on_progress(Progress("write", written, rendered.tokens, rendered.rows, written))
+        on_progress(BuildProgress("write", written, rendered.tokens, rendered.rows, written))
 
     vocab_size = tools.tokenizer.vocab_size
     splits = assemble(staged, job, vocab_size=vocab_size, staging=place.staging, ledger=ledger, on_tokens=on_tokens)

@@ -22,7 +22,7 @@ PATIENCE = 60
 """Seconds that tasks nobody waits for are given to end."""
 
 
-class Ray:
+class RayEngine:
     """A Ray cluster at `address`, or one of `workers` processes that is started here and stopped at the end."""
 
     def __init__(self, workers: int | None = None, address: str | None = None) -> None:

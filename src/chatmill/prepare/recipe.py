@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from chatmill.errors import DataError
-from chatmill.prepare.job import Job, Source
+from chatmill.prepare.job import InputSource, Job
 
 
 def load_recipe(path: Path) -> Job:
@@ -41,14 +41,14 @@ def load_recipe(path: Path) -> Job:
         tables = []
     sources = []
     for number, table in enumerate(tables):
-        values = _values(Source, table, f"source {number}", faults)
+        values = _values(InputSource, table, f"source {number}", faults)
         if not values.get("inputs"):
             faults.append(f"source {number} has no inputs; give a list of files or globs")
         sources.append(values)
     values = _values(Job, data, "the recipe", faults, besides=("sources",))
     if faults:
         raise DataError(f"{path}: " + "; ".join(faults))
-    return Job(tuple(Source(**source) for source in sources), **values)
+    return Job(tuple(InputSource(**source) for source in sources), **values)
 
 
 def _values(kind: type, table: Any, where: str, faults: list[str], besides: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import numpy as np
 
 from chatmill.errors import DataError, RecordError
 from chatmill.fit.truncate import truncate_from
-from chatmill.format import OpenFormat, TemplateOptions, open_format
+from chatmill.format import Renderer, TemplateOptions, open_renderer
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged, save
-from chatmill.records import Part, Plain, Record, keys_of, read_blocks
+from chatmill.records import ChatColumns, FilePart, Record, keys_of, read_blocks
 from chatmill.rows import File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 from chatmill.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ FILE_TOKENS = 2**22
 @dataclass(frozen=True)
 class Unit:
     number: int
-    part: Part
+    part: FilePart
     name: str
     """The file as the dataset remembers it: never an absolute path."""
     train_on: TrainOn
@@ -51,7 +51,7 @@ class Unit:
 class Tools:
     """What every unit needs and is made once a process."""
 
-    format: OpenFormat
+    format: Renderer
     tokenizer: Tokenizer
 
 
@@ -69,14 +69,14 @@ class Done:
 
 def make_tools(job: Job) -> Tools:
     template = TemplateOptions(job.chat_template, job.template_args, job.mask, job.template_date)
-    format = open_format(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template)
+    format = open_renderer(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template)
     return Tools(format, format.tokenizer)
 
 
 def run_unit(unit: Unit, job: Job, tools: Tools, folder: Path) -> Done:
     """Read, render and fit one unit. With `on_error` "stop" its first fault is raised."""
     records = _Records(unit, job, tools)
-    out = _Files(unit, tools, folder)
+    out = _StagedFiles(unit, tools, folder)
     for batch in records:
         rows = tools.format.render(batch, train_on=unit.train_on, ledger=records.ledger)
         _check_ids(rows, tools.tokenizer.vocab_size)
@@ -134,7 +134,7 @@ class _Records:
         waiting: list[Record] = []
         try:
             for block in read_blocks(self._unit.part, on_fault=self._fault, on_end=self._end):
-                if isinstance(block, Plain) and self._format.takes(block):
+                if isinstance(block, ChatColumns) and self._format.takes(block):
                     if waiting:
                         yield waiting
                         waiting = []
@@ -162,7 +162,7 @@ class _Records:
         self.ledger.add("rejected", fault.kind, rows=1)
 
 
-class _Files:
+class _StagedFiles:
     """The staged files of a unit; the last of them holds its ledger, and so says that it is finished."""
 
     def __init__(self, unit: Unit, tools: Tools, folder: Path) -> None:

@@ -1,8 +1,8 @@
 """Read conversations from files: every shape becomes the one `Record`, every fault one line."""
 
+from chatmill.records.columns import ChatColumns, keys_of
 from chatmill.records.files import SUFFIXES, expand
-from chatmill.records.plain import Plain, keys_of
-from chatmill.records.read import MAX_LINE_BYTES, Part, plan, read, read_blocks, read_part
+from chatmill.records.read import MAX_LINE_BYTES, FilePart, plan, read_blocks, read_part, read_records
 from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, record_key
 from chatmill.records.rejects import Rejects
 from chatmill.records.shapes import SHAPES
@@ -14,8 +14,8 @@ __all__ = [
     "SHAPES",
     "SUFFIXES",
     "Message",
-    "Part",
-    "Plain",
+    "FilePart",
+    "ChatColumns",
     "Record",
     "Rejects",
     "Role",
@@ -24,7 +24,7 @@ __all__ = [
     "expand",
     "keys_of",
     "plan",
-    "read",
+    "read_records",
     "read_blocks",
     "read_part",
     "record_key",

@@ -15,10 +15,10 @@ from typing import Literal
 
 from chatmill.errors import RecordError, UsageError
 from chatmill.records import array, files, lines, parquet
+from chatmill.records.columns import COMPILED, ChatColumns, plain_lines
 from chatmill.records.detect import detect
-from chatmill.records.plain import COMPILED, Plain, plain_lines
 from chatmill.records.record import Record
-from chatmill.records.shapes import SHAPES, Parser, oasst, parser, transcript
+from chatmill.records.shapes import SHAPES, ShapeParser, oasst, parser, transcript
 
 MAX_LINE_BYTES = 64 * 2**20
 ENOUGH = 2**17
@@ -30,7 +30,7 @@ OnReject = Callable[[RecordError], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FilePart:
     """One file of one shape, or of a file of lines those that begin in bytes [start, stop), numbered from 1."""
 
     path: Path
@@ -39,7 +39,7 @@ class Part:
     start: int = 0
     stop: int | None = None
 
-    def cut(self, size: int) -> list[Part]:
+    def cut(self, size: int) -> list[FilePart]:
         """Parts of at least `size` bytes that hold the same records in the same order.
 
         Compressed files, arrays and tables stay whole, and so do shapes whose records run over several lines.
@@ -49,7 +49,7 @@ class Part:
         return [replace(self, start=start, stop=stop) for start, stop in lines.cut(self.path, size=size)]
 
 
-def read(
+def read_records(
     inputs: Sequence[str | Path],
     *,
     shape: str | None = None,
@@ -74,18 +74,18 @@ def plan(
     shape: str | None = None,
     source: str | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
-) -> list[Part]:
+) -> list[FilePart]:
     """One part a file, in the order they are read; `shape` None is told from the first records of each file."""
     if shape is not None and shape not in SHAPES:
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
     return [
-        Part(path, _shape(path, shape, max_line_bytes), files.source_name(path) if source is None else source)
+        FilePart(path, _shape(path, shape, max_line_bytes), files.source_name(path) if source is None else source)
         for path in files.expand(inputs)
     ]
 
 
 def read_part(
-    part: Part,
+    part: FilePart,
     *,
     on_fault: OnReject,
     on_end: Callable[[int], None] = lambda lines: None,
@@ -104,11 +104,11 @@ def read_part(
 
 
 def read_blocks(
-    part: Part, *, on_fault: OnReject, on_end: Callable[[int], None], max_line_bytes: int = MAX_LINE_BYTES
-) -> Iterator[Plain | list[Record]]:
+    part: FilePart, *, on_fault: OnReject, on_end: Callable[[int], None], max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[ChatColumns | list[Record]]:
     """The same records many at a time: in columns where they are plain, in lists where not."""
     for found in _read(part, max_line_bytes, columns=True, on_end=on_end):
-        if isinstance(found, Plain):
+        if isinstance(found, ChatColumns):
             yield found
             continue
         records: list[Record] = []
@@ -128,7 +128,7 @@ def read_blocks(
 Found = Sequence[Record | RecordError]
 
 
-def _read(part: Part, limit: int, *, columns: bool, on_end: Callable[[int], None]) -> Iterator[Found]:
+def _read(part: FilePart, limit: int, *, columns: bool, on_end: Callable[[int], None]) -> Iterator[Found]:
     """Records and faults, some at a time, up to where the file itself breaks."""
     line = 0
     with closing(_parsed(part, limit, columns=columns)) as parsed:
@@ -145,7 +145,7 @@ def _read(part: Part, limit: int, *, columns: bool, on_end: Callable[[int], None
             yield found
 
 
-def _parsed(part: Part, limit: int, *, columns: bool) -> Generator[tuple[int, Found], None, None]:
+def _parsed(part: FilePart, limit: int, *, columns: bool) -> Generator[tuple[int, Found], None, None]:
     """Records and faults, some at a time, and the last line that has been read."""
     parse = parser(part.shape, file=str(part.path), source=part.source, limit=limit)
     if not _is_of_lines(part):
@@ -163,7 +163,7 @@ def _parsed(part: Part, limit: int, *, columns: bool) -> Generator[tuple[int, Fo
             yield before, found
 
 
-def _one_by_one(parse: Parser, before: int, block: bytes) -> tuple[int, Found]:
+def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, Found]:
     """How many lines a block has, and what they hold."""
     if found := parse.plain(before + 1, block):
         return len(found), found
@@ -172,7 +172,7 @@ def _one_by_one(parse: Parser, before: int, block: bytes) -> tuple[int, Found]:
     return len(pieces), [each for n, data in numbered if not lines.is_blank(data) for each in parse(n, data)]
 
 
-def _in_columns(parse: Parser, before: int, block: bytes) -> Iterator[tuple[int, Found]]:
+def _in_columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[int, Found]]:
     """The same in columns, as far as the lines are plain; in between, some of them one by one."""
 
     def made(line: int, data: bytes) -> Found:
@@ -192,13 +192,13 @@ def _in_columns(parse: Parser, before: int, block: bytes) -> Iterator[tuple[int,
         at = end
 
 
-def _is_of_lines(part: Part) -> bool:
+def _is_of_lines(part: FilePart) -> bool:
     """Whether each record is a line of a text file."""
     ending = files.suffix(part.path).removesuffix(".gz")
     return ending in (".jsonl", ".txt") and part.shape not in ("oasst1", "transcript-stream")
 
 
-def _units(part: Part, limit: int) -> files.Units:
+def _units(part: FilePart, limit: int) -> files.Units:
     ending = files.suffix(part.path).removesuffix(".gz")
     if ending == ".parquet":
         found = parquet.rows(part.path)
@@ -223,7 +223,7 @@ def _shape(path: Path, shape: str | None, limit: int) -> str:
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
             return "transcript-lines" if transcript.is_line_a_record(first) else "transcript-stream"
     if shape is None:
-        with closing(_units(Part(path, "messages", ""), limit)) as found:
+        with closing(_units(FilePart(path, "messages", ""), limit)) as found:
             shape = detect(files.shown(path), _readable(found))
     return "transcript-lines" if shape == "transcript" else shape
 

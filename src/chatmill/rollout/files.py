@@ -25,7 +25,7 @@ from chatmill.records.shapes.messages import careful
 
 
 @dataclass(frozen=True)
-class Truth:
+class GroundTruth:
     """A conversation that asks for an answer, and the objects it should name."""
 
     record: Record
@@ -42,7 +42,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     row: int | None = None
 
 
-def read_truth(path: str | Path) -> Iterator[Truth]:
+def read_truth(path: str | Path) -> Iterator[GroundTruth]:
     """The records of a .jsonl file, each with an id of its own; a fault is a `RecordError` with its line."""
     seen: dict[str, int] = {}
     file = _one(path)
@@ -73,7 +73,7 @@ def read_truth(path: str | Path) -> Iterator[Truth]:
         except RecordError as fault:
             raise fault.at(name, line, id) from None
         seen[id] = line
-        yield Truth(Record(turns, id, tools, source, name, line), tuple(objects))
+        yield GroundTruth(Record(turns, id, tools, source, name, line), tuple(objects))
 
 
 def _one(path: str | Path) -> Path:
@@ -115,7 +115,7 @@ class RolloutLog:
         self._file.close()
 
 
-class Replay:
+class RolloutReplay:
     """Answers as a log has them: a `Generator` that generates nothing."""
 
     def __init__(self, path: str | Path) -> None:

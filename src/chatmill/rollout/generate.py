@@ -30,7 +30,7 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True)
-class Server:
+class CompletionServer:
     """A server that completes token ids and returns token ids: OpenAI's `completions`, with `return_token_ids`.
 
     vLLM is one. Requests are sent `together` at a time; one that fails for a reason that may pass is sent again.

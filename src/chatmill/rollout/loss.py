@@ -93,7 +93,7 @@ def rollout_loss(logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | N
     return RolloutLoss((tokens * weights).sum(), tokens.detach(), (each.detach() * weights).sum(1))
 
 
-class Head(Protocol):
+class LogitsHead(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -102,10 +102,10 @@ class Model(Protocol):
 
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor: ...
 
-    def head(self) -> Head: ...
+    def head(self) -> LogitsHead: ...
 
 
-class Targets(Protocol):
+class TargetPositions(Protocol):
     """The trained positions of a batch: where they are among all, what should come there, and how much it counts."""
 
     @property
@@ -126,7 +126,7 @@ class WithRolloutLoss(nn.Module):
         self.model, self._axis, self._terms = model, axis, terms
         self._seen: Tensor | None = None
 
-    def forward(self, x: Tensor, positions: Tensor, segments: Tensor, targets: Targets) -> RolloutLoss:
+    def forward(self, x: Tensor, positions: Tensor, segments: Tensor, targets: TargetPositions) -> RolloutLoss:
         hidden = self.model.hidden(x, positions, segments)
         picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
         logits = self.model.head().logits(picked)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from chatmill.errors import DataError
-from chatmill.fit.plan import Plan, gather
+from chatmill.fit.gather import GatherPlan, gather
 from chatmill.format import ChatFormat, render
-from chatmill.format.plates import END, OPEN, Plates, RenderTokenizer
+from chatmill.format.compiled import END, OPEN, CompiledFormat, RenderTokenizer
 from chatmill.records import Record
 from chatmill.rollout.target import one_row
 from chatmill.rows import OWN_ID, SPAN, Part, Role, Rows, Rule, concat
@@ -21,7 +21,7 @@ def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: Render
     The ids of a row are what `prompt_ids` gives for its record.
     """
     rendered = render(records, format, tokenizer)
-    plates = Plates(format, tokenizer)
+    plates = CompiledFormat(format, tokenizer)
     opening = np.array(plates.fixed("assistant", OPEN), dtype=np.uint32)
     ending = len(plates.fixed("assistant", END))
     spans = np.zeros(1, dtype=SPAN)
@@ -30,7 +30,7 @@ def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: Render
     count, here = len(rendered), len(rendered.ids)
     rows = gather(
         rendered,
-        Plan(
+        GatherPlan(
             start=np.stack([rendered.row_start[:-1], np.full(count, here)], axis=1).ravel(),
             stop=np.stack([rendered.row_start[1:] - ending, np.full(count, here + len(opening))], axis=1).ravel(),
             first_piece=2 * np.arange(count + 1, dtype=np.int64),
@@ -53,7 +53,7 @@ def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
     both = np.stack([np.arange(count), np.arange(count) + count], axis=1).ravel()
     rows = gather(
         source,
-        Plan(
+        GatherPlan(
             start=source.row_start[:-1][both],
             stop=source.row_start[1:][both],
             first_piece=2 * np.arange(count + 1, dtype=np.int64),

@@ -38,7 +38,7 @@ Ended = Literal["closed", "open", "fault", "no_root"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ParsedEntry:
     """One `key: value` of the root object; places are bytes of the rollout."""
 
     key: str
@@ -62,11 +62,11 @@ class Scan:
     """Where each token begins in the bytes of the rollout, and their end."""
     root: int
     """The place of the root's opening brace; -1 if there is no root object."""
-    entries: tuple[Entry, ...]
+    entries: tuple[ParsedEntry, ...]
     ended: Ended
     """How: the root closed, it was still open when the tokens ended, it broke, or it never was."""
 
-    def coordinates(self, entry: Entry) -> list[tuple[int, int]]:
+    def coordinates(self, entry: ParsedEntry) -> list[tuple[int, int]]:
         """Where a coordinate's text begins, and its k, for every item of an array in the entry that is one."""
         found: list[tuple[int, int]] = []
         brackets = 0
@@ -158,9 +158,9 @@ class _Value(NamedTuple):
     largest: int = -1
 
 
-def _entries(data: bytes, at: int) -> tuple[list[Entry], Ended]:
+def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
     """Entries from behind the opening brace on, and how they ended."""
-    entries: list[Entry] = []
+    entries: list[ParsedEntry] = []
     start = _space(data, at)
     if data[start : start + 1] == b"}":
         return entries, "closed"
@@ -172,11 +172,11 @@ def _entries(data: bytes, at: int) -> tuple[list[Entry], Ended]:
         except _EndError as end:
             if data[start : start + 1] == b'"':
                 is_object = data[value : value + 1] == b"{"
-                entries.append(Entry(key, number_of(key), -1, start, value, len(data), is_object, False))
+                entries.append(ParsedEntry(key, number_of(key), -1, start, value, len(data), is_object, False))
             return entries, end.ended
         number = number_of(key)
         largest = found.largest if number is None else max(number, found.largest)
-        entries.append(Entry(key, number, largest, start, value, found.stop, found.is_object, True))
+        entries.append(ParsedEntry(key, number, largest, start, value, found.stop, found.is_object, True))
         at = _space(data, found.stop)
         if data[at : at + 1] != b",":
             return entries, "closed" if data[at : at + 1] == b"}" else _at_end(data, at)

@@ -24,7 +24,7 @@ PLACES: Mapping[Any, int] = {**COORDINATE, **{k: k for k in COORDINATE.values()}
 """What names a coordinate of a true object: a token, or its number."""
 
 
-class Piece(NamedTuple):
+class AppendPiece(NamedTuple):
     """A stretch of what is appended; a coordinate is one token, set by its id."""
 
     text: str
@@ -50,7 +50,7 @@ class Schema(Protocol):
     def check(self, thing: Mapping[str, Any]) -> Object:
         """A true object as it will be written; `DataError` if it does not fit."""
 
-    def write(self, thing: Object) -> Iterator[Piece]:
+    def write(self, thing: Object) -> Iterator[AppendPiece]:
         """The body of an entry."""
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching: ...
@@ -106,17 +106,17 @@ class Detection:
             right = 'expected "desc" and one of "bbox_2d" [x1, y1, x2, y2] and "poly" [x1, y1, …], each from 0 to 999'
             raise DataError(f"a true object does not fit ({_WORDS[error.reason]}): {_shown(thing)}; {right}") from None
 
-    def write(self, thing: Object) -> Iterator[Piece]:
-        yield Piece('{"desc": "', Part.STRUCTURE)
-        yield Piece(_inside(thing["desc"]), Part.VALUE)
+    def write(self, thing: Object) -> Iterator[AppendPiece]:
+        yield AppendPiece('{"desc": "', Part.STRUCTURE)
+        yield AppendPiece(_inside(thing["desc"]), Part.VALUE)
         if "bbox_2d" in thing:
-            yield Piece('", "bbox_2d": ["', Part.STRUCTURE)
+            yield AppendPiece('", "bbox_2d": ["', Part.STRUCTURE)
             yield from _coordinates(thing["bbox_2d"], ('", "',))
-            yield Piece('"]}', Part.STRUCTURE)
+            yield AppendPiece('"]}', Part.STRUCTURE)
         else:
-            yield Piece('", "poly": [["', Part.STRUCTURE)
+            yield AppendPiece('", "poly": [["', Part.STRUCTURE)
             yield from _coordinates(thing["poly"], ('", "', '"], ["'))
-            yield Piece('"]]}', Part.STRUCTURE)
+            yield AppendPiece('"]]}', Part.STRUCTURE)
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching:
         return match_objects(predicted, truth, gate=self.gate)
@@ -132,12 +132,12 @@ _WORDS = {
 }
 
 
-def _coordinates(points: Sequence[int], between: tuple[str, ...]) -> Iterator[Piece]:
+def _coordinates(points: Sequence[int], between: tuple[str, ...]) -> Iterator[AppendPiece]:
     """Coordinates, and what stands between them in turns."""
     for at, k in enumerate(points):
         if at:
-            yield Piece(between[(at - 1) % len(between)], Part.STRUCTURE)
-        yield Piece(COORDINATES[k], Part.COORD, k)
+            yield AppendPiece(between[(at - 1) % len(between)], Part.STRUCTURE)
+        yield AppendPiece(COORDINATES[k], Part.COORD, k)
 
 
 def _box(items: Any, places: Mapping[Any, int]) -> list[int]:
@@ -199,19 +199,19 @@ class Fields:
         except (UnfitError, TypeError, ValueError):
             raise DataError(f"a true object does not fit: {_shown(thing)}; {right}") from None
 
-    def write(self, thing: Object) -> Iterator[Piece]:
+    def write(self, thing: Object) -> Iterator[AppendPiece]:
         before = "{"
         for name in self.names:
             value = thing[name]
-            yield Piece(f'{before}"{_inside(name)}": ', Part.STRUCTURE)
+            yield AppendPiece(f'{before}"{_inside(name)}": ', Part.STRUCTURE)
             if isinstance(value, str):
-                yield Piece('"', Part.STRUCTURE)
-                yield Piece(_inside(value), Part.VALUE)
-                yield Piece('"', Part.STRUCTURE)
+                yield AppendPiece('"', Part.STRUCTURE)
+                yield AppendPiece(_inside(value), Part.VALUE)
+                yield AppendPiece('"', Part.STRUCTURE)
             else:
-                yield Piece(json.dumps(value), Part.VALUE)
+                yield AppendPiece(json.dumps(value), Part.VALUE)
             before = ", "
-        yield Piece("}", Part.STRUCTURE)
+        yield AppendPiece("}", Part.STRUCTURE)
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching:
         return match_equal(predicted, truth)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from chatmill.rollout.match import match_objects
 
 
-class Score(NamedTuple):
+class DetectionScore(NamedTuple):
     """Counts over any number of answers."""
 
     right: int = 0
@@ -16,8 +16,8 @@ class Score(NamedTuple):
     found: int = 0
     true: int = 0
 
-    def plus(self, other: Score) -> Score:
-        return Score(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def plus(self, other: DetectionScore) -> DetectionScore:
+        return DetectionScore(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     @property
     def recall(self) -> float:
@@ -34,10 +34,10 @@ class Score(NamedTuple):
 
 def score_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, overlap: float = 0.5
-) -> Score:
+) -> DetectionScore:
     """The score of one answer: objects are matched within each description, by overlap."""
     right = 0
     for desc in {thing["desc"] for thing in truth}:
         mine, theirs = ([thing for thing in things if thing["desc"] == desc] for things in (predicted, truth))
         right += len(match_objects(mine, theirs, gate=overlap).pairs)
-    return Score(right, len(predicted), len(truth))
+    return DetectionScore(right, len(predicted), len(truth))

@@ -19,8 +19,8 @@ import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.rollout.match import Matching
-from chatmill.rollout.scan import JSON, STOP_TEXTS, Entry, Scan, parse_json, scan
-from chatmill.rollout.schema import Detection, Object, Piece, Schema, UnfitError, read_body
+from chatmill.rollout.scan import JSON, STOP_TEXTS, ParsedEntry, Scan, parse_json, scan
+from chatmill.rollout.schema import AppendPiece, Detection, Object, Schema, UnfitError, read_body
 from chatmill.rollout.vocabulary import RolloutTokenizer, Vocabulary, vocabulary_of
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Part, Role, Rows, Rule, Table
 
@@ -143,7 +143,7 @@ def build_answer(
     """The whole answer that names these objects, trained from its first brace on: what SFT teaches before rollouts."""
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
-    ids, parts = _encode([Piece("{", Part.STRUCTURE), *append_pieces(truth, 1, "{", schema)], vocabulary)
+    ids, parts = _encode([AppendPiece("{", Part.STRUCTURE), *append_pieces(truth, 1, "{", schema)], vocabulary)
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
     return _rows([*ids, eos], [*parts, Part.EOS], {}, train_values=train_values)
 
@@ -159,7 +159,7 @@ def serialize_append(
     return "".join(piece.text for piece in pieces)
 
 
-def append_pieces(objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema) -> list[Piece]:
+def append_pieces(objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema) -> list[AppendPiece]:
     """The same, piece by piece, of objects that the schema has checked."""
     last = prefix_text.rstrip(SPACE)[-1:]
     if last not in ("{", ",", "}"):
@@ -168,11 +168,11 @@ def append_pieces(objects: Sequence[Object], start_index: int, prefix_text: str,
             f"a prefix that ends in {shown} cannot be appended to; expected its end to be {{, a comma or }}"
         )
     before = ", " if last == "}" else ""
-    pieces: list[Piece] = []
+    pieces: list[AppendPiece] = []
     for number, thing in enumerate(objects, start=start_index):
-        pieces += [Piece(f'{before}"object_{number}": ', Part.STRUCTURE), *schema.write(thing)]
+        pieces += [AppendPiece(f'{before}"object_{number}": ', Part.STRUCTURE), *schema.write(thing)]
         before = ", "
-    return [*pieces, Piece("}", Part.BRACE)]
+    return [*pieces, AppendPiece("}", Part.BRACE)]
 
 
 def end_of_turn(tokenizer: RolloutTokenizer) -> int:
@@ -186,20 +186,20 @@ def end_of_turn(tokenizer: RolloutTokenizer) -> int:
 # Where the rollout is cut, and what it found.
 
 
-class _Cut(NamedTuple):
+class _KeptPrefix(NamedTuple):
     ids: list[int]
     """The prefix."""
     kept: int
     """How many of them are the rollout's own."""
-    entries: tuple[Entry, ...]
+    entries: tuple[ParsedEntry, ...]
     """Those in the prefix."""
     fallback: str | None
 
 
-def _cut(ids: list[int], found: Scan, vocabulary: Vocabulary) -> _Cut:
+def _cut(ids: list[int], found: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
     """The prefix up to the last complete object, or to the opening brace; `{` alone if there can be none."""
     if found.root < 0:
-        return _Cut(vocabulary.exact(["{"])[0], 0, (), _why_no_root(found.data))
+        return _KeptPrefix(vocabulary.exact(["{"])[0], 0, (), _why_no_root(found.data))
     ends = [entry.stop for entry in found.entries if entry.complete and entry.is_object and entry.number is not None]
     end = ends[-1] if ends else found.root + 1
     stop = int(np.searchsorted(found.token_start, end, side="left"))
@@ -209,9 +209,9 @@ def _cut(ids: list[int], found: Scan, vocabulary: Vocabulary) -> _Cut:
         stop -= 1
         shorter = vocabulary.cut(found.data[found.token_start[stop] : end])
         if shorter is None:
-            return _Cut(vocabulary.exact(["{"])[0], 0, (), "no_cut")
+            return _KeptPrefix(vocabulary.exact(["{"])[0], 0, (), "no_cut")
         prefix = ids[:stop] + shorter
-    return _Cut(prefix, stop, tuple(entry for entry in found.entries if entry.stop <= end), None)
+    return _KeptPrefix(prefix, stop, tuple(entry for entry in found.entries if entry.stop <= end), None)
 
 
 def _why_no_root(data: bytes) -> str:
@@ -223,9 +223,9 @@ def _why_no_root(data: bytes) -> str:
     return "text_before" if b"{" in text else "no_brace"
 
 
-def _read(found: Scan, schema: Schema, cut: _Cut) -> tuple[list[Entry], list[Object], dict[str, int]]:
+def _read(found: Scan, schema: Schema, cut: _KeptPrefix) -> tuple[list[ParsedEntry], list[Object], dict[str, int]]:
     """The entries that are valid objects, those objects, and how many others there are for which reason."""
-    entries: list[Entry] = []
+    entries: list[ParsedEntry] = []
     valid: list[Object] = []
     dropped: Counter[str] = Counter()
     for entry in found.entries:
@@ -239,7 +239,7 @@ def _read(found: Scan, schema: Schema, cut: _Cut) -> tuple[list[Entry], list[Obj
     return entries, valid, dict(dropped)
 
 
-def _object(entry: Entry, data: bytes, schema: Schema, cut: _Cut) -> Object:
+def _object(entry: ParsedEntry, data: bytes, schema: Schema, cut: _KeptPrefix) -> Object:
     for reason, holds in (
         ("incomplete", not entry.complete),
         ("fallback", cut.fallback is not None),
@@ -266,7 +266,7 @@ def _slots(
     found: Scan,
     ids: list[int],
     matching: Matching,
-    entries: Sequence[Entry],
+    entries: Sequence[ParsedEntry],
     valid: Sequence[Object],
     truth: Sequence[Object],
     vocabulary: Vocabulary,
@@ -314,7 +314,7 @@ def _aligned(thing: Object, true: Object) -> list[int] | None:
 # Tokens and spans.
 
 
-def _encode(pieces: Sequence[Piece], vocabulary: Vocabulary) -> tuple[list[int], list[Part]]:
+def _encode(pieces: Sequence[AppendPiece], vocabulary: Vocabulary) -> tuple[list[int], list[Part]]:
     """The ids of what is appended, and which part each is: text between two coordinates is encoded as one.
 
     A token that holds any byte of a value counts as that value.

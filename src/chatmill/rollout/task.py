@@ -12,7 +12,7 @@ import numpy as np
 from chatmill.errors import DataError, one_line
 from chatmill.format import ChatFormat, load_format
 from chatmill.records import record_key
-from chatmill.rollout.files import Rollout, Truth
+from chatmill.rollout.files import GroundTruth, Rollout
 from chatmill.rollout.health import Health
 from chatmill.rollout.match import GATE
 from chatmill.rollout.prompt import check_prompts, join_prompts, prompt_rows
@@ -53,7 +53,7 @@ def open_task(
     return Task(chosen, opened, schema, add_tokens)
 
 
-def task_prompts(truths: Sequence[Truth], task: Task) -> Rows:
+def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
     """The prompt of each record, with the key of what it says."""
     prompts = prompt_rows([truth.record for truth in truths], task.format, task.tokenizer)
     keys = b"".join(record_key(truth.record) for truth in truths)
@@ -67,7 +67,7 @@ def prompt_lists(prompts: Rows) -> list[list[int]]:
 
 
 def target_rows(
-    pairs: Sequence[tuple[Truth, Rollout]],
+    pairs: Sequence[tuple[GroundTruth, Rollout]],
     task: Task,
     health: Health,
     *,
@@ -97,7 +97,7 @@ def target_rows(
     return rows
 
 
-def answer_rows(truths: Sequence[Truth], task: Task) -> Rows:
+def answer_rows(truths: Sequence[GroundTruth], task: Task) -> Rows:
     """Prompts with the true answers."""
     made = []
     for truth in truths:
@@ -107,13 +107,13 @@ def answer_rows(truths: Sequence[Truth], task: Task) -> Rows:
 
 
 @contextmanager
-def _faults_of(truth: Truth) -> Iterator[None]:
+def _faults_of(truth: GroundTruth) -> Iterator[None]:
     try:
         yield
     except DataError as error:
         raise DataError(f"{_place(truth)}: {error}") from None
 
 
-def _place(truth: Truth) -> str:
+def _place(truth: GroundTruth) -> str:
     record = truth.record
     return f"{record.file}:{record.line} (id={one_line(record.id or '')})"

@@ -18,7 +18,7 @@ from chatmill.rows import NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule
 from chatmill.show.explain import origin_of
 from chatmill.show.terminal import COLOURS, PART_COLOURS
 from chatmill.show.text import TokenText, visible
-from chatmill.show.turns import Turn, is_padding, turns
+from chatmill.show.turns import MessageTurn, is_padding, turns
 
 INDENT = "  "
 
@@ -60,7 +60,7 @@ def _messages(first: int, last: int) -> str:
     return f"message {first} is" if first == last else f"messages {first} to {last} are"
 
 
-def _heading(turn: Turn) -> Text:
+def _heading(turn: MessageTurn) -> Text:
     heading = Text(turn.name, style=f"bold {COLOURS.get(turn.role, '')}".strip())
     heading.append("" if turn.message is None else f" {turn.message}")
     for note in turn.notes:
@@ -68,7 +68,7 @@ def _heading(turn: Turn) -> Text:
     return heading
 
 
-def _body(row: Rows, turn: Turn, text: TokenText, *, plain: bool) -> Text:
+def _body(row: Rows, turn: MessageTurn, text: TokenText, *, plain: bool) -> Text:
     """The text of a turn. Neighbours of one weight share a bracket; another weight than 1 stands behind it."""
     body = Text()
     open_weight = 0.0

@@ -12,13 +12,13 @@ from chatmill.format import load_format
 from chatmill.ledger import Ledger
 from chatmill.rows import Rows, TrainOn
 from chatmill.show.text import TokenText
-from chatmill.store.cache import Cache, is_cache, open_cache
+from chatmill.store.primer_cache import PrimerCache, is_cache, open_cache
 from chatmill.store.read import Dataset, Episodes, open_dataset
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 
 @dataclass(frozen=True)
-class Shown:
+class DatasetView:
     """An open dataset or cache; `without_text` says why its tokens are shown as ids, if they are."""
 
     dataset: Dataset
@@ -32,7 +32,7 @@ class Shown:
     @property
     def ledger(self) -> Ledger | None:
         """None if another program wrote the dataset."""
-        if isinstance(self.dataset, Cache):
+        if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.ledger
         return None if self.dataset.metadata is None else self.dataset.metadata.ledger
 
@@ -76,7 +76,7 @@ def _choice(value: Any) -> TrainOn | None:
     return value if value in ("assistant", "last", "all") else None
 
 
-def open_shown(path: str | Path, tokenizer: str | None = None) -> Shown:
+def open_view(path: str | Path, tokenizer: str | None = None) -> DatasetView:
     """A dataset or cache with its tokenizer: the one named, which must be the right one, or the one found beside it."""
     folder = Path(path)
     dataset = open_cache(folder) if is_cache(folder) else open_dataset(folder)
@@ -93,18 +93,18 @@ def open_shown(path: str | Path, tokenizer: str | None = None) -> Shown:
                 f"{folder}: built with tokenizer {built_with[:12]}…, {one_line(tokenizer, 300)} is "
                 f"{given.sha256[:12]}…; name the one it was built with"
             )
-        return Shown(dataset, TokenText(given), None)
+        return DatasetView(dataset, TokenText(given), None)
     if built_with is None:
-        return Shown(dataset, TokenText(None), "the dataset does not say its tokenizer; name it with --tokenizer")
+        return DatasetView(dataset, TokenText(None), "the dataset does not say its tokenizer; name it with --tokenizer")
     for spec in _candidates(folder, name):
         try:
             found = opened(spec)
         except ChatmillError:
             continue
         if found.sha256 == built_with:
-            return Shown(dataset, TokenText(found), None)
+            return DatasetView(dataset, TokenText(found), None)
     called = f"{one_line(name, 200)} ({built_with[:12]}…)" if name else f"{built_with[:12]}…"
-    return Shown(dataset, TokenText(None), f"its tokenizer {called} is not here; name it with --tokenizer")
+    return DatasetView(dataset, TokenText(None), f"its tokenizer {called} is not here; name it with --tokenizer")
 
 
 def _candidates(folder: Path, name: str | None) -> Iterator[str | Path]:
@@ -118,7 +118,7 @@ def _candidates(folder: Path, name: str | None) -> Iterator[str | Path]:
 
 def _remembered(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
     """What a dataset says of its tokenizer: hash, control tokens by key, further ones, name."""
-    if isinstance(dataset, Cache):
+    if isinstance(dataset, PrimerCache):
         try:
             control = dict(load_format(dataset.meta.format).tokens)
         except ChatmillError:
@@ -132,7 +132,7 @@ def _remembered(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str
     return tokenizer["sha256"], state.get("control", {}), tuple(state.get("besides", ())), tokenizer["name"]
 
 
-def split_of(shown: Shown, split: str | None) -> tuple[str, Episodes]:
+def split_of(shown: DatasetView, split: str | None) -> tuple[str, Episodes]:
     """The split that is meant: the one named, or the first that holds an episode."""
     if split is None:
         split = next((name for name in shown.dataset.splits if len(shown.dataset[name])), "train")

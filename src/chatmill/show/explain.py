@@ -9,7 +9,7 @@ import numpy as np
 
 from chatmill.errors import UsageError
 from chatmill.rows import NO_FILE, NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule, TrainOn
-from chatmill.show.dataset import Shown
+from chatmill.show.dataset import DatasetView
 from chatmill.show.text import visible
 
 SPEAKERS = {
@@ -51,7 +51,7 @@ REASONS = {
 }
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """The segment, the span and the origin of one token of a row."""
 
     segment: int
@@ -88,7 +88,7 @@ class Explanation:
     sentence: str
 
 
-def explain(shown: Shown, split: str, episode: int, token: int) -> Explanation:
+def explain(shown: DatasetView, split: str, episode: int, token: int) -> Explanation:
     """Say of one token what it is and why it is trained, or is not."""
     row = shown.row(split, episode)
     if not 0 <= token < len(row.ids):
@@ -139,11 +139,11 @@ def explain(shown: Shown, split: str, episode: int, token: int) -> Explanation:
     )
 
 
-def place_of(row: Rows, token: int) -> Place:
+def place_of(row: Rows, token: int) -> TokenPlace:
     """Where a token of a row stands."""
     span = int(np.searchsorted(row.span_start, token, side="right")) - 1
     segment = int(np.searchsorted(row.first_span, span, side="right")) - 1
-    return Place(segment, span, *origin_of(row, segment))
+    return TokenPlace(segment, span, *origin_of(row, segment))
 
 
 def origin_of(row: Rows, segment: int) -> tuple[str | None, int | None, str | None]:

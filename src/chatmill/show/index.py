@@ -51,7 +51,7 @@ class Filter:
         return self == Filter()
 
 
-class Found(NamedTuple):
+class SearchHits(NamedTuple):
     episodes: list[int]
     after: int
     """The episode to go on from."""
@@ -106,12 +106,12 @@ class SplitIndex:
 
     def search(
         self, needle: bytes, start: int, limit: int, *, kept: NDArray[np.bool_] | None = None, seconds: float = 0.3
-    ) -> Found:
+    ) -> SearchHits:
         """Up to `limit` episodes from `start` on that hold the needle, as many as are found in about that time."""
         deadline, found = monotonic() + seconds, list[int]()
         searched, blocks = self.searched, self.blocks
         if start >= searched:
-            return Found(found, start, ended=True)
+            return SearchHits(found, start, ended=True)
         ends, begun = self.ends, start
         stop = int(ends[searched])
         for first, last in self._runs(needle, int(ends[start]), stop, blocks):
@@ -125,13 +125,13 @@ class SplitIndex:
                 if kept is None or (episode < len(kept) and kept[episode]):
                     found.append(episode)
                     if len(found) == limit:
-                        return Found(found, start, ended=start >= searched)
+                        return SearchHits(found, start, ended=start >= searched)
                 place = text.find(needle, int(ends[start]) - at)
             # Whoever asks goes on from here, so at least one whole episode was looked through.
             reached = max(start, int(np.searchsorted(ends[: searched + 1], last, side="right")) - 1)
             if monotonic() > deadline and reached > begun:
-                return Found(found, reached, ended=reached >= searched)
-        return Found(found, searched, ended=True)
+                return SearchHits(found, reached, ended=reached >= searched)
+        return SearchHits(found, searched, ended=True)
 
     def _runs(self, needle: bytes, start: int, stop: int, blocks: int) -> Iterator[tuple[int, int]]:
         """Ranges of the text in which the needle may begin, rising, each of at most RUN bytes."""

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
-from chatmill.load.source import Source
+from chatmill.load.source import DataSource
 from chatmill.rows import NO_FILE, Index, Rows, offsets
-from chatmill.show.dataset import Shown
+from chatmill.show.dataset import DatasetView
 from chatmill.show.index import BITS, BLOCK, COLUMNS, GRAM, SplitIndex, grams_of, source_bit, sources_of
 from chatmill.show.search import PieceTable
 from chatmill.store.read import Episodes
@@ -30,7 +30,7 @@ SLAB = 1 << 20
 class IndexBuilder:
     """Makes the indexes of a dataset in a thread of its own, or opens those that were made before."""
 
-    def __init__(self, shown: Shown, cache: Path) -> None:
+    def __init__(self, shown: DatasetView, cache: Path) -> None:
         self._shown, self._cache = shown, cache
         self._stop = threading.Event()
         self._pause = 0.0
@@ -54,7 +54,7 @@ class IndexBuilder:
     def folder(self, split: str) -> Path:
         """Where the index of a split is kept: by what it is made from, so that it never goes stale."""
         tokenizer = self._shown.tokenizer
-        made_of = [VERSION, Source("", self._shown.dataset).sha256, split, tokenizer and tokenizer.sha256]
+        made_of = [VERSION, DataSource("", self._shown.dataset).sha256, split, tokenizer and tokenizer.sha256]
         return self._cache / hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
     def _run(self) -> None:

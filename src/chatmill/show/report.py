@@ -16,8 +16,8 @@ from chatmill.ledger import Ledger
 from chatmill.rows import NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule
 from chatmill.show.charts import Link, Node, flow, histogram, lines, nice
 from chatmill.show.conversation import place_name
-from chatmill.show.dataset import Shown
-from chatmill.show.survey import QUANTILES, SHARES, Survey
+from chatmill.show.dataset import DatasetView
+from chatmill.show.stats import QUANTILES, SHARES, SplitStats
 from chatmill.show.text import TokenText, visible
 from chatmill.show.turns import is_padding, turns
 
@@ -28,7 +28,7 @@ SAMPLE_TOKENS = 400
 BARS = 40
 
 
-def report(shown: Shown, surveys: Sequence[Survey], *, version: str) -> str:
+def report(shown: DatasetView, surveys: Sequence[SplitStats], *, version: str) -> str:
     """The page about a dataset, as HTML; `version` is chatmill's."""
     style = _file("report.css")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -57,7 +57,7 @@ def _file(name: str) -> str:
     return (resources.files("chatmill.show") / name).read_text("utf-8")
 
 
-def _facts(shown: Shown, surveys: Sequence[Survey]) -> list[tuple[str, str]]:
+def _facts(shown: DatasetView, surveys: Sequence[SplitStats]) -> list[tuple[str, str]]:
     tokens, trained = (sum(getattr(each, name) for each in surveys) for name in ("tokens", "trained"))
     return [
         ("episodes", f"{sum(each.rows for each in surveys):,}"),
@@ -69,7 +69,7 @@ def _facts(shown: Shown, surveys: Sequence[Survey]) -> list[tuple[str, str]]:
     ]
 
 
-def _split(shown: Shown, survey: Survey, samples: int) -> dict[str, Any]:
+def _split(shown: DatasetView, survey: SplitStats, samples: int) -> dict[str, Any]:
     """What the page says of one split."""
     return {
         "name": survey.split,
@@ -114,7 +114,7 @@ def _rows_of(counts: Any, whole: int) -> list[dict[str, Any]]:
 # Charts.
 
 
-def _lengths(survey: Survey) -> Markup:
+def _lengths(survey: SplitStats) -> Markup:
     """Rows by length: even steps up to where nearly all of them are, and one bar for the longer ones."""
     width = max(1, int(nice(survey.quantile(0.995) / BARS)))
     bars = survey.quantile(1.0) // width + 1
@@ -131,7 +131,7 @@ def _lengths(survey: Survey) -> Markup:
     return histogram(counts, names, labels, title=title, x_label="tokens of a row", y_label="rows")
 
 
-def _shares(survey: Survey) -> Markup:
+def _shares(survey: SplitStats) -> Markup:
     names = [f"{at * 100 // SHARES} to {(at + 1) * 100 // SHARES}%" for at in range(SHARES)]
     labels = {at: f"{at * 100 // SHARES}%" for at in range(0, SHARES + 1, 4)}
     title = f"How much of each row of {survey.split} is trained"
@@ -139,7 +139,7 @@ def _shares(survey: Survey) -> Markup:
     return histogram(counts, names, labels, title=title, x_label="trained share of a row", y_label="rows")
 
 
-def _fills(survey: Survey) -> Markup:
+def _fills(survey: SplitStats) -> Markup:
     return lines(
         [
             ("packed", "packed", [fill.packed for fill in survey.fills]),
@@ -151,7 +151,7 @@ def _fills(survey: Survey) -> Markup:
     )
 
 
-def _flow(ledger: Ledger | None, surveys: Sequence[Survey]) -> Markup:
+def _flow(ledger: Ledger | None, surveys: Sequence[SplitStats]) -> Markup:
     """From records to trained tokens. Where no ledger is, from stored tokens on."""
     roles: dict[str, int] = {}
     for survey in surveys:
@@ -212,7 +212,7 @@ def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link
 # Samples.
 
 
-def _sample_counts(surveys: Sequence[Survey]) -> dict[str, int]:
+def _sample_counts(surveys: Sequence[SplitStats]) -> dict[str, int]:
     """Most samples are of the first split; every other one has a few."""
     few = {survey.split: 4 for survey in surveys[1:]}
     return {survey.split: few.get(survey.split, SAMPLES - sum(few.values())) for survey in surveys}
@@ -223,7 +223,7 @@ def _spread(rows: int, count: int) -> list[int]:
     return sorted({int(at) for at in np.linspace(0, rows - 1, min(count, rows))}) if rows else []
 
 
-def _sample(shown: Shown, split: str, number: int) -> dict[str, Any]:
+def _sample(shown: DatasetView, split: str, number: int) -> dict[str, Any]:
     """An episode with its turns and their tokens, as far as it is shown."""
     row = shown.row(split, number)
     said: list[dict[str, Any]] = []

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from chatmill.audit.log import LogLine, TornLine, read_log
+from chatmill.audit.replay import replay
 from chatmill.errors import UsageError
-from chatmill.load.audit_log import Line, Torn, read_log
 from chatmill.load.config import LoadConfig
-from chatmill.load.plan import WINDOW, Cursor, Plan
-from chatmill.load.replay import replay
+from chatmill.load.plan import WINDOW, Cursor, LoadPlan
 from chatmill.load.source import open_sources
 from chatmill.show.text import visible
 
@@ -50,7 +50,7 @@ class Whereabouts:
     shares_row_with: list[int]
 
 
-class Schedule:
+class OrderView:
     """The order of a dataset under a configuration, whose seed and epoch may be varied."""
 
     def __init__(self, path: Path, config: LoadConfig) -> None:
@@ -60,9 +60,9 @@ class Schedule:
         self._path = path
         self.plan = lru_cache(maxsize=4)(self._plan)
 
-    def _plan(self, split: str, seed: int) -> Plan:
+    def _plan(self, split: str, seed: int) -> LoadPlan:
         sources, config = open_sources(self._path, replace(self.config, epoch_seed=seed))
-        return Plan(sources, config, split)
+        return LoadPlan(sources, config, split)
 
     def page(self, split: str, *, seed: int, epoch: int, start: int, limit: int) -> OrderPage:
         plan = self.plan(split, seed)
@@ -93,7 +93,7 @@ class Schedule:
         )
 
 
-def _row_of(plan: Plan, episode: int, epoch: int, window: int) -> tuple[int, list[int]]:
+def _row_of(plan: LoadPlan, episode: int, epoch: int, window: int) -> tuple[int, list[int]]:
     """The row of a window that an episode is packed in, and all that are in it."""
     for step in plan.steps(Cursor(epoch=epoch, window=window)):
         found = np.flatnonzero(step.episodes == episode)
@@ -147,10 +147,10 @@ def timeline(log: Path) -> list[TimelineLine]:
     hashes: dict[str, int] = {}
     left: set[int] = set()
     for number, line in enumerate(read_log(log), 1):
-        if isinstance(line, Torn):
+        if isinstance(line, TornLine):
             lines.append(TimelineLine(number, "", "torn", {"why": visible(line.why, limit=300)}, False))
             continue
-        assert isinstance(line, Line)
+        assert isinstance(line, LogLine)
         if line.action == "resume" and (head := hashes.get(line.fields.get("head", ""))) is not None:
             left |= set(range(head + 1, number))
         hashes[line.sha256] = number

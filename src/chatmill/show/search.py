@@ -9,7 +9,7 @@ import numpy as np
 
 from chatmill.errors import DataError, UsageError
 from chatmill.rows import Index, Rows, copy_tokens, offsets
-from chatmill.show.dataset import Shown
+from chatmill.show.dataset import DatasetView
 from chatmill.show.text import TokenText, visible
 
 END = 0xFF
@@ -18,7 +18,7 @@ AROUND = 40
 """Characters that are shown before and after what was found."""
 
 
-class Place(NamedTuple):
+class TextMatch(NamedTuple):
     """Where a text stands in an episode: its first token and the one after its last, and the words around it."""
 
     start: int
@@ -80,7 +80,9 @@ def found_in(text: bytes, edges: Index, needle: bytes, start: int = 0) -> Iterat
         at = text.find(needle, int(edges[row + 1]))
 
 
-def find(shown: Shown, split: str, text: str, *, progress: Callable[[int], None] = lambda count: None) -> Iterator[int]:
+def find(
+    shown: DatasetView, split: str, text: str, *, progress: Callable[[int], None] = lambda count: None
+) -> Iterator[int]:
     """The episodes of a split that hold a text, whatever its case, in order. Reads all of it, some at a time."""
     needle, table = needle_of(text), PieceTable(shown.text)
     first = 0
@@ -91,7 +93,7 @@ def find(shown: Shown, split: str, text: str, *, progress: Callable[[int], None]
         progress(len(rows))
 
 
-def locate(ids: list[int], text: TokenText, query: str) -> Place | None:
+def locate(ids: list[int], text: TokenText, query: str) -> TextMatch | None:
     """Where a text first stands in these tokens, whatever its case."""
     pieces = [text.piece(id) for id in ids]
     said = b"".join(pieces).decode("utf-8", "surrogateescape")
@@ -104,7 +106,7 @@ def locate(ids: list[int], text: TokenText, query: str) -> Place | None:
     last = int(np.searchsorted(sizes, at + len(query.casefold()), side="left"))
     bytes_before = [len(said[:stop].encode("utf-8", "surrogateescape")) for stop in (first, last)]
     edges = offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
-    return Place(
+    return TextMatch(
         int(np.searchsorted(edges, bytes_before[0], side="right")) - 1,
         int(np.searchsorted(edges, bytes_before[1], side="left")),
         _shown(said[max(0, first - AROUND) : first], cut_before=first > AROUND),

@@ -57,7 +57,7 @@ def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
         config = uvicorn.Config(
             application(viewer), log_level="warning", access_log=False, lifespan="off", server_header=False, ws="none"
         )
-        server = _Server(config, lambda: ready(f"http://{HOST}:{listening.getsockname()[1]}/"))
+        server = _ViewerServer(config, lambda: ready(f"http://{HOST}:{listening.getsockname()[1]}/"))
         viewer.builder.start(pause=FIRST_PAGE)
         try:
             server.run(sockets=[listening])
@@ -65,7 +65,7 @@ def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
             viewer.builder.close()
 
 
-class _Server(uvicorn.Server):
+class _ViewerServer(uvicorn.Server):
     """Uvicorn, which tells when it answers."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:

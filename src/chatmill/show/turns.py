@@ -22,7 +22,7 @@ NOTES = {
 
 
 @dataclass(frozen=True)
-class Turn:
+class MessageTurn:
     """Consecutive spans of one message, as [first_span, last_span) and [start, stop) tokens of the row."""
 
     segment: int
@@ -42,7 +42,7 @@ class Turn:
         return self.role.name.lower() if self.role != Role.NONE else "no turn"
 
 
-def turns(row: Rows, segment: int) -> Iterator[Turn]:
+def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
     """The turns of one conversation of a row."""
     first, last = int(row.first_span[segment]), int(row.first_span[segment + 1])
     spans = row.spans[first:last]
@@ -57,7 +57,7 @@ def turns(row: Rows, segment: int) -> Iterator[Turn]:
         missing = (expected, message - 1) if message is not None and message > expected else None
         expected = expected if message is None else max(expected, message + 1)
         role = Role(part["role"][0])
-        yield Turn(
+        yield MessageTurn(
             segment=segment,
             message=message,
             role=role,

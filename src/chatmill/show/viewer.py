@@ -17,13 +17,13 @@ import numpy as np
 from chatmill.errors import DataError, UsageError
 from chatmill.load.config import LoadConfig
 from chatmill.rows import NO_MESSAGE, OWN_ID, Index, Part, Role, Rows, Rule
-from chatmill.show.dataset import Shown
+from chatmill.show.dataset import DatasetView
 from chatmill.show.explain import explain, origin_of
-from chatmill.show.index import MOST_SOURCES, Filter, Found, SplitIndex, sources_of
+from chatmill.show.index import MOST_SOURCES, Filter, SearchHits, SplitIndex, sources_of
 from chatmill.show.index_build import IndexBuilder
-from chatmill.show.raw import raw_record
-from chatmill.show.schedule import Schedule, rows_at, timeline
+from chatmill.show.schedule import OrderView, rows_at, timeline
 from chatmill.show.search import locate, needle_of
+from chatmill.show.source_record import raw_record
 from chatmill.show.text import visible
 from chatmill.show.turns import first_words, is_padding, turns
 
@@ -42,7 +42,7 @@ class Viewer:
 
     def __init__(
         self,
-        shown: Shown,
+        shown: DatasetView,
         *,
         cache: Path,
         config: LoadConfig | None = None,
@@ -50,7 +50,7 @@ class Viewer:
         record_folders: Sequence[Path] = (),
     ) -> None:
         self._shown = shown
-        self._schedule = Schedule(shown.path, config or LoadConfig())
+        self._schedule = OrderView(shown.path, config or LoadConfig())
         self._logs = list(logs)
         self._folders = list(record_folders)
         self.builder = IndexBuilder(shown, cache)
@@ -120,12 +120,12 @@ class Viewer:
 
     def _matching(
         self, split: str, index: SplitIndex, wanted: Filter, query: str, start: int, limit: int
-    ) -> tuple[Found, int, int | None]:
+    ) -> tuple[SearchHits, int, int | None]:
         """What was found, how many episodes are known well enough, and how many match, if that is known."""
         count = index.count
         if not query and wanted.is_open:
             stop = min(count, start + limit)
-            return Found(list(range(min(start, stop), stop)), stop, ended=stop == count), count, count
+            return SearchHits(list(range(min(start, stop), stop)), stop, ended=stop == count), count, count
         if index.error is not None:
             raise DataError(f"the index could not be made: {index.error}")
         if query and self._shown.without_text is not None:
@@ -137,7 +137,7 @@ class Viewer:
         here = np.flatnonzero(kept[start:])[: limit + 1] + start
         after = int(here[limit]) if len(here) > limit else len(kept)
         total = int(np.count_nonzero(kept)) if len(kept) == count else None
-        return Found(here[:limit].tolist(), after, ended=len(here) <= limit), len(kept), total
+        return SearchHits(here[:limit].tolist(), after, ended=len(here) <= limit), len(kept), total
 
     def _line(self, split: str, number: int, query: str) -> dict[str, Any]:
         """An episode in the list."""

@@ -40,7 +40,7 @@ PARENT = "reweighed_from"
 
 
 @dataclass(frozen=True)
-class Place:
+class ConversationOrigin:
     """Where a conversation came from, and the split it is in."""
 
     split: str
@@ -49,11 +49,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Kind:
+class Difference:
     """How many conversations differ in one way, and the first of them."""
 
     count: int
-    examples: tuple[Place, ...]
+    examples: tuple[ConversationOrigin, ...]
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ class Diff:
     by_key: bool
     """Matched by what was said. Else, because one of them has no keys, by ids, so that none can be `changed`."""
     equal: int
-    added: Kind
-    removed: Kind
-    changed: Kind
+    added: Difference
+    removed: Difference
+    changed: Difference
     """The same was said, in other ids."""
-    mask: Kind
+    mask: Difference
     """The same ids, trained otherwise."""
-    moved: Kind
+    moved: Difference
     """The same in everything, in another split."""
     causes: tuple[Cause, ...]
 
     @property
-    def kinds(self) -> dict[str, Kind]:
+    def kinds(self) -> dict[str, Difference]:
         return {
             "added": self.added,
             "removed": self.removed,
@@ -107,7 +107,7 @@ def diff(one: str | Path, other: str | Path) -> Diff:
     if not by_key:
         a.match_by_ids()
         b.match_by_ids()
-    found = {name: _Found() for name in (*ALIKE, "removed", "added")}
+    found = {name: _Examples() for name in (*ALIKE, "removed", "added")}
     share_of_a, share_of_b = a.shares(), b.shares()
     for share in range(SHARES):
         in_a, in_b = np.flatnonzero(share_of_a == share), np.flatnonzero(share_of_b == share)
@@ -130,7 +130,7 @@ def diff(one: str | Path, other: str | Path) -> Diff:
     )
 
 
-class _Found:
+class _Examples:
     """How many, and the lowest numbers among them."""
 
     def __init__(self) -> None:
@@ -201,10 +201,10 @@ class _Conversations:
         }
         return [column[numbers] for name in names for column in found[name]]
 
-    def kind(self, found: _Found) -> Kind:
-        return Kind(found.count, tuple(self._place(number) for number in found.first))
+    def kind(self, found: _Examples) -> Difference:
+        return Difference(found.count, tuple(self._place(number) for number in found.first))
 
-    def _place(self, number: int) -> Place:
+    def _place(self, number: int) -> ConversationOrigin:
         for name in self.dataset.splits:
             episodes = self.dataset[name]
             for shard, count in enumerate(_segments(episodes)):
@@ -219,12 +219,12 @@ def _segments(episodes: Episodes) -> list[int]:
     return [shard.records.get(ORIGINS, shard.num_episodes) for shard in episodes.shards]
 
 
-def _origin(split: str, episodes: Episodes, shard: int, number: int) -> Place:
+def _origin(split: str, episodes: Episodes, shard: int, number: int) -> ConversationOrigin:
     if ORIGINS not in episodes.shards[shard].records:
-        return Place(split, None, 0)
+        return ConversationOrigin(split, None, 0)
     origin = episodes.array(shard, ORIGINS)[number]
     known = origin["file"] != NO_FILE
-    return Place(split, episodes.files[origin["file"]].path if known else None, int(origin["line"]))
+    return ConversationOrigin(split, episodes.files[origin["file"]].path if known else None, int(origin["line"]))
 
 
 # Hashes that do not depend on how a conversation is cut into spans, and work on all of them at once.

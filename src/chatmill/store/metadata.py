@@ -183,7 +183,7 @@ def parse_metadata(raw: bytes, *, place: str) -> Metadata:
     named = data.pop("sha256", None)
     if named != self_hash(data) or text_of({**data, "sha256": named}) != raw:
         raise DataError(f"{place}: does not have the hash it names; it was changed or damaged, rebuild the dataset")
-    return _Reader(place).metadata(data)
+    return _MetadataParser(place).metadata(data)
 
 
 # To JSON.
@@ -241,7 +241,7 @@ def self_hash(data: Mapping[str, Any]) -> str:
 # From JSON.
 
 
-class _Reader:
+class _MetadataParser:
     """Turns parsed JSON into `Metadata`, and every lie in it into one line that says where."""
 
     def __init__(self, place: str) -> None:

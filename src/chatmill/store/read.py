@@ -33,6 +33,7 @@ from chatmill.rows import (
     Table,
     offsets,
 )
+from chatmill.store.foreign import stranger_splits
 from chatmill.store.layout import (
     INDEX,
     MASK,
@@ -51,7 +52,6 @@ from chatmill.store.layout import (
 from chatmill.store.metadata import Metadata, is_ours, read_metadata, size_faults
 from chatmill.store.publish import set_aside
 from chatmill.store.shard import Shard, map_file
-from chatmill.store.stranger import stranger_splits
 
 UNKNOWN = {
     name: ~np.isin(np.arange(256), [int(code) for code in codes])
@@ -228,12 +228,12 @@ class Episodes:
             yield self.rows(np.arange(first, first + count))
             first += count
 
-    def _mask(self, run: _Run) -> NDArray[np.uint8]:
+    def _mask(self, run: _EpisodeRun) -> NDArray[np.uint8]:
         if MASK not in self.shards[run.shard].records:
             return np.ones(run.stop - run.start, dtype=np.uint8)
         return self.array(run.shard, MASK)[run.start : run.stop]
 
-    def _with_spans(self, ids: Ids, runs: list[_Run]) -> Rows:
+    def _with_spans(self, ids: Ids, runs: list[_EpisodeRun]) -> Rows:
         origins: list[Any] = []
         stored: list[Any] = []
         targets: list[tuple[Table, int]] = []
@@ -303,7 +303,7 @@ class Episodes:
             where = shard_of == shard
             yield shard, where, chosen[where] - self._firsts[shard]
 
-    def _runs(self, chosen: list[int]) -> Iterator[_Run]:
+    def _runs(self, chosen: list[int]) -> Iterator[_EpisodeRun]:
         """The chosen episodes as runs of neighbours, whose tokens, spans and segments are each one slice."""
         at = 0
         while at < len(chosen):
@@ -316,7 +316,7 @@ class Episodes:
                 yield run
                 number += run.episodes
 
-    def _run(self, shard: int, episode: int, count: int = 1) -> _Run:
+    def _run(self, shard: int, episode: int, count: int = 1) -> _EpisodeRun:
         """Up to `count` episodes from this one on: as many as lie one after the other."""
         index, most = self.array(shard, INDEX), self.shards[shard].num_tokens
         start, length = index[episode].item()
@@ -329,9 +329,9 @@ class Episodes:
             stop = stop if count == 1 else int(ends[count - 1])
         if stop > most:
             raise self.damaged(shard, INDEX, "points beyond the tokens")
-        return _Run(shard, episode, count, start, stop)
+        return _EpisodeRun(shard, episode, count, start, stop)
 
-    def _segments(self, run: _Run) -> tuple[Table, int, int]:
+    def _segments(self, run: _EpisodeRun) -> tuple[Table, int, int]:
         """The segments of a run, and the range of their spans."""
         origins, most = self.array(run.shard, ORIGINS), self.shards[run.shard].records[SPANS]
         row, first_span = origins["row"], origins["first_span"]
@@ -371,7 +371,7 @@ class Episodes:
         self._forget()
 
 
-class _Run(NamedTuple):
+class _EpisodeRun(NamedTuple):
     """Episodes that lie one after the other in a shard, and their tokens there."""
 
     shard: int

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError, UsageError
-from chatmill.ledger import Bucket, Entry, Ledger
+from chatmill.ledger import Bucket, Ledger, LedgerEntry
 from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
 from chatmill.store.layout import MASK, METADATA, ORIGINS, SPANS, shard_name
@@ -90,7 +90,7 @@ class _Work:
 
     def __init__(self, dataset: Dataset, train_on: TrainOn) -> None:
         self._dataset, self._train_on = dataset, train_on
-        self.untrained = Entry()
+        self.untrained = LedgerEntry()
         """Conversations without a trained token, and all their tokens."""
         self.linked = self.copied = 0
 
@@ -204,7 +204,7 @@ def changed(path: Path) -> DataError:
     return DataError(f"{path}: is not what the metadata says; it was changed, see chatmill verify --full")
 
 
-def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: Entry) -> Ledger:
+def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: LedgerEntry) -> Ledger:
     """What became of the input, as the parent counted it; what is stored is as much, but trained anew."""
     ledger = Ledger()
     for bucket, reason, entry in parent:

@@ -25,7 +25,7 @@ PIECE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Counts:
+class SplitCounts:
     episodes: int
     tokens: int
     trained: int
@@ -37,7 +37,7 @@ class Verified:
     """What a dataset holds, and what is wrong with it: nothing if `faults` is empty."""
 
     faults: tuple[str, ...]
-    splits: dict[str, Counts]
+    splits: dict[str, SplitCounts]
     sha256: str | None
     """The hash of the dataset; None if another program wrote it, or if it cannot be read."""
 
@@ -66,7 +66,7 @@ def verify(path: str | Path, *, full: bool) -> Verified:
             except DataError as error:
                 faults.append(str(error))
             trained += check.trained
-        splits[name] = Counts(len(episodes), episodes.num_tokens, trained, len(episodes.shards))
+        splits[name] = SplitCounts(len(episodes), episodes.num_tokens, trained, len(episodes.shards))
     if metadata is not None:
         faults += _unlisted(folder, metadata)
         faults += _ledger_faults(folder, metadata)

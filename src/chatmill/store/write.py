@@ -58,9 +58,9 @@ class SplitWriter:
         self._shard_tokens = shard_tokens
         self._folder = folder
         self._done: list[ShardInfo] = []
-        self._shard: _Shard | None = None
-        self._files = _Files()
-        self._line = _Line()
+        self._shard: _ShardWriter | None = None
+        self._files = _FileTable()
+        self._line = _WriterThread()
         make_folder(folder)
 
     def append(self, rows: Rows) -> None:
@@ -96,8 +96,8 @@ class SplitWriter:
             self._shard.abandon()
             self._shard = None
 
-    def _open(self) -> _Shard:
-        return _Shard(self._folder / shard_name(len(self._done)), self._dtype, self._line)
+    def _open(self) -> _ShardWriter:
+        return _ShardWriter(self._folder / shard_name(len(self._done)), self._dtype, self._line)
 
     def _finish(self) -> None:
         if self._shard is not None:
@@ -119,7 +119,7 @@ def _place(rows: Rows, segment: int) -> str:
     return f"{rows.files[origin['file']].path}:{origin['line']}" if origin["file"] != NO_FILE else "a row"
 
 
-class _Files:
+class _FileTable:
     """Numbers files in the order in which rows first name them, whatever tables the rows come with."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class _Files:
         return tuple(self._numbers)
 
 
-class _Line:
+class _WriterThread:
     """Work that another thread does, in the order in which it was given; its faults come back to who waits for it."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Line:
         self._waiting.clear()
 
 
-class _Part:
+class _HashedFile:
     """One file of a shard: its bytes are hashed and counted as they are written."""
 
     def __init__(self, path: Path) -> None:
@@ -197,20 +197,20 @@ class _Part:
         return FileInfo(self._size, self._hash.hexdigest())
 
 
-class _Shard:
+class _ShardWriter:
     """The files of one shard while they are written."""
 
-    def __init__(self, folder: Path, dtype: np.dtype[np.unsignedinteger], line: _Line) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype[np.unsignedinteger], line: _WriterThread) -> None:
         make_folder(folder)
         self._line = line
         self._folder = folder
         self._dtype = dtype
         # The spans first: a folder that has them and no metadata is known as an unfinished build.
-        self._parts = {name: _Part(folder / name) for name in (SPANS, ORIGINS, INDEX, MASK, TOKENS)}
+        self._parts = {name: _HashedFile(folder / name) for name in (SPANS, ORIGINS, INDEX, MASK, TOKENS)}
         self.num_episodes = self.num_tokens = self._trained = self._spans = self._segments = 0
         self._shortest, self._longest = 2**62, 0
 
-    def put(self, rows: Rows, files: _Files) -> None:
+    def put(self, rows: Rows, files: _FileTable) -> None:
         lengths, spans = rows.lengths, rows.spans
         trained = spans["weight"] > 0
         pieces = {
@@ -262,7 +262,7 @@ class _Shard:
         entries["length"] = rows.lengths
         return entries
 
-    def _origins(self, rows: Rows, files: _Files) -> Table:
+    def _origins(self, rows: Rows, files: _FileTable) -> Table:
         records = np.empty(len(rows.origins), dtype=SEGMENT)
         records["first_span"] = rows.first_span[:-1] + self._spans
         ordinal = np.arange(self.num_episodes, self.num_episodes + len(rows), dtype=np.int64)
@@ -282,7 +282,7 @@ class _Shard:
     def _write(self, pieces: dict[str, NDArray[Any]]) -> None:
         for name, records in pieces.items():
             if name not in self._parts:
-                self._parts[name] = _Part(self._folder / name)
+                self._parts[name] = _HashedFile(self._folder / name)
             self._parts[name].put(records)
 
 

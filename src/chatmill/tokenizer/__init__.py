@@ -1,7 +1,7 @@
 """Text to ids and back: one port, several backends, control tokens kept apart from text."""
 
-from chatmill.tokenizer.choose import MissingTokensError, open_tokenizer
-from chatmill.tokenizer.port import TextColumns, TextTokenizer
+from chatmill.tokenizer.backend import TextColumns, TextTokenizer
+from chatmill.tokenizer.factory import MissingTokensError, open_tokenizer
 from chatmill.tokenizer.tokenizer import Tokenizer
 from chatmill.tokenizer.train import train_bpe
 

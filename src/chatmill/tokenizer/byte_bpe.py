@@ -16,11 +16,11 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from chatmill.tokenizer.port import Ids, Offsets, TextColumns
-from chatmill.tokenizer.strip import Json, byte_alphabet, pairs
+from chatmill.tokenizer.backend import Ids, Offsets, TextColumns
+from chatmill.tokenizer.isolate_control import Json, byte_alphabet, pairs
 
 try:
-    from chatmill.tokenizer import _bpe
+    from chatmill._native import _bpe
 except ImportError:  # pragma: no cover
     _bpe = None  # type: ignore[assignment]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from chatmill.tokenizer.port import Ids, Offsets, flat
+from chatmill.tokenizer.backend import Ids, Offsets, flat
 
 _NGPT = "84a5023f67d74cf29cc4001becde983c"
 

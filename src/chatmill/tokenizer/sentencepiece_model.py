@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 
 from chatmill.errors import UsageError
-from chatmill.tokenizer.port import Ids, Offsets, aliases, faults_of, flat, is_markup
+from chatmill.tokenizer.backend import Ids, Offsets, aliases, faults_of, flat, is_markup
 
 
 class SentencePiece:

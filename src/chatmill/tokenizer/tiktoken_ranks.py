@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.tokenizer.port import Ids, Offsets, faults_of, flat
+from chatmill.tokenizer.backend import Ids, Offsets, faults_of, flat
 
 RANK_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]+)\r?")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from chatmill.errors import DataError
-from chatmill.tokenizer.port import Backend, Ids, Offsets, faults_of
+from chatmill.tokenizer.backend import Backend, Ids, Offsets, faults_of
 
 
 class Tokenizer:

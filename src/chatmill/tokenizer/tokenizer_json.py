@@ -19,10 +19,10 @@ import numpy as np
 import tokenizers
 
 from chatmill.errors import DataError, one_line
+from chatmill.tokenizer.backend import Ids, Offsets, faults_of, flat
 from chatmill.tokenizer.byte_bpe import ByteBpe, Encode, byte_bpe
-from chatmill.tokenizer.port import Ids, Offsets, faults_of, flat
+from chatmill.tokenizer.isolate_control import Json, byte_alphabet, kinds, strip, vocabulary
 from chatmill.tokenizer.probe import PROBE
-from chatmill.tokenizer.strip import Json, byte_alphabet, kinds, strip, vocabulary
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 

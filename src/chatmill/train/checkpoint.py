@@ -22,9 +22,17 @@ from torch import Tensor
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.store import files
 from chatmill.store.publish import publish, recover
-from chatmill.train.pieces import Entry, FileInfo, Piece, Pieces, file_info, named, write_tensors
-from chatmill.train.port import CausalModel
-from chatmill.train.world import World, is_sharded, local, rows_of, whole
+from chatmill.train.distributed import World, is_sharded, local, rows_of, whole
+from chatmill.train.model import CausalModel
+from chatmill.train.sharded_tensors import (
+    FileHash,
+    ShardedTensors,
+    TensorEntry,
+    TensorRows,
+    file_info,
+    named,
+    write_tensors,
+)
 
 VERSION = 1
 MARKER = "checkpoint.json"
@@ -69,7 +77,7 @@ def tensors_of(model: CausalModel, optimizer: torch.optim.Optimizer) -> dict[str
 
 def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: torch.optim.Optimizer) -> None:
     """Put the weights and moments of a checkpoint into a model and its optimizer, at any number of ranks."""
-    pieces = Pieces(sorted(checkpoint.path.glob("state-*.safetensors")))
+    pieces = ShardedTensors(sorted(checkpoint.path.glob("state-*.safetensors")))
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     need = {f"{WEIGHTS}/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
     have = {name: pieces.shape(name) for name in pieces.names if name.startswith(f"{WEIGHTS}/")}
@@ -162,7 +170,7 @@ def _save_model(model: CausalModel, folder: Path, weights: dict[str, Tensor]) ->
         raise ChatmillError(f"{folder}: the model cannot be written ({one_line(str(error))})") from None
 
 
-def _write_state(staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool) -> dict[str, FileInfo]:
+def _write_state(staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool) -> dict[str, FileHash]:
     name = f"state-{world.rank:05d}-of-{world.size:05d}.safetensors" if sharded else "state-00000-of-00001.safetensors"
     if sharded and not world.is_first:
         # What every rank has whole is rank 0's to write.
@@ -177,11 +185,11 @@ def _write_state(staging: Path, tensors: Mapping[str, Tensor], world: World, *, 
     return {}
 
 
-def _entry(name: str, tensor: Tensor, *, sharded: bool) -> Entry:
+def _entry(name: str, tensor: Tensor, *, sharded: bool) -> TensorEntry:
     if not sharded or not is_sharded(tensor):
-        return Entry(name, tuple(tensor.shape), tensor.dtype)
+        return TensorEntry(name, tuple(tensor.shape), tensor.dtype)
     start, _ = rows_of(tensor)
-    return Entry(name, tuple(local(tensor).shape), tensor.dtype, Piece(start, len(tensor)))
+    return TensorEntry(name, tuple(local(tensor).shape), tensor.dtype, TensorRows(start, len(tensor)))
 
 
 def _for_use(model: CausalModel, world: World) -> dict[str, Tensor]:
@@ -238,7 +246,7 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
             said = _read(path / MARKER)
             names = sorted(said["files"])
             for name in names[world.rank :: world.size]:
-                _check(path / name, FileInfo(*said["files"][name]))
+                _check(path / name, FileHash(*said["files"][name]))
             return Checkpoint(path, said)
         except DataError as error:
             before = [each for each in found(path.parent) if each.name < path.name]
@@ -248,7 +256,7 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
     return world.together(check)
 
 
-def _check(path: Path, info: FileInfo) -> None:
+def _check(path: Path, info: FileHash) -> None:
     try:
         size = path.stat().st_size
     except OSError:
@@ -316,6 +324,6 @@ def check_model(folder: Path) -> None:
     try:
         for name, info in _read(marker)["files"].items():
             if name.startswith(f"{MODEL}/"):
-                _check(folder / Path(name).name, FileInfo(*info))
+                _check(folder / Path(name).name, FileHash(*info))
     except DataError as error:
         raise DataError(f"{error}; this model is not used, take that of another checkpoint") from None

@@ -15,8 +15,8 @@ from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.load.config import Right, faults_of, read_values
 from chatmill.train.checkpoint import step_name
 from chatmill.train.config import TrainConfig, from_environment, layered, size_keys
-from chatmill.train.loop import OutOfMemoryError, Result, Words, train
-from chatmill.train.output import CONFIG
+from chatmill.train.loop import OutOfMemoryError, TrainResult, Words, train_model
+from chatmill.train.run_dir import CONFIG
 
 EXAMPLES = """\
 examples:
@@ -86,7 +86,7 @@ def _spelled(name: str) -> list[str]:
     return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
 
 
-def run(given: argparse.Namespace, *, words: Words | None = None) -> Result:
+def run(given: argparse.Namespace, *, words: Words | None = None) -> TrainResult:
     """The run that parsed flags ask for."""
     if given.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
@@ -110,7 +110,7 @@ def run(given: argparse.Namespace, *, words: Words | None = None) -> Result:
             f"{one_line(str(values['init_from_model']), 300)}, which has its shape; leave them out"
         )
     config = TrainConfig.from_mapping(values, place=str(given.config_file or "the flags"))
-    return train(config, model_name=given.model_name, out_dir=out_dir, resume=given.resume, words=words)
+    return train_model(config, model_name=given.model_name, out_dir=out_dir, resume=given.resume, words=words)
 
 
 def _value(text: str, right: Right) -> Any:
@@ -122,7 +122,7 @@ def _value(text: str, right: Right) -> Any:
     return value if right.fits(value) or not right.fits(text) else text
 
 
-def told(result: Result) -> str:
+def told(result: TrainResult) -> str:
     """The result in a few lines."""
     lines = []
     if result.stopped_by is not None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from chatmill.load.loader import EpisodeLoader
-from chatmill.train.port import Inputs
-from chatmill.train.world import World
+from chatmill.train.distributed import World
+from chatmill.train.model import Inputs
 
 
 class Evaluation(NamedTuple):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chatmill.errors import DataError
-from chatmill.train.port import Cache, CausalModel
+from chatmill.train.model import CausalModel, DecodingCache
 
 Prompts = Sequence[Sequence[int]]
 
@@ -128,7 +128,7 @@ def _draws(sampling: Sampling, row: int, count: int) -> NDArray[np.float64]:
     return np.random.Generator(np.random.Philox(key)).random(count)
 
 
-def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, Cache]:
+def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, DecodingCache]:
     """Logits after each prompt, and a cache with room for so many tokens more."""
     lengths = [len(prompt) for prompt in prompts]
     if min(lengths) < 1:

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from chatmill.errors import DataError
 from chatmill.load.config import Right, faults_of, flag, number, optional, whole
 from chatmill.train.attention import Mask, attend, segment_mask
-from chatmill.train.loss import Head
-from chatmill.train.port import Cache, CausalModel
+from chatmill.train.loss import LMHead
+from chatmill.train.model import CausalModel, DecodingCache
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KIND = "chatmill-gpt"
@@ -107,8 +107,8 @@ class GPT(CausalModel):
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         return self._run(x, positions, segment_mask(segments, head_size=self.sizes.head_size), None)
 
-    def head(self) -> Head:
-        return Head(self.embedding.weight if self.unembedding is None else self.unembedding.weight)
+    def head(self) -> LMHead:
+        return LMHead(self.embedding.weight if self.unembedding is None else self.unembedding.weight)
 
     def _run(self, x: Tensor, positions: Tensor, mask: Mask, cache: KVCache | None) -> Tensor:
         h = self.embedding(x)
@@ -130,14 +130,14 @@ class GPT(CausalModel):
     def checkpoint_blocks(self) -> None:
         self._checkpointed = True
 
-    def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, Cache]:
+    def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
         rows, length = ids.shape
         cache = KVCache.empty(self, rows, length + room)
         hidden = self._seen(ids, torch.arange(length, device=ids.device).expand(rows, -1), cache)
         cache.lengths = lengths.clone()
         return self.head().logits(hidden[torch.arange(rows, device=ids.device), lengths - 1]), cache
 
-    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
+    def step(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         assert isinstance(cache, KVCache)
         hidden = self._seen(tokens[:, None], cache.lengths[:, None], cache)
         cache.lengths = cache.lengths + 1

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from chatmill.errors import DataError, UsageError
-from chatmill.train.loss import Head
-from chatmill.train.port import Cache, CausalModel
+from chatmill.train.loss import LMHead
+from chatmill.train.model import CausalModel, DecodingCache
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -75,10 +75,10 @@ class HFModel(CausalModel):
         inside = torch.arange(index.shape[1], device=x.device) < lengths[:, None]
         return states[inside].view(*x.shape, -1)
 
-    def head(self) -> Head:
+    def head(self) -> LMHead:
         layer, config = self.lm.get_output_embeddings(), self.lm.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        return Head(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
+        return LMHead(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
 
     def _states(self, x: Tensor, positions: Tensor) -> Tensor:
         with self._cast():
@@ -101,11 +101,11 @@ class HFModel(CausalModel):
     def checkpoint_blocks(self) -> None:
         self.lm.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, Cache]:
+    def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
         from transformers import DynamicCache
 
         if getattr(self.lm, "_is_stateful", False):
-            replay = Replay(ids, lengths)
+            replay = RecomputeCache(ids, lengths)
             return self._replayed(replay), replay
         length = ids.shape[1]
         # transformers wants prompts that end together.
@@ -114,8 +114,8 @@ class HFModel(CausalModel):
         ids = ids.gather(1, places.clamp(min=0))
         return self._next(ids, places.clamp(min=0), cache), cache
 
-    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        if isinstance(cache, Replay):
+    def step(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
+        if isinstance(cache, RecomputeCache):
             cache.append(tokens)
             return self._replayed(cache)
         assert isinstance(cache, HFCache)
@@ -137,7 +137,7 @@ class HFModel(CausalModel):
             )
         return out.logits[:, -1].float()
 
-    def _replayed(self, cache: Replay) -> Tensor:
+    def _replayed(self, cache: RecomputeCache) -> Tensor:
         positions = torch.arange(cache.ids.shape[1], device=cache.ids.device).expand_as(cache.ids)
         states = self._states(cache.ids, positions)
         return self.head().logits(states[torch.arange(len(states), device=states.device), cache.lengths - 1])
@@ -205,7 +205,7 @@ class HFCache:
         self.lengths, self.seen = self.lengths[rows], self.seen[rows]
 
 
-class Replay:
+class RecomputeCache:
     """For models that keep a state instead of keys and values: the tokens themselves, read again at every step."""
 
     def __init__(self, ids: Tensor, lengths: Tensor) -> None:

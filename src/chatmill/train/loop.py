@@ -22,22 +22,22 @@ import torch
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.load.plan import Cursor
 from chatmill.train.config import TrainConfig
+from chatmill.train.distributed import World, joined
 from chatmill.train.evaluate import Evaluation, evaluate
-from chatmill.train.opening import Opened, open_run
-from chatmill.train.output import CONFIG as CONFIG
-from chatmill.train.output import Output, Step
-from chatmill.train.port import CausalModel
+from chatmill.train.model import CausalModel
+from chatmill.train.run_dir import CONFIG as CONFIG
+from chatmill.train.run_dir import RunDir, StepRecord
 from chatmill.train.samples import Read, Samples
+from chatmill.train.setup import RunState, open_run
 from chatmill.train.signals import noted
-from chatmill.train.step import Counts, Pending, counts_of, parts_of, seed_draws
-from chatmill.train.world import World, joined
+from chatmill.train.step import Pending, StepCounts, counts_of, parts_of, seed_draws
 
 HOST_IS_FULL = ("DefaultCPUAllocator", "Storage size calculation overflowed")
 """What torch says of it."""
 SHOWN = 20
 """Episodes that a fault names, at most."""
 
-Watch = Callable[[Step], None]
+Watch = Callable[[StepRecord], None]
 """Called on every rank with each step, when it is done."""
 OnEval = Callable[[CausalModel, int], Mapping[str, float]]
 """Called on rank 0 after an evaluation with the model and the step; what it gives goes into the metrics."""
@@ -54,7 +54,7 @@ class OutOfMemoryError(ChatmillError):
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainResult:
     """What became of a run."""
 
     folder: Path
@@ -87,7 +87,7 @@ class Result:
         return {**said, "finished": self.step >= self.total}
 
 
-def train(
+def train_model(
     config: TrainConfig,
     *,
     model_name: str,
@@ -99,7 +99,7 @@ def train(
     on_eval: OnEval | None = None,
     words: Words | None = None,
     quiet: bool = False,
-) -> Result:
+) -> TrainResult:
     """Train a model on a dataset, that of the config if none is given, and write all about it to out_dir/model_name.
 
     `resume` is `auto`, which goes on with the newest checkpoint if there is one, or the folder of a checkpoint.
@@ -115,7 +115,7 @@ def train(
     with joined(config.device) as world:
         try:
             with open_run(config, data, folder, world, resume=resume, model=model) as opened:
-                return Loop(opened, Output(folder, data, opened, quiet=quiet), watch, on_eval, words).run()
+                return Loop(opened, RunDir(folder, data, opened, quiet=quiet), watch, on_eval, words).run()
         except torch.OutOfMemoryError:
             raise _out_of_memory(config, world) from None
         except (MemoryError, RuntimeError) as error:
@@ -131,7 +131,7 @@ class _Behind(NamedTuple):
     step: int
     at: Cursor
     lr: float
-    counts: Counts
+    counts: StepCounts
     waited: float
     pending: Pending | None
     """None if there was nothing to train."""
@@ -142,8 +142,8 @@ class Loop:
 
     def __init__(
         self,
-        opened: Opened,
-        output: Output,
+        opened: RunState,
+        output: RunDir,
         watch: Watch | None = None,
         on_eval: OnEval | None = None,
         words: Words | None = None,
@@ -156,7 +156,7 @@ class Loop:
         self._loss: float | None = None
         self._evaluation: Evaluation | None = None
 
-    def run(self) -> Result:
+    def run(self) -> TrainResult:
         """Make all steps that are left, or those before a signal; save, and say what became of it."""
         opened, config, began = self._o, self._o.config, self._o.step
         try:
@@ -195,7 +195,7 @@ class Loop:
             cut_tokens=opened.loader.counts().cut_tokens - cut.cut_tokens,
             stop=float(asked_to_stop),
         )
-        counts = Counts(*world.sums(counts))
+        counts = StepCounts(*world.sums(counts))
         lr = opened.stage.lr(opened.step)
         pending = None
         if counts.weight or not config.post_training:
@@ -227,7 +227,7 @@ class Loop:
             raise self._not_finite(behind, read.loss, read.grad_norm)
         loss = read.loss if counts.weight else None
         self._loss = self._loss if loss is None else loss
-        step = Step(
+        step = StepRecord(
             step=behind.step,
             loss=loss,
             grad_norm=read.grad_norm,
@@ -288,9 +288,9 @@ class Loop:
             self._output.say(f"sample answers are counted and not shown: the tokenizer of {folder} is not beside it")
         return read
 
-    def _result(self, stopped_by: str | None) -> Result:
+    def _result(self, stopped_by: str | None) -> TrainResult:
         opened, found = self._o, self._evaluation
-        return Result(
+        return TrainResult(
             folder=self._output.folder,
             checkpoint=opened.saved,
             step=opened.step,

@@ -28,7 +28,7 @@ MULTIPLE = 128
 
 
 @dataclass(frozen=True)
-class Targets:
+class TrainedPositions:
     """The trained positions of a batch, found where the batch is made so that the device is never waited for.
 
     Positions of no weight fill them up to a multiple, and there is always one: a batch in which nothing is trained has
@@ -47,7 +47,7 @@ class Targets:
     """The sum of the weights."""
 
     @classmethod
-    def of(cls, y: Tensor, weights: Tensor, *, multiple: int = MULTIPLE) -> Targets:
+    def of(cls, y: Tensor, weights: Tensor, *, multiple: int = MULTIPLE) -> TrainedPositions:
         """Of targets and weights (rows, length); y is -100 where nothing is trained."""
         flat = y.cpu().numpy().ravel()
         found = np.flatnonzero(flat != IGNORE_INDEX)
@@ -59,10 +59,10 @@ class Targets:
         total = float(weight.sum(dtype=np.float64))
         return cls(torch.from_numpy(index), torch.from_numpy(ids), torch.from_numpy(weight), count, total)
 
-    def to(self, device: torch.device | str) -> Targets:
+    def to(self, device: torch.device | str) -> TrainedPositions:
         """The same targets on another device."""
         index, ids, weights = (moved(part, device) for part in (self.index, self.ids, self.weights))
-        return Targets(index, ids, weights, self.count, self.weight)
+        return TrainedPositions(index, ids, weights, self.count, self.weight)
 
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -83,7 +83,7 @@ class Losses(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Head:
+class LMHead:
     """How logits come from hidden states: cap(scale · (h Wᵀ + bias))."""
 
     weight: Tensor
@@ -99,7 +99,7 @@ class Head:
         return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
 
 
-def by_segment(losses: Losses, targets: Targets, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Σ weight · loss and Σ weight of each segment, (rows, count): divided, the loss of each conversation by itself."""
     place = targets.index
     cell = place // segments.shape[1] * count + segments.flatten()[place]
@@ -109,7 +109,7 @@ def by_segment(losses: Losses, targets: Targets, segments: Tensor, count: int) -
     return total, weight
 
 
-def weighted_loss(hidden: Tensor, head: Head, targets: Targets) -> Losses:
+def weighted_loss(hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Losses:
     """Σ weight · cross entropy over the targets, from hidden states (rows, length, width)."""
     picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
     if torch.is_grad_enabled():
@@ -122,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, targets: Targets
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LMHead, targets: TrainedPositions
     ) -> tuple[Tensor, Tensor]:
         losses, gradients = _sweep(hidden, head, targets, needed=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
@@ -141,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _sweep(
-    hidden: Tensor, head: Head, targets: Targets, *, needed: tuple[bool, bool, bool]
+    hidden: Tensor, head: LMHead, targets: TrainedPositions, *, needed: tuple[bool, bool, bool]
 ) -> tuple[Losses, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Losses of the picked positions, and the gradients of their sum for hidden states, weight and bias as needed.
 

@@ -13,7 +13,7 @@ MEMORY = 0.95
 """How much of what a speed was stays in it with every step."""
 
 
-class Progress:
+class TrainProgress:
     """Tells of steps as they end."""
 
     def __init__(self, first: int, total: int, *, every: int, stream: TextIO | None = None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LRSchedule:
     """Rises for `warmup` steps to `peak`, then falls to `floor` at step `total`.
 
       peak      /‾‾\\__

@@ -13,23 +13,23 @@ import torch
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
-from chatmill.fit.bins import pack_lengths
+from chatmill.fit.packing import pack_lengths
 from chatmill.fit.truncate import truncate
 from chatmill.ledger import Ledger
+from chatmill.load.collation import collate
 from chatmill.load.config import LoadConfig
-from chatmill.load.from_rows import batch_of
-from chatmill.load.source import Source, open_sources
+from chatmill.load.source import DataSource, open_sources
 from chatmill.rows import Rows
-from chatmill.store.cache import is_cache
+from chatmill.store.primer_cache import is_cache
 from chatmill.store.read import is_dataset
 from chatmill.train.checkpoint import model_folder
+from chatmill.train.eval_prompts import EvalPrompt, RowOrigin, origins, questions
 from chatmill.train.evaluate import without_training
-from chatmill.train.folder import open_model
 from chatmill.train.generate import generate
+from chatmill.train.load_model import open_model
 from chatmill.train.loss import by_segment
-from chatmill.train.port import CausalModel, Inputs
-from chatmill.train.questions import Origin, Question, origins, questions
-from chatmill.train.start import trained_with, unknown_ids
+from chatmill.train.model import CausalModel, Inputs
+from chatmill.train.preflight import trained_with, unknown_ids
 
 BATCH_TOKENS = 1 << 13
 """Tokens of a batch that losses are computed of."""
@@ -38,7 +38,7 @@ ASKED = 64
 
 
 @dataclass
-class Score:
+class EvalScore:
     """Sums over some conversations."""
 
     conversations: int = 0
@@ -55,16 +55,16 @@ class Score:
         """The weighted mean over trained tokens; nan if there are none."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
-    def add(self, other: Score) -> None:
+    def add(self, other: EvalScore) -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """A question with what the model said to it."""
 
-    question: Question
+    question: EvalPrompt
     said: list[int]
     place: str
     """Where the conversation came from."""
@@ -75,19 +75,19 @@ class Answer:
 
 
 @dataclass
-class Report:
+class EvalReport:
     """The scores of all sources, and of all conversations together."""
 
-    sources: dict[str, Score] = field(default_factory=dict)
-    answers: list[Answer] = field(default_factory=list)
+    sources: dict[str, EvalScore] = field(default_factory=dict)
+    answers: list[ScoredAnswer] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     """Answers that were not asked for, by reason."""
     cut: int = 0
     """Conversations longer than the model's positions, of which the last tokens were read."""
 
     @property
-    def all(self) -> Score:
-        total = Score()
+    def all(self) -> EvalScore:
+        total = EvalScore()
         for score in self.sources.values():
             total.add(score)
         return total
@@ -108,7 +108,7 @@ def score(
     max_tokens: int = 256,
     limit: int | None = None,
     progress: Callable[[int], None] = lambda count: None,
-) -> Report:
+) -> EvalReport:
     """Losses and answers of a split; `limit` bounds the questions, chosen evenly over the split.
 
     In a folder of caches every cache is a source. `progress` is told of conversations that were read and questions
@@ -117,9 +117,9 @@ def score(
     sources = open_all(dataset)
     for fault in unknown_ids(Path(dataset), sources, model):
         raise DataError(fault)
-    report = Report()
-    known: list[Origin | None] = []
-    asked: list[Question] = []
+    report = EvalReport()
+    known: list[RowOrigin | None] = []
+    asked: list[EvalPrompt] = []
     ends = end_ids(sources)
     # A row never needs more; of one shape all batches are computed by the same kernels.
     longest = max(int(source.episodes(split).lengths.max()) for source in sources)
@@ -136,7 +136,7 @@ def score(
         report.cut += int((apart.lengths > block + 1).sum())
         sums = conversation_losses(model, apart, block, progress)
         for number, total, weight in zip(talks.tolist(), *sums.tolist(), strict=True):
-            report.sources.setdefault(of_rows[number].source, Score()).add(Score(1, total, weight))
+            report.sources.setdefault(of_rows[number].source, EvalScore()).add(EvalScore(1, total, weight))
     fitting = [q for q in asked if len(q.prompt) + len(q.answer) <= model.max_positions]
     report.left_out["too_long"] += len(asked) - len(fitting)
     chosen = fitting if limit is None else _evenly(fitting, limit)
@@ -144,15 +144,15 @@ def score(
     for question, said in zip(chosen, answers(model, chosen, ends, max_tokens, progress), strict=True):
         origin = known[question.segment]
         assert origin is not None
-        answer = Answer(question, said, origin.place)
-        one = Score(questions=1, exact=int(answer.exact), stopped=int(said[-1] in ends))
+        answer = ScoredAnswer(question, said, origin.place)
+        one = EvalScore(questions=1, exact=int(answer.exact), stopped=int(said[-1] in ends))
         report.sources[origin.source].add(one)
         report.answers.append(answer)
     report.left_out = +report.left_out
     return report
 
 
-def open_all(dataset: str | Path) -> Sequence[Source]:
+def open_all(dataset: str | Path) -> Sequence[DataSource]:
     """A dataset, a cache, or all that lie in a folder, to be read without a config; all are of one tokenizer."""
     inside = [path.name for path in Path(dataset).glob("[!.]*") if _is_source(path)]
     mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(Path(dataset)) else None
@@ -163,12 +163,12 @@ def _is_source(folder: Path) -> bool:
     return is_cache(folder) or is_dataset(folder)
 
 
-def end_ids(sources: Sequence[Source]) -> list[int]:
+def end_ids(sources: Sequence[DataSource]) -> list[int]:
     """The tokens that end a turn, as far as the sources say."""
     return sorted({source.eot for source in sources if source.eot is not None})
 
 
-def check_tokenizer(model: Path, source: Source) -> None:
+def check_tokenizer(model: Path, source: DataSource) -> None:
     """Raise `DataError` for data whose ids mean something else to the model."""
     theirs, mine = trained_with(model_folder(model)).get("tokenizer_sha256"), source.tokenizer_sha256
     if theirs is not None and mine is not None and theirs != mine:
@@ -190,7 +190,7 @@ def conversation_losses(
     found = np.zeros((2, len(rows)))
     with without_training(model):
         for start in range(0, len(packed), size):
-            batch = batch_of(packed[start : start + size], pad_token_id=0, length=block_size + 1)
+            batch = collate(packed[start : start + size], pad_token_id=0, length=block_size + 1)
             inputs = Inputs.of(batch, model.device)
             count = batch.episode_ids.shape[1]
             # One column more for padding, which is no conversation.
@@ -204,7 +204,7 @@ def conversation_losses(
 
 def answers(
     model: CausalModel,
-    asked: Sequence[Question],
+    asked: Sequence[EvalPrompt],
     ends: Sequence[int],
     max_tokens: int,
     progress: Callable[[int], None] = lambda count: None,
@@ -220,7 +220,7 @@ def answers(
     return [said[number] for number in range(len(asked))]
 
 
-def _evenly(things: list[Question], count: int) -> list[Question]:
+def _evenly(things: list[EvalPrompt], count: int) -> list[EvalPrompt]:
     if len(things) <= count:
         return things
     return [things[number * len(things) // count] for number in range(count)]

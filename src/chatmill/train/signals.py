@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Asked:
+class StopRequest:
     """Whether somebody asked to stop, and by which signal."""
 
     by: str | None = None
 
 
 @contextmanager
-def noted() -> Iterator[Asked]:
+def noted() -> Iterator[StopRequest]:
     """Note the first signal; the second does what signals always do."""
-    asked = Asked()
+    asked = StopRequest()
     usual: dict[signal.Signals, Any] = {}
 
     def restore() -> None:

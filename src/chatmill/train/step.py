@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from chatmill.load.batch import IGNORE_INDEX, Batch, from_the_end
+from chatmill.train.distributed import World, is_sharded, last_of, whole
 from chatmill.train.loss import by_segment
-from chatmill.train.port import CausalModel, Inputs
-from chatmill.train.world import World, is_sharded, last_of, whole
+from chatmill.train.model import CausalModel, Inputs
 
 
-class Counts(NamedTuple):
+class StepCounts(NamedTuple):
     """What a global batch holds."""
 
     weight: float = 0.0
@@ -48,7 +48,7 @@ class RowLoss(NamedTuple):
     weight: float
 
 
-class Read(NamedTuple):
+class StepResult(NamedTuple):
     """What a step came to."""
 
     loss: float
@@ -58,23 +58,23 @@ class Read(NamedTuple):
     """Of this rank's rows, if they were asked for."""
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """What one forward pass reads, and whose it is."""
 
     inputs: Inputs
     episode_ids: Tensor
 
 
-def parts_of(batch: Batch, count: int, device: torch.device) -> list[Part]:
+def parts_of(batch: Batch, count: int, device: torch.device) -> list[MicroBatch]:
     """A rank's rows of a batch in so many parts, on its device."""
-    return [Part(Inputs.of(part, device), part.episode_ids) for part in batch.split(count)]
+    return [MicroBatch(Inputs.of(part, device), part.episode_ids) for part in batch.split(count)]
 
 
-def counts_of(batch: Batch, parts: Sequence[Part]) -> Counts:
+def counts_of(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
     """What a rank's rows of a batch hold; read on the host."""
     real = batch.episode_ids[:, 0] >= 0
     tokens = (batch.segments < _segments(batch.episode_ids)[:, None]).sum()
-    return Counts(
+    return StepCounts(
         weight=math.fsum(part.inputs.targets.weight for part in parts),
         trained=sum(part.inputs.targets.count for part in parts),
         tokens=int(tokens),
@@ -98,20 +98,20 @@ class Pending:
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def read(self) -> Read:
+    def read(self) -> StepResult:
         """Wait for it."""
         if self._done is not None:
             self._done.synchronize()
         loss, norm = self._numbers.tolist()
         if self._rows is None:
-            return Read(loss, norm, None)
+            return StepResult(loss, norm, None)
         found = []
         for ids, totals, weights in self._rows:
             trained = (ids >= 0) & (weights > 0)
             segments = torch.from_numpy(from_the_end(ids.numpy()).copy())
             columns = ids[trained], segments[trained], totals[trained] / weights[trained], weights[trained]
             found += [RowLoss(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
-        return Read(loss, norm, found)
+        return StepResult(loss, norm, found)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Stepper:
         """Whether this rank holds the whole model."""
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def step(self, parts: Sequence[Part], *, weight: float, lr: float, rows: bool = False) -> Pending:
+    def step(self, parts: Sequence[MicroBatch], *, weight: float, lr: float, rows: bool = False) -> Pending:
         """Change the weights by one step; `weight` is that of the global batch."""
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)
         if self._grad_clip:
@@ -145,7 +145,7 @@ class Stepper:
         return Pending(self.world.device, torch.stack([losses, whole(norm).float()]), by_row)
 
     def gradients(
-        self, parts: Sequence[Part], *, weight: float, rows: bool = False
+        self, parts: Sequence[MicroBatch], *, weight: float, rows: bool = False
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]] | None]:
         """Leave the gradient of the global batch in the parameters; its mean loss, and sums by episode."""
         # Ranks average their gradients, and each has only its part of the sum.

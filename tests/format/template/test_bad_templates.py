@@ -7,10 +7,10 @@ import time
 
 import pytest
 from hostile_templates import ENDLESS, GOOD, PROMPT
-from template_material import answer, own_format, user
+from template_fixtures import answer, own_format, user
 
 from chatmill.errors import DataError, RecordError, UsageError
-from chatmill.format.template import open_template
+from chatmill.format.template import open_template_renderer
 from chatmill.records import Message, Record
 
 TALK = Record([user("Hi"), answer("Hello.")], file="chat.jsonl", line=7, id="a1")
@@ -116,7 +116,7 @@ def test_a_folder_that_lacks_something_is_named(tmp_path, files, said):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises((DataError, UsageError), match=said):
-        open_template(str(tmp_path))
+        open_template_renderer(str(tmp_path))
 
 
 @pytest.mark.parametrize("argument", ["enable", "=1", "messages=[]", "a b=1"])

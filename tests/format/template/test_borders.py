@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from template_material import TOOLS, answer, user
+from template_fixtures import TOOLS, answer, user
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chatmill.format.template import certificate, open_template
-from chatmill.format.template.certificate import certify
+from chatmill.format.template import certify, open_template_renderer
+from chatmill.format.template.certify import certify
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
 from chatmill.rows import Part, Rule
@@ -63,7 +63,7 @@ def spaced(tmp_path) -> str:
 def opened(folder: str, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return open_template(folder, **options)
+        return open_template_renderer(folder, **options)
 
 
 def cells(format, record: Record, ledger: Ledger | None = None) -> list[tuple[str, bool]]:
@@ -89,9 +89,9 @@ def test_the_certificate_names_tokens_across_a_border(greedy):
     assert found["borders"].passed
     # No probe begins as that text does.
     assert found["borders"].text == "no token lies across the border of an answer"
-    probes = (Record([user("Hi"), answer("Hello there")], id="question"), *certificate.PROBES[1:])
+    probes = (Record([user("Hi"), answer("Hello there")], id="question"), *certify.PROBES[1:])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certificate, "PROBES", probes)
+        patch.setattr(certify, "PROBES", probes)
         found = {finding.name: finding for finding in certify(format)}
     assert found["borders"].text == (
         "tokens across a border count as where they begin: 1 in probe question, as after "

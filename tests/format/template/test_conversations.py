@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from template_material import TEMPLATES as FOLDER
-from template_material import TOOLS, answer, own_format, peer_ids, trained_texts, trl_format, trl_tokenizer, user
+from template_fixtures import TEMPLATES as FOLDER
+from template_fixtures import TOOLS, answer, own_format, peer_ids, trained_texts, trl_format, trl_tokenizer, user
 
 from chatmill.errors import RecordError
-from chatmill.format.template import TemplateFormat, open_template
+from chatmill.format.template import TemplateRenderer, open_template_renderer
 from chatmill.records import Message, Record, ToolCall
 
 TEXTS = st.one_of(
@@ -36,11 +36,11 @@ def conversations(draw):
 
 
 @lru_cache(None)
-def forgetful(name: str) -> TemplateFormat:
-    return open_template(str(trl_tokenizer()), chat_template=str(FOLDER / f"{name}.jinja"))
+def forgetful(name: str) -> TemplateRenderer:
+    return open_template_renderer(str(trl_tokenizer()), chat_template=str(FOLDER / f"{name}.jinja"))
 
 
-def made(of: TemplateFormat, record: Record):
+def made(of: TemplateRenderer, record: Record):
     """Ids, spans and all of a row; or the kind of fault."""
     try:
         rows = of.render([record])
@@ -57,7 +57,7 @@ def test_a_way_that_is_kept_gives_what_a_derivation_of_its_own_gives(name):
     @given(conversations())
     @settings(max_examples=30)
     def check(record):
-        with patch("chatmill.format.template.format.WAYS", 0):
+        with patch("chatmill.format.template.renderer.WAYS", 0):
             alone = made(forgetful(name), record)
         assert made(keeps, record) == alone
         assert made(keeps, record) == alone
@@ -174,11 +174,11 @@ def test_a_conversation_of_many_messages_is_derived_like_a_short_one():
 
 
 def test_a_kept_way_that_went_wrong_is_found_out():
-    of = open_template(str(trl_tokenizer()), chat_template=str(FOLDER / "llama3.jinja"))
+    of = open_template_renderer(str(trl_tokenizer()), chat_template=str(FOLDER / "llama3.jinja"))
     record = Record([user("Hi"), answer("Hello.")])
     of.lay(record)
     with (
-        patch("chatmill.format.template.format.replay", lambda steps, texts: ["?"] * 9),
+        patch("chatmill.format.template.renderer.replay", lambda steps, texts: ["?"] * 9),
         pytest.raises(RecordError, match="it is not written as others of its kind"),
     ):
         of.lay(record)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from template_material import TOOLS, answer, own_format, trl_format, user
+from template_fixtures import TOOLS, answer, own_format, trl_format, user
 
 from chatmill.errors import RecordError
 from chatmill.records import Message, Record, ToolCall

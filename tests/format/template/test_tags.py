@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from template_material import TOOLS, TRAINING, answer, messages_of, own_format, peer, trl_format, user
+from template_fixtures import TOOLS, TRAINING, answer, messages_of, own_format, peer, trl_format, user
 
 from chatmill.errors import RecordError, UsageError
-from chatmill.format.template import open_template
+from chatmill.format.template import open_template_renderer
 from chatmill.records import Message, Record, ToolCall
 
 RECORDS = [
@@ -52,7 +52,7 @@ def test_a_template_without_tags_is_refused(tmp_path):
     source = "{% for m in messages %}{{ '<|a|>' + m.content + '<|b|>' }}{% endfor %}{# {% generation %} #}"
     own_format(tmp_path, source)
     with pytest.raises(UsageError, match="has no generation tags; leave out --mask tags"):
-        open_template(str(tmp_path / "own"), mask="tags")
+        open_template_renderer(str(tmp_path / "own"), mask="tags")
 
 
 def test_an_answer_outside_of_all_tags_is_refused_and_not_an_empty_mask(tmp_path):
@@ -61,7 +61,7 @@ def test_an_answer_outside_of_all_tags_is_refused_and_not_an_empty_mask(tmp_path
         "{% endgeneration %}{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"
     )
     own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
-    format = open_template(str(tmp_path / "own"), mask="tags")
+    format = open_template_renderer(str(tmp_path / "own"), mask="tags")
     assert format.render([Record([user("Hi"), answer("Yo")])]).mask().sum() > 0
     with pytest.raises(RecordError, match=r"nothing of message 1 \(assistant\) is trained"):
         format.lay(Record([user("Hi"), answer("Yo"), user("Hi"), answer("Yo")]))

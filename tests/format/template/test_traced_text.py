@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatmill.format.template.pieces import Source
-from chatmill.format.template.text import Text, field, joined, literal
-from chatmill.format.template.trace import Trace, replay
+from chatmill.format.template.tracing.provenance import FieldPath
+from chatmill.format.template.tracing.trace import Trace, replay
+from chatmill.format.template.tracing.traced_str import TracedStr, field, joined, literal
 
 WORDS = st.text(alphabet="ab <|>/\n", max_size=8)
 SEPARATORS = st.sampled_from(["a", " ", "\n", "<|", "b/"])
@@ -54,7 +54,7 @@ STEPS = st.lists(
 
 
 def fields(texts, trace):
-    return [field(text, Source(number, ("content",)), number, trace) for number, text in enumerate(texts)]
+    return [field(text, FieldPath(number, ("content",)), number, trace) for number, text in enumerate(texts)]
 
 
 @given(st.lists(WORDS, min_size=2, max_size=3), STEPS)
@@ -63,7 +63,7 @@ def test_a_traced_text_is_what_a_plain_one_would_be(texts, steps):
     traced, asked = program(fields(texts, Trace(texts)), steps)
     plain, plainly = program(texts, steps)
     assert isinstance(traced, str) and str.__str__(traced) == plain and asked == plainly
-    if isinstance(traced, Text):
+    if isinstance(traced, TracedStr):
         assert "".join(piece.text for piece in traced.pieces) == plain
 
 
@@ -117,14 +117,14 @@ def test_joining_and_formatting_keep_every_piece():
     ):
         assert made.plain() == text
         sources = {piece.text: piece.source for piece in made.pieces if piece.source}
-        assert sources == {"ab": Source(0, ("content",)), "cd": Source(1, ("content",))}
+        assert sources == {"ab": FieldPath(0, ("content",)), "cd": FieldPath(1, ("content",))}
         assert not any(piece.mixed for piece in made.pieces)
 
 
 def test_every_method_of_a_string_is_followed_or_gives_the_trace_up():
     for name in dir(str):
         if not name.startswith("_"):
-            assert name in Text.__dict__, name
+            assert name in TracedStr.__dict__, name
 
 
 def test_words_that_are_left_of_a_text_when_its_field_is_cut_away_need_no_trace():

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from template_material import (
+from template_fixtures import (
     ORIGINALS,
     TOOLS,
     answer,

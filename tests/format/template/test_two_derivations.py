@@ -6,10 +6,10 @@ import ast
 from pathlib import Path
 
 import pytest
-from template_material import answer, trl_format, user
+from template_fixtures import answer, trl_format, user
 
 from chatmill.errors import RecordError
-from chatmill.format.template import derive, origins, prefixes
+from chatmill.format.template.answers import by_origin, by_prefix, derive
 from chatmill.records import Record
 
 TALK = Record([user("Which way?"), answer("North."), user("And then?"), answer("West.")])
@@ -21,14 +21,14 @@ def imported(module) -> set[str]:
 
 
 def test_origins_and_prefixes_have_no_module_of_chatmill_in_common_but_errors():
-    shared = {name for name in imported(origins) & imported(prefixes) if name.startswith("chatmill")}
+    shared = {name for name in imported(by_origin) & imported(by_prefix) if name.startswith("chatmill")}
     assert shared == {"chatmill.errors"}
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gptoss", "gemma3", "phi3"])
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("edge", ["start", "stop"])
-@pytest.mark.parametrize("way", ["turns_by_origin", "turns_by_prefix"])
+@pytest.mark.parametrize("way", ["answers_by_origin", "answers_by_prefix"])
 def test_an_answer_shifted_by_one_character_in_either_way_is_refused(monkeypatch, name, by, edge, way):
     right = getattr(derive, way)
 
@@ -45,8 +45,10 @@ def test_an_answer_shifted_by_one_character_in_either_way_is_refused(monkeypatch
 
 
 def test_the_fault_shows_the_text_in_dispute_and_both_opinions(monkeypatch):
-    right = derive.turns_by_prefix
-    monkeypatch.setattr(derive, "turns_by_prefix", lambda *args: [p._replace(start=p.start + 3) for p in right(*args)])
+    right = derive.answers_by_prefix
+    monkeypatch.setattr(
+        derive, "answers_by_prefix", lambda *args: [p._replace(start=p.start + 3) for p in right(*args)]
+    )
     with pytest.raises(RecordError) as refused:
         trl_format("llama3").derive(TALK)
     assert refused.value.kind == "mask_disputed"

@@ -12,6 +12,6 @@ format                      all of it as a format
 certificate                 what a template keeps and what it breaks, in one line each
 """
 
-from chatmill.format.template.format import TemplateFormat, open_template
+from chatmill.format.template.renderer import TemplateRenderer, open_template_renderer
 
-__all__ = ["TemplateFormat", "open_template"]
+__all__ = ["TemplateRenderer", "open_template_renderer"]

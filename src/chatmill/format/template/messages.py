@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from chatmill.format.plates import CODE
-from chatmill.format.template.pieces import Source
-from chatmill.format.template.text import field
-from chatmill.format.template.trace import Trace
+from chatmill.format.compiled import CODE
+from chatmill.format.template.tracing.provenance import FieldPath
+from chatmill.format.template.tracing.trace import Trace
+from chatmill.format.template.tracing.traced_str import field
 from chatmill.records import Message, Record
 
-Leaf = Callable[[str, Source], str]
-Key = Callable[[str, Source], str]
+Leaf = Callable[[str, FieldPath], str]
+Key = Callable[[str, FieldPath], str]
 
 _DECODE = msgspec.json.Decoder().decode
 _ENCODE = msgspec.json.Encoder().encode
@@ -36,7 +36,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TemplateInput:
     """What a template is given of one record."""
 
     messages: list[dict[str, Any]]
@@ -44,19 +44,19 @@ class Conversation:
     characters: int
 
 
-def plain_conversation(record: Record, style: Style) -> Conversation:
+def plain_conversation(record: Record, style: Style) -> TemplateInput:
     """The record with its texts as they are."""
     return _conversation(record, style, _as_it_is, _as_it_is)
 
 
-def traced_conversation(record: Record, style: Style, trace: Trace) -> Conversation:
+def traced_conversation(record: Record, style: Style, trace: Trace) -> TemplateInput:
     """The record with traced texts: every text of `shape_and_texts` has the slot of its place there."""
     slots = iter(range(trace.count))
 
-    def leaf(text: str, source: Source) -> str:
+    def leaf(text: str, source: FieldPath) -> str:
         return field(text, source, next(slots), trace)
 
-    def known(text: str, source: Source) -> str:
+    def known(text: str, source: FieldPath) -> str:
         return field(text, source, None, None)
 
     return _conversation(record, style, leaf, known)
@@ -77,7 +77,7 @@ def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
         return kinds, texts
     texts = []
 
-    def leaf(text: str, source: Source) -> str:
+    def leaf(text: str, source: FieldPath) -> str:
         texts.append(text)
         return ""
 
@@ -90,14 +90,14 @@ def is_plain(shape: bytes) -> bool:
     return not shape.startswith(b"\xff")
 
 
-def _as_it_is(text: str, source: Source) -> str:
+def _as_it_is(text: str, source: FieldPath) -> str:
     return text
 
 
-def _conversation(record: Record, style: Style, leaf: Leaf, known: Key) -> Conversation:
+def _conversation(record: Record, style: Style, leaf: Leaf, known: Key) -> TemplateInput:
     messages = [_message(message, number, style, leaf, known) for number, message in enumerate(record.messages)]
     tools = [_inside(_DECODE(tool), -1, ("tools", at), known, known) for at, tool in enumerate(record.tools)]
-    return Conversation(messages, tools or None, _characters(record))
+    return TemplateInput(messages, tools or None, _characters(record))
 
 
 def _characters(record: Record) -> int:
@@ -110,28 +110,28 @@ def _characters(record: Record) -> int:
 
 def _message(message: Message, number: int, style: Style, leaf: Leaf, known: Key) -> dict[str, Any]:
     # The order of the keys is that of the usual records, for templates that write a message as it is.
-    content: Any = leaf(message.content, Source(number, ("content",)))
+    content: Any = leaf(message.content, FieldPath(number, ("content",)))
     out: dict[str, Any] = {
         "role": message.role,
         "content": [{"type": "text", "text": content}] if style.parts else content,
     }
     if message.reasoning:
         # Under both names by which templates know it, as transformers gives it to them.
-        reasoning = leaf(message.reasoning, Source(number, ("reasoning",)))
+        reasoning = leaf(message.reasoning, FieldPath(number, ("reasoning",)))
         out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
     if message.tool_calls:
         out["tool_calls"] = [_call(call, number, at, style, leaf, known) for at, call in enumerate(message.tool_calls)]
     for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
         if value is not None:
-            out[key] = leaf(value, Source(number, (key,)))
+            out[key] = leaf(value, FieldPath(number, (key,)))
     return out
 
 
 def _call(call: Any, number: int, at: int, style: Style, leaf: Leaf, known: Key) -> dict[str, Any]:
     path = ("tool_calls", at)
-    id = {} if call.id is None else {"id": leaf(call.id, Source(number, (*path, "id")))}
-    name = leaf(call.name, Source(number, (*path, "name")))
-    of_arguments = Source(number, (*path, "arguments"))
+    id = {} if call.id is None else {"id": leaf(call.id, FieldPath(number, (*path, "id")))}
+    name = leaf(call.name, FieldPath(number, (*path, "name")))
+    of_arguments = FieldPath(number, (*path, "arguments"))
     if style.arguments_as_text:
         arguments: Any = leaf(call.arguments, of_arguments)
     else:
@@ -142,10 +142,10 @@ def _call(call: Any, number: int, at: int, style: Style, leaf: Leaf, known: Key)
 def _inside(value: Any, number: int, path: tuple[str | int, ...], leaf: Leaf, known: Key) -> Any:
     """A JSON value whose texts are leaves; keys are of the shape."""
     if isinstance(value, str):
-        return leaf(value, Source(number, path))
+        return leaf(value, FieldPath(number, path))
     if isinstance(value, dict):
         return {
-            known(key, Source(number, path)): _inside(inner, number, (*path, key), leaf, known)
+            known(key, FieldPath(number, path)): _inside(inner, number, (*path, key), leaf, known)
             for key, inner in value.items()
         }
     if isinstance(value, list):

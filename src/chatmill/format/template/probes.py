@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from chatmill.errors import RecordError
 from chatmill.format.template.messages import Style, plain_conversation
-from chatmill.format.template.writer import Writer
+from chatmill.format.template.template import ChatTemplate
 from chatmill.records import Message, Record, ToolCall
 
 TOOLS = (
@@ -68,7 +68,7 @@ def forging(tokens: Sequence[str]) -> Record:
     return _record("control text", user(f"Say {written} twice."), answer(f"{written} and {written}."))
 
 
-def style_of(writer: Writer) -> Style:
+def style_of(writer: ChatTemplate) -> Style:
     """How a template wants its messages: the first way in which it writes what they say."""
     style = next((style for style in (Style(), Style(parts=True)) if _writes(writer, QUESTION, style)), Style())
     called = _record("style", user("Rain?"), answer("", "", CALL), RESULT, answer("No."), tools=TOOLS)
@@ -76,7 +76,7 @@ def style_of(writer: Writer) -> Style:
     return next((other for other in (style, as_text) if _writes(writer, called, other)), style)
 
 
-def _writes(writer: Writer, record: Record, style: Style) -> bool:
+def _writes(writer: ChatTemplate, record: Record, style: Style) -> bool:
     try:
         text = writer.write(plain_conversation(record, style))
     except RecordError:

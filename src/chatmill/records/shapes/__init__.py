@@ -12,21 +12,21 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Record
 from chatmill.records.shapes import instruct, messages, oasst, primer, sharegpt, tool, transcript
 from chatmill.records.shapes.decode import decode, decode_object
-from chatmill.records.shapes.fields import Conversation, Object
+from chatmill.records.shapes.fields import Object, ParsedRecord
 
-Shape = Callable[[bytes], list[Conversation]]
-PlainLines = Callable[[bytes], list[Conversation] | None]
+Shape = Callable[[bytes], list[ParsedRecord]]
+PlainLines = Callable[[bytes], list[ParsedRecord] | None]
 
 # What a fault keeps of the record it is about: enough to recognise it, little enough to hold many.
 RAW_BYTES = 4096
 
 
-def _objects(careful: Callable[[Object], Conversation]) -> Shape:
+def _objects(careful: Callable[[Object], ParsedRecord]) -> Shape:
     return lambda data: [careful(decode_object(data))]
 
 
-def _plain_first(plain: Callable[[bytes], Conversation | None], careful: Callable[[Object], Conversation]) -> Shape:
-    def read(data: bytes) -> list[Conversation]:
+def _plain_first(plain: Callable[[bytes], ParsedRecord | None], careful: Callable[[Object], ParsedRecord]) -> Shape:
+    def read(data: bytes) -> list[ParsedRecord]:
         found = plain(data)
         return [careful(decode_object(data)) if found is None else found]
 
@@ -53,7 +53,7 @@ _PLAIN_LINES: dict[str, PlainLines] = {"messages": messages.plain_lines}
 
 
 @dataclass(frozen=True)
-class Parser:
+class ShapeParser:
     """From bytes to the records they hold, of one shape and one file.
 
     Whatever the bytes, it raises nothing: what is wrong is a `RecordError` among the records, with its place and the
@@ -90,8 +90,8 @@ class Parser:
         ]
 
 
-def parser(shape: str, *, file: str, source: str, limit: int) -> Parser:
-    return Parser(file, source, limit, _READERS[shape], _PLAIN_LINES.get(shape))
+def parser(shape: str, *, file: str, source: str, limit: int) -> ShapeParser:
+    return ShapeParser(file, source, limit, _READERS[shape], _PLAIN_LINES.get(shape))
 
 
 def _name(data: bytes) -> str | None:

@@ -15,7 +15,7 @@ Object = dict[str, Any]
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
 
-class Conversation(NamedTuple):
+class ParsedRecord(NamedTuple):
     """What a shape finds in one record; the reader adds the place and makes it a `Record`."""
 
     messages: list[Message]

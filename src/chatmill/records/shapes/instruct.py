@@ -6,19 +6,19 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import named
-from chatmill.records.shapes.fields import Conversation, Object
+from chatmill.records.shapes.fields import Object, ParsedRecord
 
 
-def alpaca(record: Object) -> Conversation:
+def alpaca(record: Object) -> ParsedRecord:
     """system?, the pairs of `history`, then instruction with input, and output."""
     system = fields.optional_text("the record", record, "system")
     head = [Message("system", system)] if system else []
-    return Conversation(head + _history(record) + _exchange(record, "input", "output"), fields.record_id(record))
+    return ParsedRecord(head + _history(record) + _exchange(record, "input", "output"), fields.record_id(record))
 
 
-def dolly(record: Object) -> Conversation:
+def dolly(record: Object) -> ParsedRecord:
     """instruction with context, and response; `category` is not read."""
-    return Conversation(_exchange(record, "context", "response"), fields.record_id(record))
+    return ParsedRecord(_exchange(record, "context", "response"), fields.record_id(record))
 
 
 def _exchange(record: Object, about: str, answer: str) -> list[Message]:

@@ -15,7 +15,7 @@ from chatmill.errors import RecordError
 from chatmill.records.record import ROLES, Message, Role, ToolCall
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import named
-from chatmill.records.shapes.fields import Conversation, Object, quoted
+from chatmill.records.shapes.fields import Object, ParsedRecord, quoted
 
 _ROLES: dict[str, Role] = {role: role for role in ROLES}
 
@@ -44,7 +44,7 @@ class _PlainRecord(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 _PLAIN = msgspec.json.Decoder(_PlainRecord)
 
 
-def plain(data: bytes) -> Conversation | None:
+def plain(data: bytes) -> ParsedRecord | None:
     """The conversation where it is nothing but roles and texts; None where a careful look is needed."""
     try:
         found = _PLAIN.decode(data)
@@ -53,7 +53,7 @@ def plain(data: bytes) -> Conversation | None:
     return _conversation(found) if found.messages else None
 
 
-def plain_lines(block: bytes) -> list[Conversation] | None:
+def plain_lines(block: bytes) -> list[ParsedRecord] | None:
     """The conversations of a block of lines, if each line holds exactly one and all of them are plain."""
     count = _object_lines(block)
     if not count:
@@ -81,17 +81,17 @@ def _object_lines(block: bytes) -> int:
     return len(ends) if opens and (raw[ends - 1] == ord("}")).all() else 0
 
 
-def _conversation(found: _PlainRecord) -> Conversation:
+def _conversation(found: _PlainRecord) -> ParsedRecord:
     name = str(found.id) if isinstance(found.id, int) else found.id
-    return Conversation([Message(message.role, message.content) for message in found.messages], name)
+    return ParsedRecord([Message(message.role, message.content) for message in found.messages], name)
 
 
-def careful(record: Object) -> Conversation:
+def careful(record: Object) -> ParsedRecord:
     """The conversation of one record in any of the accepted forms."""
     fields.refuse("the record", record, "system", right='expected it as the first message, or shape "tool"')
     fields.refuse("the record", record, "functions", right="expected tools and tool_calls")
     turns = [_message(f"message {index}", turn) for index, turn in enumerate(fields.messages(record, "messages"))]
-    return Conversation(turns, fields.record_id(record), fields.tools(record))
+    return ParsedRecord(turns, fields.record_id(record), fields.tools(record))
 
 
 def _message(owner: str, turn: Object) -> Message:

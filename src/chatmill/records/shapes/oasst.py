@@ -16,7 +16,7 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import named
-from chatmill.records.shapes.fields import Conversation, Object, quoted
+from chatmill.records.shapes.fields import Object, ParsedRecord, quoted
 
 _ROLES: dict[str, Role] = {"prompter": "user", "assistant": "assistant"}
 
@@ -32,7 +32,7 @@ class _Flat(msgspec.Struct, gc=False):
 _FLAT = msgspec.json.Decoder(_Flat)
 
 
-def careful(record: Any) -> Conversation:
+def careful(record: Any) -> ParsedRecord:
     """The conversation of one tree, from an object with `prompt` or a list of flat messages."""
     if type(record) is list and record and all(type(message) is dict for message in record):
         root, replies = _flat_tree(record)
@@ -44,7 +44,7 @@ def careful(record: Any) -> Conversation:
     else:
         right = 'expected "prompt", or the strings "message_id" and "message_tree_id"'
         raise RecordError("the record is neither a message tree nor a message of one", right, kind="missing")
-    return Conversation(_best_path(root, replies), tree)
+    return ParsedRecord(_best_path(root, replies), tree)
 
 
 def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tuple[int, bytes], None, None]:

@@ -9,38 +9,38 @@ import msgspec
 from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role
 from chatmill.records.shapes import fields
-from chatmill.records.shapes.fields import Conversation, Object
+from chatmill.records.shapes.fields import Object, ParsedRecord
 
 _Role = Literal["system", "user", "assistant"]
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _PrimerMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     role: _Role
     content: str
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    messages: list[_Message]
+class _PrimerRecord(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    messages: list[_PrimerMessage]
 
 
-_STRICT = msgspec.json.Decoder(_Record)
+_STRICT = msgspec.json.Decoder(_PrimerRecord)
 
 
-def plain(data: bytes) -> Conversation | None:
+def plain(data: bytes) -> ParsedRecord | None:
     """The conversation where the record is right; None where a careful look must say what is wrong."""
     try:
         found = _STRICT.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return Conversation([Message(turn.role, turn.content) for turn in found.messages]) if found.messages else None
+    return ParsedRecord([Message(turn.role, turn.content) for turn in found.messages]) if found.messages else None
 
 
-def careful(record: Object) -> Conversation:
+def careful(record: Object) -> ParsedRecord:
     """The conversation of one record, any departure from the specification a fault."""
     turns = fields.messages(record, "messages")
     _only("the record", record, ("messages",))
-    return Conversation([_message(f"message {index}", turn) for index, turn in enumerate(turns)])
+    return ParsedRecord([_message(f"message {index}", turn) for index, turn in enumerate(turns)])
 
 
 def _message(owner: str, turn: Object) -> Message:

@@ -8,7 +8,7 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role, ToolCall
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import decode
-from chatmill.records.shapes.fields import Conversation, Object
+from chatmill.records.shapes.fields import Object, ParsedRecord
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -22,13 +22,13 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def careful(record: Object) -> Conversation:
+def careful(record: Object) -> ParsedRecord:
     """The conversation of one record; a top-level `system` becomes its first message."""
     turns = fields.messages(record, "conversations")
     system = fields.optional_text("the record", record, "system")
     head = [Message("system", system)] if system else []
     body = [_message(f"message {index}", turn) for index, turn in enumerate(turns)]
-    return Conversation(head + body, fields.record_id(record), fields.tools(record))
+    return ParsedRecord(head + body, fields.record_id(record), fields.tools(record))
 
 
 def _message(owner: str, turn: Object) -> Message:

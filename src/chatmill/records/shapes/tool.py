@@ -5,7 +5,7 @@ from __future__ import annotations
 from chatmill.records.record import Message, Role
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import compact
-from chatmill.records.shapes.fields import Conversation, Object
+from chatmill.records.shapes.fields import Object, ParsedRecord
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -16,13 +16,13 @@ ROLES: dict[str, Role] = {
 }
 
 
-def careful(record: Object) -> Conversation:
+def careful(record: Object) -> ParsedRecord:
     """The conversation of one record; a top-level `system` becomes its first message."""
     turns = fields.messages(record, "messages")
     system = fields.optional_text("the record", record, "system")
     head = [Message("system", system)] if system else []
     body = [_message(f"message {index}", turn) for index, turn in enumerate(turns)]
-    return Conversation(head + body, fields.record_id(record), fields.tools(record))
+    return ParsedRecord(head + body, fields.record_id(record), fields.tools(record))
 
 
 def _message(owner: str, turn: Object) -> Message:

@@ -12,7 +12,7 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import decode, decode_object, decode_text
-from chatmill.records.shapes.fields import Conversation, quoted
+from chatmill.records.shapes.fields import ParsedRecord, quoted
 
 EOS = b"<|EOS|>"
 _OPENERS: dict[str, Role] = {"SYSTEM": "system", "USER": "user", "ASSISTANT": "assistant"}
@@ -20,7 +20,7 @@ _MARKER = re.compile(r"<\|(SYSTEM|USER|ASSISTANT|END|EOS)\|>")
 _ANSWER = re.compile(rb"<\|ASSISTANT\|>(?:(?!<\|(?:SYSTEM|USER|ASSISTANT|EOS)\|>).)*?<\|END\|>")
 
 
-def from_line(data: bytes) -> list[Conversation]:
+def from_line(data: bytes) -> list[ParsedRecord]:
     """The conversations of one line: raw text, a JSON string, or an object with `text`."""
     begin = data.lstrip()[:1]
     if begin not in (b'"', b"{"):
@@ -30,20 +30,20 @@ def from_line(data: bytes) -> list[Conversation]:
     else:
         record = decode_object(data)
         text, name = fields.text("the record", record, "text"), fields.record_id(record)
-    found = [Conversation(turns, name) for turns, _, _ in conversations(text)]
+    found = [ParsedRecord(turns, name) for turns, _, _ in conversations(text)]
     if not found:
         raise RecordError("the transcript has no spans", f"expected {_expected()}", kind="empty")
     return found
 
 
-def from_stream(data: bytes) -> list[Conversation]:
+def from_stream(data: bytes) -> list[ParsedRecord]:
     """The conversation of one piece of a stream, as cut at `<|EOS|>`."""
     return conversations(decode_text(data))
 
 
-def conversations(text: str) -> list[Conversation]:
+def conversations(text: str) -> list[ParsedRecord]:
     """The conversations of a transcript; those without any span are left out."""
-    found: list[Conversation] = []
+    found: list[ParsedRecord] = []
     turns: list[Message] = []
     role: Role | None = None
     position = 0
@@ -59,13 +59,13 @@ def conversations(text: str) -> list[Conversation]:
                 raise RecordError(what, f"expected {_expected()} before it", kind="span")
         role = _OPENERS.get(kind)
         if kind == "EOS" and turns:
-            found.append(Conversation(turns))
+            found.append(ParsedRecord(turns))
             turns = []
     if role is not None:
         turns.append(Message(role, text[position:], complete=False))
     else:
         _check_between(text[position:], len(turns))
-    return [*found, Conversation(turns)] if turns else found
+    return [*found, ParsedRecord(turns)] if turns else found
 
 
 def is_line_a_record(first: bytes) -> bool:

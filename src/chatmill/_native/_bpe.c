@@ -1,0 +1,244 @@
+/* Byte-level BPE for many texts at a time.
+
+   A text is cut into words as the pattern of its tokenizer would cut it, and each word is looked up among those that
+   have been merged before; nearly all have. A text with a word over LONGEST, with a character whose class is not known,
+   or with one that has to be normalized, is left to the caller: it comes back without ids, and its number in a list. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include "_table.h"
+#include "_words.h"
+
+typedef struct {
+    PyObject_HEAD
+    Cutter cutter;
+    Table table;
+    Heap classes, text, out, offsets;
+} Encoder;
+
+/* Append the ids of `self->text`; none, and `odd` set, if it has to be left to the caller. 0 without memory. */
+static int encode_text(Encoder *self, size_t size) {
+    size_t room = self->out.size + (size + FEW) * sizeof(uint32_t);
+    if (!reserve(&self->out, room)) return 0;
+    Cutter *cutter = &self->cutter;
+    uint32_t *out = (uint32_t *)(self->out.data + self->out.size);
+    const uint8_t *at = self->text.data, *end = at + size;
+    memset(self->text.data + size, 0, BEYOND);
+    self->text.data[size] = STOP;
+    cutter->odd = 0;
+    while (at < end) {
+        uint64_t starts = starts_after(cutter, at, end - at);
+        if (starts) {
+            out = write_words(&self->table, at, starts, out);
+            at += 63 - __builtin_clzll(starts);
+        } else {
+            const uint8_t *stop = *at == STOP ? NULL : word_at(cutter, at);
+            if (cutter->odd || !stop || stop - at > LONGEST) {
+                cutter->odd = 1;
+                return 1;
+            }
+            Key key = key_of(at, stop - at);
+            out = write_ids(&self->table, key, hash_of(key), at, stop - at, out);
+            at = stop;
+        }
+        if (!out) return 0;
+    }
+    self->out.size = (uint8_t *)out - self->out.data;
+    return 1;
+}
+
+/* What Python sees. */
+
+static int note_offset(Encoder *self) {
+    int64_t offset = self->out.size / sizeof(uint32_t);
+    return append(&self->offsets, &offset, sizeof offset);
+}
+
+static int note_odd(PyObject *odd, Py_ssize_t number) {
+    PyObject *object = PyLong_FromSsize_t(number);
+    int failed = !object || PyList_Append(odd, object);
+    Py_XDECREF(object);
+    return !failed;
+}
+
+static PyObject *answer(Encoder *self, PyObject *odd) {
+    const char *ids = self->out.data ? (char *)self->out.data : "";
+    return Py_BuildValue("(y#y#N)", ids, (Py_ssize_t)self->out.size, (char *)self->offsets.data,
+                         (Py_ssize_t)self->offsets.size, odd);
+}
+
+PyDoc_STRVAR(encode_doc,
+             "encode(texts: list[str], normal: bool) -> (ids, offsets, odd)\n\n"
+             "Ids as uint32, len(texts) + 1 offsets as int64, and the numbers of the texts that were left out.");
+
+static PyObject *encode(PyObject *object, PyObject *args) {
+    Encoder *self = (Encoder *)object;
+    PyObject *texts;
+    if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &texts, &self->cutter.normal)) return NULL;
+    PyObject *odd = PyList_New(0);
+    self->out.size = self->offsets.size = 0;
+    if (!odd || !note_offset(self) || !own_words(&self->table)) goto no_memory;
+    for (Py_ssize_t n = 0; n < PyList_Size(texts); n++) {
+        Py_ssize_t size;
+        const char *text = PyUnicode_AsUTF8AndSize(PyList_GetItem(texts, n), &size);
+        if (!text) goto failed;
+        if (!reserve(&self->text, size + BEYOND)) goto no_memory;
+        memcpy(self->text.data, text, size);
+        if (!encode_text(self, size) || !note_offset(self)) goto no_memory;
+        if (self->cutter.odd && !note_odd(odd, n)) goto failed;
+    }
+    return answer(self, odd);
+no_memory:
+    PyErr_NoMemory();
+failed:
+    Py_XDECREF(odd);
+    return NULL;
+}
+
+PyDoc_STRVAR(encode_columns_doc,
+             "encode_columns(data, start, stop, kind, before: list[bytes], after: list[bytes]) -> (ids, offsets, odd)\n\n"
+             "The same for the texts before[kind] + data[start:stop] + after[kind], which are UTF-8.");
+
+static PyObject *encode_columns(PyObject *object, PyObject *args) {
+    Encoder *self = (Encoder *)object;
+    Py_buffer data, start, stop, kind;
+    PyObject *before, *after, *odd = NULL, *found = NULL;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*OO", &data, &start, &stop, &kind, &before, &after)) return NULL;
+    Py_ssize_t count = kind.len;
+    if (start.len != count * 8 || stop.len != count * 8 || !PyList_Check(before) || !PyList_Check(after)) {
+        PyErr_SetString(PyExc_ValueError, "expected columns of one length, and two lists");
+        goto done;
+    }
+    self->cutter.normal = 0;
+    self->out.size = self->offsets.size = 0;
+    if (!(odd = PyList_New(0)) || !note_offset(self) || !own_words(&self->table)) goto no_memory;
+    for (Py_ssize_t n = 0; n < count; n++) {
+        int64_t from = ((const int64_t *)start.buf)[n], to = ((const int64_t *)stop.buf)[n];
+        uint8_t which = ((const uint8_t *)kind.buf)[n];
+        if (from < 0 || to < from || to > data.len) {
+            PyErr_SetString(PyExc_ValueError, "expected texts that lie within the data");
+            goto done;
+        }
+        PyObject *first = PyList_GetItem(before, which), *last = first ? PyList_GetItem(after, which) : NULL;
+        char *head, *tail;
+        Py_ssize_t head_size, tail_size;
+        if (!last || PyBytes_AsStringAndSize(first, &head, &head_size) ||
+            PyBytes_AsStringAndSize(last, &tail, &tail_size))
+            goto done;
+        size_t size = head_size + (to - from) + tail_size;
+        if (!reserve(&self->text, size + BEYOND)) goto no_memory;
+        memcpy(self->text.data, head, head_size);
+        memcpy(self->text.data + head_size, (const uint8_t *)data.buf + from, to - from);
+        memcpy(self->text.data + head_size + (to - from), tail, tail_size);
+        if (!encode_text(self, size) || !note_offset(self)) goto no_memory;
+        if (self->cutter.odd && !note_odd(odd, n)) goto done;
+    }
+    found = answer(self, odd);
+    odd = NULL;
+    goto done;
+no_memory:
+    PyErr_NoMemory();
+done:
+    Py_XDECREF(odd);
+    PyBuffer_Release(&data), PyBuffer_Release(&start), PyBuffer_Release(&stop), PyBuffer_Release(&kind);
+    return found;
+}
+
+static int take_in(Encoder *self, const Py_buffer *given) {
+    const Py_buffer *classes = &given[0], *byte_ids = &given[1], *pairs = &given[2], *into = &given[3];
+    const Py_buffer *vocabulary = &given[4], *places = &given[5], *numbers = &given[6];
+    size_t merges = into->len / 4, words = numbers->len / 4;
+    if (classes->len < 128 || byte_ids->len != sizeof self->table.byte_ids || pairs->len != into->len * 2 ||
+        places->len != (Py_ssize_t)(words + 1) * 8 || ((const int64_t *)places->buf)[words] != vocabulary->len) {
+        PyErr_SetString(PyExc_ValueError, "expected columns that fit together");
+        return -1;
+    }
+    memset(self->cutter.lead, WIDE, sizeof self->cutter.lead);
+    memcpy(self->cutter.lead, classes->buf, 128);
+    self->cutter.lead[STOP] = END;
+    memcpy(self->table.byte_ids, byte_ids->buf, sizeof self->table.byte_ids);
+    for (self->table.merge_bits = 4; (size_t)1 << self->table.merge_bits < 2 * merges; self->table.merge_bits++) continue;
+    size_t room = (size_t)1 << self->table.merge_bits;
+    self->table.word_bits = 12;
+    self->table.words = large(sizeof *self->table.words << self->table.word_bits);
+    self->table.merges = large(room * sizeof *self->table.merges);
+    self->table.process = getpid();
+    if (!self->table.words || !self->table.merges || !append(&self->classes, classes->buf, classes->len) ||
+        !append(&self->table.vocabulary, vocabulary->buf, vocabulary->len) ||
+        !reserve(&self->table.vocabulary, vocabulary->len + BEYOND) ||
+        !append(&self->table.places, places->buf, places->len) || !append(&self->table.numbers, numbers->buf, numbers->len))
+        goto no_memory;
+    self->cutter.classes = self->classes.data;
+    self->cutter.known = self->classes.size;
+    for (size_t at = 0; at < room; at++) self->table.merges[at] = (Merge){UINT64_MAX, UINT32_MAX, 0};
+    for (uint32_t n = 0; n < merges; n++) {
+        const uint32_t *pair = (const uint32_t *)pairs->buf + 2 * n;
+        *merge_of(&self->table, pair[0], pair[1]) =
+            (Merge){(uint64_t)pair[0] << 32 | pair[1], n, ((const uint32_t *)into->buf)[n]};
+    }
+    if (begin(&self->table, 1)) return 0;
+no_memory:
+    PyErr_NoMemory();
+    return -1;
+}
+
+PyDoc_STRVAR(encoder_doc,
+             "Encoder(pattern, digits, whole, classes, byte_ids, pairs, into, vocabulary, places, numbers)\n\n"
+             "pattern: 0 for GPT-2's, 1 for cl100k's, which takes up to `digits` of a number at a time.\n"
+             "whole: whether a word of the vocabulary is its own token without being merged.\n"
+             "classes: a byte for each character; byte_ids: 256 ids; pairs and into: ids of the merges, in order.\n"
+             "vocabulary, places, numbers: the bytes of its words, where each begins, and their ids.");
+
+static int init(PyObject *object, PyObject *args, PyObject *names) {
+    static char *keys[] = {"pattern", "digits", "whole",      "classes", "byte_ids", "pairs",
+                           "into",    "vocabulary", "places", "numbers", NULL};
+    Encoder *self = (Encoder *)object;
+    Py_buffer given[7];
+    if (self->table.words) {
+        PyErr_SetString(PyExc_RuntimeError, "an encoder is made once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, names, "iipy*y*y*y*y*y*y*", keys, &self->cutter.pattern, &self->cutter.digits,
+                                     &self->table.whole, &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
+                                     &given[6]))
+        return -1;
+    int failed = take_in(self, given);
+    for (int n = 0; n < 7; n++) PyBuffer_Release(&given[n]);
+    return failed;
+}
+
+static void dealloc(PyObject *object) {
+    Encoder *self = (Encoder *)object;
+    Heap *heaps[] = {&self->classes, &self->table.vocabulary, &self->table.places, &self->table.numbers, &self->table.bytes,
+                     &self->table.ids,     &self->text,       &self->out,    &self->offsets};
+    for (size_t n = 0; n < sizeof heaps / sizeof *heaps; n++) free(heaps[n]->data);
+    free(self->table.words);
+    free(self->table.merges);
+    PyTypeObject *type = Py_TYPE(object);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"encode", encode, METH_VARARGS, encode_doc},
+    {"encode_columns", encode_columns, METH_VARARGS, encode_columns_doc},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_doc, (void *)encoder_doc}, {Py_tp_init, init}, {Py_tp_dealloc, dealloc}, {Py_tp_methods, methods}, {0, NULL},
+};
+static PyType_Spec spec = {"chatmill._native._bpe.Encoder", sizeof(Encoder), 0, Py_TPFLAGS_DEFAULT, slots};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_bpe", NULL, -1, NULL, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__bpe(void) {
+    PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&spec);
+    if (!module || !type || PyModule_AddObjectRef(module, "Encoder", type)) {
+        Py_CLEAR(module);
+    }
+    Py_XDECREF(type);
+    return module;
+}

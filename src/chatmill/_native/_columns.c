@@ -1,0 +1,348 @@
+/* Lines of plain conversations to columns, without an object for each message.
+
+   A line is plain if it is {"messages": [{"role": …, "content": …}, …]}, with an id or without, and every other key of
+   the accepted ones is null. Reading ends before the first line that is anything else: a careful reader has to look at
+   it. What is taken here is written as MessagePack, of which the keys of records are made, and in which their texts lie
+   as they are. */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+/* As in record.py. */
+static const char *const ROLES[] = {"system", "user", "assistant", "tool"};
+static const char *const NULL_KEYS[] = {"name",    "tool_calls",        "tool_call_id", "function_call",
+                                        "refusal", "reasoning_content", "train",        "weight"};
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+#define SLACK 256 /* bytes that may be written before it is known how many a message takes */
+
+typedef struct {
+    uint8_t *data;
+    size_t size, room;
+} Column;
+
+typedef struct {
+    const uint8_t *at, *end; /* what is left to read; the byte at the end is 0 */
+    uint8_t *base, *out;     /* what was written, and where the next byte goes */
+    Column messages, stop;   /* of each record: its messages, and where it ends */
+    Column role, from, to;   /* of each message: its role, and where its text lies */
+    int no_memory;
+} Reader;
+
+static int add(Reader *self, Column *column, const void *value, size_t size) {
+    if (column->size + size > column->room) {
+        size_t room = column->room ? 2 * column->room : 4096;
+        uint8_t *data = realloc(column->data, room);
+        if (!data) return self->no_memory = 1, 0;
+        column->data = data;
+        column->room = room;
+    }
+    memcpy(column->data + column->size, value, size);
+    column->size += size;
+    return 1;
+}
+
+static int add_number(Reader *self, Column *column, int64_t number) { return add(self, column, &number, sizeof number); }
+
+static inline int take(Reader *self, char wanted) {
+    while (*self->at == ' ' || *self->at == '\t' || *self->at == '\r') self->at++;
+    if (*self->at != (uint8_t)wanted) return 0;
+    self->at++;
+    return 1;
+}
+
+/* The words are shorter than what is compared, which ends in a 0. */
+static int take_word(Reader *self, const char *word) {
+    size_t size = strlen(word);
+    if (strncmp((const char *)self->at, word, size)) return 0;
+    self->at += size;
+    return 1;
+}
+
+static int take_null(Reader *self) { return take(self, 'n') && take_word(self, "ull"); }
+
+/* Strings. */
+
+/* Copy up to the first quote, backslash or control character; `high` gets a bit if any byte is not ASCII. */
+static inline void copy_ordinary(Reader *self, int *high) {
+#ifdef __SSE2__
+    while (self->end - self->at >= 16) {
+        __m128i bytes = _mm_loadu_si128((const __m128i *)self->at);
+        __m128i quote = _mm_cmpeq_epi8(bytes, _mm_set1_epi8('"'));
+        __m128i slash = _mm_cmpeq_epi8(bytes, _mm_set1_epi8('\\'));
+        __m128i control = _mm_cmpeq_epi8(_mm_min_epu8(bytes, _mm_set1_epi8(0x1F)), bytes);
+        unsigned found = _mm_movemask_epi8(_mm_or_si128(_mm_or_si128(quote, slash), control));
+        _mm_storeu_si128((__m128i *)self->out, bytes);
+        *high |= _mm_movemask_epi8(bytes);
+        int count = found ? __builtin_ctz(found) : 16;
+        self->at += count;
+        self->out += count;
+        if (found) return;
+    }
+#endif
+    for (; *self->at >= 0x20 && *self->at != '"' && *self->at != '\\'; *self->out++ = *self->at++)
+        *high |= *self->at & 0x80;
+}
+
+static int is_utf8(const uint8_t *at, const uint8_t *end) {
+    while (at < end) {
+        uint64_t eight;
+        if (end - at >= 8 && (memcpy(&eight, at, 8), !(eight & 0x8080808080808080u))) {
+            at += 8;
+            continue;
+        }
+        uint8_t first = *at++;
+        if (first < 0x80) continue;
+        int more = first < 0xE0 ? 1 : first < 0xF0 ? 2 : 3;
+        /* Between these lies the second byte: no overlong forms, no surrogates, nothing beyond U+10FFFF. */
+        uint8_t low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
+        uint8_t high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
+        if (first < 0xC2 || first > 0xF4 || end - at < more || *at < low || *at > high) return 0;
+        for (int n = 1; n < more; n++)
+            if ((at[n] & 0xC0) != 0x80) return 0;
+        at += more;
+    }
+    return 1;
+}
+
+static int take_hexadecimal(Reader *self, uint32_t *value) {
+    *value = 0;
+    for (int n = 0; n < 4; n++, self->at++) {
+        uint8_t digit = *self->at, letter = digit | 0x20;
+        if (digit >= '0' && digit <= '9') *value = *value << 4 | (digit - '0');
+        else if (letter >= 'a' && letter <= 'f') *value = *value << 4 | (letter - 'a' + 10);
+        else return 0;
+    }
+    return 1;
+}
+
+static void write_character(Reader *self, uint32_t c) {
+    int more = c < 0x80 ? 0 : c < 0x800 ? 1 : c < 0x10000 ? 2 : 3;
+    static const uint8_t lead[] = {0, 0xC0, 0xE0, 0xF0};
+    *self->out++ = (uint8_t)(lead[more] | c >> 6 * more);
+    while (more--) *self->out++ = (uint8_t)(0x80 | (c >> 6 * more & 0x3F));
+}
+
+static int take_escape(Reader *self) {
+    static const char written[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
+    uint8_t c = *++self->at;
+    const char *known = c ? strchr(written, c) : NULL;
+    if (known) {
+        *self->out++ = (uint8_t)meant[known - written];
+        self->at++;
+        return 1;
+    }
+    uint32_t point, second;
+    if (!take_word(self, "u") || !take_hexadecimal(self, &point)) return 0;
+    if (point >= 0xD800 && point < 0xE000) {
+        if (point >= 0xDC00 || !take_word(self, "\\u") || !take_hexadecimal(self, &second)) return 0;
+        if (second < 0xDC00 || second >= 0xE000) return 0;
+        point = 0x10000 + ((point - 0xD800) << 10) + (second - 0xDC00);
+    }
+    write_character(self, point);
+    return 1;
+}
+
+/* A string, written to where `out` stands. */
+static int take_string(Reader *self) {
+    int high = 0;
+    const uint8_t *begin = self->out;
+    if (!take(self, '"')) return 0;
+    for (;;) {
+        copy_ordinary(self, &high);
+        if (*self->at == '"') break;
+        if (*self->at != '\\' || !take_escape(self)) return 0;
+    }
+    self->at++;
+    return !high || is_utf8(begin, self->out);
+}
+
+/* MessagePack. */
+
+static size_t header_of(uint8_t *header, size_t size, int is_text) {
+    size_t bytes = 4;
+    if (size < (is_text ? 32 : 16)) return header[0] = (uint8_t)((is_text ? 0xA0 : 0x90) | size), 1;
+    if (is_text && size < 256) header[0] = 0xD9, bytes = 1;
+    else if (size < 65536) header[0] = is_text ? 0xDA : 0xDC, bytes = 2;
+    else header[0] = is_text ? 0xDB : 0xDD;
+    for (size_t n = 0; n < bytes; n++) header[1 + n] = (uint8_t)(size >> 8 * (bytes - 1 - n));
+    return 1 + bytes;
+}
+
+/* The name of a key, without escapes, and the colon behind it: its number among the names, or -1. */
+static int take_key(Reader *self, const char *const *names, size_t count) {
+    if (!take(self, '"')) return -1;
+    const uint8_t *name = self->at;
+    while (*self->at >= 0x20 && *self->at != '"') self->at++;
+    size_t size = self->at - name;
+    if (!take_word(self, "\"") || !take(self, ':')) return -1;
+    for (size_t n = 0; n < count; n++)
+        if (strlen(names[n]) == size && !memcmp(names[n], name, size)) return (int)n;
+    return -1;
+}
+
+static int take_role(Reader *self) {
+    if (take(self, '"'))
+        for (size_t n = 0; n < COUNT(ROLES); n++)
+            if (take_word(self, ROLES[n])) return take_word(self, "\"") ? (int)n : -1;
+    return -1;
+}
+
+static int take_message(Reader *self) {
+    static const char *const KEYS[] = {"role", "content"};
+    enum { ROLE, CONTENT, NAME_SIZE = 9, HEADER = 3 };
+    uint8_t *begin = self->out, *content = NULL, header[5];
+    int role = -1;
+    unsigned seen = 0;
+    if (!take(self, '{')) return 0;
+    do {
+        const uint8_t *before = self->at;
+        int key = take_key(self, KEYS, COUNT(KEYS));
+        if (key == ROLE) {
+            if (role >= 0 || (role = take_role(self)) < 0) return 0;
+        } else if (key == CONTENT) {
+            if (content) return 0;
+            /* Where it will nearly always stay: behind the role, and a header of three bytes. */
+            self->out += 1 + 5 + 1 + (role < 0 ? NAME_SIZE : strlen(ROLES[role])) + 8 + HEADER;
+            content = self->out;
+            if (!take_string(self)) return 0;
+        } else {
+            self->at = before;
+            key = take_key(self, NULL_KEYS, COUNT(NULL_KEYS));
+            if (key < 0 || seen >> key & 1 || !take_null(self)) return 0;
+            seen |= 1u << key;
+        }
+    } while (take(self, ','));
+    if (!take(self, '}') || role < 0 || !content) return 0;
+    size_t size = self->out - content, name = strlen(ROLES[role]);
+    uint8_t *out = begin;
+    *out++ = size ? 0x82 : 0x81;
+    memcpy(out, "\xA4role", 5);
+    out[5] = (uint8_t)(0xA0 | name);
+    memcpy(out + 6, ROLES[role], name);
+    out += 6 + name;
+    if (size) {
+        size_t length = header_of(header, size, 1);
+        if (out + 8 + length != content) memmove(out + 8 + length, content, size);
+        memcpy(out, "\xA7" "content", 8);
+        memcpy(out + 8, header, length);
+        out += 8 + length;
+    }
+    self->out = out + size;
+    uint8_t code = (uint8_t)role;
+    return add(self, &self->role, &code, 1) && add_number(self, &self->from, out - self->base) &&
+           add_number(self, &self->to, self->out - self->base);
+}
+
+static int take_messages(Reader *self) {
+    uint8_t *begin = self->out++, header[5];
+    int64_t count = 0;
+    if (!take(self, '[')) return 0;
+    do {
+        if (!take_message(self)) return 0;
+        count++;
+    } while (take(self, ','));
+    if (!take(self, ']')) return 0;
+    size_t more = header_of(header, count, 0) - 1;
+    if (more) {
+        memmove(begin + 1 + more, begin + 1, self->out - begin - 1);
+        self->out += more;
+        for (int64_t n = 1; n <= count; n++) {
+            ((int64_t *)(self->from.data + self->from.size))[-n] += more;
+            ((int64_t *)(self->to.data + self->to.size))[-n] += more;
+        }
+    }
+    memcpy(begin, header, 1 + more);
+    return add_number(self, &self->messages, count);
+}
+
+/* A text or a whole number, which is no part of what makes a conversation the same. */
+static int take_id(Reader *self) {
+    uint8_t *out = self->out;
+    if (take(self, 'n')) return take_word(self, "ull");
+    if (take(self, '"')) {
+        self->at--;
+        int taken = take_string(self);
+        self->out = out;
+        return taken;
+    }
+    take_word(self, "-");
+    const uint8_t *digits = self->at;
+    while (*self->at >= '0' && *self->at <= '9') self->at++;
+    return self->at > digits && self->at - digits <= 18 && (*digits != '0' || self->at - digits == 1);
+}
+
+static int take_record(Reader *self) {
+    static const char *const KEYS[] = {"messages", "id", "tools"};
+    unsigned seen = 0;
+    *self->out++ = 0x92;
+    if (!take(self, '{')) return 0;
+    do {
+        int key = take_key(self, KEYS, COUNT(KEYS));
+        if (key < 0 || seen >> key & 1) return 0;
+        seen |= 1u << key;
+        if (!(key == 0 ? take_messages(self) : key == 1 ? take_id(self) : take_null(self))) return 0;
+    } while (take(self, ','));
+    if (!take(self, '}') || !(seen & 1)) return 0;
+    *self->out++ = 0x90;
+    return 1;
+}
+
+/* One line with its end: 0, and nothing taken, if it is not plain. */
+static int take_line(Reader *self) {
+    Reader before = *self;
+    if (*self->at == '{' && take_record(self)) {
+        if (take(self, '\n') || self->at == self->end) return add_number(self, &self->stop, self->out - self->base);
+    }
+    self->at = before.at, self->out = before.out;
+    self->messages.size = before.messages.size;
+    self->role.size = before.role.size;
+    self->from.size = before.from.size, self->to.size = before.to.size;
+    return 0;
+}
+
+PyDoc_STRVAR(columns_doc,
+             "columns(block: bytes, start: int) -> (end, data, messages, stop, role, from, to)\n\n"
+             "Where the plain lines from `start` on end, and what they hold. Of each record: its messages, and where it\n"
+             "ends in the data. Of each message: its role, and from where to where its text lies. Numbers are int64,\n"
+             "roles uint8.");
+
+static PyObject *columns(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *block, *found = NULL;
+    char *data;
+    Py_ssize_t size, start;
+    if (!PyArg_ParseTuple(args, "On", &block, &start) || PyBytes_AsStringAndSize(block, &data, &size)) return NULL;
+    if (start < 0 || start > size) {
+        PyErr_SetString(PyExc_ValueError, "expected a start within the block");
+        return NULL;
+    }
+    Reader self = {.at = (uint8_t *)data + start, .end = (uint8_t *)data + size};
+    self.base = self.out = malloc(size - start + SLACK);
+    self.no_memory = !self.base;
+    while (!self.no_memory && self.at < self.end && take_line(&self)) continue;
+    Column *all[] = {&self.messages, &self.stop, &self.role, &self.from, &self.to};
+    if (self.no_memory) {
+        PyErr_NoMemory();
+    } else if ((found = PyTuple_New(2 + COUNT(all)))) {
+        PyTuple_SetItem(found, 0, PyLong_FromSsize_t(self.at - (uint8_t *)data));
+        PyTuple_SetItem(found, 1, PyBytes_FromStringAndSize((char *)self.base, self.out - self.base));
+        for (size_t n = 0; n < COUNT(all); n++)
+            PyTuple_SetItem(found, 2 + n, PyBytes_FromStringAndSize((char *)all[n]->data, all[n]->size));
+        if (PyErr_Occurred()) Py_CLEAR(found);
+    }
+    for (size_t n = 0; n < COUNT(all); n++) free(all[n]->data);
+    free(self.base);
+    return found;
+}
+
+static PyMethodDef methods[] = {{"columns", columns, METH_VARARGS, columns_doc}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_columns", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__columns(void) { return PyModule_Create(&definition); }

@@ -1,0 +1,251 @@
+"""The audit log as a file: lines that nothing in a value can forge, each with the hash of the one before it.
+
+    2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
+
+A value is written plain or as a JSON string, in which `|` too is escaped: no value ends a field or a line. The
+log only grows. What a crash tore stays, and the line after it says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from chatmill.errors import ChatmillError, DataError, one_line
+from chatmill.store import files
+
+START = "0" * 64
+"""What the first line has for the hash of the one before it."""
+PREVIOUS = "previous"
+PLAIN = re.compile(r"[A-Za-z0-9_.:/+@-]+\Z")
+NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+HASH = re.compile(r"[0-9a-f]{64}\Z")
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
+BETWEEN = " | "
+
+Clock = Callable[[], datetime]
+
+
+class AuditError(ChatmillError):
+    """The audit log cannot be written or continued, and so the run stops."""
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a log, parsed; `raw` is all of it but the line's end."""
+
+    raw: bytes
+    time: str
+    action: str
+    fields: Mapping[str, str]
+    """Every field but the action and the hash of the line before."""
+    previous: str
+
+    @cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.raw).hexdigest()
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def write_line(time: datetime, action: str, fields: Mapping[str, Any], previous: str) -> bytes:
+    """A line without its end."""
+    stamp = time.astimezone(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+    parts = [stamp, "TRAINING", "INFO"]
+    for name, value in {"action": action, **fields, PREVIOUS: previous}.items():
+        if not NAME.match(name):
+            raise ValueError(f"{name!r} cannot name a field")
+        parts.append(f"{name}={_escaped(written(value))}")
+    return BETWEEN.join(parts).encode("ascii")
+
+
+def parse_line(raw: bytes) -> LogLine:
+    """The line again, or `DataError`: only what `write_line` writes is one."""
+    try:
+        time, category, level, *pairs = raw.decode("ascii").split(BETWEEN)
+        fields = {}
+        for pair in pairs:
+            name, _, value = pair.partition("=")
+            if name in fields:
+                raise ValueError(f"{one_line(name)} stands there twice")
+            fields[name] = json.loads(value) if value.startswith('"') else value
+        action, previous = fields.pop("action"), fields.pop(PREVIOUS)
+        if not TIME.match(time) or (category, level) != ("TRAINING", "INFO"):
+            raise ValueError("it does not begin with time, TRAINING and INFO")
+        if not HASH.match(previous):
+            # The last field: a line that breaks off anywhere does not have it whole.
+            raise ValueError("it does not end with a whole hash")
+        if write_line(datetime.fromisoformat(time), action, fields, previous) != raw:
+            raise ValueError("it is not written as chatmill writes it")
+    except KeyError as error:
+        raise DataError(f"has no {error.args[0]}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is no line of an audit log ({one_line(str(error))})") from None
+    return LogLine(raw, time, action, fields, previous)
+
+
+def written(value: Any) -> str:
+    """A value as text: texts as they are, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _escaped(text: str) -> str:
+    return text if PLAIN.match(text) else json.dumps(text).replace("|", "\\u007c")
+
+
+@dataclass(frozen=True)
+class TornLine:
+    """Bytes between two lines, or at the end, that are no line."""
+
+    raw: bytes
+    why: str
+    breaks_off: bool = False
+    """The log ends within it."""
+
+
+def read_log(path: Path) -> list[LogLine | TornLine]:
+    """A log line by line. Only the end of one that was torn by a crash has no line's end."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); expected an audit log") from None
+    *whole, rest = raw.split(b"\n")
+    found: list[LogLine | TornLine] = []
+    for line in whole:
+        try:
+            found.append(parse_line(line))
+        except DataError as error:
+            found.append(TornLine(line, str(error)))
+    if rest:
+        found.append(TornLine(rest, "breaks off", breaks_off=True))
+    return found
+
+
+def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
+    """What the line after torn ones says of them."""
+    raw = b"\n".join(part.raw for part in torn)
+    return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
+
+
+class AuditLog:
+    """A log that lines are added to, by this process alone. One that cannot be written stops the run."""
+
+    def __init__(self, path: Path, fd: int, *, head: str, clock: Clock) -> None:
+        self.path = path
+        self.head = head
+        """The hash of the last line: who knows it knows all lines before."""
+        self._fd: int | None = fd
+        self._clock = clock
+        self._ending = b""
+        """What the last line lacks since a crash; goes before the next one."""
+
+    @classmethod
+    def create(cls, folder: str | Path, *, clock: Clock = now) -> AuditLog:
+        """A new, empty log, named by the time."""
+        place = Path(folder)
+        stamp = clock().astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
+        try:
+            files.make_folder(place)
+            for number in range(1000):
+                path = place / (f"audit_{stamp}.log" if number == 0 else f"audit_{stamp}_{number}.log")
+                if not path.exists():
+                    break
+            fd = files.disk.create(path)
+            files.disk.sync(place)
+        except OSError as error:
+            raise AuditError(f"{place}: the audit log cannot be made there ({error.strerror})") from None
+        return cls._locked(path, fd, START, clock)
+
+    @classmethod
+    def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
+        """A log that goes on after the line with this hash, and what its next line is to say of what it leaves behind.
+
+        Lines after that one stay where they are, and so does what a crash tore.
+        """
+        place = Path(path)
+        try:
+            fd = files.disk.append(place)
+        except OSError as error:
+            raise AuditError(
+                f"{place}: the audit log cannot be continued ({error.strerror}); put it back beside its checkpoint"
+            ) from None
+        log = cls._locked(place, fd, head, clock)
+        try:
+            left = log._go_on()
+        except BaseException:
+            log.close()
+            raise
+        return log, left
+
+    def _go_on(self) -> dict[str, Any]:
+        """Look for the line of `head`; what comes after the last line is torn, unless only its end is missing."""
+        found = read_log(self.path)
+        last = max((number for number, line in enumerate(found) if isinstance(line, LogLine)), default=-1)
+        lines = [line for line in found if isinstance(line, LogLine)]
+        torn = [part for part in found[last + 1 :] if isinstance(part, TornLine)]
+        at = next((number for number, line in enumerate(lines) if line.sha256 == self.head), None)
+        if at is None:
+            raise AuditError(
+                f"{self.path}: no line has the hash {self.head[:12]}… that the checkpoint keeps; it was cut or changed"
+            )
+        self._ending = b"\n" if torn and torn[-1].breaks_off else b""
+        if len(torn) == 1 and self._ending and (whole := _next_line(torn[0].raw, lines[-1])) is not None:
+            lines, torn = [*lines, whole], []
+        said: dict[str, Any] = {"head": self.head, "abandoned": len(lines) - 1 - at}
+        if torn:
+            said |= torn_fields(torn)
+        self.head = lines[-1].sha256
+        return said
+
+    @classmethod
+    def _locked(cls, path: Path, fd: int, head: str, clock: Clock) -> AuditLog:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            files.disk.close(fd)
+            raise AuditError(f"{path}: another run writes this log; give this one a folder of its own") from None
+        return cls(path, fd, head=head, clock=clock)
+
+    def add(self, action: str, fields: Mapping[str, Any], *, durable: bool = False) -> str:
+        """Write a line; its hash is the new head. `durable` lines outlast a loss of power."""
+        if self._fd is None:
+            raise AuditError(f"{self.path}: the audit log is closed, or could not be written before")
+        raw = write_line(self._clock(), action, fields, self.head)
+        data = memoryview(self._ending + raw + b"\n")
+        fd, self._fd = self._fd, None
+        try:
+            while data:
+                data = data[files.disk.write(fd, data) :]
+            if durable:
+                files.disk.sync(self.path)
+        except OSError as error:
+            files.disk.close(fd)
+            raise AuditError(
+                f"{self.path}: the audit log cannot be written ({error.strerror}); a run that goes unlogged stops"
+            ) from None
+        self._fd, self._ending, self.head = fd, b"", hashlib.sha256(raw).hexdigest()
+        return self.head
+
+    def close(self) -> None:
+        if self._fd is not None:
+            files.disk.close(self._fd)
+            self._fd = None
+
+
+def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
+    """The line that follows another one, if these bytes are it."""
+    try:
+        line = parse_line(raw)
+    except DataError:
+        return None
+    return line if line.previous == last.sha256 else None

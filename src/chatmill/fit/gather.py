@@ -1,0 +1,71 @@
+"""Plans: which tokens go where. Every fit function makes one, and `gather` alone copies tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.rows import NO_FILE, ORIGIN, Index, Part, Rows, Rule, copy_tokens, joined, offsets, ragged_index
+
+OWN_RULE = 255
+"""The rule of a piece whose spans keep their own."""
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """New rows as pieces of old ones, in their order.
+
+    A piece is the token range [start, stop) of the source. Starts from len(source.ids) on count into the
+    literals: tokens that the source does not have, such as padding.
+    """
+
+    start: Index
+    stop: Index
+    first_piece: Index
+    """Where each new segment begins among the pieces, and their end."""
+    origin: Index
+    """For each new segment the source segment it is made from, or -1 for none."""
+    first_segment: Index
+    """Where each new row begins among the new segments, and their end."""
+    rule: NDArray[np.uint8] | None = None
+    """For each piece why all of it is context, or OWN_RULE; INJECTED also makes its spans the part of that name."""
+
+
+def gather(source: Rows, plan: GatherPlan, literals: Rows | None = None) -> Rows:
+    """The rows that the plan describes; spans are cut where pieces are, and empty pieces leave no trace."""
+    full = plan.stop > plan.start
+    start, stop = plan.start[full], plan.stop[full]
+    spans, span_start = source.spans, source.span_start
+    if literals is not None:
+        spans = joined([spans, literals.spans])
+        span_start = np.append(span_start[:-1], literals.span_start + len(source.ids))
+    first = np.searchsorted(span_start, start, side="right") - 1
+    last = np.searchsorted(span_start, stop, side="left")
+    counts = last - first
+    chosen = ragged_index(first, counts)
+    cut = spans.take(chosen)
+    cut["length"] = np.minimum(span_start[chosen + 1], np.repeat(stop, counts)) - np.maximum(
+        span_start[chosen], np.repeat(start, counts)
+    )
+    if plan.rule is not None:
+        rule = np.repeat(plan.rule[full], counts)
+        cut["weight"][rule != OWN_RULE] = 0
+        cut["rule"] = np.where(rule != OWN_RULE, rule, cut["rule"])
+        cut["part"][rule == Rule.INJECTED] = Part.INJECTED
+    known = plan.origin >= 0
+    if known.all():
+        origins = source.origins.take(plan.origin)
+    else:
+        nowhere = np.zeros(1, dtype=ORIGIN)
+        nowhere["file"] = NO_FILE
+        origins = joined([nowhere, source.origins]).take(np.where(known, plan.origin + 1, 0))
+    return Rows(
+        copy_tokens(source.ids, start, stop - start, literals.ids if literals is not None else None),
+        cut,
+        offsets(counts)[offsets(full)[plan.first_piece]],
+        origins,
+        plan.first_segment,
+        source.files,
+    )

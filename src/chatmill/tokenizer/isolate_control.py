@@ -1,0 +1,128 @@
+"""A tokenizer.json without its control tokens: computation only, from the parsed file to one that can be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from chatmill.errors import DataError, one_line
+from chatmill.tokenizer.backend import aliases, is_markup
+
+Json = dict[str, Any]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def kinds(section: object) -> Iterator[str]:
+    """The types of a component and of all it is made of."""
+    if isinstance(section, dict):
+        yield str(section.get("type"))
+        for value in section.values():
+            yield from kinds(value)
+    elif isinstance(section, list):
+        for value in section:
+            yield from kinds(value)
+
+
+def vocabulary(content: Json) -> dict[str, int]:
+    """Every token of the model with its id; Unigram models number them by position."""
+    vocab = content["model"]["vocab"]
+    return dict(vocab) if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}
+
+
+def strip(place: str, content: Json, control: Collection[str]) -> tuple[Json, dict[str, int]]:
+    """The same tokenizer with its control tokens out of the reach of text, and the ids they keep.
+
+    added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' under another name
+    An added token's id counts up with its position, so one that stands before a token that stays is only renamed.
+    What would add, cut or vary tokens (post-processor, truncation, padding, dropout) goes too.
+    """
+    model = dict(content["model"])
+    vocab = vocabulary(content)
+    _check_merges(place, model)
+    unknown = _unknown(content, vocab)
+    if unknown is None and "unk_token" in model:
+        model["unk_token"] = None
+    added = content.get("added_tokens") or []
+    taken = {
+        token["content"]: token["id"]
+        for token in added
+        if token["content"] != unknown
+        and (token.get("special") or token["content"] in control or is_markup(token["content"]))
+    }
+    for token in control:
+        if token in vocab and token != unknown:
+            taken.setdefault(token, vocab[token])
+    _check_ids(place, taken, vocab)
+    names = aliases(taken)
+
+    staying = [index for index, token in enumerate(added) if token["content"] not in names]
+    kept = [
+        {**token, "content": names[token["content"]]} if token["content"] in names else token
+        for token in added[: staying[-1] + 1 if staying else 0]
+    ]
+    if names.keys() & vocab.keys():
+        _rename(model, names)
+    if "dropout" in model:
+        model["dropout"] = None
+    nothing = {"post_processor": None, "truncation": None, "padding": None}
+    return {**content, "model": model, "added_tokens": kept, **nothing}, taken
+
+
+def _unknown(content: Json, vocab: Mapping[str, int]) -> str | None:
+    """The token for what the model cannot write. Text must be able to yield it, so it is no control token."""
+    model = content["model"]
+    if model.get("unk_id") is not None:
+        return str(model["vocab"][model["unk_id"]][0])
+    # Some byte-level files name their end-of-text token here, though every byte has a token of its own.
+    if "ByteLevel" in kinds(content.get("pre_tokenizer")) and byte_alphabet().keys() <= vocab.keys():
+        return None
+    unknown: str | None = model.get("unk_token")
+    return unknown
+
+
+def _check_ids(place: str, taken: Mapping[str, int], vocab: Mapping[str, int]) -> None:
+    owners = {id: token for token, id in vocab.items()}
+    for token, id in taken.items():
+        owner = owners.setdefault(id, token)
+        if owner != token or vocab.get(token, id) != id:
+            what = f'added token "{one_line(token)}" is listed with id {id}, which is not its own in the model'
+            raise DataError(f"{place}: {what}; the file is damaged")
+
+
+def _check_merges(place: str, model: Json) -> None:
+    """A second half without the prefix that all of them have is cut by its length, which ends the process in Rust."""
+    if not (prefix := model.get("continuing_subword_prefix")):
+        return
+    for _, right in pairs(model.get("merges") or []):
+        if not right.startswith(prefix):
+            what = (
+                f'a merge ends in "{one_line(right)}", without the prefix "{one_line(prefix)}" of what continues a word'
+            )
+            raise DataError(f"{place}: {what}; the file is damaged")
+
+
+def pairs(merges: Sequence[Any]) -> list[Sequence[str]]:
+    """The merges as their two halves, in whichever of the two ways they are written."""
+    return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
+
+
+def _rename(model: Json, names: Mapping[str, str]) -> None:
+    """Give the tokens in `names` their other name in the vocabulary, and drop the merges that lead through them."""
+    vocab = model["vocab"]
+    if not isinstance(vocab, dict):
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+        return
+    model["vocab"] = {names.get(token, token): id for token, id in vocab.items()}
+    if "merges" in model:
+        prefix = model.get("continuing_subword_prefix") or ""
+        model["merges"] = [
+            merge
+            for merge, (left, right) in zip(model["merges"], pairs(model["merges"]), strict=True)
+            if names.keys().isdisjoint((left, right, left + right.removeprefix(prefix)))
+        ]

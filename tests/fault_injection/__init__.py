@@ -1,0 +1,14 @@
+"""The gauntlet: trials that try to break chatmill, a runner that counts, and faults planted to try the trials.
+
+python tests/fault_injection/run.py            all of it, a quarter of an hour on two cores
+python tests/fault_injection/run.py --short    the same trials, small
+python tests/fault_injection/run.py --planted  every planted fault must be noticed
+"""
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+PARTS = ("store", "prepare", "records", "load", "train", "format/template")
+# What the trials stand on lies beside the tests that own it.
+sys.path += [str(path) for path in (TESTS, *(TESTS / part for part in PARTS)) if str(path) not in sys.path]

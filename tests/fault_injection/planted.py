@@ -1,0 +1,334 @@
+"""Faults put into chatmill on purpose, and the trial that must notice each: a test of the test.
+
+A fault is planted in a process of its own, by changing the library there, and the trial must end with something lost
+or silently wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chatmill.errors import RecordError
+from chatmill.format.template.tracing import sandbox
+from chatmill.prepare import build_dir, pipeline, staging, unit
+from chatmill.records.shapes import ShapeParser
+from chatmill.records.shapes.decode import decode_object
+from chatmill.store import files, metadata, publish, read, shard, verify, write
+from chatmill.tokenizer import tokenizer_json
+from fault_injection.trial import Trial
+from fault_injection.trials import (
+    audit_kills,
+    checkpoint_crashes,
+    clock,
+    crashes,
+    damage,
+    damage_of_runs,
+    full_disk,
+    hostile_metadata,
+    large_store,
+    readers,
+    templates,
+    tokenizer_files,
+    two_builders,
+    write_points,
+)
+
+
+@dataclass(frozen=True)
+class Planted:
+    name: str
+    plant: Callable[[], None]
+    trial: Trial
+    size: int
+
+
+# The disk.
+
+
+def files_are_not_synced() -> None:
+    def folders_alone(folder: Path) -> None:
+        for path in sorted(folder.iterdir()):
+            if path.is_dir():
+                folders_alone(path)
+        files.disk.sync(folder)
+
+    files.sync_tree = folders_alone
+
+
+def folders_are_not_synced() -> None:
+    def files_alone(folder: Path) -> None:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                files.disk.sync(path)
+
+    files.sync_tree = files_alone
+
+
+def the_name_is_not_synced() -> None:
+    publish._sync_parents = lambda *paths: None
+
+
+def nothing_is_synced() -> None:
+    files.sync_tree = lambda folder: None
+
+
+def renamed_early() -> None:
+    """The folder gets its name before its last file is written."""
+    last = pipeline.write_metadata
+
+    def early(folder: Path, **said: Any) -> Any:
+        target = folder.with_name(folder.name.removeprefix(".").removesuffix(".building"))
+        if target.exists():
+            files.remove_tree(target)
+        files.disk.rename_new(folder, target)
+        return last(target, **said)
+
+    pipeline.write_metadata = early
+    pipeline.publish = lambda *args, **options: None
+
+
+def metadata_first() -> None:
+    """Another file is written after the one whose presence says that all are there."""
+    create = metadata.create
+    held: list[tuple[Path, bytes]] = []
+
+    class Held:
+        def __init__(self, path: Path) -> None:
+            self._path = path
+
+        def write(self, data: bytes) -> None:
+            held.append((self._path, data))
+
+    @contextmanager
+    def swapped(path: Path) -> Iterator[Any]:
+        if path.name != metadata.METADATA:
+            yield Held(path)
+            return
+        with create(path) as file:
+            yield file
+        for late, data in held:
+            with create(late) as file:
+                file.write(data)
+        held.clear()
+
+    metadata.create = swapped
+
+
+def old_dataset_removed_first() -> None:
+    move, remove_tree = publish._move, files.remove_tree
+    files.Disk.exchange = lambda self, one, other: False
+    files.remove_tree = lambda folder, first=None: remove_tree(folder, first=first) if folder.exists() else None
+
+    def removing(source: Path, target: Path) -> None:
+        if target.name.endswith(".replaced"):
+            files.remove_tree(source)
+        else:
+            move(source, target)
+
+    publish._move = removing
+
+
+def full_disk_swallowed() -> None:
+    def write_some(self: Any, data: Any) -> int:
+        try:
+            return files.disk.write(self._fd, data)
+        except OSError:
+            return len(data)
+
+    files._Raw.write = write_some
+
+
+def nobody_locks() -> None:
+    import os
+
+    build_dir._locked = lambda lock, target: os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+
+
+# What is written and read.
+
+
+def span_dropped() -> None:
+    """A resumed build takes a trained span for context."""
+    original = staging.Staged.__init__
+
+    def losing(self: Any, path: Path, **options: Any) -> None:
+        original(self, path, **options)
+        if options.get("check"):
+            seen.add(str(path))
+        elif str(path) in seen:
+            self.spans = self.spans.copy()
+            self.spans["weight"][np.flatnonzero(self.spans["weight"])[-1:]] = 0
+
+    seen: set[str] = set()
+    staging.Staged.__init__ = losing
+
+
+def span_dropped_on_the_way() -> None:
+    """The store forgets that the last span of what it is given is trained."""
+    append = write.SplitWriter.append
+
+    def losing(self: Any, rows: Any) -> None:
+        spans = rows.spans.copy()
+        spans["weight"][-1] = 0
+        append(self, replace(rows, spans=spans))
+
+    write.SplitWriter.append = losing
+
+
+def ids_not_checked() -> None:
+    write.SplitWriter._check_ids = lambda self, rows: None
+    unit._check_ids = lambda rows, vocab_size: None
+
+
+def crc_not_checked() -> None:
+    original = staging.Staged.__init__
+    staging.Staged.__init__ = lambda self, path, lines_before=0, check=False: original(
+        self, path, lines_before=lines_before
+    )
+
+
+def hashes_not_checked() -> None:
+    verify._hash_faults = lambda folder, metadata: iter(())
+
+
+def sizes_not_checked() -> None:
+    read.size_faults = verify.size_faults = lambda folder, metadata: iter(())
+
+
+def metadata_believed() -> None:
+    metadata._Reader._equal = lambda self, value, key, right: None
+
+
+def whole_files_read() -> None:
+    def all_of_it(path: Path, dtype: np.dtype[Any], count: int) -> Any:
+        return np.fromfile(path, dtype=dtype, count=count)
+
+    shard.map_file = read.map_file = all_of_it
+
+
+def bytes_depend_on_the_clock() -> None:
+    config = pipeline._config
+    pipeline._config = lambda job, units: {**config(job, units), "built": time.time()}
+
+
+# Readers.
+
+
+def bad_bytes_accepted() -> None:
+    import msgspec
+
+    decode = sys.modules[decode_object.__module__]
+    strict = decode._DECODER
+
+    class Lenient:
+        def decode(self, data: bytes) -> Any:
+            try:
+                return strict.decode(data)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return strict.decode(data.decode(errors="ignore").replace("\0", "").encode())
+
+    decode._DECODER = Lenient()
+
+
+def faults_forgotten() -> None:
+    original = ShapeParser.__call__
+    ShapeParser.__call__ = lambda self, line, data: [
+        found for found in original(self, line, data) if not isinstance(found, RecordError)
+    ]
+
+
+def sandbox_open() -> None:
+    sandbox.Sandbox.is_safe_attribute = lambda self, obj, attr, value: True
+    sandbox.Sandbox.is_safe_callable = lambda self, obj: True
+
+
+def panics_not_caught() -> None:
+    @contextmanager
+    def nothing(place: str, what: str, right: str) -> Iterator[None]:
+        yield
+
+    tokenizer_json.faults_of = nothing
+
+
+# Runs.
+
+
+def checkpoint_hash_not_checked() -> None:
+    from chatmill.train import checkpoint
+
+    def size_alone(path: Path, info: Any) -> None:
+        assert path.stat().st_size == info.size
+
+    checkpoint._check = size_alone
+
+
+def chain_not_checked() -> None:
+    """Whatever a line says of the one before it is taken to be right."""
+    from chatmill.audit import verify as audit_check
+    from chatmill.audit.log import START, LogLine, TornLine
+
+    read_log = audit_check.read_log
+
+    def believing(path: Path) -> list[LogLine | TornLine]:
+        previous, found = START, []
+        for line in read_log(path):
+            if isinstance(line, LogLine):
+                line = replace(line, previous=previous)
+                previous = line.sha256
+            found.append(line)
+        return found
+
+    audit_check.read_log = believing
+
+
+def state_saved_before_the_log() -> None:
+    """A checkpoint's line is not in the log when its hash is handed out."""
+    from chatmill.audit.log import AuditLog
+
+    add = AuditLog.add
+
+    def later(self: Any, action: str, fields: Any, *, durable: bool = False) -> str:
+        if action != "checkpoint":
+            return add(self, action, fields, durable=durable)
+        return "0" * 64
+
+    AuditLog.add = later
+
+
+PLANTED = (
+    Planted("files are not synced", files_are_not_synced, crashes.TRIAL, 6),
+    Planted("folders are not synced", folders_are_not_synced, crashes.TRIAL, 6),
+    Planted("the new name is not synced", the_name_is_not_synced, crashes.TRIAL, 6),
+    Planted("metadata is not written last", metadata_first, crashes.TRIAL, 6),
+    Planted("the old dataset is removed before the new one is there", old_dataset_removed_first, crashes.TRIAL, 6),
+    Planted("checkpoints are not synced", nothing_is_synced, checkpoint_crashes.TRIAL, 1),
+    Planted("renamed early", renamed_early, write_points.BUILDS, 30),
+    Planted("a span is dropped when a build is resumed", span_dropped, write_points.BUILDS, 4),
+    Planted("a span is dropped on the way to the store", span_dropped_on_the_way, large_store.TRIAL, 16),
+    Planted("a full disk is swallowed", full_disk_swallowed, full_disk.BUILDS, 4),
+    Planted("nobody locks", nobody_locks, two_builders.TRIAL, 2),
+    Planted("ids are not checked against the vocabulary", ids_not_checked, tokenizer_files.LIARS, 4),
+    Planted("staged units are not checked", crc_not_checked, damage_of_runs.STAGED, 12),
+    Planted("hashes are not checked", hashes_not_checked, damage.FLIPS, 60),
+    Planted("hashes are not checked, files swapped", hashes_not_checked, damage.SWAPS, 24),
+    Planted("sizes are not checked", sizes_not_checked, damage.CUTS, 1),
+    Planted("sizes are not checked, files missing", sizes_not_checked, damage.MISSING, 1),
+    Planted("metadata is believed", metadata_believed, hostile_metadata.TRIAL, 20),
+    Planted("a reader accepts bad bytes", bad_bytes_accepted, readers.TRIAL, 300),
+    Planted("a reader forgets its faults", faults_forgotten, readers.TRIAL, 300),
+    Planted("the sandbox is open", sandbox_open, templates.TRIAL, 16),
+    Planted("panics of a library are not caught", panics_not_caught, tokenizer_files.MUTANTS, 50),
+    Planted("whole files are read into memory", whole_files_read, large_store.TRIAL, 16),
+    Planted("bytes depend on the clock", bytes_depend_on_the_clock, clock.BUILDS, 2),
+    Planted("hashes of checkpoints are not checked", checkpoint_hash_not_checked, damage_of_runs.CHECKPOINTS, 12),
+    Planted("the chain of an audit log is not checked", chain_not_checked, damage_of_runs.AUDIT_LOGS, 40),
+    Planted("state is saved before its line is in the log", state_saved_before_the_log, audit_kills.TRIAL, 3),
+)

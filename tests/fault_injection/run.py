@@ -1,0 +1,207 @@
+"""Run the gauntlet: every trial in a process of its own, two at a time, and a table of what came of it.
+
+    python tests/fault_injection/run.py                       all trials; writes their figures into docs/reliability.md
+    python tests/fault_injection/run.py --short               the same trials, small
+    python tests/fault_injection/run.py --only kill --seed 7  trials whose name holds a word
+    python tests/fault_injection/run.py --planted             faults put into chatmill on purpose: each must be noticed
+
+Exit 1 if anything was lost or silently wrong, or if a planted fault was not noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fault_injection import TESTS
+from fault_injection.planted import PLANTED
+from fault_injection.processes import Child, Ended, begin, load_torch
+from fault_injection.trial import Tally, Trial
+from fault_injection.trials import TRIALS
+
+PAGE = TESTS.parent / "docs" / "reliability.md"
+BEGIN, END = "<!-- gauntlet: begin -->", "<!-- gauntlet: end -->"
+AT_ONCE = 2
+LIMIT = 1200.0
+"""Seconds that one trial may take."""
+
+Work = tuple[int, Callable[[], Any]]
+"""How many cores it needs, and what it does."""
+
+
+def two_at_a_time(works: Sequence[Work]) -> Iterator[tuple[int, Ended, float]]:
+    """Do all the work in processes of their own; the number of each, how it ended, and after how many seconds."""
+    waiting = sorted(range(len(works)), key=lambda number: works[number][0])
+    running: dict[int, tuple[int, Child, float]] = {}
+    while waiting or running:
+        while waiting and sum(works[each[0]][0] for each in running.values()) + works[waiting[0]][0] <= AT_ONCE:
+            number = waiting.pop(0)
+            child = begin(works[number][1])
+            running[child.told] = number, child, time.perf_counter()
+        ready, _, _ = select.select(list(running), [], [], 1.0)
+        late = [fd for fd, (_, _, began) in running.items() if time.perf_counter() - began > LIMIT]
+        for fd in {*ready, *late}:
+            number, child, began = running.pop(fd)
+            yield number, child.end(1.0 if fd in late else 60.0), time.perf_counter() - began
+
+
+def tallies(trials: Sequence[Trial], *, short: bool, seed: int, say: Callable[[str], None]) -> list[Tally]:
+    """What came of each trial, in their order."""
+    works: list[Work] = [
+        (trial.cores, lambda trial=trial: trial.run(trial.short if short else trial.full, seed).to_json())
+        for trial in trials
+    ]
+    if len(trials) > 1:
+        # Once, for all that train.
+        load_torch()
+    found: dict[int, Tally] = {}
+    for number, ended, seconds in two_at_a_time(works):
+        if ended.value is not None:
+            ended.value.pop("tried")
+            tally = Tally(**ended.value)
+        else:
+            tally = Tally(trials[number].name, broke=ended.broke or ended.refused or "killed", seconds=seconds)
+        found[number] = tally
+        say(f"{tally.seconds:7.1f} s  {tally.name}: {in_words(tally)}")
+    return [found[number] for number in range(len(trials))]
+
+
+def in_words(tally: Tally) -> str:
+    if tally.broke and not tally.tried:
+        return f"BROKE: {tally.broke}"
+    if tally.skipped:
+        return f"skipped: {tally.skipped}"
+    bad = f", {tally.lost:,} LOST, {tally.wrong:,} SILENTLY WRONG" if tally.is_red else ""
+    notes = "".join(f", {count:,} {name}" for name, count in tally.notes.items())
+    broke = f"; BROKE: {tally.broke}" if tally.broke else ""
+    return f"{tally.tried:,} tried, {tally.survived:,} survived, {tally.found:,} found{bad}{notes}{broke}"
+
+
+HEAD = ("trial", "tried", "survived", "found", "lost", "silently wrong", "seconds")
+
+
+def rows_of(found: Sequence[Tally]) -> list[list[str]]:
+    numbers = [[each.tried, each.survived, each.found, each.lost, each.wrong] for each in found]
+    total = [sum(column) for column in zip(*numbers, strict=True)]
+    named = [*zip((each.name for each in found), numbers, (each.seconds for each in found), strict=True)]
+    named.append(("all", total, sum(each.seconds for each in found)))
+    return [[name, *(f"{number:,}" for number in counts), f"{seconds:.0f}"] for name, counts, seconds in named]
+
+
+def plain_table(found: Sequence[Tally]) -> str:
+    rows = [list(HEAD), *rows_of(found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    )
+
+
+def page_part(trials: Sequence[Trial], found: Sequence[Tally], *, seed: int, seconds: float) -> str:
+    """The table for the page, with what each trial does."""
+    lines = [
+        f"`make gauntlet` (seed {seed}, {os.cpu_count()} cores, {seconds / 60:.0f} minutes):",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        f"|---|{'---:|' * (len(HEAD) - 1)}",
+        *(f"| {' | '.join(row)} |" for row in rows_of(found)),
+        "",
+    ]
+    for trial, tally in zip(trials, found, strict=True):
+        notes = "".join(f" {count:,} {name}." for name, count in tally.notes.items())
+        skipped = f" Skipped: {tally.skipped}." if tally.skipped else ""
+        said = f"- **{trial.name}**: {trial.does}.{notes}{skipped}"
+        lines += wrap(said, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def write_page(part: str) -> None:
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{part}\n\n{END}{rest.split(END)[1]}")
+
+
+def try_planted(words: Sequence[str], seed: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Plant each fault in a process of its own, and run the trial that must notice it."""
+    chosen = [fault for fault in PLANTED if _named(fault.name, words) or _named(fault.trial.name, words)]
+
+    def one(fault: Any) -> dict[str, Any]:
+        fault.plant()
+        return fault.trial.run(fault.size, seed).to_json()
+
+    if len(chosen) > 1:
+        load_torch()
+    found: dict[int, dict[str, Any]] = {}
+    for number, ended, seconds in two_at_a_time([(1, lambda fault=fault: one(fault)) for fault in chosen]):
+        fault = chosen[number]
+        tally = ended.value or {"lost": 0, "wrong": 0, "told": [f"broke: {ended.broke or ended.refused}"]}
+        red = bool(tally["lost"] or tally["wrong"])
+        found[number] = {"fault": fault.name, "trial": fault.trial.name, "noticed": red, "told": tally["told"]}
+        told = tally["told"][0] if tally["told"] else "nothing was lost or wrong"
+        say(f"{seconds:7.1f} s  {'noticed' if red else 'NOT NOTICED'}: {fault.name} ({fault.trial.name}): {told}")
+    return [found[number] for number in range(len(chosen))]
+
+
+def _named(name: str, words: Sequence[str]) -> bool:
+    return not words or any(word.lower() in name.lower() for word in words)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="small sizes, well under two minutes")
+    parser.add_argument("--only", action="append", default=[], metavar="WORD", help="trials whose name holds it")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--planted", action="store_true", help="try the trials: plant faults, and see them noticed")
+    parser.add_argument("--json", action="store_true", help="what came of it as JSON")
+    args = parser.parse_args(argv)
+    out = sys.stdout
+    if args.json:
+        # What others print, in whatever process, is not to stand among the JSON.
+        out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
+
+    began = time.perf_counter()
+    if args.planted:
+        noticed = try_planted(args.only, args.seed, say)
+        if args.json:
+            print(json.dumps(noticed, indent=1), file=out, flush=True)
+        else:
+            print(f"{sum(each['noticed'] for each in noticed)} of {len(noticed)} planted faults noticed")
+        return 0 if noticed and all(each["noticed"] for each in noticed) else 1
+    trials = [trial for trial in TRIALS if _named(trial.name, args.only)]
+    if not trials:
+        parser.error(f"no trial is named so; there are: {', '.join(trial.name for trial in TRIALS)}")
+    found = tallies(trials, short=args.short, seed=args.seed, say=say)
+    seconds = time.perf_counter() - began
+    if args.json:
+        all_of_it = [each.to_json() for each in found]
+        said = {"seed": args.seed, "short": args.short, "seconds": seconds, "trials": all_of_it}
+        print(json.dumps(said, indent=1), file=out, flush=True)
+    else:
+        print(f"\n{plain_table(found)}\n\n{seconds / 60:.1f} minutes")
+        for each in found:
+            for line in [each.broke] if each.broke else each.told:
+                print(f"{each.name}: {line}")
+    if not args.short and not args.only:
+        write_page(page_part(trials, found, seed=args.seed, seconds=seconds))
+        say(f"written: {PAGE.relative_to(TESTS.parent)}")
+    return 1 if any(each.is_red for each in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The gauntlet in short, and a test of it: `make gauntlet` runs it at length."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fault_injection.planted import PLANTED
+from fault_injection.run import BEGIN, END, PAGE, main, page_part, plain_table, write_page
+from fault_injection.trial import Tally, Trial
+from fault_injection.trials import TRIALS
+
+RUN = Path(__file__).with_name("run.py")
+
+
+def said_by(*flags: str) -> Any:
+    """What the runner says as JSON, from a process of its own: it forks, and wants no threads of others around."""
+    done = subprocess.run([sys.executable, RUN, *flags, "--json"], capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def short() -> dict[str, dict[str, Any]]:
+    return {tally["name"]: tally for tally in said_by("--short")["trials"]}
+
+
+@pytest.fixture(scope="module")
+def planted() -> dict[str, dict[str, Any]]:
+    return {fault["fault"]: fault for fault in said_by("--planted")}
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+def test_nothing_is_lost_and_nothing_silently_wrong(short, trial):
+    tally = short[trial.name]
+    if tally["skipped"]:
+        pytest.skip(tally["skipped"])
+    assert (tally["lost"], tally["wrong"], tally["broke"]) == (0, 0, ""), tally["told"]
+    assert tally["tried"] == tally["survived"] + tally["found"] > 0
+
+
+@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_noticed(planted, fault):
+    assert planted[fault.name]["noticed"], planted[fault.name]["told"]
+
+
+def test_every_attempt_is_counted_once():
+    tally = Tally("x")
+    tally.judge(survived=True, found=True)
+    tally.judge(found=True)
+    tally.judge(lost="gone")
+    tally.is_wrong("other")
+    assert (tally.tried, tally.survived, tally.found, tally.lost, tally.wrong) == (4, 1, 1, 1, 1)
+    assert tally.is_red
+    assert tally.told == ["lost: gone", "silently wrong: other"]
+
+
+def test_a_trial_that_tries_nothing_is_no_trial():
+    with pytest.raises(AssertionError, match="nothing was tried"):
+        Trial("idle", "nothing", lambda size, seed, folder, tally: None, 1, 1).run(1, 1)
+
+
+def test_the_tables_hold_every_trial_and_the_sums():
+    tallies = [Tally(trial.name, survived=3, found=2, seconds=1.5) for trial in TRIALS]
+    total = f"{5 * len(TRIALS)}"
+    assert plain_table(tallies).splitlines()[-1].split()[:2] == ["all", total]
+    part = page_part(TRIALS, tallies, seed=1, seconds=60)
+    for trial in TRIALS:
+        assert f"| {trial.name} | 5 | 3 | 2 | 0 | 0 | 2 |" in part
+        assert f"- **{trial.name}**: {trial.does}." in part.replace("\n  ", " ")
+    assert f"| all | {total} |" in part
+
+
+def test_the_page_has_a_place_for_the_figures():
+    text = PAGE.read_text()
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert text.index(BEGIN) < text.index(END)
+
+
+def test_the_figures_go_between_their_marks_and_nowhere_else(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{BEGIN}\n\nold\n\n{END}\n\nafter\n")
+    monkeypatch.setattr("fault_injection.run.PAGE", page)
+    write_page("new")
+    assert page.read_text() == f"before\n\n{BEGIN}\n\nnew\n\n{END}\n\nafter\n"
+
+
+def test_names_are_unique_and_an_unknown_one_is_refused(capsys):
+    names = [trial.name for trial in TRIALS]
+    assert len(set(names)) == len(names)
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", "no such trial"])
+    assert ended.value.code == 2
+    assert "no trial is named so; there are: power loss" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""SIGKILL at random moments of a loop that draws batches, logs them and saves its state.
+
+Lines reach the disk a few bytes at a time, so that many are torn. After every kill the log must verify against the
+dataset with the head that the saved state keeps, and log and state must stand at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from chatmill.store import files
+from fault_injection import TESTS
+from fault_injection.disks import Dribbling
+from fault_injection.processes import Ended, begin, outcome
+from fault_injection.trial import Tally, Trial
+
+DATA = TESTS.parent / "data" / "conversations.jsonl"
+CONFIG: dict[str, Any] = {
+    "batch_size": 4,
+    "block_size": 256,
+    "packing": "bins",
+    "mix_sft": {"day": 0.7, "night": 0.3},
+    "mix_by": "trained_tokens",
+    "use_loss_mask": True,
+}
+EVERY, SAVED_EACH = 3, 7
+
+
+def saved(folder: Path) -> Any:
+    path = folder / "state.json"
+    return json.loads(path.read_bytes()) if path.exists() else None
+
+
+def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: None) -> None:
+    """Draw batches from where the saved state stands, for ever or up to a step; `ready` is called before the first."""
+    from chatmill.audit.recorder import Audit
+    from chatmill.load.loader import EpisodeLoader
+
+    state = saved(folder)
+    audit = Audit(folder / "logs", every=EVERY, state=state and state["audit"])
+    loader = EpisodeLoader(folder / "mix", CONFIG, listener=audit, tensors=False)
+    if state is not None:
+        loader.load_state_dict(state["loader"])
+    files.disk = Dribbling(60)
+    ready()
+    while steps is None or loader.cursor().step < steps:
+        loader.get_batch()
+        if loader.cursor().step % SAVED_EACH == 0:
+            now = {"audit": audit.checkpoint(), "loader": loader.state_dict()}
+            files.write_file(folder / "state.json", json.dumps(now).encode(), overwrite=True)
+    audit.close()
+
+
+def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
+    """Run the loop in a process of its own and kill it after a while, counted from its start or its first batch."""
+    told, tell = os.pipe()
+    child = begin(lambda: loop(folder, None, lambda: os.close(tell)))
+    os.close(tell)
+    if drawing:
+        # Nothing is written: it ends when the other side closes it, or dies.
+        os.read(told, 1)
+    time.sleep(seconds)
+    os.close(told)
+    return child.kill()
+
+
+def look(folder: Path, tally: Tally) -> bool:
+    """Hold every log against the dataset and against the saved state; whether the state has one of its own."""
+    from chatmill.audit.log import LogLine, read_log
+    from chatmill.audit.verify import verify_log
+
+    state, agreed = saved(folder), False
+    for log in sorted((folder / "logs").glob("audit_*.log")):
+        found = read_log(log)
+        tally.notes["logs torn at the end"] += bool(found) and not isinstance(found[-1], LogLine)
+        if not any(isinstance(line, LogLine) for line in found):
+            log.unlink()
+            continue
+        # A log that was begun before any state was saved was given up with the process that began it.
+        mine = state is not None and state["audit"]["log"] == log.name
+        heads = {"the saved state": state["audit"]["head"]} if mine else {}
+        checked = verify_log(log, folder / "mix", heads=heads)
+        assert checked.fault is None, checked.fault
+        if mine:
+            at = next(line for line in found if isinstance(line, LogLine) and line.sha256 == heads["the saved state"])
+            stands = {name: int(value) for name, value in at.fields.items()}
+            where = state["loader"]["cursors"]["train"]
+            assert stands == where, f"the log stands at {stands}, the loader at {where}"
+            agreed = True
+    return agreed
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    from train_fixtures import run_chatmill
+
+    rng = random.Random(seed)
+    tally.expected = size
+    for name, split in (("day", "0.1"), ("night", "0.2")):
+        where = str(folder / "mix" / name)
+        run_chatmill("prepare", str(DATA), "-o", where, "--val-split", split, "--workers", "1")
+    for number in range(size):
+        ended = killed(folder, rng.uniform(0.0, 0.4), drawing=number % 4 != 3)
+        if number == size - 1 and ended.killed:
+            # After the last kill it goes on for a while, and ends by itself.
+            step = state["audit"]["cursor"]["step"] if (state := saved(folder)) else 0
+            ended = begin(lambda step=step: loop(folder, step + 20)).end()
+        if ended.refused or ended.broke:
+            tally.loses(f"kill {number}: the loop does not go on: {ended.refused or ended.broke}")
+            continue
+        seen = outcome(lambda: look(folder, tally))
+        tally.notes["log and saved state at the same step"] += bool(seen.value)
+        tally.judge(survived=seen.value is not None, lost=f"kill {number}: {seen.refused or seen.broke}")
+
+
+TRIAL = Trial(
+    "kill at random moments, audit log",
+    "SIGKILL of a loop that draws mixed, packed batches, logs them and saves its state, while lines reach the disk a "
+    "few bytes at a time: the log verifies with the saved head, and both stand at the same step",
+    work,
+    full=50,
+    short=3,
+)

@@ -1,0 +1,88 @@
+"""The power goes: every step of building and publishing is played back, with what was not synced lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import store_fixtures
+from store_fixtures import contents, some_rows
+
+from chatmill.store.layout import METADATA
+from chatmill.store.publish import recover, staging_for
+from chatmill.store.verify import verify
+from fault_injection.crash_disk import Model, Recorder, outcomes
+from fault_injection.disks import Unsynced, in_place
+from fault_injection.trial import Tally, Trial
+
+WAYS = {
+    "a new dataset": {"old": False, "can_exchange": True},
+    "over an old one, by exchange": {"old": True, "can_exchange": True},
+    "over an old one, by two renames": {"old": True, "can_exchange": False},
+}
+
+
+class Known(dict[tuple[tuple[str, bytes], ...], str]):
+    """The hash of a dataset that has no fault, else its faults; datasets of the same bytes are looked at once."""
+
+    def of(self, path: Path) -> str:
+        key = tuple(contents(path).items())
+        if key not in self:
+            found = verify(path, full=True)
+            self[key] = "; ".join(found.faults) or found.sha256 or "no hash"
+        return self[key]
+
+
+def crashes(at: Path, model: Model, recorder: Recorder) -> Iterator[tuple[int, str]]:
+    """Every state that a crash after each step can leave at `at`: the number of the step, and the kind of loss."""
+    for number in range(len(recorder.steps) + 1):
+        if number:
+            recorder.steps[number - 1](model)
+        for kind, keep in outcomes(number).items():
+            model.crash(at, keep)
+            yield number, kind
+            shutil.rmtree(at)
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    for way, how in WAYS.items():
+        play(size, seed, folder / way.replace(" ", "_"), tally, way, **how)
+
+
+def play(size: int, seed: int, folder: Path, tally: Tally, way: str, *, old: bool, can_exchange: bool) -> None:
+    folder.mkdir()
+    known, allowed, shard_tokens = Known(), {""}, 60 if size < 40 else 100
+    if old:
+        store_fixtures.write_dataset(folder / "x", {"train": some_rows(seed, count=size)}, shard_tokens=shard_tokens)
+        allowed = {known.of(folder / "x")}
+    rows = {"train": some_rows(seed + 1, count=size), "val": some_rows(seed + 2, count=size // 3)}
+    model, recorder = Model(folder), Recorder(folder, can_exchange=can_exchange)
+    with in_place(recorder):
+        store_fixtures.write_dataset(folder / "x", rows, shard_tokens=shard_tokens, overwrite=old)
+    new = known.of(folder / "x")
+    at = folder / "crashed"
+    with in_place(Unsynced()):
+        for number, kind in crashes(at, model, recorder):
+            where = f"{way}, step {number} of {len(recorder.steps)}, {kind} of the unsynced kept"
+            staging = staging_for(at / "x")
+            # The last file of a build: where it is, all others are, and are whole.
+            early = kind == "all" and (staging / METADATA).is_file() and (staging / METADATA).stat().st_size
+            if early and not old and known.of(staging) != new:
+                tally.is_wrong(f"{where}: there is metadata before all is there: {known.of(staging)}")
+                continue
+            recover(at / "x")
+            found = known.of(at / "x") if (at / "x").exists() else ""
+            right = {new} if number == len(recorder.steps) else allowed | {new}
+            tally.judge(survived=found in right, lost=f"{where}: {found or 'nothing'}")
+
+
+TRIAL = Trial(
+    "power loss, building and publishing",
+    "every step of a build (new, over an old dataset by exchange, by two renames) played back on a model disk that "
+    "loses what was not synced, in four ways: nothing, the old or the new dataset, whole",
+    work,
+    full=60,
+    short=10,
+    in_memory=True,
+)

@@ -1,0 +1,123 @@
+"""Metadata with a right hash that lies: sizes, counts, paths, numbers out of range. Nothing in it is believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record_mutations import broken_value
+from store_fixtures import FIELDS, some_rows, write_dataset
+from store_lies import LIES, rewrite
+
+from chatmill.store.layout import METADATA
+from chatmill.store.read import open_dataset
+from chatmill.store.verify import verify
+from fault_injection.processes import outcome
+from fault_injection.trial import Tally, Trial
+
+NUMBERS = (-1, 0, 1, 2**31, 2**32, 2**53 + 1, 2**62, 2**63, 2**64, 10**30, 0.5, 1e308, True, None, "7", [7])
+PATHS = ("..", "../x", "/etc/passwd", "a/../../b", "", ".", "\0", "train/shard_00000", "x" * 5000, "shard_00001")
+
+
+class Watched:
+    """Every file that is opened while it is on, by the interpreter's own audit."""
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.is_on = False
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.is_on and event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+            self.opened.append(os.path.realpath(os.fsdecode(args[0])))
+
+
+def lie(data: dict[str, Any], rng: random.Random) -> str:
+    """Change one thing somewhere in the metadata; what was changed."""
+    at: Any = data
+    path: list[Any] = []
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        key = rng.choice(keys)
+        path.append(key)
+        if isinstance(at[key], dict | list) and at[key] and rng.random() < 0.9:
+            at = at[key]
+            continue
+        old = at[key]
+        if isinstance(old, bool | int | float) and rng.random() < 0.8:
+            at[key] = rng.choice([*NUMBERS, old + 1, old - 1, old * 2])
+        elif isinstance(old, str) and rng.random() < 0.8:
+            at[key] = rng.choice([*PATHS, old + "x", old[:-1], "0" * 64])
+        elif isinstance(at, dict) and rng.random() < 0.5:
+            at[rng.choice(PATHS)] = at.pop(key)
+        else:
+            at[key] = json.loads(json.dumps(broken_value(old, rng)).replace('"@nest@"', "[[[]]]"))
+        return ".".join(map(str, path))
+
+
+def read_all(dataset: Path) -> dict[str, tuple[bytes, ...]]:
+    """All that the rows of every split hold; what their files are called is in the metadata alone."""
+    opened = open_dataset(dataset)
+    rows = {name: opened[name].rows(np.arange(len(opened[name]))) for name in opened.splits}
+    return {name: tuple(getattr(found, field).tobytes() for field in FIELDS) for name, found in rows.items()}
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    rng, watched = random.Random(seed), Watched()
+    rows = {"train": some_rows(seed, count=30), "val": some_rows(seed + 1, count=9)}
+    dataset = folder / "x"
+    write_dataset(dataset, rows)
+    right = read_all(dataset)
+    path = dataset / METADATA
+    whole = path.read_bytes()
+    named = list(LIES)
+    for number in range(size):
+        what = named[number] if number < len(named) else ""
+
+        def change(data: dict[str, Any], what: str = what) -> None:
+            nonlocal changed
+            changed = what or lie(data, rng)
+            if what:
+                LIES[what][0](data)
+
+        changed = ""
+        rewrite(dataset, change)
+        same = path.read_bytes() == whole
+        watched.opened, watched.is_on = [], True
+        ended = outcome(lambda: verify(dataset, full=True).faults)
+        opened = outcome(lambda: read_all(dataset).items() <= right.items())
+        watched.is_on = False
+        inside = str(dataset.resolve())
+        outside = [
+            name for name in watched.opened if not name.startswith(inside) and not name.endswith((".py", ".pyc"))
+        ]
+        path.write_bytes(whole)
+        if outside:
+            tally.is_wrong(f"{changed}: {outside[0]} was opened")
+        elif ended.broke or opened.broke:
+            tally.loses(f"{changed}: {ended.broke or opened.broke}")
+        elif what and LIES[what][1] not in next(iter(ended.value), ""):
+            tally.is_wrong(f"{changed}: {ended.value or 'nobody notices'}")
+        elif opened.value is False and not ended.value:
+            tally.is_wrong(f"{changed}: other rows are read, and nobody notices")
+        elif any("\n" in line for line in [*ended.value, opened.refused]):
+            tally.loses(f"{changed}: not one line")
+        else:
+            # What changes no row (a name, a share of the config) may be whatever it likes.
+            tally.judge(survived=same or not ended.value, found=True)
+
+
+TRIAL = Trial(
+    "hostile metadata",
+    "metadata with a right hash and wrong sizes, counts, `..` in names, numbers out of range, other kinds of values: "
+    "refused or found in one line, or the very same rows; no file outside is opened",
+    work,
+    full=10_000,
+    short=100,
+    in_memory=True,
+)

@@ -1,0 +1,112 @@
+"""A store larger than memory: it is written, opened, read, loaded and verified all the same.
+
+The process may take so much memory of its own and no more (RLIMIT_DATA, which counts what is not a file), a small part
+of what the store holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from store_fixtures import finish
+
+from chatmill.errors import DataError
+from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Part, Role, Rows, Rule, offsets
+from chatmill.store.publish import publish, staging_for
+from chatmill.store.read import open_dataset
+from chatmill.store.verify import verify
+from chatmill.store.write import SplitWriter
+from fault_injection.processes import apart, limited, load_torch
+from fault_injection.trial import Tally, Trial
+
+VOCAB, ROW, ROWS = 100_000, 1024, 2048
+"""Ids of four bytes; a slab of rows is 8 MiB of them."""
+SHARE = 4
+"""The store is at least so many times what the process may take."""
+
+
+def slab(number: int) -> Rows:
+    """Rows that can be made again from their number alone: half of each is trained."""
+    spans = np.zeros(2 * ROWS, dtype=SPAN)
+    spans["length"], spans["target"], spans["part"] = ROW // 2, OWN_ID, Part.CONTENT
+    spans["role"] = np.tile([Role.USER, Role.ASSISTANT], ROWS)
+    spans["weight"] = np.tile([0.0, 1.0], ROWS)
+    spans["rule"] = Rule.ROLE
+    origins = np.zeros(ROWS, dtype=ORIGIN)
+    origins["line"] = np.arange(1, ROWS + 1) + number * ROWS
+    ids = np.random.default_rng(number).integers(0, VOCAB, ROWS * ROW, dtype=np.uint32)
+    files = (File("made", "made.jsonl"),)
+    return Rows(ids, spans, offsets(np.full(ROWS, 2)), origins, offsets(np.full(ROWS, 1)), files)
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    """`size` slabs of 8 MiB of ids."""
+    from chatmill.load.loader import EpisodeLoader
+
+    load_torch()
+    dataset, count = folder / "x", size * ROWS
+    room = size * ROWS * ROW * 5 // SHARE
+
+    def write() -> str:
+        staging = staging_for(dataset)
+        with SplitWriter(staging / "train", vocab_size=VOCAB, shard_tokens=8 * ROWS * ROW) as writer:
+            for number in range(size):
+                writer.append(slab(seed + number))
+            info = writer.close()
+        metadata = finish(staging, {"train": info}, vocab_size=VOCAB)
+        publish(staging, dataset, overwrite=False)
+        return metadata.sha256
+
+    def read() -> bool:
+        episodes = open_dataset(dataset)["train"]
+        for number in range(size):
+            right, found = slab(seed + number), episodes.rows(np.arange(number * ROWS, (number + 1) * ROWS))
+            if not np.array_equal(found.ids, right.ids) or not np.array_equal(found.mask(), right.mask()):
+                return False
+            for one in np.random.default_rng(number).integers(0, ROWS, 8):
+                wanted = right.ids[one * ROW : (one + 1) * ROW]
+                if not np.array_equal(episodes.tokens(number * ROWS + int(one)), wanted):
+                    return False
+        return True
+
+    def sweep() -> bool:
+        tokens = sum(len(rows.ids) for rows in open_dataset(dataset)["train"].sweep())
+        return tokens == count * ROW
+
+    def load() -> bool:
+        config = {"batch_size": 64, "block_size": ROW, "use_loss_mask": True, "epoch_seed": seed}
+        with_all = EpisodeLoader(dataset, config, tensors=False, epochs=1)
+        seen = np.concatenate([batch.episode_ids[:, 0] for batch in _batches(with_all)])
+        return len(seen) == count and len(np.unique(seen)) == count
+
+    def check() -> bool:
+        if faults := verify(dataset, full=True).faults:
+            raise DataError(faults[0])
+        return True
+
+    steps = {"written": write, "read": read, "swept": sweep, "loaded, in random order": load, "verified": check}
+    for name, step in steps.items():
+        ended = apart(limited(step, room), seconds=600)
+        if ended.value is False:
+            tally.is_wrong(f"{name}: other rows than were stored")
+        else:
+            tally.judge(survived=bool(ended.value), lost=f"{name}: {ended.refused or ended.broke or 'killed'}")
+    tally.notes["bytes of the store"] = sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file())
+    tally.notes["bytes that a process may take"] = room
+
+
+def _batches(loader: Any) -> Iterator[Any]:
+    yield from loader
+
+
+TRIAL = Trial(
+    "a store larger than memory",
+    "a store four times as large as the memory that a process may take: written, read, swept, loaded in random order "
+    "and verified in full, with the rows that were stored",
+    work,
+    full=120,
+    short=24,
+)

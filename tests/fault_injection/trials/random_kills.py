@@ -1,0 +1,162 @@
+"""SIGKILL at random moments of `chatmill prepare`, two builds at a time.
+
+A build of at least 8 shards and 5 seconds gets SIGKILL; every second one is to replace an older dataset. Most moments
+are anywhere in a build, one in six in its last steps, between the metadata and the end. After every tenth kill, and
+the last, the build is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+
+from chatmill.store.layout import METADATA
+from chatmill.store.publish import recover, staging_for
+from chatmill.store.verify import verify
+from fault_injection import TESTS
+from fault_injection.trial import Tally, Trial
+
+DATA = TESTS.parent / "data" / "conversations.jsonl"
+SHARDS = 12
+RESUMED_EACH = 10
+AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Build:
+    """The command, and what it gives when nobody disturbs it."""
+
+    folder: Path
+    input: str
+    shard_tokens: int
+    seconds: float = 0.0
+    sha256: str = ""
+
+    @property
+    def target(self) -> Path:
+        return self.folder / "dataset"
+
+    def start(self, *flags: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", "from chatmill.cli.main import main; main()", "prepare", self.input]
+        command += ["-o", self.target.name, "--workers", "1", "--shard-tokens", str(self.shard_tokens), "--json"]
+        return subprocess.Popen([*command, *flags], cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def finish(self, *flags: str) -> tuple[str, int]:
+        """Build to the end; the hash and the number of shards, or a word on what went wrong and 0."""
+        out, err = (process := self.start(*flags)).communicate()
+        if process.returncode:
+            return f"exit {process.returncode}: {err.decode().strip()}", 0
+        summary = json.loads(out)
+        return summary["sha256"], summary["splits"]["train"]["shards"]
+
+
+def calibrated(folder: Path, seconds: float) -> Build:
+    """Input that takes so long to build on its own, and its build."""
+    lines, copies = DATA.read_bytes(), 20
+    while True:
+        (folder / "input.jsonl").write_bytes(lines * copies)
+        build = Build(folder, str(folder / "input.jsonl"), max(1, copies * len(lines) // (2 * SHARDS)))
+        began = time.perf_counter()
+        sha256, shards = build.finish()
+        took = time.perf_counter() - began
+        if not shards:
+            raise AssertionError(f"a build that nobody disturbed fails: {sha256}")
+        shutil.rmtree(build.target)
+        if took >= seconds and shards >= 8:
+            return replace(build, seconds=took, sha256=sha256)
+        copies = int(copies * min(4.0, max(1.2, 1.15 * seconds / took)))
+
+
+def killed(build: Build, rng: random.Random, *flags: str, late: bool) -> bool:
+    """Start a build and kill it at a random moment; whether it was still running then."""
+    process = build.start(*flags)
+    if late:
+        while process.poll() is None and not (staging_for(build.target) / METADATA).exists():
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.03 * build.seconds))
+    else:
+        time.sleep(rng.uniform(0.05, 0.97) * build.seconds)
+    running = process.poll() is None
+    process.kill()
+    process.communicate()
+    return running
+
+
+def state(build: Build, old: str | None) -> str:
+    """What stands under the target's name: absent, old, new, or what is wrong with it."""
+    # As the next command would: it undoes a replacement that was killed between two renames.
+    recover(build.target)
+    if not build.target.exists():
+        return "absent" if old is None else "the old dataset is gone"
+    found = verify(build.target, full=True)
+    if found.faults:
+        return found.faults[0]
+    return {build.sha256: "new", old: "old"}.get(found.sha256, f"another dataset, {found.sha256}")
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    seconds = 5.0 if size >= 100 else 1.2
+    tally.expected = size
+    (folder / "first").mkdir()
+    first = calibrated(folder / "first", seconds)
+    old_sha256, _ = Build(folder / "first", str(DATA), 10_000).finish()
+    shutil.move(first.target, folder / "old")
+    counting = Lock()
+
+    def lane(number_of_lane: int) -> None:
+        build = replace(first, folder=folder / f"lane-{number_of_lane}")
+        build.folder.mkdir()
+        for number in range(number_of_lane, size, AT_ONCE):
+            one(build, number)
+
+    def one(build: Build, number: int) -> None:
+        rng = random.Random(f"{seed} {number}")
+        turn = number // AT_ONCE
+        replacing = turn % 2 == 1
+        shutil.rmtree(build.target, ignore_errors=True)
+        if replacing:
+            shutil.copytree(folder / "old", build.target)
+        flags = ("--overwrite",) if replacing else ()
+        running = killed(build, rng, *flags, late=turn % 12 in (5, 10))
+        left = state(build, old_sha256 if replacing else None)
+        resumes = turn % RESUMED_EACH == RESUMED_EACH - 1 or number >= size - AT_ONCE
+        again = ""
+        if resumes and left in ("absent", "old", "new"):
+            flags = ("--overwrite",) if build.target.exists() else ()
+            again, _ = build.finish("--resume", *flags)
+        with counting:
+            tally.notes["killed while it ran"] += running
+            tally.notes["killed before it published"] += running and left in ("absent", "old")
+            tally.notes["resumed to the same hash"] += again == build.sha256
+            if again and again != build.sha256 and not again.startswith("exit"):
+                tally.is_wrong(f"kill {number}: resumed to another dataset, {again}")
+            elif again and again != build.sha256:
+                tally.loses(f"kill {number}: cannot be resumed: {again}")
+            else:
+                tally.judge(survived=left in ("absent", "old", "new"), lost=f"kill {number}: {left}")
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(lane, range(AT_ONCE)))
+    tally.notes["milliseconds of a build alone"] = round(1000 * first.seconds)
+    if tally.notes["killed before it published"] < 0.75 * size and size >= 100:
+        # No fault of chatmill, but not the trial that it should be.
+        tally.broke = "too few kills came before the dataset was published"
+
+
+TRIAL = Trial(
+    "kill at random moments, prepare",
+    "SIGKILL of `chatmill prepare` (at least 8 shards, 5 s) at random moments, half of them over an older dataset: "
+    "old, new or nothing stands there, every byte checked; every tenth is resumed to the same hash",
+    work,
+    full=200,
+    short=4,
+    cores=2,
+)

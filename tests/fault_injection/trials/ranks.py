@@ -1,0 +1,91 @@
+"""A rank of a torchrun job is killed: all ranks end, are started again, and the run comes to the same bits."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from prepare_fixtures import digests
+
+from fault_injection import TESTS
+from fault_injection.processes import load_torch
+from fault_injection.trial import Tally, Trial
+
+LATER = 0.05
+"""Seconds, at most, from a step to the kill."""
+SECONDS = 120
+# Ranks that are started again meet in a store of their own: in the agent's they would look for those that are gone.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def torchrun(restarts: int, *args: object) -> tuple[int, str]:
+    """Two ranks under torchrun; its exit code, -1 if it does not end, and the last thing it said."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [
+        "--max-restarts",
+        str(restarts),
+        "--monitor-interval",
+        "0.1",
+        str(TESTS / "fault_injection" / "rank.py"),
+    ]
+    try:
+        done = subprocess.run(
+            [*command, *map(str, args)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SECONDS,
+            env={**os.environ, **ENVIRONMENT},
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"it did not end within {SECONDS} seconds"
+    said = [line for line in done.stderr.splitlines() if "Error" in line]
+    return done.returncode, said[-2] if len(said) > 1 else "".join(said)
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    from train_fixtures import prepare, ranks
+
+    from fault_injection.rank import STEPS, run
+
+    load_torch()
+    rng, data = random.Random(seed), str(prepare(folder, "sums", "--val-split", "0.2", seed=seed))
+
+    def weights(name: str) -> dict[str, str]:
+        last = max((folder / name).glob("step_*"), default=None)
+        return {path: hash for path, hash in digests(last).items() if "safetensors" in path} if last else {}
+
+    ranks(2, lambda _: run(data, str(folder), "undisturbed"))
+    right = weights("undisturbed")
+    assert right
+    for number in range(size):
+        name, at, victim = f"run-{number}", rng.randrange(1, STEPS["max_iters"] - 1), rng.randrange(2)
+        # Torchrun is to start the ranks again; or it ends, and is itself started again.
+        restarts = 1 - number % 2
+        args = (data, folder, name, at, victim, rng.uniform(0, LATER))
+        code, said = torchrun(restarts, *args)
+        where = f"rank {victim} killed after step {at}, {restarts} restarts"
+        if not (folder / f"{name}.killed").exists() or bool(code) == bool(restarts):
+            tally.loses(f"{where}: exit {code}, {said}")
+            continue
+        if not restarts:
+            code, said = torchrun(0, *args)
+        if code:
+            tally.loses(f"{where}: exit {code}, {said}")
+        elif weights(name) != right:
+            tally.is_wrong(f"{where}: other weights than those of the undisturbed run")
+        else:
+            tally.survives()
+
+
+TRIAL = Trial(
+    "a torchrun rank killed",
+    "SIGKILL of one of two ranks at a random step: the other ends too, torchrun or the next command starts them again, "
+    "and weights and moments equal those of an undisturbed run to the bit",
+    work,
+    full=6,
+    short=1,
+)

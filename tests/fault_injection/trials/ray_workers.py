@@ -1,0 +1,127 @@
+"""A worker of a Ray cluster is killed with its unit: the bytes are those of one process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prepare_fixtures import build, digests, job_of, left_beside, write_corpus
+
+from chatmill.prepare import ray_engine
+from chatmill.prepare.pipeline import prepare_dataset
+from fault_injection.processes import outcome
+from fault_injection.trial import Tally, Trial
+
+T = TypeVar("T")
+ORIGINAL = ray_engine._run
+
+
+def wait_until(condition: Callable[[], T | None], what: str, seconds: float = 60) -> T:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"it did not happen: {what}")
+
+
+class Log:
+    """What workers write down of the units they begin and finish, as files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def said(self, what: str) -> dict[int, set[int]]:
+        """The units of each worker."""
+        found: dict[int, set[int]] = {}
+        for path in self.folder.glob(f"*.{what}"):
+            unit, pid, _ = path.name.split(".")
+            found.setdefault(int(pid), set()).add(int(unit))
+        return found
+
+    def two_that_hold(self) -> dict[int, set[int]] | None:
+        """Two workers that each finished a unit, and what they hold now."""
+        finished = self.said("finished")
+        held = {pid: units - finished.get(pid, set()) for pid, units in self.said("began").items()}
+        held = {pid: units for pid, units in held.items() if units and finished.get(pid)}
+        return held if len(held) == 2 else None
+
+
+def logged_run(log: Path) -> Callable[..., Any]:
+    """Runs a unit and writes it down; the second one of a worker is held until a worker was killed."""
+
+    def run(unit: Any, shared: Any) -> Any:
+        (log / f"{unit.number}.{os.getpid()}.began").touch()
+        while list(log.glob(f"*.{os.getpid()}.finished")) and not (log / "go on").exists():
+            time.sleep(0.02)
+        done = ORIGINAL(unit, shared)
+        (log / f"{unit.number}.{os.getpid()}.finished").touch()
+        return done
+
+    return run
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    try:
+        import ray
+    except ImportError:
+        tally.skipped = "ray is not installed: pip install 'chatmill[ray]'"
+        return
+    rng = random.Random(seed)
+    job = job_of(write_corpus(folder, 300), val_split=0.2)
+    build(job, folder / "one")
+    right = digests(folder / "one")
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    # Ray has much to say about a worker that is gone.
+    heard, nothing = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        for number in range(size):
+            target, log, killed = folder / f"ray-{number}", Log(folder / f"log-{number}"), dict[int, set[int]]()
+
+            def kill_one(progress: Any, log: Log = log, killed: dict[int, set[int]] = killed) -> None:
+                if not killed:
+                    held = wait_until(log.two_that_hold, "two workers hold a unit")
+                    pid = rng.choice(sorted(held))
+                    killed[pid] = held[pid]
+                    os.kill(pid, signal.SIGKILL)
+                    (log.folder / "go on").touch()
+
+            ray_engine._run = logged_run(log.folder)
+            ended = outcome(
+                lambda target=target, kill_one=kill_one: (
+                    prepare_dataset(job, target, engine=ray_engine.Ray(), unit_bytes=6_000, on_progress=kill_one).sha256
+                )
+            )
+            others = [units for pid, units in log.said("finished").items() if pid not in killed]
+            if ended.value is None:
+                tally.loses(f"kill {number}: {ended.refused or ended.broke}")
+            elif not killed or not set().union(*killed.values()) <= set().union(*others):
+                tally.loses(f"kill {number}: nobody finished what the killed worker held")
+            elif digests(target) != right:
+                tally.is_wrong(f"kill {number}: other bytes than of one process")
+            else:
+                tally.judge(survived=left_beside(target) == [], lost=f"kill {number}: left {left_beside(target)}")
+    finally:
+        ray_engine._run = ORIGINAL
+        ray.shutdown()
+        os.dup2(heard[0], 1)
+        os.dup2(heard[1], 2)
+
+
+TRIAL = Trial(
+    "a Ray worker killed",
+    "SIGKILL of a worker that holds a unit: another makes it, and the bytes are those of one process",
+    work,
+    full=5,
+    short=1,
+)

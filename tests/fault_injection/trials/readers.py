@@ -1,0 +1,132 @@
+"""Broken input: every mutated record becomes a record or one line, and no record that is not in the input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from record_mutations import RAW, RECORDS, broken
+
+from chatmill.errors import RecordError
+from chatmill.records import Record, read_records
+from fault_injection.processes import outcome
+from fault_injection.trial import Tally, Trial
+
+LINE = re.compile(r"a\.(?:jsonl|txt):(\d+)(?: \(id=.*\))?: .+; .+")
+ROLES = {"system", "user", "assistant", "tool"}
+SHAPES: dict[str, Any] = {**RECORDS, "transcript-lines": RAW, "transcript-stream": RAW}
+AT_ONCE = 500
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key
+            yield from strings(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from strings(inner)
+
+
+def doubt(shape: str, data: bytes, record: Record) -> str:
+    """Why this record cannot be what these bytes hold; empty if it may be."""
+    for message in record.messages:
+        if message.role not in ROLES:
+            return f"a role {message.role!r}"
+        try:
+            said = message.content.encode()
+        except UnicodeEncodeError:
+            return "half a character"
+        if shape.startswith("transcript-") and said not in data:
+            return f"words that nobody said: {message.content!r}"
+    if shape.startswith("transcript-"):
+        return ""
+    try:
+        value = json.loads(data.decode(), parse_constant=_no_constant)
+    except RecursionError:
+        return ""
+    except ValueError as error:
+        return f"a record of what is no text or no JSON ({error})"
+    if shape in ("messages", "primer"):
+        told = [message.content for message in record.messages]
+        pairs = zip(told, (message.get("content") for message in value["messages"]), strict=True)
+        if any(one != two for one, two in pairs if isinstance(two, str)):
+            return f"other words than were said: {told}"
+    elif shape != "tool" and shape != "oasst1":
+        there = {text.strip() for text in strings(value)}
+        for message in record.messages:
+            # An instruction and its input are one message, and a transcript is one text.
+            parts = [part.strip() for part in message.content.split("\n\n")]
+            if not message.tool_calls and not all(any(part in text for text in there) for part in parts):
+                return f"words that nobody said: {message.content!r}"
+    return ""
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def attempt(shape: str, pieces: list[bytes], tally: Tally) -> None:
+    """Read broken records from a file, one on each line, and account for each of them."""
+    path = Path("a.txt" if shape.startswith("transcript-") else "a.jsonl")
+    between = b"<|EOS|>\n" if shape == "transcript-stream" else b"\n"
+    path.write_bytes(between.join(pieces))
+    faults: list[RecordError] = []
+    records: dict[int, str] = {}
+
+    def read_all() -> bool:
+        for record in read_records([path.name], shape=shape, on_error="skip", on_reject=faults.append):
+            # In a stream, what broke may go to its neighbour.
+            data = path.read_bytes() if shape == "transcript-stream" else pieces[record.line - 1]
+            records[record.line] = records.get(record.line) or doubt(shape, data, record)
+        return True
+
+    ended = outcome(read_all)
+    if ended.value is None:
+        tally.loses(f"{shape}: {ended.refused or ended.broke}")
+        return
+    refused = {fault.line: str(fault) for fault in faults}
+    for number, piece in enumerate(pieces, 1):
+        line = refused.get(number)
+        if line is not None and (not line.isprintable() or not LINE.fullmatch(line)):
+            tally.loses(f"{shape}: not one line: {line!r}")
+        elif records.get(number):
+            tally.is_wrong(f"{shape}: {records[number]}: {piece[:200]!r}")
+        elif line is not None or number in records:
+            tally.judge(survived=line is None, found=True)
+        elif not piece.replace(b"<|EOS|>", b"").strip() or shape == "transcript-stream":
+            # Nothing but the mark that ends a conversation holds none.
+            tally.survives()
+        else:
+            tally.loses(f"{shape}: neither a record nor a fault: {piece[:200]!r}")
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    here = Path.cwd()
+    os.chdir(folder)
+    tally.expected = size * len(SHAPES)
+    try:
+        for shape, good in SHAPES.items():
+            pieces = broken(good, f"{shape} {seed}", size)
+            for first in range(0, size, AT_ONCE):
+                attempt(shape, pieces[first : first + AT_ONCE], tally)
+    finally:
+        os.chdir(here)
+
+
+TRIAL = Trial(
+    "mutated input",
+    f"broken records (bytes, types, nesting, cuts) for each of {len(SHAPES)} input shapes: a record that the bytes "
+    "hold, or one line that says where and what",
+    work,
+    full=10_000,
+    short=400,
+    in_memory=True,
+)

@@ -1,0 +1,137 @@
+"""SIGKILL at every operation on the disk: of a build, and of a training run with its checkpoints and audit log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prepare_fixtures import build, conversations, digests, job_of, left_beside, lines
+
+from chatmill.store import files
+from fault_injection.disks import KilledAt, in_place
+from fault_injection.processes import apart, load_torch, outcome
+from fault_injection.trial import Tally, Trial
+
+UNIT_BYTES = 9_000
+
+
+def points(total: int, most: int) -> list[int]:
+    """Which of the operations to stop at: all, or so many of them spread evenly, the last always."""
+    if most >= total:
+        return list(range(1, total + 1))
+    return sorted(total - number * total // most for number in range(most))
+
+
+def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    (folder / "a.jsonl").write_bytes(lines(conversations(40, seed=seed)))
+    (folder / "b.jsonl").write_bytes(lines(conversations(5, seed=seed + 1)))
+    job = job_of((str(folder / "a.jsonl"),), shard_tokens=4_000)
+    old_job = job_of((str(folder / "b.jsonl"),))
+    for over in (False, True):
+        counter = KilledAt()
+        whole = folder / f"whole-{over}"
+        if over:
+            build(old_job, whole)
+            old = digests(whole)
+        with in_place(counter):
+            build(job, whole, unit_bytes=UNIT_BYTES, overwrite=over)
+        new = digests(whole)
+        for at in points(counter.count, size):
+            target = folder / f"{over}-{at}" / "x"
+            target.parent.mkdir()
+            if over:
+                build(old_job, target)
+
+            def killed(at: int = at, target: Path = target, over: bool = over) -> None:
+                files.disk = KilledAt(at)
+                build(job, target, unit_bytes=UNIT_BYTES, overwrite=over)
+
+            ended = apart(killed)
+            where = f"{'over an old one' if over else 'a new dataset'}, killed at operation {at} of {counter.count}"
+            if not ended.killed:
+                tally.loses(f"{where}: was not killed; {ended}")
+                continue
+            found = digests(target) if target.exists() else None
+            if found != new and found != (old if over else None):
+                tally.loses(f"{where}: the target is neither old nor new")
+                continue
+            again = target.exists()
+            done = outcome(
+                lambda target=target, again=again: (
+                    build(job, target, unit_bytes=UNIT_BYTES, overwrite=again, resume=True).sha256
+                )
+            )
+            if done.value is None:
+                tally.loses(f"{where}: cannot be resumed: {done.refused or done.broke}")
+            elif digests(target) != new:
+                tally.is_wrong(f"{where}: resumed to other bytes")
+            else:
+                tally.judge(survived=left_beside(target) == [], lost=f"{where}: left {left_beside(target)}")
+
+
+def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    import torch
+    from train_fixtures import prepare, trained
+
+    from chatmill.audit.verify import verify_log
+    from chatmill.train.checkpoint import found, open_checkpoint
+    from chatmill.train.distributed import World
+
+    load_torch()
+    data = prepare(folder, "sums", "--val-split", "0.2", seed=seed)
+    steps: dict[str, Any] = {"max_iters": 6, "save_interval": 2, "keep_checkpoints": 2}
+
+    def run(name: str) -> None:
+        trained(data, folder, name=name, resume="auto", audit_dir=str(folder / f"logs-{name}"), **steps)
+
+    def came_to(name: str) -> dict[str, str]:
+        """The weights and moments of the last checkpoint; `DataError` if the audit log is not of them."""
+        last = found(folder / name)[-1]
+        said = open_checkpoint(last, World(0, 1, torch.device("cpu"))).said["audit"]
+        checked = verify_log(folder / f"logs-{name}" / said["log"], data, heads={"the checkpoint": said["head"]})
+        assert checked.fault is None, checked.fault
+        return {name: hash for name, hash in digests(last).items() if "safetensors" in name}
+
+    counter = KilledAt()
+    with in_place(counter):
+        run("undisturbed")
+    right = came_to("undisturbed")
+    for at in points(counter.count, size):
+        name = f"run-{at}"
+
+        def killed(at: int = at, name: str = name) -> None:
+            files.disk = KilledAt(at)
+            run(name)
+
+        where = f"a run killed at operation {at} of {counter.count}"
+        if not (ended := apart(killed)).killed:
+            tally.loses(f"{where}: was not killed; {ended}")
+            continue
+        if (again := apart(lambda name=name: run(name))) and (again.refused or again.broke):
+            tally.loses(f"{where}: does not go on: {again.refused or again.broke}")
+            continue
+        result = outcome(lambda name=name: came_to(name))
+        if result.value is None:
+            tally.loses(f"{where}: {result.refused or result.broke}")
+        elif result.value != right:
+            tally.is_wrong(f"{where}: other weights than the undisturbed run's")
+        else:
+            tally.survives()
+
+
+BUILDS = Trial(
+    "kill at every write, prepare",
+    "SIGKILL at each write, sync and rename of a build, with and without an older dataset in its place: old, new or "
+    "nothing stands there, and the resumed build has the bytes of an undisturbed one",
+    builds,
+    full=10_000,
+    short=12,
+)
+RUNS = Trial(
+    "kill at every write, training",
+    "SIGKILL at each operation of a run that saves checkpoints and an audit log: it goes on, to the bits of an "
+    "undisturbed one, and the log verifies",
+    runs,
+    full=10_000,
+    short=6,
+)

@@ -1,0 +1,132 @@
+"""Small datasets, a small config, and ranks for the tests of training."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from chatmill.cli.main import main as chatmill
+from chatmill.rows import offsets
+from chatmill.store.layout import INDEX, MASK, TOKENS, shard_name
+from chatmill.train.config import TrainConfig
+from chatmill.train.loop import TrainResult, train_model
+
+SMALL: dict[str, Any] = {
+    "batch_size": 4,
+    "block_size": 48,
+    "use_loss_mask": True,
+    "n_layer": 1,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_ffn": 32,
+    "max_positions": 64,
+    "learning_rate": 0.01,
+    "warmup_iters": 2,
+    "eval_interval": 0,
+    "save_interval": 4,
+    "max_iters": 8,
+    "device": "cpu",
+    "audit_dir": None,
+}
+RANKS_WAIT = 120
+
+
+def run_chatmill(*args: str) -> None:
+    """Run a command that must succeed, and keep quiet about it."""
+    said, argv = io.StringIO(), sys.argv
+    sys.argv = ["chatmill", *args]
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+            chatmill()
+    finally:
+        sys.argv = argv
+
+
+def sums(count: int, *, seed: int = 0) -> str:
+    """Conversations about sums, as JSONL."""
+    rng = np.random.default_rng(seed)
+    lines = []
+    for a, b in rng.integers(0, 50, (count, 2)).tolist():
+        messages = [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": f"{a + b}"}]
+        lines.append(json.dumps({"messages": messages}))
+    return "\n".join(lines) + "\n"
+
+
+def prepare(folder: Path, name: str, *flags: str, seed: int = 0, count: int = 60) -> Path:
+    """A dataset of sums, as `chatmill prepare` makes it."""
+    source = folder / f"{name}.jsonl"
+    source.write_text(sums(count, seed=seed))
+    run_chatmill("prepare", str(source), "-o", str(folder / name), "--workers", "1", *flags)
+    assert (folder / name / "dataset_metadata.json").is_file()
+    return folder / name
+
+
+def write_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Path:
+    """A dataset as another program writes it: the documented files and nothing else."""
+    shard = target / "train" / shard_name(0)
+    shard.mkdir(parents=True)
+    np.array([id for ids in episodes for id in ids], dtype="<u2").tofile(shard / TOKENS)
+    lengths = np.array([len(ids) for ids in episodes], dtype="<u8")
+    np.stack([offsets(lengths)[:-1].astype("<u8"), lengths], axis=1).tofile(shard / INDEX)
+    np.array([bit for mask in masks for bit in mask], dtype="u1").tofile(shard / MASK)
+    return target
+
+
+def config(**changes: Any) -> TrainConfig:
+    return TrainConfig.from_mapping({**SMALL, **changes})
+
+
+def trained(
+    dataset: Path, out_dir: Path, *, name: str = "run", resume: str | None = None, **changes: Any
+) -> TrainResult:
+    """Train the small model and tell nothing."""
+    return train_model(
+        config(**changes), model_name=name, dataset_dir=dataset, out_dir=out_dir, resume=resume, quiet=True
+    )
+
+
+def weights(checkpoint: Path) -> dict[str, np.ndarray]:
+    """The weights that a checkpoint's model has."""
+    return {name: tensor.numpy() for name, tensor in load_file(checkpoint / "model" / "model.safetensors").items()}
+
+
+def curve(run: Path) -> list[tuple[int, float]]:
+    """The loss of every step, from the metrics."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` gives on each of so many processes that are ranks of one another, as JSON holds it."""
+    with tempfile.TemporaryDirectory() as place:
+        children = []
+        for rank in range(count):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    dist.init_process_group("gloo", init_method=f"file://{place}/meet", rank=rank, world_size=count)
+                    (Path(place) / str(rank)).write_text(json.dumps(work(rank)))
+                    dist.destroy_process_group()
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(code)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert codes == [0] * count
+        return [json.loads((Path(place) / str(rank)).read_text()) for rank in range(count)]
