@@ -14,7 +14,8 @@ from template_fixtures import TOOLS, answer, user
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chatmill.format.template import certify, open_template_renderer
+from chatmill.format.template import certify as certify_module
+from chatmill.format.template import open_template_renderer
 from chatmill.format.template.certify import certify
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
@@ -89,9 +90,9 @@ def test_the_certificate_names_tokens_across_a_border(greedy):
     assert found["borders"].passed
     # No probe begins as that text does.
     assert found["borders"].text == "no token lies across the border of an answer"
-    probes = (Record([user("Hi"), answer("Hello there")], id="question"), *certify.PROBES[1:])
+    probes = (Record([user("Hi"), answer("Hello there")], id="question"), *certify_module.PROBES[1:])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certify, "PROBES", probes)
+        patch.setattr(certify_module, "PROBES", probes)
         found = {finding.name: finding for finding in certify(format)}
     assert found["borders"].text == (
         "tokens across a border count as where they begin: 1 in probe question, as after "

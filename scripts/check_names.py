@@ -1,0 +1,87 @@
+"""Check names in src/chatmill and imports in the docs.
+
+    python scripts/check_names.py [--root FOLDER]
+
+Fails, with one line for each problem, on
+- a class name that is defined in two places (leading underscores are ignored),
+- a variable or parameter whose name says nothing of what it holds (`found`, `said`, `asked`, `told`, `rest`),
+- an example in README.md, CONTRIBUTING.md or docs/ that imports from a module inside a package: examples show the
+  public API, which is `chatmill` and `chatmill.<package>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+VAGUE = frozenset({"found", "said", "asked", "told", "rest"})
+PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+IMPORT = re.compile(r"^\s*(?:from|import)\s+(chatmill[\w.]*)", re.MULTILINE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check class names, variable names, and imports in the docs.")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="the repository")
+    root = parser.parse_args().root
+    sources = {path.relative_to(root): ast.parse(path.read_text("utf-8")) for path in sorted(root.glob("src/**/*.py"))}
+    problems = [*repeated_classes(sources), *vague_variables(sources), *deep_imports(root)]
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+def repeated_classes(sources: dict[Path, ast.Module]) -> Iterator[str]:
+    """Every definition of a class name after its first."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, tree in sources.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{path}:{node.lineno}")
+    for name, (first, *others) in places.items():
+        for place in others:
+            yield f"{place}: class {name} is defined at {first} too; give each its own name"
+
+
+def vague_variables(sources: dict[Path, ast.Module]) -> Iterator[str]:
+    for path, tree in sources.items():
+        for node in ast.walk(tree):
+            name = bound_name(node)
+            if name in VAGUE:
+                yield f'{path}:{getattr(node, "lineno", 1)}: "{name}" says nothing; name what it holds'
+
+
+def bound_name(node: ast.AST) -> str | None:
+    """The name that a node assigns, declares as a parameter, or gives to a function or attribute."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr.lstrip("_")
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.FunctionDef):
+        return node.name.lstrip("_")
+    return None
+
+
+def deep_imports(root: Path) -> Iterator[str]:
+    """Imports in the docs that reach below a package."""
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
+    for page in pages:
+        if not page.is_file():
+            continue
+        text = page.read_text("utf-8")
+        for block in PYTHON_BLOCK.finditer(text):
+            for match in IMPORT.finditer(block[1]):
+                if match[1].count(".") > 1:
+                    line = text.count("\n", 0, block.start(1) + match.start(1)) + 1
+                    where = page.relative_to(root)
+                    package = ".".join(match[1].split(".")[:2])
+                    yield f"{where}:{line}: imports {match[1]}; export the name from chatmill or {package}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
