@@ -29,8 +29,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from chatmill.config import read_values  # noqa: E402
 from chatmill.ledger import Ledger  # noqa: E402
-from chatmill.load.config import read_values  # noqa: E402
 from chatmill.load.loader import EpisodeLoader  # noqa: E402
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows  # noqa: E402
 from chatmill.store.metadata import write_metadata  # noqa: E402

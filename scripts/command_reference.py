@@ -20,7 +20,7 @@ from typing import Any
 import typer.main
 
 from chatmill.cli.main import app_of
-from chatmill.cli.rollout_config import RolloutConfig
+from chatmill.rollout.config import RolloutConfig
 from chatmill.train.command import parser
 from chatmill.train.config import TrainConfig
 

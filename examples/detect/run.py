@@ -25,9 +25,9 @@ import torch
 from scenes import records
 
 from chatmill.cli.rollout import answers
-from chatmill.cli.rollout_config import RolloutConfig
 from chatmill.cli.rollout_train import train_rollouts
 from chatmill.format import load_format
+from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import read_truth
 from chatmill.rollout.score import DetectionScore, score_objects
 from chatmill.rollout.target import build_target, serialize_append

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from chatmill.cli.rollout_config import RolloutConfig
 from chatmill.cli.rollout_generator import ModelGenerator
 from chatmill.cli.rollout_train import train_rollouts
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.format import load_format
+from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.vocabulary import COORDINATES
 from chatmill.tokenizer import open_tokenizer, train_bpe
 from chatmill.train.checkpoint import model_folder

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from chatmill.config import key, whole
 from chatmill.errors import UsageError
-from chatmill.load.config import LoadConfig, key, whole
+from chatmill.load.config import LoadConfig
 
 
 def write(path, **values):

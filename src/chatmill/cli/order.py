@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.options import AsJson, echo_json
-from chatmill.load.config import LONGEST, LoadConfig
+from chatmill.config import LONGEST
+from chatmill.load.config import LoadConfig
 from chatmill.load.order import MODES
 from chatmill.load.plan import LoadPlan
 from chatmill.load.source import open_sources

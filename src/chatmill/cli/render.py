@@ -31,12 +31,12 @@ from chatmill.cli.options import (
     tell_losses,
     tell_rejects,
 )
+from chatmill.config import LONGEST
 from chatmill.errors import RecordError
 from chatmill.fit.truncate import FitRule, truncate
 from chatmill.format import TemplateOptions, open_renderer
 from chatmill.ledger import Ledger
 from chatmill.load.batch import IGNORE_INDEX
-from chatmill.load.config import LONGEST
 from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Part, Role, Rows, Rule, TrainOn
 from chatmill.show.terminal import row_title, span_lines

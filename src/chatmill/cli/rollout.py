@@ -166,8 +166,8 @@ def train(
       chatmill rollout train stage2.json -o runs/stage2
       chatmill rollout train stage2.json -o runs/stage2 --resume auto
     """
-    from chatmill.cli.rollout_config import RolloutConfig
     from chatmill.cli.rollout_train import train_rollouts
+    from chatmill.rollout.config import RolloutConfig
 
     result = train_rollouts(RolloutConfig.from_file(config), output, resume=resume, quiet=as_json)
     if as_json:
@@ -191,7 +191,7 @@ def keys(as_json: AsJson = False) -> None:
     Example:
       chatmill rollout keys
     """
-    from chatmill.cli.rollout_config import RolloutConfig
+    from chatmill.rollout.config import RolloutConfig
 
     known = [(each.name, each.default, each.metadata["doc"]) for each in dataclass_fields(RolloutConfig)]
     if as_json:

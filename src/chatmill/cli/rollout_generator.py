@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from chatmill.cli.rollout_config import RolloutConfig
+from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import RolloutReplay
 from chatmill.rollout.generate import CompletionServer, Generator
 from chatmill.train.beam_search import beam_search

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.cli.rollout_config import RolloutConfig
 from chatmill.cli.rollout_generator import generator_of
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.load.collation import collate
 from chatmill.load.order import make_order
 from chatmill.records.files import expand
+from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import GroundTruth, Rollout, RolloutLog, read_truth
 from chatmill.rollout.generate import Generator
 from chatmill.rollout.health import Health

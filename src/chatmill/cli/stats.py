@@ -9,7 +9,7 @@ import typer
 
 from chatmill.cli.options import AsJson, counting, echo_json, tell_ledger, tell_table
 from chatmill.cli.show import Dataset
-from chatmill.load.config import LONGEST
+from chatmill.config import LONGEST
 from chatmill.show.dataset import DatasetView, open_view
 from chatmill.show.stats import BLOCK_SIZES, QUANTILES, SplitStats, survey
 from chatmill.show.text import visible

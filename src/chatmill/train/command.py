@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from chatmill.config import Right, faults_of, read_values
 from chatmill.errors import ChatmillError, UsageError, one_line
-from chatmill.load.config import Right, faults_of, read_values
 from chatmill.train.checkpoint import step_name
 from chatmill.train.config import TrainConfig, from_environment, layered, size_keys
 from chatmill.train.loop import OutOfMemoryError, TrainResult, Words, train_model

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from chatmill.config import Right, flag, key, number, one_of, optional, text, whole
 from chatmill.errors import ChatmillError, UsageError, one_line
-from chatmill.load.config import LoadConfig, Right, flag, key, number, one_of, optional, text, whole
+from chatmill.load.config import LoadConfig
 from chatmill.train.gpt import GPTSizes
 from chatmill.train.lora import LoraSizes
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from chatmill.config import Right, faults_of, flag, number, optional, whole
 from chatmill.errors import DataError
-from chatmill.load.config import Right, faults_of, flag, number, optional, whole
 from chatmill.train.attention import Mask, attend, segment_mask
 from chatmill.train.loss import LMHead
 from chatmill.train.model import CausalModel, DecodingCache

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chatmill.load.config import Config, Right, flag, key, number, one_of, optional, text, whole
+from chatmill.config import Config, Right, flag, key, number, one_of, optional, text, whole
 from chatmill.rollout.match import GATE
 
 SHARE = Right("a share from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1)
