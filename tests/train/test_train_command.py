@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from child_processes import end_children, start_child
 from train_fixtures import SMALL, prepare
 
 from chatmill.cli.guard import guarded
@@ -48,34 +49,28 @@ class Started:
     """The command in a process of its own, which has already imported all that it needs."""
 
     def __init__(self, *args: str, **variables: str) -> None:
-        self._told = tempfile.TemporaryDirectory()
-        self._process = os.fork()
-        if self._process == 0:
-            try:
-                for number, name in ((1, "out"), (2, "err")):
-                    os.dup2(os.open(f"{self._told.name}/{name}", os.O_WRONLY | os.O_CREAT), number)
-                sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-                os.environ |= variables
-                guarded(lambda: main(args))
-                os._exit(0)
-            except SystemExit as ending:
-                sys.stdout.flush()
-                os._exit(ending.code if isinstance(ending.code, int) else 0)
-            finally:
-                os._exit(70)
+        self._output = tempfile.TemporaryDirectory()
+        self._child = start_child(
+            lambda: guarded(lambda: main(args)), variables=variables, output=Path(self._output.name)
+        )
 
-    def told(self, name: str) -> str:
-        path = Path(self._told.name) / name
+    def output(self, name: str) -> str:
+        path = Path(self._output.name) / name
         return path.read_text() if path.exists() else ""
 
+    def wait_for_error_line(self, text: str) -> None:
+        while text not in self.output("err"):
+            assert self._child.exitcode is None, self.output("err")
+            time.sleep(0.05)
+
     def signal(self, number: int) -> None:
-        os.kill(self._process, number)
+        os.kill(self._child.pid, number)
 
     def ended(self) -> tuple[int, str, str]:
-        code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
-        said = code, self.told("out"), self.told("err")
-        self._told.cleanup()
-        return said
+        (code,) = end_children([self._child])
+        result = code, self.output("out"), self.output("err")
+        self._output.cleanup()
+        return result
 
 
 def flags(*more: str, name: str = "mine", data: str = "data/chat_sft") -> list[str]:
@@ -221,8 +216,7 @@ def test_flags_that_shape_a_fresh_model_are_refused_beside_a_model_to_begin_with
 
 def test_sigterm_saves_and_the_command_ends_well(place):
     started = Started(*flags("--max_iters", "100000", "--log_interval", "1"))
-    while "step 2/" not in started.told("err"):
-        time.sleep(0.05)
+    started.wait_for_error_line("step 2/")
     started.signal(signal.SIGTERM)
     code, out, _ = started.ended()
     assert code == 0
@@ -235,8 +229,7 @@ def test_sigterm_saves_and_the_command_ends_well(place):
 def test_a_run_that_saves_nothing_says_so_when_it_is_stopped_and_when_it_begins_again(place):
     unsaved = flags("--max_iters", "100000", "--log_interval", "1", "--save_interval", "0")
     started = Started(*unsaved)
-    while "step 2/" not in started.told("err"):
-        time.sleep(0.05)
+    started.wait_for_error_line("step 2/")
     started.signal(signal.SIGTERM)
     code, out, _ = started.ended()
     first, *_, last = out.splitlines()

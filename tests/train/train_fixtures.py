@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
-import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from child_processes import end_children, start_child
 from safetensors.torch import load_file
 
 from chatmill.cli.main import main as chatmill
@@ -40,7 +40,6 @@ SMALL: dict[str, Any] = {
     "device": "cpu",
     "audit_dir": None,
 }
-RANKS_WAIT = 120
 
 
 def run_chatmill(*args: str) -> None:
@@ -109,24 +108,14 @@ def curve(run: Path) -> list[tuple[int, float]]:
 
 
 def ranks(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work` gives on each of so many processes that are ranks of one another, as JSON holds it."""
-    with tempfile.TemporaryDirectory() as place:
-        children = []
-        for rank in range(count):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    dist.init_process_group("gloo", init_method=f"file://{place}/meet", rank=rank, world_size=count)
-                    (Path(place) / str(rank)).write_text(json.dumps(work(rank)))
-                    dist.destroy_process_group()
-                    code = 0
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    """What `work` returns on each of `count` processes of one process group, as JSON holds it."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run_rank(rank: int) -> None:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+            (Path(folder) / str(rank)).write_text(json.dumps(work(rank)))
+            dist.destroy_process_group()
+
+        codes = end_children([start_child(functools.partial(run_rank, rank)) for rank in range(count)])
         assert codes == [0] * count
-        return [json.loads((Path(place) / str(rank)).read_text()) for rank in range(count)]
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(count)]

@@ -1,0 +1,115 @@
+"""Child processes that compute with torch, forked from a clean server instead of from the process that runs the tests.
+
+`os.fork()` copies the locks of torch's thread pools but not their threads: on aarch64 a child of a process that has
+multiplied matrices waits for ever in its first `Linear.forward`. The server (Python's own "forkserver") imports torch
+and chatmill once, with one thread, and computes nothing, so its children are clean and start in milliseconds.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+IMPORTED_BY_THE_SERVER = [
+    "torch",
+    "torch._dynamo",
+    "chatmill.cli.main",
+    "chatmill.train.command",
+    "transformers",
+    "peft",
+]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+TIME_LIMIT = 400
+"""Seconds after which a child prints the stacks of its threads and exits with 1: far more than any of them needs."""
+GRACE = 20
+"""Seconds that the others are given to say what they saw when one child has failed."""
+
+
+def start_child(
+    work: Callable[[], object], *, variables: Mapping[str, str] | None = None, output: Path | None = None
+) -> BaseProcess:
+    """Start `work` (any callable, closures included) in a fresh process with this one's folder, path and environment.
+
+    With `output`, its standard output and error go to the files "out" and "err" of that folder.
+    """
+    environment = {**os.environ, **ONE_THREAD, **(variables or {})}
+    args = cloudpickle.dumps(work), environment, Path.cwd(), output
+    child = _server().Process(target=_run_child, args=args, daemon=True)
+    child.start()
+    return child
+
+
+def end_children(children: Sequence[BaseProcess]) -> list[int]:
+    """Wait for all; their exit codes. When one fails the others are ended a little later, so that none is left."""
+    try:
+        while (running := [child for child in children if child.exitcode is None]) and not _failed(children):
+            wait([child.sentinel for child in running])
+        if _failed(children):
+            for child in running:
+                child.join(GRACE)
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+    return [child.exitcode for child in children if child.exitcode is not None]
+
+
+def _failed(children: Sequence[BaseProcess]) -> bool:
+    return any(child.exitcode for child in children)
+
+
+@functools.cache
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_BY_THE_SERVER)
+    with _environment({**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run_child(work: bytes, environment: Mapping[str, str], folder: Path, output: Path | None) -> None:
+    import torch
+
+    if output is not None:
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=2)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    cloudpickle.loads(work)()
+
+
+def _end_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
