@@ -24,10 +24,10 @@ SIZES = GPTSizes(
 )
 
 
-def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0) -> GPT:
+def small_gpt(sizes: GPTSizes = SIZES, *, seed: int = 0, compute: torch.dtype | None = None) -> GPT:
     """A GPT whose weights are large enough for its logits to differ."""
     torch.manual_seed(seed)
-    model = GPT(sizes)
+    model = GPT(sizes, compute=compute)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(6) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) / 4)

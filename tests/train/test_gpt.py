@@ -120,8 +120,7 @@ def test_checkpointed_blocks_have_the_same_gradients():
 
 
 def test_states_may_be_bfloat16_while_weights_and_gradients_stay_float32():
-    exact, rough = small_gpt(), small_gpt()
-    rough.compute = torch.bfloat16
+    exact, rough = small_gpt(), small_gpt(compute=torch.bfloat16)
     given_ = inputs(packed([CHATS], 30))
     assert rough.hidden(*given_[:3]).dtype == torch.bfloat16
     a, b = exact(*given_).total, rough(*given_).total
@@ -130,6 +129,12 @@ def test_states_may_be_bfloat16_while_weights_and_gradients_stay_float32():
     assert {gradient.dtype for gradient in found} == {torch.float32}
     for ours, wanted in zip(found, gradients(exact, a), strict=True):
         assert torch.nn.functional.cosine_similarity(ours.flatten(), wanted.flatten(), dim=0) > 0.97
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_weights": False, "qk_norm": False}, {"head_dim": 10, "n_ffn": None}])
+def test_parameters_are_counted_without_making_the_model(changes):
+    sizes = replace(SIZES, **changes)
+    assert sizes.num_parameters == GPT(sizes).num_parameters
 
 
 def test_fresh_models_know_nothing_and_are_made_from_the_seed():

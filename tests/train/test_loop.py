@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from child_processes import end_children, start_child
 from model_fixtures import plain_loss
 from train_fixtures import SMALL, config, curve, prepare, ranks, run_chatmill, sums, trained, weights, write_files
 
@@ -459,6 +461,12 @@ def test_a_full_gpu_says_what_to_lower(sums_data, tmp_path, monkeypatch):
     )
 
 
+HOST_IS_FULL = (
+    "the host is out of memory (it has N GiB) with 4 rows of 48 tokens at a time; "
+    "lower batch_size, block_size or max_positions, or take a smaller model\n"
+)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -467,13 +475,31 @@ def test_a_full_gpu_says_what_to_lower(sums_data, tmp_path, monkeypatch):
     ],
 )
 def test_a_model_that_the_host_cannot_hold_is_one_line(sums_data, tmp_path, sizes):
-    with pytest.raises(OutOfMemoryError) as error:
-        trained(sums_data, tmp_path, **sizes)
-    said = re.sub(r"[0-9.]+ GiB", "N GiB", str(error.value))
-    assert said == (
-        "the host is out of memory (it has N GiB) with 4 rows of 48 tokens at a time; "
-        "lower batch_size, block_size or max_positions, or take a smaller model"
-    )
+    def train_and_print_the_error() -> None:
+        # So that a fault here takes no more than this from the machine.
+        resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+        try:
+            trained(sums_data, tmp_path, **sizes)
+        except OutOfMemoryError as error:
+            print(error)
+
+    assert end_children([start_child(train_and_print_the_error, output=tmp_path)]) == [0]
+    assert re.sub(r"[0-9.]+ GiB", "N GiB", (tmp_path / "out").read_text()) == HOST_IS_FULL
+
+
+def test_memory_is_compared_with_the_model_before_it_is_made(sums_data, tmp_path, monkeypatch):
+    def train_with(available: int) -> None:
+        monkeypatch.setattr("chatmill.train.preflight.available_memory", lambda: available)
+        trained(sums_data, tmp_path / str(available), max_iters=1)
+
+    sizes = config().sizes(EpisodeLoader(sums_data, config()).sources[0].vocab_size)
+    bytes_needed = 16 * sizes.num_parameters
+    train_with(bytes_needed)
+    with monkeypatch.context() as patched:
+        patched.setattr("chatmill.train.preflight.GPT", None)
+        with pytest.raises(OutOfMemoryError) as error:
+            train_with(bytes_needed - 1)
+    assert re.sub(r"[0-9.]+ GiB", "N GiB", f"{error.value}\n") == HOST_IS_FULL
 
 
 def test_tensorboard_that_is_not_installed_is_one_line_and_leaves_no_run_behind(sums_data, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from chatmill.config import Right, faults_of, flag, number, optional, whole
 from chatmill.errors import DataError
 from chatmill.train.attention import Mask, attend, segment_mask
 from chatmill.train.loss import LMHead
-from chatmill.train.model import CausalModel, DecodingCache
+from chatmill.train.model import CausalModel, DecodingCache, usable_precision
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KIND = "chatmill-gpt"
@@ -78,6 +78,14 @@ class GPTSizes:
     def ffn(self) -> int:
         return self.n_ffn or -(-self.n_embd * 8 // 3 // 64) * 64
 
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of a model of these sizes, without making it."""
+        attention = self.n_embd * self.head_size * 2 * (self.n_head + self.kv_heads)
+        norms = 2 * self.n_embd + (2 * self.head_size if self.qk_norm else 0)
+        layers = self.n_layer * (attention + 3 * self.n_embd * self.ffn + norms)
+        return layers + self.n_embd + self.vocab_size * self.n_embd * (1 if self.tie_weights else 2)
+
 
 class GPT(CausalModel):
     """A decoder of `sizes`, with fresh weights."""
@@ -86,7 +94,7 @@ class GPT(CausalModel):
         super().__init__()
         self.sizes = sizes
         self.vocab_size, self.max_positions = sizes.vocab_size, sizes.max_positions
-        self.compute = compute
+        self.compute = usable_precision(compute)
         self._checkpointed = False
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.n_embd)
         self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layer))

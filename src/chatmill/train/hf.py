@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from chatmill.errors import DataError, UsageError
 from chatmill.train.loss import LMHead
-from chatmill.train.model import CausalModel, DecodingCache
+from chatmill.train.model import CausalModel, DecodingCache, usable_precision
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -41,7 +41,7 @@ class HFModel(CausalModel):
         self.lm = lm
         self.training = lm.training
         self.source = source
-        self.compute = compute
+        self.compute = usable_precision(compute)
         text = lm.config.get_text_config()
         self.vocab_size = int(text.vocab_size)
         self.max_positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from abc import abstractmethod
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -29,6 +30,18 @@ class Inputs(NamedTuple):
         )
         targets = TrainedPositions.of(y, weights).to(device)
         return cls(moved(x, device), moved(positions, device), moved(segments, device), targets)
+
+
+def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
+    """`compute` itself, once torch can multiply in it without a warning.
+
+    On an Arm processor without bfloat16 instructions torch tries oneDNN for the first bfloat16 product, warns in thirty
+    lines, and turns oneDNN off for good. This turns it off first: the same results, and nothing to read.
+    """
+    is_arm = platform.machine() == "aarch64" and torch.backends.mkldnn.is_available()
+    if compute is torch.bfloat16 and is_arm and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        torch._C._set_mkldnn_enabled(False)
+    return compute
 
 
 class DecodingCache(Protocol):

@@ -34,11 +34,21 @@ WEIGHTS = (".safetensors", ".bin")
 SCAN = 1 << 24
 
 
-def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
-    """The model that a config asks for, in float32 on the CPU: fresh, opened, or with fresh adapters."""
+def make_model(
+    config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None, device: torch.device
+) -> CausalModel:
+    """The model that a config asks for, in float32 on the CPU: fresh, opened, or with fresh adapters.
+
+    `MemoryError` if the host cannot hold a fresh one, with gradients and optimizer where `device` is the host.
+    """
     torch.manual_seed(config.seed)
     if config.init_from_model is None:
-        return GPT(config.sizes(vocab_size), compute=compute)
+        sizes = config.sizes(vocab_size)
+        # On the host: weights, gradients, and AdamW's two moments. Sharded ranks have the weights whole for a moment.
+        tensors = 4 if device.type == "cpu" and config.parallel != "fsdp" else 1
+        if 4 * tensors * sizes.num_parameters > available_memory():
+            raise MemoryError
+        return GPT(sizes, compute=compute)
     folder = model_folder(config.init_from_model)
     model = open_model(folder, compute=compute)
     adapters = config.lora_sizes()
@@ -50,6 +60,15 @@ def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | N
     if type(model) is not HFModel:
         raise UsageError(f"{folder}: is no Hugging Face model, and lora is given; adapters go onto one")
     return LoraModel.on(model, adapters)
+
+
+def available_memory() -> float:
+    """Bytes that this process could still fill. Linux hands out more, and ends the process that fills it."""
+    try:
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        return sum(int(size) << 10 for name, size, *_ in lines if name in ("MemAvailable:", "SwapFree:"))
+    except OSError:
+        return float("inf")
 
 
 def weights_hash(folder: Path) -> str:

@@ -225,7 +225,7 @@ def _open_model(
     known = (
         found.said["vocab_size"] if found is not None else max(data_vocab_size(loader.sources), padding_of(loader) + 1)
     )
-    model = given or world.together(lambda: make_model(config, known, compute=compute))
+    model = given or world.together(lambda: make_model(config, known, compute=compute, device=world.device))
     theirs = tokenizer_of(config, loader) if found is None else found.said["tokenizer_sha256"]
     world.together(lambda: check_fit(config, loader, model, tokenizer_sha256=theirs))
     model.train()
