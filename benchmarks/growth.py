@@ -20,7 +20,7 @@ from corpus import DATA, Data, add_options, chosen, grown, options_of
 from measure import alone, machine, report, versions
 
 from chatmill.store.read import open_dataset
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 
 HERE = Path(__file__).parent
 BATCHES = 40
@@ -109,7 +109,7 @@ def verifying(dataset: Path) -> dict[str, float]:
                     hashlib.file_digest(file, "sha256")
 
     def checked(full: bool) -> None:
-        if faults := verify(dataset, full=full).faults:
+        if faults := verify_dataset(dataset, full=full).faults:
             raise SystemExit(faults[0])
 
     works = {"quick_s": lambda: checked(False), "full_s": lambda: checked(True), "hash_s": bare}

@@ -34,10 +34,11 @@ from fastokens import Tokenizer as Fastokens
 from measure import alone, machine, report, versions
 from render import CHATML
 
+from chatmill.format import Renderer
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.pipeline import prepare_dataset
-from chatmill.prepare.unit import Tools, make_tools
+from chatmill.prepare.unit import job_renderer
 from chatmill.store.metadata import Metadata
 from chatmill.store.read import open_dataset
 
@@ -53,7 +54,7 @@ def job_of(data: Data) -> Job:
     return Job((InputSource((str(data.path),)),), tokenizer=str(data.tokenizer), pack=PACK)
 
 
-def ours(job: Job, tools: Tools, folder: Path) -> tuple[Metadata, float]:
+def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
     """The dataset that a build makes, and its seconds: without those of removing the last one, or of writing out what
     was left in memory by whoever ran before."""
     target = folder / "dataset"
@@ -61,7 +62,7 @@ def ours(job: Job, tools: Tools, folder: Path) -> tuple[Metadata, float]:
     os.sync()
     gc.collect()
     started = time.perf_counter()
-    made = prepare_dataset(job, target, engine=LocalEngine(PROCESSES), tools=tools)
+    made = prepare_dataset(job, target, engine=LocalEngine(PROCESSES), renderer=renderer)
     return made, time.perf_counter() - started
 
 
@@ -162,9 +163,9 @@ def forked(*works: Callable[[], Callable[[], object]]) -> float:
 def our_side(data: Data, folder: Path) -> dict[str, Any]:
     """One build, as the command makes it, with its seconds after start-up."""
     started = time.perf_counter()
-    tools = make_tools(job_of(data))
+    renderer = job_renderer(job_of(data))
     start_up = time.perf_counter() - started
-    made, taken = ours(job_of(data), tools, folder)
+    made, taken = ours(job_of(data), renderer, folder)
     split = made.splits["train"]
     return {"seconds": taken, "start_up": start_up, "tokens": split.num_tokens, "rows": split.num_episodes}
 
@@ -267,16 +268,16 @@ def main() -> None:
         same = [*options_of(data), "--folder", folder]
         one, memory = alone(__file__, "--side", "chatmill", *same)
         job = job_of(data)
-        tools = make_tools(job)
+        renderer = job_renderer(job)
         # The peer's minute stands between two halves of our seconds, so that a slow moment does not meet all of them.
-        taken = [ours(job, tools, folder)[1] for _ in range(args.runs)]
+        taken = [ours(job, renderer, folder)[1] for _ in range(args.runs)]
         peer = peer_memory = differ = None
         if not args.no_trl:
             # Looked at less often than chatmill: it takes minutes, and must not be slowed.
             peer, peer_memory = alone(__file__, "--side", "trl", *same, every=0.5)
             mine, _ = hashed(our_conversations(folder / "dataset"))
             differ = compared(mine, (folder / "trl.hashes").read_text().split("\n"))
-        taken += [ours(job, tools, folder)[1] for _ in range(args.runs)]
+        taken += [ours(job, renderer, folder)[1] for _ in range(args.runs)]
         seconds = statistics.median(taken)
         bare = Bare(data.path, data.tokenizer, folder, one["tokens"])
         parts, at_once = bare.parts(args.runs), bare.at_once(args.runs)

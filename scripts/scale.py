@@ -25,7 +25,7 @@ from chatmill.ledger import Ledger
 from chatmill.load.order import make_order
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows
 from chatmill.store.metadata import write_metadata
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 from chatmill.store.write import SplitWriter
 
 CHUNK = 100_000
@@ -109,7 +109,7 @@ def many_shards(count: int, folder: Path | None) -> tuple[float, float]:
 
 
 def check(dataset: Path, *, full: bool) -> None:
-    if faults := verify(dataset, full=full).faults:
+    if faults := verify_dataset(dataset, full=full).faults:
         raise SystemExit("\n".join(faults))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from chatmill.cli.main import main
 from chatmill.store.read import open_dataset
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +61,7 @@ def test_it_says_what_it_made_and_where_all_tokens_went(place, monkeypatch, caps
     assert [words[0] for words in ledger[1:]] == ["read", "rendered", "stored", "truncated", "noted", "look:", "look:"]
     assert lines[-2] == "look: 10,014 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
     assert lines[-1] == "look: 14 rows lost a part of an answer; raise --max-tokens"
-    assert verify("x", full=True).faults == ()
+    assert verify_dataset("x", full=True).faults == ()
     stored = open_dataset("x")
     assert len(stored["train"]) + len(stored["val"]) == 400
 

@@ -16,7 +16,7 @@ from chatmill.cli.main import main
 from chatmill.errors import DataError, RecordError
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.pipeline import prepare_dataset, relative_names
-from chatmill.prepare.unit import make_tools
+from chatmill.prepare.unit import job_renderer
 from chatmill.tokenizer import train_bpe
 
 
@@ -199,10 +199,13 @@ class Liar:
 )
 def test_a_vocabulary_that_cannot_be_stored_and_ids_beyond_it_are_refused(place, vocab_size, said):
     job = job_of(("chat.jsonl",))
-    tools = make_tools(job)
+    renderer = job_renderer(job)
     with pytest.raises(DataError, match=said):
         prepare_dataset(
-            job, Path("x"), tools=replace(tools, tokenizer=Liar(tools.tokenizer, vocab_size)), engine=LocalEngine(1)
+            job,
+            Path("x"),
+            renderer=replace(renderer, tokenizer=Liar(renderer.tokenizer, vocab_size)),
+            engine=LocalEngine(1),
         )
     assert [path.name for path in place.iterdir()] == ["chat.jsonl"]
 

@@ -10,7 +10,7 @@ from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_b
 from chatmill.format import load_format
 from chatmill.prepare import assemble, unit
 from chatmill.records import lines
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 from chatmill.tokenizer import byte_bpe, train_bpe
 
 
@@ -25,7 +25,7 @@ def test_processes_and_unit_sizes_do_not_change_a_byte(tmp_path, inputs, name):
     build(job, tmp_path / "one")
     expected = digests(tmp_path / "one")
     assert len([path for path in expected if path.endswith("tokens.bin")]) > 2
-    assert verify(tmp_path / "one", full=True).faults == ()
+    assert verify_dataset(tmp_path / "one", full=True).faults == ()
     for workers, unit_bytes in ((1, 20_000), (2, 9_000), (4, 1_500)):
         target = tmp_path / f"{workers}"
         build(job, target, workers=workers, unit_bytes=unit_bytes)
@@ -40,7 +40,7 @@ def test_neither_do_the_sizes_in_which_rows_are_staged_and_packed(tmp_path, inpu
     monkeypatch.setattr(unit, "CHUNK", 7)
     monkeypatch.setattr(lines, "WIDE_BLOCK", 3_000)
     monkeypatch.setattr(unit, "FILE_TOKENS", 1_000)
-    monkeypatch.setattr(assemble, "SLAB", 700)
+    monkeypatch.setattr(assemble, "CHUNK_TOKENS", 700)
     monkeypatch.setattr(assemble, "MAPPED", 2)
     build(job, tmp_path / "two", unit_bytes=9_000)
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
@@ -53,14 +53,14 @@ def test_neither_does_what_is_compiled(tmp_path, inputs, name, monkeypatch):
     control = list(load_format(options["format"]).tokens.values())
     (tmp_path / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size=400, control=control))
     job = job_of(inputs, tokenizer=str(tmp_path / "tokenizer.json"), **options)
-    tools = unit.make_tools(job)
-    assert type(tools.tokenizer._backend._encode) is byte_bpe.ByteBpe
-    build(job, tmp_path / "one", tools=tools)
+    renderer = unit.job_renderer(job)
+    assert type(renderer.tokenizer._backend._encode) is byte_bpe.ByteBpe
+    build(job, tmp_path / "one", renderer=renderer)
     expected = digests(tmp_path / "one")
     monkeypatch.setattr(import_module("chatmill.records.read"), "COMPILED", False)
-    build(job, tmp_path / "objects", tools=tools)
+    build(job, tmp_path / "objects", renderer=renderer)
     monkeypatch.setattr("chatmill.rows._copy", None)
-    build(job, tmp_path / "arrays", tools=tools)
+    build(job, tmp_path / "arrays", renderer=renderer)
     monkeypatch.setattr(byte_bpe, "_bpe", None)
     build(job, tmp_path / "nothing")
     for target in ("objects", "arrays", "nothing"):

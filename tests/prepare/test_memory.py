@@ -20,7 +20,7 @@ from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.records import lines
 
 # As large builds have them, in small.
-unit.FILE_TOKENS = assemble.SLAB = lines.WIDE_BLOCK = 2**17
+unit.FILE_TOKENS = assemble.CHUNK_TOKENS = lines.WIDE_BLOCK = 2**17
 inputs, options = sys.argv[1].split(), eval(sys.argv[2])
 job = Job((InputSource(tuple(inputs), "messages"),), shard_tokens=2**20, **options)
 prepare_dataset(job, Path("x"), engine=LocalEngine(2), unit_bytes=2**17)

@@ -17,7 +17,7 @@ from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_b
 from chatmill.errors import DataError
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.pipeline import prepare_dataset
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 
 UNIT_BYTES = 9_000
 FORK = multiprocessing.get_context("fork")
@@ -30,9 +30,9 @@ class Counting(LocalEngine):
         super().__init__(1)
         self.ran: list[int] = []
 
-    def run(self, units, job, tools, folder):
+    def run(self, units, job, renderer, folder):
         self.ran += [unit.number for unit in units]
-        yield from super().run(units, job, tools, folder)
+        yield from super().run(units, job, renderer, folder)
 
 
 def in_a_child(work: Callable[[], object]) -> int:
@@ -150,7 +150,7 @@ def test_another_job_or_other_input_is_refused_and_nothing_is_lost(tmp_path, cha
     assert sorted((tmp_path / ".x.building.units").iterdir()) == before
     # Without --resume it is done anew, and the leftovers are gone.
     prepare_dataset(other, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES)
-    assert verify(target, full=True).faults == ()
+    assert verify_dataset(target, full=True).faults == ()
     assert left_beside(target) == []
 
 
@@ -169,7 +169,7 @@ def test_a_changed_format_file_is_refused_too(tmp_path):
 
 def test_resume_without_anything_to_go_on_with_builds(tmp_path, inputs):
     build(job_of(inputs), tmp_path / "x", resume=True)
-    assert verify(tmp_path / "x", full=True).faults == ()
+    assert verify_dataset(tmp_path / "x", full=True).faults == ()
 
 
 # Processes. A pipe instead of a file holds a worker at its unit for as long as a test needs.

@@ -12,7 +12,7 @@ from chatmill.rows import Part, Role, Rule
 from chatmill.show.dataset import open_view
 from chatmill.show.explain import PARTS, SPEAKERS, explain, reason_for
 from chatmill.show.turns import NOTES
-from chatmill.store.reweigh import reweigh
+from chatmill.store.reweigh import reweigh_dataset
 
 
 def test_every_role_part_and_rule_has_its_words():
@@ -85,7 +85,7 @@ def test_a_target_that_is_another_id_is_named(rollout_target):
 
 
 def test_after_reweighing_the_choice_is_the_new_one(chats, tmp_path):
-    reweigh(chats.path, tmp_path / "last", train_on="last")
+    reweigh_dataset(chats.path, tmp_path / "last", train_on="last")
     shown = open_view(tmp_path / "last")
     assert (
         "a later answer is the last, and train_on last trains that one alone" in explain(shown, "train", 1, 9).sentence

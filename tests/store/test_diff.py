@@ -18,8 +18,8 @@ from chatmill.fit.blocks import stream_blocks
 from chatmill.ledger import Ledger
 from chatmill.rows import Role, Rule
 from chatmill.store import diff as module
-from chatmill.store.diff import Cause, ConversationOrigin, Difference, diff
-from chatmill.store.reweigh import reweigh
+from chatmill.store.diff import Cause, ConversationOrigin, Difference, diff_datasets
+from chatmill.store.reweigh import reweigh_dataset
 
 TEN = [chat(f"question {n}", f"answer {n}", line=n + 1) for n in range(10)]
 
@@ -37,13 +37,13 @@ def pair(tmp_path: Path, one, other, **options) -> tuple[Path, Path]:
 def test_a_dataset_is_the_same_as_itself_and_as_its_copy(tmp_path):
     write_rows(tmp_path / "a", {"train": rows_of(TEN)})
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    found = diff(tmp_path / "a", tmp_path / "b")
+    found = diff_datasets(tmp_path / "a", tmp_path / "b")
     assert (found.identical, found.same, counts(found), found.causes) == (True, True, {"equal": 10}, ())
 
 
 def test_added_and_removed_conversations_are_named_by_file_and_line(tmp_path):
     new = [chat("new", "one", line=40, file="more.jsonl"), chat("new", "two", line=41, file="more.jsonl")]
-    found = diff(*pair(tmp_path, rows_of(TEN), rows_of([*TEN[5:], *new])))
+    found = diff_datasets(*pair(tmp_path, rows_of(TEN), rows_of([*TEN[5:], *new])))
     assert counts(found) == {"equal": 5, "added": 2, "removed": 5}
     assert found.added == Difference(
         2, (ConversationOrigin("train", "more.jsonl", 40), ConversationOrigin("train", "more.jsonl", 41))
@@ -57,13 +57,13 @@ def test_added_and_removed_conversations_are_named_by_file_and_line(tmp_path):
 
 def test_an_edited_text_is_another_conversation_and_the_input_its_cause(tmp_path):
     edited = [*TEN[:9], chat("question 9", "a better answer", line=10)]
-    found = diff(*pair(tmp_path, rows_of(TEN), rows_of(edited)))
+    found = diff_datasets(*pair(tmp_path, rows_of(TEN), rows_of(edited)))
     assert counts(found) == {"equal": 9, "added": 1, "removed": 1}
     assert found.causes == (Cause("input", "conversations", 1, 1),)
 
 
 def test_another_format_changes_every_conversation_and_is_the_cause(tmp_path):
-    found = diff(*pair(tmp_path, rows_of(TEN), rows_of(TEN, format="primer"), format="primer"))
+    found = diff_datasets(*pair(tmp_path, rows_of(TEN), rows_of(TEN, format="primer"), format="primer"))
     assert counts(found) == {"equal": 0, "changed": 10}
     assert found.changed.examples == tuple(ConversationOrigin("train", "chat.jsonl", line) for line in (1, 2, 3))
     assert {cause.part for cause in found.causes} == {"format"}
@@ -71,15 +71,15 @@ def test_another_format_changes_every_conversation_and_is_the_cause(tmp_path):
 
 
 def test_the_tokenizer_and_the_fit_are_named_when_they_differ(tmp_path):
-    found = diff(*pair(tmp_path, rows_of(TEN), rows_of(TEN), tokenizer="other", config={"max_tokens": 64}))
+    found = diff_datasets(*pair(tmp_path, rows_of(TEN), rows_of(TEN), tokenizer="other", config={"max_tokens": 64}))
     assert [(cause.part, cause.what) for cause in found.causes] == [("tokenizer", "sha256"), ("fit", "max_tokens")]
     assert (found.identical, found.same) == (False, True)
 
 
 def test_after_reweigh_only_masks_differ_and_train_on_is_the_cause(tmp_path):
     write_rows(tmp_path / "a", {"train": rows_of([chat("hi", "yo", "so", "what", line=1), *TEN[1:]])})
-    reweigh(tmp_path / "a", tmp_path / "b", train_on="last")
-    found = diff(tmp_path / "a", tmp_path / "b")
+    reweigh_dataset(tmp_path / "a", tmp_path / "b", train_on="last")
+    found = diff_datasets(tmp_path / "a", tmp_path / "b")
     assert counts(found) == {"equal": 9, "mask": 1}
     assert found.mask.examples == (ConversationOrigin("train", "chat.jsonl", 1),)
     assert found.causes == (Cause("fit", "train_on", "assistant", "last"),)
@@ -89,20 +89,20 @@ def test_packing_order_and_shards_make_no_difference(tmp_path):
     records = chats(0, 60)
     shuffled = [records[n] for n in np.random.default_rng(0).permutation(60)]
     paths = pair(tmp_path, rows_of(records), rows_of(shuffled, pack=700), shard_tokens=3000)
-    found = diff(*paths)
+    found = diff_datasets(*paths)
     assert (found.identical, found.same, found.equal) == (False, True, 60)
 
 
 def test_a_conversation_in_the_other_split_has_moved(tmp_path):
     one = {"train": rows_of(TEN[:8]), "val": rows_of(TEN[8:])}
     other = {"train": rows_of(TEN[:7]), "val": rows_of(TEN[7:])}
-    found = diff(*pair(tmp_path, one, other))
+    found = diff_datasets(*pair(tmp_path, one, other))
     assert counts(found) == {"equal": 9, "moved": 1}
     assert found.moved.examples == (ConversationOrigin("val", "chat.jsonl", 8),)
 
 
 def test_copies_of_a_conversation_are_matched_as_often_as_both_have_them(tmp_path):
-    found = diff(*pair(tmp_path, rows_of([TEN[0]] * 5), rows_of([TEN[0]] * 3)))
+    found = diff_datasets(*pair(tmp_path, rows_of([TEN[0]] * 5), rows_of([TEN[0]] * 3)))
     assert counts(found) == {"equal": 3, "removed": 2}
 
 
@@ -112,7 +112,7 @@ def test_padding_is_no_conversation(tmp_path):
     write_rows(tmp_path / "a", {"train": blocks[0]}, format="post-training")
     write_rows(tmp_path / "b", {"train": blocks[0]}, format="post-training", shard_tokens=10**6)
     assert any(len(block.origins) > 5 for block in blocks)
-    found = diff(tmp_path / "a", tmp_path / "b")
+    found = diff_datasets(tmp_path / "a", tmp_path / "b")
     assert found.same
 
 
@@ -122,11 +122,11 @@ def test_without_keys_conversations_are_matched_by_their_ids(tmp_path):
         path = tmp_path / "b" / "train" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tmp_path / "a/train/shard_00000" / name, path)
-    found = diff(tmp_path / "a", tmp_path / "b")
+    found = diff_datasets(tmp_path / "a", tmp_path / "b")
     assert (found.by_key, found.same, found.equal, found.causes) == (False, True, 10, ())
     mask = tmp_path / "b/train/mask.bin"
     mask.write_bytes(b"\1" + mask.read_bytes()[1:])
-    found = diff(tmp_path / "a", tmp_path / "b")
+    found = diff_datasets(tmp_path / "a", tmp_path / "b")
     assert (counts(found), found.mask.examples) == ({"equal": 9, "mask": 1}, (ConversationOrigin("train", None, 0),))
 
 
@@ -187,7 +187,7 @@ def test_it_finds_what_pairing_off_one_by_one_finds(tmp_path_factory, one, other
         write_dataset(folder / name, rows, shard_tokens=7)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "TOKENS", tokens)
-        assert counts(diff(folder / "a", folder / "b")) == expected(one, other)
+        assert counts(diff_datasets(folder / "a", folder / "b")) == expected(one, other)
 
 
 def test_ten_thousand_conversations_of_a_few_ids_have_hashes_of_their_own():
@@ -210,8 +210,8 @@ def test_how_a_source_is_trained_is_a_matter_of_fit_and_not_of_input(tmp_path):
 
     for name, train_on in (("a", ("assistant", "assistant")), ("b", ("assistant", "last")), ("c", ("last", "last"))):
         write_rows(tmp_path / name, {"train": rows_of(TEN)}, config=config(*train_on))
-    assert diff(tmp_path / "a", tmp_path / "c").causes == (Cause("fit", "train_on", "assistant", "last"),)
+    assert diff_datasets(tmp_path / "a", tmp_path / "c").causes == (Cause("fit", "train_on", "assistant", "last"),)
     two = {"0.jsonl": "assistant", "1.jsonl": "last"}
-    assert diff(tmp_path / "a", tmp_path / "b").causes == (Cause("fit", "train_on", "assistant", two),)
-    reweigh(tmp_path / "a", tmp_path / "d", train_on="last")
-    assert diff(tmp_path / "c", tmp_path / "d").causes == ()
+    assert diff_datasets(tmp_path / "a", tmp_path / "b").causes == (Cause("fit", "train_on", "assistant", two),)
+    reweigh_dataset(tmp_path / "a", tmp_path / "d", train_on="last")
+    assert diff_datasets(tmp_path / "c", tmp_path / "d").causes == ()

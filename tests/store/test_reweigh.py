@@ -23,8 +23,8 @@ from chatmill.rows import Rule
 from chatmill.store import files
 from chatmill.store import reweigh as module
 from chatmill.store.read import open_dataset
-from chatmill.store.reweigh import reweigh
-from chatmill.store.verify import verify
+from chatmill.store.reweigh import reweigh_dataset
+from chatmill.store.verify import verify_dataset
 
 SHARED = ("tokens.bin", "episodes.idx", "origins.bin")
 
@@ -43,8 +43,8 @@ def dataset(tmp_path) -> Path:
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
 def test_the_mask_is_that_of_rows_rendered_with_the_same_choice(dataset, train_on):
     new = dataset.with_name("v2")
-    reweigh(dataset, new, train_on=train_on)
-    assert verify(new, full=True).faults == ()
+    reweigh_dataset(dataset, new, train_on=train_on)
+    assert verify_dataset(new, full=True).faults == ()
     for split, rows in (
         ("train", rows_of(chats(0, 20), train_on=train_on)),
         ("val", rows_of(chats(1, 3), train_on=train_on, pack=400)),
@@ -56,15 +56,15 @@ def test_the_mask_is_that_of_rows_rendered_with_the_same_choice(dataset, train_o
 
 
 def test_the_same_choice_gives_the_same_bytes_but_for_the_metadata(dataset):
-    reweigh(dataset, dataset.with_name("last"), train_on="last")
-    reweigh(dataset.with_name("last"), dataset.with_name("back"), train_on="assistant")
+    reweigh_dataset(dataset, dataset.with_name("last"), train_on="last")
+    reweigh_dataset(dataset.with_name("last"), dataset.with_name("back"), train_on="assistant")
     old, new = contents(dataset), contents(dataset.with_name("back"))
     assert old.pop("dataset_metadata.json") != new.pop("dataset_metadata.json")
     assert old == new
 
 
 def test_tokens_are_shared_and_spans_and_mask_are_not(dataset):
-    done = reweigh(dataset, dataset.with_name("v2"), train_on="all")
+    done = reweigh_dataset(dataset, dataset.with_name("v2"), train_on="all")
     files = [path.relative_to(dataset) for path in dataset.rglob("*.*") if path.is_file()]
     same = {path for path in files if (dataset / path).samefile(dataset.with_name("v2") / path)}
     assert same == {path for path in files if path.name in SHARED}
@@ -74,8 +74,8 @@ def test_tokens_are_shared_and_spans_and_mask_are_not(dataset):
 def test_only_what_the_role_decided_changes_and_targets_stay(tmp_path):
     rows = some_rows(3)
     write_dataset(tmp_path / "v1", {"train": rows})
-    reweigh(tmp_path / "v1", tmp_path / "v2", train_on="all")
-    assert verify(tmp_path / "v2", full=True).faults == ()
+    reweigh_dataset(tmp_path / "v1", tmp_path / "v2", train_on="all")
+    assert verify_dataset(tmp_path / "v2", full=True).faults == ()
     old, new = all_rows(tmp_path / "v1").spans, all_rows(tmp_path / "v2").spans
     decided = old["rule"] == Rule.ROLE
     assert np.array_equal(old[~decided], new[~decided])
@@ -91,14 +91,14 @@ def test_it_equals_rows_reweigh_however_it_is_cut(tmp_path_factory, seed, train_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SEGMENTS", stretch)
         patch.setattr(module, "TOKENS", stretch)
-        reweigh(folder / "v1", folder / "v2", train_on=train_on)
+        reweigh_dataset(folder / "v1", folder / "v2", train_on=train_on)
     assert np.array_equal(all_rows(folder / "v2").spans, all_rows(folder / "v1").reweigh(train_on).spans)
-    assert verify(folder / "v2", full=True).faults == ()
+    assert verify_dataset(folder / "v2", full=True).faults == ()
 
 
 def test_the_metadata_names_the_choice_the_parent_and_what_is_trained_now(dataset):
     parent = open_dataset(dataset).metadata
-    done = reweigh(dataset, dataset.with_name("v2"), train_on="last")
+    done = reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     found = open_dataset(dataset.with_name("v2")).metadata
     assert found.sha256 == done.metadata.sha256
     assert found.config == {**parent.config, "train_on": "last", "reweighed_from": parent.sha256}
@@ -111,26 +111,26 @@ def test_the_metadata_names_the_choice_the_parent_and_what_is_trained_now(datase
 def test_conversations_that_teach_nothing_now_are_counted(tmp_path):
     flagged = Record([Message("user", "a"), Message("assistant", "b"), Message("assistant", "c", weight=0.0)], line=2)
     write_rows(tmp_path / "v1", {"train": rows_of([chat("hi", "yo"), flagged])})
-    done = reweigh(tmp_path / "v1", tmp_path / "v2", train_on="last")
+    done = reweigh_dataset(tmp_path / "v1", tmp_path / "v2", train_on="last")
     assert done.untrained == 1
     noted = open_dataset(tmp_path / "v2").metadata.ledger.to_json()["noted"]
     assert noted == {"no_trained_tokens": {"rows": 1, "tokens": int(rows_of([flagged]).lengths[0]), "trained": 0}}
-    back = reweigh(tmp_path / "v2", tmp_path / "v3", train_on="assistant")
+    back = reweigh_dataset(tmp_path / "v2", tmp_path / "v3", train_on="assistant")
     assert back.untrained == 0
     assert "noted" not in open_dataset(tmp_path / "v3").metadata.ledger.to_json()
 
 
 def test_neither_dataset_is_harmed_when_the_other_is_replaced_or_removed(dataset):
     new, newer = dataset.with_name("v2"), dataset.with_name("v3")
-    reweigh(dataset, new, train_on="last")
-    reweigh(dataset, newer, train_on="all")
+    reweigh_dataset(dataset, new, train_on="last")
+    reweigh_dataset(dataset, newer, train_on="all")
     before, before_newer = contents(new), contents(newer)
     write_rows(dataset, {"train": rows_of(chats(7, 9))}, overwrite=True)
     assert contents(new) == before
-    reweigh(dataset, new, train_on="all", overwrite=True)
+    reweigh_dataset(dataset, new, train_on="all", overwrite=True)
     assert contents(newer) == before_newer
     shutil.rmtree(dataset)
-    assert verify(new, full=True).faults == verify(newer, full=True).faults == ()
+    assert verify_dataset(new, full=True).faults == verify_dataset(newer, full=True).faults == ()
 
 
 @pytest.mark.parametrize("fit", ["windows", "blocks"])
@@ -141,33 +141,33 @@ def test_pieces_of_conversations_do_not_say_which_answer_is_the_last(tmp_path, m
     format = {"format": "post-training"} if fit == "blocks" else {}
     prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=90, fit=fit, **format), Path("v1"))
     with pytest.raises(UsageError, match=r"^v1: its rows are pieces of conversations.*prepare it with --train-on last"):
-        reweigh("v1", "v2", train_on="last")
-    reweigh("v1", "v2", train_on="all")
+        reweigh_dataset("v1", "v2", train_on="last")
+    reweigh_dataset("v1", "v2", train_on="all")
     prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=900, fit="windows"), Path("whole"))
     assert all_rows(reweighed("whole")).mask().sum() == len("assistant 5") + 1
 
 
 def reweighed(path: str) -> Path:
-    reweigh(path, f"{path}-last", train_on="last")
+    reweigh_dataset(path, f"{path}-last", train_on="last")
     return Path(f"{path}-last")
 
 
 def test_a_dataset_may_be_reweighed_in_its_place(dataset):
     expected = contents(dataset)
-    reweigh(dataset, dataset.with_name("v2"), train_on="last")
-    reweigh(dataset, dataset, train_on="last", overwrite=True)
+    reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
+    reweigh_dataset(dataset, dataset, train_on="last", overwrite=True)
     assert contents(dataset) == contents(dataset.with_name("v2")) != expected
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK])
 def test_files_are_copied_where_no_link_can_be_made(dataset, monkeypatch, code):
-    reweigh(dataset, dataset.with_name("linked"), train_on="last")
+    reweigh_dataset(dataset, dataset.with_name("linked"), train_on="last")
 
     def refuse(*_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    done = reweigh(dataset, dataset.with_name("copied"), train_on="last")
+    done = reweigh_dataset(dataset, dataset.with_name("copied"), train_on="last")
     assert done.linked == 0
     assert done.copied == sum(path.name in SHARED for path in dataset.rglob("*.*"))
     assert contents(dataset.with_name("copied")) == contents(dataset.with_name("linked"))
@@ -179,7 +179,7 @@ def test_any_other_fault_of_the_disk_leaves_nothing(dataset, monkeypatch):
 
     monkeypatch.setattr(os, "link", fail)
     with pytest.raises(OSError, match="no space"):
-        reweigh(dataset, dataset.with_name("v2"), train_on="last")
+        reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     assert names(dataset.parent) == ["v1"]
 
 
@@ -189,7 +189,7 @@ def test_damaged_spans_are_refused_rather_than_hashed_anew(dataset):
     data[14] ^= 1
     spans.write_bytes(data)
     with pytest.raises(DataError, match=r"spans\.bin: is not what the metadata says"):
-        reweigh(dataset, dataset.with_name("v2"), train_on="last")
+        reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     assert names(dataset.parent) == ["v1"]
 
 
@@ -202,7 +202,7 @@ def test_damaged_tokens_are_not_copied(dataset, monkeypatch):
 
     monkeypatch.setattr(os, "link", refuse)
     with pytest.raises(DataError, match=r"tokens\.bin: is not what the metadata says"):
-        reweigh(dataset, dataset.with_name("v2"), train_on="last")
+        reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
 
 
 def test_a_dataset_without_spans_is_refused(dataset):
@@ -212,17 +212,17 @@ def test_a_dataset_without_spans_is_refused(dataset):
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(dataset / "train/shard_00000" / name, path)
     with pytest.raises(DataError, match=r"stranger: has no spans\.bin, which say who spoke"):
-        reweigh(stranger, dataset.with_name("v2"), train_on="last")
+        reweigh_dataset(stranger, dataset.with_name("v2"), train_on="last")
 
 
 def test_an_existing_target_is_refused_and_one_inside_the_dataset_too(dataset):
-    reweigh(dataset, dataset.with_name("v2"), train_on="last")
+    reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     with pytest.raises(DataError, match="exists already"):
-        reweigh(dataset, dataset.with_name("v2"), train_on="all")
+        reweigh_dataset(dataset, dataset.with_name("v2"), train_on="all")
     for target in (dataset / "train" / "new", dataset.parent):
         with pytest.raises(DataError, match="lies in the other"):
-            reweigh(dataset, target, train_on="all", overwrite=True)
-    assert verify(dataset, full=True).faults == ()
+            reweigh_dataset(dataset, target, train_on="all", overwrite=True)
+    assert verify_dataset(dataset, full=True).faults == ()
 
 
 def test_what_a_killed_process_left_is_removed(dataset):
@@ -230,8 +230,8 @@ def test_what_a_killed_process_left_is_removed(dataset):
     (left / "train").mkdir(parents=True)
     (left / "train" / "x").write_text("half")
     (left / "job.json").write_text("{}")
-    reweigh(dataset, dataset.with_name("v2"), train_on="last")
-    assert verify(dataset.with_name("v2"), full=True).faults == ()
+    reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
+    assert verify_dataset(dataset.with_name("v2"), full=True).faults == ()
     assert names(dataset.parent) == ["v1", "v2"]
 
 
@@ -254,7 +254,7 @@ def test_stopped_at_any_operation_it_leaves_the_old_dataset_or_the_new_one(tmp_p
     source, target = tmp_path / "v1", tmp_path / "v2"
     splits = {"train": rows_of(chats(0, 4)), "val": rows_of(chats(1, 2))}
     old = write_rows(source, splits).sha256
-    new = reweigh(source, target, train_on="last").metadata.sha256
+    new = reweigh_dataset(source, target, train_on="last").metadata.sha256
     stopped, found = True, []
     while stopped:
         shutil.rmtree(target)
@@ -263,15 +263,15 @@ def test_stopped_at_any_operation_it_leaves_the_old_dataset_or_the_new_one(tmp_p
         with monkeypatch.context() as patch:
             patch.setattr(files, "disk", Dying(len(found)))
             try:
-                reweigh(source, target, train_on="last", overwrite=overwrite)
+                reweigh_dataset(source, target, train_on="last", overwrite=overwrite)
                 stopped = False
             except KeyboardInterrupt:
                 pass
-        assert verify(source, full=True).faults == ()
-        assert not target.exists() or verify(target, full=True).faults == ()
+        assert verify_dataset(source, full=True).faults == ()
+        assert not target.exists() or verify_dataset(target, full=True).faults == ()
         found.append(open_dataset(target).sha256 if target.exists() else None)
         # What is left of it is in nobody's way.
-        assert reweigh(source, target, train_on="last", overwrite=target.exists()).metadata.sha256 == new
+        assert reweigh_dataset(source, target, train_on="last", overwrite=target.exists()).metadata.sha256 == new
         assert names(tmp_path) == ["v1", "v2"]
     before = old if overwrite else None
     published = found.index(new)

@@ -15,7 +15,7 @@ from chatmill.errors import DataError
 from chatmill.rows import concat
 from chatmill.store.layout import SEGMENT, STORED_SPAN
 from chatmill.store.read import open_dataset
-from chatmill.store.verify import SplitCounts, verify
+from chatmill.store.verify import SplitCounts, verify_dataset
 
 
 @pytest.fixture
@@ -25,12 +25,12 @@ def dataset(tmp_path) -> Path:
 
 
 def faults(folder: Path, *, full: bool = True) -> tuple[str, ...]:
-    return verify(folder, full=full).faults
+    return verify_dataset(folder, full=full).faults
 
 
 def test_a_whole_dataset_has_no_faults_and_is_counted(dataset):
     for full in (False, True):
-        found = verify(dataset, full=full)
+        found = verify_dataset(dataset, full=full)
         assert found.faults == ()
         assert found.sha256 == open_dataset(dataset).sha256
         for name, rows in {"train": some_rows(1), "val": some_rows(2, count=9)}.items():
@@ -182,7 +182,7 @@ def test_a_ledger_that_does_not_fit_the_shards_is_named(dataset):
 
 def test_nothing_is_changed_by_verifying(dataset):
     before = contents(dataset)
-    verify(dataset, full=True)
+    verify_dataset(dataset, full=True)
     assert contents(dataset) == before
 
 
@@ -219,6 +219,6 @@ def test_verifying_holds_a_stretch_of_a_file_in_memory_and_not_all_of_it(tmp_pat
 
     monkeypatch.setattr(store_verify, "TOKENS_AT_ONCE", 1 << 14)
     monkeypatch.setattr(store_verify._ShardCheck, "_ends", looking)
-    verify(target, full=True)
+    verify_dataset(target, full=True)
     assert len(held) == 1
     assert held[0] < tokens.stat().st_size / 2

@@ -10,7 +10,7 @@ import pytest
 from chatmill.errors import DataError
 from chatmill.rows import Role, Rule
 from chatmill.store.read import is_dataset, open_dataset
-from chatmill.store.verify import SplitCounts, verify
+from chatmill.store.verify import SplitCounts, verify_dataset
 
 EPISODES = [([5, 6, 7], [0, 1, 1]), ([], []), ([8, 9], [1, 1]), ([1, 2], [0, 0])]
 
@@ -45,8 +45,8 @@ def test_a_flat_dataset_opens_and_its_width_is_told_from_sizes(tmp_path, dtype):
     assert plain(tmp_path) == EPISODES
     assert plain(tmp_path, "val") == EPISODES[:1]
     assert open_dataset(tmp_path).sha256 is None
-    assert verify(tmp_path, full=True).faults == ()
-    assert verify(tmp_path, full=False).splits["train"] == SplitCounts(4, 7, 4, 1)
+    assert verify_dataset(tmp_path, full=True).faults == ()
+    assert verify_dataset(tmp_path, full=False).splits["train"] == SplitCounts(4, 7, 4, 1)
 
 
 def test_shards_are_one_numbering(tmp_path):
@@ -75,7 +75,7 @@ def test_an_index_out_of_order_opens_and_verify_says_so(tmp_path):
     write(tmp_path / "train", EPISODES)
     np.array([[3, 2], [0, 3], [5, 2], [0, 0]], "<u8").tofile(tmp_path / "train/episodes.idx")
     assert plain(tmp_path) == [EPISODES[2], EPISODES[0], EPISODES[3], ([], [])]
-    assert verify(tmp_path, full=False).faults == (
+    assert verify_dataset(tmp_path, full=False).faults == (
         f"{tmp_path}/train/episodes.idx: episode 0 starts at 3; expected 0, after the one before",
     )
 
@@ -137,4 +137,4 @@ def test_shards_of_two_widths_are_refused(tmp_path):
 
 def test_a_mask_of_other_values_is_named(tmp_path):
     write(tmp_path / "train", [([5, 6], [0, 3])])
-    assert verify(tmp_path, full=False).faults == (f"{tmp_path}/train/mask.bin: 3 at token 1; expected 0 or 1",)
+    assert verify_dataset(tmp_path, full=False).faults == (f"{tmp_path}/train/mask.bin: 3 at token 1; expected 0 or 1",)

@@ -13,7 +13,7 @@ from chatmill.audit.recompute import LoggedRun, MismatchError, compare, load_run
 from chatmill.errors import ChatmillError, one_line
 from chatmill.load.plan import Cursor
 from chatmill.store.primer_cache import PrimerCache, verify_cache
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 
 
 @dataclass
@@ -139,7 +139,7 @@ class _Checker:
     def changed_file(self) -> str | None:
         """A file of the dataset that is not what its metadata says: rows that no step had are held against that."""
         for source in self._run.plan.sources if self._run is not None else ():
-            check = verify_cache if isinstance(source.dataset, PrimerCache) else verify
+            check = verify_cache if isinstance(source.dataset, PrimerCache) else verify_dataset
             for fault in check(source.path, full=True).faults:
                 return fault
         return None

@@ -10,8 +10,7 @@ import typer
 
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.errors import one_line
-from chatmill.store.diff import ConversationOrigin, Diff
-from chatmill.store.diff import diff as store_diff
+from chatmill.store.diff import ConversationOrigin, Diff, diff_datasets
 
 MEANING = {
     "added": "only in B",
@@ -42,7 +41,7 @@ def diff(
       chatmill diff data/v1 data/v2
       chatmill diff data/v1 data/v2 --exit-code --json
     """
-    found = store_diff(one, other)
+    found = diff_datasets(one, other)
     if as_json:
         echo_json(_json(found))
     else:

@@ -9,8 +9,7 @@ import typer
 
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.rows import TrainOn
-from chatmill.store.reweigh import Reweighed
-from chatmill.store.reweigh import reweigh as store_reweigh
+from chatmill.store.reweigh import Reweighed, reweigh_dataset
 
 
 def reweigh(
@@ -36,7 +35,7 @@ def reweigh(
     Example:
       chatmill reweigh data/v1 --train-on last -o data/v1-last
     """
-    done = store_reweigh(dataset, output, train_on=train_on, overwrite=overwrite)
+    done = reweigh_dataset(dataset, output, train_on=train_on, overwrite=overwrite)
     if as_json:
         echo_json(_json(output, train_on, done))
         return

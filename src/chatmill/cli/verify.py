@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.options import AsJson, echo_json
-from chatmill.store import verify as store
-from chatmill.store.primer_cache import is_cache, verify_cache
+from chatmill.store import is_cache, verify_cache, verify_dataset
 
 
 def verify(
@@ -32,7 +31,7 @@ def verify(
       chatmill verify data/cache/sft/primer
       chatmill verify data/chat_sft --full --json
     """
-    found = verify_cache(dataset, full=full) if is_cache(dataset) else store.verify(dataset, full=full)
+    found = verify_cache(dataset, full=full) if is_cache(dataset) else verify_dataset(dataset, full=full)
     if as_json:
         splits = {name: asdict(counts) for name, counts in found.splits.items()}
         echo_json(

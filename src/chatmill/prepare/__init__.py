@@ -1,11 +1,47 @@
-"""From conversations to a dataset: units in any order and any number of processes, then one pass in order.
+"""Build datasets from conversations: units rendered in any order by any number of processes, then one pass in order.
 
-job        what is asked for
-recipe     a job as a file
-unit       one piece of the input to rows, in files of their own
-staging    those files
-workplace  the folders of a build, and its lock
-engine     who runs the units: this process, several, or a Ray cluster
-assemble   dedupe, split, blocks, packing, shards
-pipeline   the way from a job to a published dataset
+    Job, InputSource   what to build: files, tokenizer, format, fit, split
+    load_recipe        a job from a TOML file
+    prepare_dataset    build the dataset of a job and publish it in one rename
+    LocalEngine        processes on this machine; RayEngine: a Ray cluster
+
+How a build runs: `pipeline` cuts the input into units, an `engine` runs them, each `unit` reads, renders and fits its
+part and writes the rows to `staging` files in the `build_dir`, and `assemble` reads those in order to dedupe, split,
+pack and write the shards. Names are imported when they are first used.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from chatmill.prepare.engine import Engine as Engine
+    from chatmill.prepare.engine import LocalEngine as LocalEngine
+    from chatmill.prepare.job import InputSource as InputSource
+    from chatmill.prepare.job import Job as Job
+    from chatmill.prepare.pipeline import BuildProgress as BuildProgress
+    from chatmill.prepare.pipeline import prepare_dataset as prepare_dataset
+    from chatmill.prepare.ray_engine import RayEngine as RayEngine
+    from chatmill.prepare.recipe import load_recipe as load_recipe
+
+_MODULES = {
+    "engine": "Engine LocalEngine",
+    "job": "InputSource Job",
+    "pipeline": "BuildProgress prepare_dataset",
+    "ray_engine": "RayEngine",
+    "recipe": "load_recipe",
+}
+_HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

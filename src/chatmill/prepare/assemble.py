@@ -1,6 +1,6 @@
-"""Assembly: from staged rows, in their order, to the shards of a dataset.
+"""Assembly: write the shards of a dataset from staged rows, in order.
 
-What depends on more than one row is decided here: duplicates, the split, blocks, bins and shards.
+Everything that depends on more than one row happens here: deduplication, split, blocks, packing and shards.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from chatmill.store.write import SplitWriter
 
 WINDOW = 2**20
 """Rows whose packing is planned together."""
-SLAB = 2**22
-"""Tokens that are brought together at a time; memory is a few times this, whatever the size of the data."""
+CHUNK_TOKENS = 2**22
+"""Tokens that are gathered at a time; memory is a few times this, whatever the size of the data."""
 MAPPED = 256
-"""Staged files that are mapped at once. Each holds a file descriptor, of which a process often has 1,024."""
+"""Staged files that are mapped at once. Each holds a file descriptor, and the limit is often 1,024."""
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.uint32]
-"""Of rows in one file: small, where there may be very many of them."""
+"""Row numbers within one staged file, in a narrow type because there may be very many of them."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def assemble(
     ledger: Ledger,
     on_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> dict[str, SplitInfo]:
-    """Write `train`, and `val` if one is asked for, under `staging`; an empty one of them is an error."""
+    """Write `train`, and `val` if the job has one, under `staging`; an empty split is an error."""
     chosen = _split(staged, job, ledger)
     splits = {}
     for name in ("train", "val") if job.wants_val else ("train",):
         with SplitWriter(staging / name, vocab_size=vocab_size, shard_tokens=job.shard_tokens) as writer:
-            for rows in _made(chosen[name], job, ledger):
+            for rows in _fitted(chosen[name], job, ledger):
                 writer.append(rows)
                 padding = rows.spans["part"][rows.first_span[:-1]] == Part.PAD
                 ledger.add(
@@ -94,7 +94,7 @@ def _why_empty(name: str, splits: Mapping[str, SplitInfo], job: Job, ledger: Led
 
 
 def _split(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> dict[str, list[Chosen]]:
-    """Which rows go to which split, in their order, without duplicates if so asked."""
+    """The rows of each split in input order, without duplicates if the job says so."""
     duplicate = _duplicates(staged) if job.dedupe else None
     shuffled = _shuffled(staged, job) if job.split == "shuffle" and job.val_split else None
     chosen: dict[str, list[Chosen]] = {"train": [], "val": []}
@@ -106,7 +106,7 @@ def _split(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> dict[str, 
         elif shuffled is not None:
             val = shuffled[first + unit.record]
         else:
-            # The upper 53 bits of the key, as a number from 0 to 1.
+            # The upper 53 bits of the key as a number in [0, 1).
             val = (unit.origins["key"][:, 0] >> np.uint64(11)) * 2.0**-53 < job.val_split
         kept = np.ones(len(unit), dtype=bool)
         if duplicate is not None:
@@ -124,7 +124,7 @@ def _split(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> dict[str, 
 
 
 def _shuffled(staged: Sequence[StagedFile], job: Job) -> Flags:
-    """Whether each record is one of the first of a shuffled list: the split of the primer cache."""
+    """Whether each record is for validation, by the split of the primer cache."""
     count = sum(file.open().extra["records"] for file in staged)
     val = np.zeros(count, dtype=bool)
     val[shuffle_split(count, job.val_split, seed=job.seed).val] = True
@@ -132,15 +132,15 @@ def _shuffled(staged: Sequence[StagedFile], job: Job) -> Flags:
 
 
 def _begins(unit: Staged) -> Flags:
-    """Whether each row is the first that was made of its record."""
+    """Whether each row is the first row of its record."""
     begins: Flags = np.diff(unit.record, prepend=-1) != 0
     return begins
 
 
 def _duplicates(staged: Sequence[StagedFile]) -> Flags:
-    """For each record that left a row, whether an earlier one was of the same conversation.
+    """For each record that has rows, whether an earlier record is the same conversation.
 
-    Keys are compared a sixteenth of them at a time, so that there is little besides the 16 bytes of each.
+    Keys are compared a sixteenth at a time, so that memory is little more than the 16 bytes of each key.
     """
     count = sum(int(_begins(file.open()).sum()) for file in staged)
     keys, filled = np.empty((count, 2), dtype="<u8"), 0
@@ -160,34 +160,34 @@ def _duplicates(staged: Sequence[StagedFile]) -> Flags:
     return out
 
 
-def _made(chosen: Iterable[Chosen], job: Job, ledger: Ledger) -> Iterator[Rows]:
+def _fitted(chosen: Iterable[Chosen], job: Job, ledger: Ledger) -> Iterator[Rows]:
     if job.pack is not None:
         yield from _packed(chosen, job.pack)
     elif job.fit == "blocks":
         assert job.max_tokens is not None
-        yield from stream_blocks(_plain(chosen), job.max_tokens, ledger=ledger)
+        yield from stream_blocks(_unpacked(chosen), job.max_tokens, ledger=ledger)
     else:
-        yield from _plain(chosen)
+        yield from _unpacked(chosen)
 
 
-def _plain(chosen: Iterable[Chosen]) -> Iterator[Rows]:
+def _unpacked(chosen: Iterable[Chosen]) -> Iterator[Rows]:
     for part in chosen:
         rows = part.file.open().rows()
         yield rows if len(part.rows) == len(rows) else rows.take(part.rows)
 
 
 def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[Rows]:
-    """Best-fit rows, planned a window at a time and brought together a slab at a time."""
+    """Rows packed best-fit: planned `WINDOW` rows at a time, gathered `CHUNK_TOKENS` at a time."""
     window: list[Chosen] = []
-    room = WINDOW
+    free = WINDOW
     for part in chosen:
-        rest = part.rows
-        while len(rest):
-            window.append(Chosen(part.file, rest[:room]))
-            rest, room = rest[room:], room - len(window[-1].rows)
-            if not room:
+        pending = part.rows
+        while len(pending):
+            window.append(Chosen(part.file, pending[:free]))
+            pending, free = pending[free:], free - len(window[-1].rows)
+            if not free:
                 yield from _pack_window(window, capacity)
-                window, room = [], WINDOW
+                window, free = [], WINDOW
     if window:
         yield from _pack_window(window, capacity)
 
@@ -202,9 +202,9 @@ def _pack_window(window: Sequence[Chosen], capacity: int) -> Iterator[Rows]:
     first = 0
     while first < len(bins):
         before = until[first - 1] if first else 0
-        last = max(first + 1, int(np.searchsorted(until, before + SLAB, side="right")))
+        last = max(first + 1, int(np.searchsorted(until, before + CHUNK_TOKENS, side="right")))
         items = bins.order[bins.first[first] : bins.first[last]]
-        out = _Table(tokens[items], spans[items])
+        out = _Gather(tokens[items], spans[items])
         by_part = np.argsort(part_of[items], kind="stable")
         for here in np.split(by_part, np.flatnonzero(np.diff(part_of[items[by_part]])) + 1):
             out.put(here, opened(window[part_of[items[here[0]]]].file), row_of[items[here]])
@@ -213,12 +213,12 @@ def _pack_window(window: Sequence[Chosen], capacity: int) -> Iterator[Rows]:
 
 
 def _sizes(unit: Staged, rows: Numbers) -> NDArray[np.int32]:
-    """Tokens and spans of some rows, which fit the capacity: in a narrow type, where there may be very many of them."""
+    """Tokens and spans of each of these rows, in a narrow type because there may be very many of them."""
     return np.stack([np.diff(unit.row_start)[rows], np.diff(unit.first_span)[rows]]).astype(np.int32)
 
 
-class _Table:
-    """Rows of one conversation each, out of several staged files: every token is copied once, to its place."""
+class _Gather:
+    """Rows of one conversation each from several staged files: every token is copied once, to its place."""
 
     def __init__(self, tokens: NDArray[np.int32], spans: NDArray[np.int32]) -> None:
         self._start, self._first_span = offsets(tokens), offsets(spans)
@@ -228,12 +228,12 @@ class _Table:
         self._files: dict[File, int] = {}
 
     def put(self, here: Index, unit: Staged, rows: Numbers) -> None:
-        """Fill the places `here` with these rows of a file."""
+        """Copy these rows of a staged file to the positions `here`."""
         copy_ranges(unit.ids, unit.row_start[rows], unit.row_start[rows + 1], self._ids, self._start[here])
         first, last = unit.first_span[rows], unit.first_span[rows + 1]
         copy_ranges(as_bytes(unit.spans), first, last, as_bytes(self._spans), self._first_span[here])
         as_bytes(self._origins)[here] = as_bytes(unit.origins).take(rows)
-        # A staged row is always of a file: padding comes later.
+        # Every staged row has a file; padding is added later.
         numbers = np.array([self._files.setdefault(file, len(self._files)) for file in unit.files], dtype=np.uint32)
         self._origins["file"][here] = numbers[unit.origins["file"][rows]]
         unit.release()

@@ -1,8 +1,8 @@
-"""Where a dataset is built, beside its place and by one process at a time.
+"""The directory in which a dataset is built, next to its target and by one process at a time.
 
 .NAME.building         the dataset as it is written; published by a rename
-.NAME.building.units   the staged rows, and the job they are of: what --resume goes on with
-.NAME.building.lock    held by whoever builds
+.NAME.building.units   the staged rows and a fingerprint of their job, for --resume
+.NAME.building.lock    locked by the process that builds
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chatmill.store.publish import check_target, recover, staging_for
 
 JOB = "job.json"
 PATIENCE = 2.0
-"""Seconds that the workers of a killed build are given to end; they hold its lock until then."""
+"""Seconds to wait for the workers of a killed build, which hold its lock until they end."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -32,15 +32,15 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class BuildDir:
     staging: Path
     units: Path
-    found: bool
+    resumed: bool
     """Whether an interrupted build of the same job left units there."""
 
 
 @contextmanager
 def build_dir(target: Path, job: bytes, *, resume: bool, overwrite: bool) -> Iterator[BuildDir]:
-    """Folders to build in, ours alone; what the block does not publish is gone when it ends.
+    """Lock and create the folders to build in; what the block does not publish is removed when it ends.
 
-    Bad input leaves nothing behind; whatever else ends the block leaves the units, for --resume.
+    Bad input leaves nothing behind; any other error keeps the units, for --resume.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
@@ -49,11 +49,11 @@ def build_dir(target: Path, job: bytes, *, resume: bool, overwrite: bool) -> Ite
         with _alone(lock, target):
             recover(target)
             check_target(target, overwrite=overwrite)
-            found = _take_over(staging, units, job, resume=resume)
+            resumed = _take_over(staging, units, job, resume=resume)
             try:
-                yield BuildDir(staging, units, found)
+                yield BuildDir(staging, units, resumed)
             except BaseException as error:
-                # A cleaning that fails may not hide why: the next build cleans up, too.
+                # A failing cleanup must not hide the error; the next build cleans up as well.
                 with suppress(OSError):
                     _remove(staging, METADATA)
                     if isinstance(error, DataError | UsageError):
@@ -68,20 +68,20 @@ def build_dir(target: Path, job: bytes, *, resume: bool, overwrite: bool) -> Ite
         ) from None
     finally:
         for folder in missing:
-            # Folders that were made for nothing; those that hold anything stay.
+            # Folders created for this build; those that are not empty stay.
             with suppress(OSError):
                 folder.rmdir()
 
 
 def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
-    """Remove what an earlier build left, but for the units of the same job if they are asked for."""
+    """Remove what an earlier build left, except units to resume from; whether there are any."""
     path = units / JOB
-    found = resume and path.is_file()
-    if found and path.read_bytes() != job:
+    resumed = resume and path.is_file()
+    if resumed and path.read_bytes() != job:
         raise DataError(f"{units}: the interrupted build was of another job or other input; build without --resume")
-    # Shards are written anew from the units, which is quick and gives the same bytes.
+    # Shards are written again from the units, which is fast and gives the same bytes.
     _remove(staging, METADATA)
-    if found:
+    if resumed:
         for part in units.glob(f".*{PART}"):
             files.disk.remove(part)
         return True
@@ -98,12 +98,12 @@ def _remove(folder: Path, first: str) -> None:
 
 @contextmanager
 def _alone(lock: Path, target: Path) -> Iterator[None]:
-    """Hold a lock that ends with its holders; `DataError` if another process holds it."""
+    """Hold a lock that ends with the processes that hold it; `DataError` if another build does."""
     fd = _locked(lock, target)
     try:
         yield
     finally:
-        # While it is held, or it might be that of another.
+        # Before the lock is released: afterwards the file may belong to another process.
         lock.unlink(missing_ok=True)
         os.close(fd)
 
@@ -118,7 +118,7 @@ def _locked(lock: Path, target: Path) -> int:
             raise DataError(f"{target}: cannot be made there ({error.strerror}); give another folder") from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The one before us may have removed it after we opened it.
+            # The previous holder may have removed the file after this process opened it.
             if lock.exists() and os.path.samestat(os.fstat(fd), lock.stat()):
                 return fd
         except BlockingIOError:

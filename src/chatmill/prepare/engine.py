@@ -1,4 +1,4 @@
-"""Engines: who runs the units. Each gives what the units leave, in the order of the units."""
+"""Engines run units and yield their results in the order of the units."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from pathlib import Path
 from typing import Protocol
 
 from chatmill.errors import ChatmillError
+from chatmill.format import Renderer
 from chatmill.prepare.job import Job
-from chatmill.prepare.unit import Done, Tools, Unit, run_unit
+from chatmill.prepare.unit import Done, Unit, run_unit
 
 
 class Engine(Protocol):
-    def run(self, units: Sequence[Unit], job: Job, tools: Tools, folder: Path) -> Generator[Done, None, None]:
-        """Run all units and give what each leaves, in their order; the first fault in that order is raised.
+    def run(self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path) -> Generator[Done, None, None]:
+        """Run all units and yield their results in order; the first fault in that order is raised.
 
-        When the generator is closed, nobody writes to the folder any more.
+        When the generator is closed, no worker writes to the folder any more.
         """
 
 
 class LocalEngine:
-    """Processes on this machine. They are forked, so that the tokenizer is loaded once and shared."""
+    """Runs units in `workers` processes on this machine, forked so that the tokenizer is loaded once and shared."""
 
     def __init__(self, workers: int | None = None) -> None:
         self.workers = workers or len(os.sched_getaffinity(0))
 
-    def run(self, units: Sequence[Unit], job: Job, tools: Tools, folder: Path) -> Generator[Done, None, None]:
+    def run(self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path) -> Generator[Done, None, None]:
         if self.workers == 1 or len(units) == 1:
             for unit in units:
-                yield run_unit(unit, job, tools, folder)
+                yield run_unit(unit, job, renderer, folder)
             return
-        # What is there before the fork is never collected, so its pages stay shared.
+        # Objects made before the fork are never collected, so their pages stay shared.
         gc.collect()
         gc.freeze()
         watched, held = os.pipe()
@@ -46,15 +47,15 @@ class LocalEngine:
             with ProcessPoolExecutor(
                 min(self.workers, len(units)),
                 multiprocessing.get_context("fork"),
-                initializer=_begin,
-                initargs=(job, tools, folder, watched, held),
+                initializer=_start_worker,
+                initargs=(job, renderer, folder, watched, held),
             ) as pool:
                 try:
                     pending = deque(pool.submit(_run, unit) for unit in units)
                     while pending:
                         yield _result(pending.popleft())
                 finally:
-                    # Nobody waits for what is still being made.
+                    # Workers still running are not waited for.
                     os.close(held)
         finally:
             os.close(watched)
@@ -72,21 +73,21 @@ def _result(future: Future[Done]) -> Done:
 
 # In a worker process.
 
-_work: tuple[Job, Tools, Path] | None = None
+_work: tuple[Job, Renderer, Path] | None = None
 
 
-def _begin(job: Job, tools: Tools, folder: Path, watched: int, held: int) -> None:
-    """Come to life: the parent alone answers Ctrl-C, and when it lets go of its end of the pipe, or dies, we end."""
+def _start_worker(job: Job, renderer: Renderer, folder: Path, watched: int, held: int) -> None:
+    """Set up a worker: it ignores Ctrl-C, and exits when the parent closes its end of the pipe or dies."""
     global _work
-    _work = (job, tools, folder)
+    _work = (job, renderer, folder)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.close(held)
-    # Records and rows hold no cycles; looking for some while they are made costs a tenth of the time.
+    # Records and rows hold no reference cycles; collecting while they are made costs a tenth of the time.
     gc.disable()
-    threading.Thread(target=_end_with, args=(watched,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(watched,), daemon=True).start()
 
 
-def _end_with(watched: int) -> None:
+def _exit_with_parent(watched: int) -> None:
     os.read(watched, 1)
     os._exit(1)
 

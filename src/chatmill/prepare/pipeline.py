@@ -1,4 +1,4 @@
-"""The pipeline: from a job to a published dataset, in one call."""
+"""`prepare_dataset`: build the dataset that a job describes, and publish it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.format import Renderer
 from chatmill.ledger import Ledger
 from chatmill.prepare.assemble import StagedFile, assemble
 from chatmill.prepare.build_dir import BuildDir, build_dir
 from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import Job
-from chatmill.prepare.unit import Done, Tools, Unit, finished, make_tools
+from chatmill.prepare.unit import Done, Unit, finished, job_renderer
 from chatmill.records import plan
 from chatmill.store.files import real
 from chatmill.store.layout import WIDE
@@ -25,12 +26,12 @@ from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.publish import check_target, publish
 
 UNIT_BYTES = 4 * 2**20
-"""Input that makes a unit, if the file can be cut. It changes the work, never the bytes that come out."""
+"""Bytes of input in a unit, if the file can be cut. It has no influence on the bytes of the dataset."""
 
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """Where a build is: `step` is render or write; sizes are bytes of input, then tokens."""
+    """Progress of a build: `step` is render (sizes in bytes of input) or write (sizes in tokens)."""
 
     step: str
     done: int
@@ -41,32 +42,39 @@ class BuildProgress:
 
 def prepare_dataset(
     job: Job,
-    target: Path,
+    target: str | Path,
     *,
+    renderer: Renderer | None = None,
     engine: Engine | None = None,
     overwrite: bool = False,
     resume: bool = False,
     unit_bytes: int = UNIT_BYTES,
     on_fault: Callable[[RecordError], None] = lambda fault: None,
     on_progress: Callable[[BuildProgress], None] = lambda progress: None,
-    tools: Tools | None = None,
 ) -> Metadata:
-    """Build the dataset that `job` describes at `target`: it appears whole, or not at all."""
+    """Build the dataset that `job` describes at `target`: it appears whole, or not at all.
+
+    `renderer` is the one that `job` names, if it is open already. With `resume` the units that an interrupted build
+    of the same job completed are used. Each rejected record goes to `on_fault`.
+    """
     job.check()
+    target = Path(target)
     if target.name in ("", ".."):
         raise UsageError(f"{target}: has no name of its own; give the folder of the dataset as NAME or DIR/NAME")
     check_target(target, overwrite=overwrite)
     units = units_of(job, unit_bytes)
     _refuse_output_in_input(units, target)
-    tools = tools or make_tools(job)
-    if tools.format.tells_time and job.template_date is None:
-        # Part of the job from here on: the bytes depend on it.
+    renderer = renderer or job_renderer(job)
+    if renderer.tells_time and job.template_date is None:
+        # The rows depend on it, so it is part of the job.
         job = replace(job, template_date=datetime.now().date().isoformat())
-    _check_vocabulary(tools)
+    if (size := renderer.tokenizer.vocab_size) > WIDE:
+        raise DataError(f"{renderer.tokenizer.name}: a vocabulary of {size} ids; at most {WIDE} can be stored")
     identity = _identity(units)
-    with build_dir(target, _fingerprint(job, tools, units, identity), resume=resume, overwrite=overwrite) as place:
+    fingerprint = _fingerprint(job, renderer, units, identity)
+    with build_dir(target, fingerprint, resume=resume, overwrite=overwrite) as place:
         ledger, staged = Ledger(), list[StagedFile]()
-        with closing(_render(units, job, tools, place, engine or LocalEngine(), on_progress)) as rendered:
+        with closing(_render(units, job, renderer, place, engine or LocalEngine(), on_progress)) as rendered:
             for unit, (done, before) in zip(units, rendered, strict=True):
                 ledger.merge(done.ledger)
                 staged += [StagedFile(unit.path(place.units, n), unit.only_val, before) for n in range(done.files)]
@@ -75,13 +83,13 @@ def prepare_dataset(
         if (now := _identity(units)) != identity:
             changed = next(path for path in identity if now[path] != identity[path])
             raise DataError(f"{changed}: was changed while it was read; build again")
-        metadata = _write(job, tools, units, staged, place, ledger, on_progress)
+        metadata = _write(job, renderer, units, staged, place, ledger, on_progress)
         publish(place.staging, target, overwrite=overwrite)
     return metadata
 
 
 def units_of(job: Job, unit_bytes: int) -> list[Unit]:
-    """The pieces of the input, in its order."""
+    """The units of the input, in its order."""
     parts = [
         (part, source) for source in job.sources for part in plan(source.inputs, shape=source.shape, source=source.name)
     ]
@@ -100,7 +108,7 @@ def units_of(job: Job, unit_bytes: int) -> list[Unit]:
 
 
 def relative_names(paths: Sequence[Path]) -> list[str]:
-    """Names for files that are the same wherever the files lie: as given, or from the folder all have in common."""
+    """Names that do not depend on where the files are: as given, or relative to the folder all have in common."""
     if not any(path.is_absolute() for path in paths):
         return [str(path) for path in paths]
     # A path may begin with two slashes, and is then not below one that begins with one.
@@ -112,24 +120,25 @@ def relative_names(paths: Sequence[Path]) -> list[str]:
 def _render(
     units: Sequence[Unit],
     job: Job,
-    tools: Tools,
+    renderer: Renderer,
     place: BuildDir,
     engine: Engine,
     on_progress: Callable[[BuildProgress], None],
 ) -> Generator[tuple[Done, int], None, None]:
-    """What each unit leaves, in order, and how many lines of its file came before it.
+    """The result of each unit, in order, and the number of lines before it in its file.
 
-    Of an interrupted build, those that are whole are not run again.
+    Units that an interrupted build completed are not run again.
     """
-    there = {unit.number: done for unit in units if place.found and (done := finished(unit, place.units)) is not None}
-    left = [unit for unit in units if unit.number not in there]
+    resumed = place.resumed
+    completed = {unit.number: done for unit in units if resumed and (done := finished(unit, place.units)) is not None}
+    left = [unit for unit in units if unit.number not in completed]
     total, seen, rows, tokens, before = sum(unit.size for unit in units), 0, 0, 0, 0
-    with closing(engine.run(left, job, tools, place.units)) as running:
+    with closing(engine.run(left, job, renderer, place.units)) as running:
         for unit in units:
             if not unit.part.start:
                 before = 0
             try:
-                done = there[unit.number] if unit.number in there else next(running)
+                done = completed[unit.number] if unit.number in completed else next(running)
             except RecordError as fault:
                 fault.line += before
                 raise
@@ -145,14 +154,14 @@ def _render(
 
 def _write(
     job: Job,
-    tools: Tools,
+    renderer: Renderer,
     units: Sequence[Unit],
     staged: Sequence[StagedFile],
     place: BuildDir,
     ledger: Ledger,
     on_progress: Callable[[BuildProgress], None],
 ) -> Metadata:
-    """From staged rows to all files of the dataset, the metadata last."""
+    """Write all files of the dataset from staged rows, the metadata last."""
     if not ledger.total("read").rows:
         raise DataError("the input holds no record; there is nothing to prepare")
     rendered, written = ledger.total("rendered"), 0
@@ -162,31 +171,32 @@ def _write(
         written += count
         on_progress(BuildProgress("write", written, rendered.tokens, rendered.rows, written))
 
-    vocab_size = tools.tokenizer.vocab_size
+    tokenizer = renderer.tokenizer
+    vocab_size = tokenizer.vocab_size
     splits = assemble(staged, job, vocab_size=vocab_size, staging=place.staging, ledger=ledger, on_tokens=on_tokens)
     ledger.check()
-    special = tools.tokenizer.special_token_ids()
+    special = tokenizer.special_token_ids()
     return write_metadata(
         place.staging,
         vocab_size=vocab_size,
-        format=tools.format.to_json(),
-        tokenizer={"name": tools.tokenizer.name, "sha256": tools.tokenizer.sha256},
-        tokenizer_state=tools.tokenizer.state(added_tokens=job.add_tokens),
+        format=renderer.to_json(),
+        tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+        tokenizer_state=tokenizer.state(added_tokens=job.add_tokens),
         special_token_ids=special,
-        pad_token_id=special[tools.format.eot],
+        pad_token_id=special[renderer.eot],
         splits=splits,
         ledger=ledger,
         config=_config(job, units),
     )
 
 
-def _fingerprint(job: Job, tools: Tools, units: Sequence[Unit], identity: dict[str, tuple[int, int]]) -> bytes:
-    """What an interrupted build must agree in to be gone on with."""
+def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], identity: dict[str, tuple[int, int]]) -> bytes:
+    """What an interrupted build must have in common with this one for its units to be used."""
     parts = [(str(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
     agreed = {
         "job": job.to_json(),
-        "format": tools.format.to_json(),
-        "tokenizer": tools.tokenizer.sha256,
+        "format": renderer.to_json(),
+        "tokenizer": renderer.tokenizer.sha256,
         "parts": parts,
         "files": identity,
     }
@@ -194,9 +204,9 @@ def _fingerprint(job: Job, tools: Tools, units: Sequence[Unit], identity: dict[s
 
 
 def _identity(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
-    """Size and time of every file of the input."""
-    status = {str(path): path.stat() for path in dict.fromkeys(unit.part.path for unit in units)}
-    return {path: (found.st_size, found.st_mtime_ns) for path, found in status.items()}
+    """Size and modification time of every input file."""
+    stats = {str(path): path.stat() for path in dict.fromkeys(unit.part.path for unit in units)}
+    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 def _refuse_output_in_input(units: Sequence[Unit], target: Path) -> None:
@@ -206,16 +216,11 @@ def _refuse_output_in_input(units: Sequence[Unit], target: Path) -> None:
             raise DataError(f"{target}: holds the input {unit.part.path}; write the dataset somewhere else")
 
 
-def _check_vocabulary(tools: Tools) -> None:
-    if (size := tools.tokenizer.vocab_size) > WIDE:
-        raise DataError(f"{tools.tokenizer.name}: a vocabulary of {size} ids; at most {WIDE} can be stored")
-
-
 def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
-    """The job as the dataset remembers it: what changed its bytes, and not where the files lay."""
+    """The job as the dataset stores it: what has an influence on its bytes, and no absolute paths."""
     config = job.to_json()
     for key in ("tokenizer", "on_error", "format", "chat_template", "template_args", "template_date", "mask"):
-        # What is in the tokenizer and the format already, or changes no byte.
+        # Stored with the tokenizer or the format, or without influence on the bytes.
         del config[key]
     read = dict.fromkeys((unit.name, unit.part.shape, unit.part.source, unit.train_on, unit.only_val) for unit in units)
     names = ("file", "shape", "source", "train_on", "only_val")

@@ -1,4 +1,4 @@
-"""Ray: the units as tasks of a cluster, which runs them again where a worker is lost.
+"""Run units as tasks of a Ray cluster, which retries those whose worker was lost.
 
 Input, tokenizer and target must be on a file system that all nodes see under the same paths.
 """
@@ -13,28 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.format import Renderer
 from chatmill.prepare.job import Job
-from chatmill.prepare.unit import Done, Tools, Unit, make_tools, run_unit
+from chatmill.prepare.unit import Done, Unit, job_renderer, run_unit
 
 RETRIES = 8
-"""How often a unit is run again after its worker was lost; its own faults are never retried."""
+"""How often a unit is run again after its worker was lost; errors of the unit itself are never retried."""
 PATIENCE = 60
-"""Seconds that tasks nobody waits for are given to end."""
+"""Seconds that cancelled tasks are given to end."""
 
 
 class RayEngine:
-    """A Ray cluster at `address`, or one of `workers` processes that is started here and stopped at the end."""
+    """Runs units on the Ray cluster at `address`, or on a local one with `workers` CPUs, stopped at the end."""
 
     def __init__(self, workers: int | None = None, address: str | None = None) -> None:
         self.workers = workers
         self.address = address
 
-    def run(self, units: Sequence[Unit], job: Job, tools: Tools, folder: Path) -> Generator[Done, None, None]:
+    def run(self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path) -> Generator[Done, None, None]:
         ray = self._connect()
         try:
-            # Less than a core each, or the tasks of a small cluster starve those that feed them.
+            # Less than one CPU each, or the tasks of a small cluster starve the ones that feed them.
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(_run)
-            shared = ray.put((job, tools.tokenizer.sha256, folder.absolute(), Path.cwd()))
+            shared = ray.put((job, renderer.tokenizer.sha256, folder.absolute(), Path.cwd()))
             pending = deque(remote.remote(unit, shared) for unit in units)
             try:
                 while pending:
@@ -55,11 +56,11 @@ class RayEngine:
             raise UsageError("--engine ray needs ray: pip install 'chatmill[ray]'") from None
         self._started = not ray.is_initialized()
         if self._started:
-            # Not a cluster of somebody else that happens to run here, which Ray would join unasked.
+            # "local": Ray would otherwise join any cluster that happens to run on this machine.
             own = {"address": "local", "num_cpus": self.workers, "include_dashboard": False}
             where = {"address": self.address} if self.address else own
             try:
-                _knock(self.address)
+                _check_reachable(self.address)
                 ray.init(log_to_driver=False, configure_logging=False, **where)
             except (OSError, ValueError, RuntimeError) as error:
                 what = f"no Ray cluster at {self.address}" if self.address else "Ray does not start"
@@ -67,8 +68,8 @@ class RayEngine:
         return ray
 
 
-def _knock(address: str | None) -> None:
-    """Raise `OSError` if nobody answers at HOST:PORT, for which Ray itself would wait many minutes."""
+def _check_reachable(address: str | None) -> None:
+    """Raise `OSError` if nothing listens at HOST:PORT, for which Ray itself would wait many minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -87,19 +88,19 @@ def _result(ray: Any, task: Any) -> Done:
 
 # In a worker process.
 
-_tools: dict[tuple[str, str], Tools] = {}
-"""The tools of this worker process: a tokenizer takes a second to load and serves all of its units."""
+_renderers: dict[tuple[str, str], Renderer] = {}
+"""The renderer of this worker process: a tokenizer takes a second to load and serves all of its units."""
 
 
 def _run(unit: Unit, shared: tuple[Job, str, Path, Path]) -> Done:
     job, tokenizer, folder, here = shared
-    # Names of files are as the user gave them, and so are the places in faults.
+    # Paths are kept as the user gave them, because they appear in errors.
     os.chdir(here)
     key = (job.sha256(), tokenizer)
-    if key not in _tools:
-        tools = make_tools(job)
-        if tools.tokenizer.sha256 != tokenizer:
+    if key not in _renderers:
+        renderer = job_renderer(job)
+        if renderer.tokenizer.sha256 != tokenizer:
             raise DataError(f"{job.tokenizer}: a Ray worker reads another tokenizer there; let all nodes see the same")
-        _tools.clear()
-        _tools[key] = tools
-    return run_unit(unit, job, _tools[key], folder)
+        _renderers.clear()
+        _renderers[key] = renderer
+    return run_unit(unit, job, _renderers[key], folder)

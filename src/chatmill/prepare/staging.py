@@ -1,8 +1,8 @@
-"""Staging: fitted rows in files of their own, written by whoever made them and read once, in order.
+"""Staged files: the fitted rows of a unit, written by the worker that made them and read in order by the assembly.
 
     magic · crc32 of all that follows · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
-A file has its name only when it is whole. It is not synced: after a loss of power the checksum decides.
+A file gets its name when it is complete. It is not synced: after a power loss the checksum tells whether it is intact.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ MAGIC = b"chatmill rows 2\n"
 PREFIX = len(MAGIC) + 16
 ALIGN = 64
 PART = ".part"
-"""How the name of a file ends that is not whole yet."""
+"""The suffix of a file that is not complete yet."""
 
 _LONG = np.dtype("<i8")
 _DTYPES = (SPAN, _LONG, _LONG, ORIGIN, _LONG)
 
 
 class Staged:
-    """Rows of one conversation each, mapped; `record` says which of the records behind this file each was made from.
+    """A memory-mapped staged file of rows of one conversation each; `record` is the index of the record of each row.
 
-    `lines_before` is how many lines of its file come before those of its unit, which numbered them from 1. A map holds
-    a file descriptor, so that only some are held at a time.
+    `lines_before` is the number of lines before the unit in its input file; the unit numbers its own from 1. A map
+    holds a file descriptor, so only some are open at a time.
     """
 
     def __init__(self, path: Path, *, lines_before: int = 0, check: bool = False) -> None:
@@ -75,7 +75,7 @@ class Staged:
         return Rows(ids, self.spans, self.first_span, self.origins, each, self.files)
 
     def release(self) -> None:
-        """Let go of the memory behind the map; what is asked for again is read again."""
+        """Free the memory of the map; pages are read again when they are accessed."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -98,7 +98,7 @@ def save(path: Path, rows: Rows, record: Index, *, tokens: np.dtype[Any], extra:
 
 
 def _write(path: Path, pieces: Sequence[Any]) -> None:
-    # A name nobody else has: a unit may be run twice at once, on two machines.
+    # A unique name: a unit may run twice at the same time, on two machines.
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PART}")
     try:
         with files.create(aside) as file:

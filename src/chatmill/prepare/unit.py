@@ -1,4 +1,4 @@
-"""Units: one piece of the input at a time, from its bytes to fitted rows in staged files."""
+"""Units of work: read, render and fit one part of the input, and write its rows to staged files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from chatmill.prepare.staging import Staged, save
 from chatmill.records import ChatColumns, FilePart, Record, keys_of, read_blocks
 from chatmill.rows import File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
-from chatmill.tokenizer import Tokenizer
 
 CHUNK = 512
-"""Records that are rendered at a time, if they are not in columns; few, because several processes do so at once."""
+"""Records that are rendered at a time, if they are not in columns; few, because several processes render at once."""
 FILE_TOKENS = 2**22
-"""Tokens after which a unit begins another staged file: a file that cannot be cut may be of any size."""
+"""Tokens after which a unit begins another staged file: an input file that cannot be cut may have any size."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Unit:
     number: int
     part: FilePart
     name: str
-    """The file as the dataset remembers it: never an absolute path."""
+    """The file as it is stored in the dataset: never an absolute path."""
     train_on: TrainOn
     only_val: bool
 
@@ -43,43 +42,36 @@ class Unit:
         return stop - self.part.start
 
     def path(self, folder: Path, number: int) -> Path:
-        """Where its staged file of this number is."""
+        """The path of its staged file `number`."""
         return folder / f"unit_{self.number:06d}_{number:04d}.rows"
 
 
 @dataclass(frozen=True)
-class Tools:
-    """What every unit needs and is made once a process."""
-
-    format: Renderer
-    tokenizer: Tokenizer
-
-
-@dataclass(frozen=True)
 class Done:
-    """What a unit leaves besides its staged files; small, so that it can be sent home."""
+    """The result of a unit besides its staged files; small, so that a worker can send it to the main process."""
 
     number: int
     files: int
     lines: int
-    """How many it has. It numbers its own from 1; where they stand in the file is known when those before are done."""
+    """How many lines it has. It numbers them from 1, because it does not know how many come before it in the file."""
     ledger: Ledger
     faults: tuple[RecordError, ...]
 
 
-def make_tools(job: Job) -> Tools:
+def job_renderer(job: Job) -> Renderer:
+    """The renderer that a job names."""
     template = TemplateOptions(job.chat_template, job.template_args, job.mask, job.template_date)
-    format = open_renderer(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template)
-    return Tools(format, format.tokenizer)
+    return open_renderer(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template)
 
 
-def run_unit(unit: Unit, job: Job, tools: Tools, folder: Path) -> Done:
+def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
     """Read, render and fit one unit. With `on_error` "stop" its first fault is raised."""
-    records = _Records(unit, job, tools)
-    out = _StagedFiles(unit, tools, folder)
+    records = _Records(unit, job, renderer)
+    vocab_size = renderer.tokenizer.vocab_size
+    out = _StagedFiles(unit, token_dtype(vocab_size), folder)
     for batch in records:
-        rows = tools.format.render(batch, train_on=unit.train_on, ledger=records.ledger)
-        _check_ids(rows, tools.tokenizer.vocab_size)
+        rows = renderer.render(batch, train_on=unit.train_on, ledger=records.ledger)
+        _check_ids(rows, vocab_size)
         rows.origins["key"] = np.frombuffer(keys_of(batch), dtype="<u8").reshape(-1, 2)
         count, source = len(rows), np.arange(len(rows), dtype=np.int64)
         records.ledger.add("read", rows=count)
@@ -100,7 +92,7 @@ def run_unit(unit: Unit, job: Job, tools: Tools, folder: Path) -> Done:
 
 
 def finished(unit: Unit, folder: Path) -> Done | None:
-    """What the unit left in an interrupted build, or None if it must be run again."""
+    """The result of a unit that an interrupted build completed; None if it must be run again."""
     for number in numbers():
         try:
             staged = Staged(unit.path(folder, number), check=True)
@@ -108,7 +100,7 @@ def finished(unit: Unit, folder: Path) -> Done | None:
             return None
         if (counts := staged.extra["ledger"]) is not None:
             ledger = Ledger.from_json(counts)
-            # Faults are to be reported, and are not kept.
+            # Faults have to be reported again, and are not staged.
             if ledger.total("rejected").rows:
                 return None
             return Done(unit.number, number + 1, staged.extra["lines"], ledger, ())
@@ -120,33 +112,33 @@ def trained_tokens(rows: Rows) -> int:
 
 
 class _Records:
-    """The records of a unit that the format can write, with their keys, faults and counts."""
+    """The records of a unit that can be rendered, in batches, with the faults and counts of all of them."""
 
-    def __init__(self, unit: Unit, job: Job, tools: Tools) -> None:
+    def __init__(self, unit: Unit, job: Job, renderer: Renderer) -> None:
         self.ledger = Ledger()
         self.faults: list[RecordError] = []
         self.lines = 0
         self.stopped_by: RecordError | None = None
-        self._unit, self._job, self._format = unit, job, tools.format
+        self._unit, self._job, self._renderer = unit, job, renderer
 
     def __iter__(self) -> Iterator[Sequence[Record]]:
-        """Some at a time: blocks of plain ones in their columns, and the others in lists."""
+        """Batches in input order: columns where the records allow it, lists of at most `CHUNK` otherwise."""
         waiting: list[Record] = []
         try:
             for block in read_blocks(self._unit.part, on_fault=self._fault, on_end=self._end):
-                if isinstance(block, ChatColumns) and self._format.takes(block):
+                if isinstance(block, ChatColumns) and self._renderer.takes(block):
                     if waiting:
                         yield waiting
                         waiting = []
                     yield block
                     continue
-                for record in self._format.accepted(block, self._fault):
+                for record in self._renderer.accepted(block, self._fault):
                     waiting.append(record)
                     if len(waiting) == CHUNK:
                         yield waiting
                         waiting = []
         except RecordError as fault:
-            # Records are read ahead of the rows that are made of them, where an earlier fault may still be found.
+            # Rendering what was read before it may raise an earlier fault, which is the one to report.
             self.stopped_by = fault
         if waiting:
             yield waiting
@@ -163,11 +155,10 @@ class _Records:
 
 
 class _StagedFiles:
-    """The staged files of a unit; the last of them holds its ledger, and so says that it is finished."""
+    """Writes the staged files of a unit; the last one holds the ledger, which marks the unit as finished."""
 
-    def __init__(self, unit: Unit, tools: Tools, folder: Path) -> None:
-        self._unit, self._folder = unit, folder
-        self._dtype = token_dtype(tools.tokenizer.vocab_size)
+    def __init__(self, unit: Unit, dtype: np.dtype[np.unsignedinteger], folder: Path) -> None:
+        self._unit, self._dtype, self._folder = unit, dtype, folder
         self._number = 0
         self._begin()
 
@@ -185,7 +176,7 @@ class _StagedFiles:
         self._tokens += len(rows.ids)
 
     def close(self, records: _Records) -> int:
-        """Write the last file; how many there are."""
+        """Write the last file and return how many there are."""
         self._save(records)
         return self._number
 
@@ -202,7 +193,7 @@ class _StagedFiles:
 
 
 def _check_ids(rows: Rows, vocab_size: int) -> None:
-    """Before ids are narrowed: one beyond the vocabulary would become another token."""
+    """Check ids before they are narrowed: one beyond the vocabulary would become another token."""
     if len(rows.ids) and (largest := int(rows.ids.max())) >= vocab_size:
         origin = rows.origins[np.searchsorted(rows.segment_start, int(rows.ids.argmax()), side="right") - 1]
         fault = RecordError(f"token id {largest}", f"the vocabulary has {vocab_size}", kind="vocabulary")

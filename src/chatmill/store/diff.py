@@ -100,7 +100,7 @@ class Diff:
         return not any(kind.count for kind in self.kinds.values())
 
 
-def diff(one: str | Path, other: str | Path) -> Diff:
+def diff_datasets(one: str | Path, other: str | Path) -> Diff:
     """Compare two datasets, conversation by conversation: what became of `one` on the way to `other`."""
     a, b = _Conversations(open_dataset(one)), _Conversations(open_dataset(other))
     by_key = a.has_keys and b.has_keys

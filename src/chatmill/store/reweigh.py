@@ -50,7 +50,7 @@ class Reweighed:
     """Files that could not be shared."""
 
 
-def reweigh(source: str | Path, target: str | Path, *, train_on: TrainOn, overwrite: bool = False) -> Reweighed:
+def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn, overwrite: bool = False) -> Reweighed:
     """Write the dataset that `source` would be if `train_on` had been chosen; it appears whole, or not at all.
 
     tokens.bin, episodes.idx, origins.bin and targets.bin are hard links to the files of `source`, or copies where

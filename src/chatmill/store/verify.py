@@ -42,7 +42,7 @@ class Verified:
     """The hash of the dataset; None if another program wrote it, or if it cannot be read."""
 
 
-def verify(path: str | Path, *, full: bool) -> Verified:
+def verify_dataset(path: str | Path, *, full: bool) -> Verified:
     """Read a dataset and name every fault in one line each. Nothing is raised for what is found on disk."""
     folder = Path(path)
     try:

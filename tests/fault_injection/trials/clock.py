@@ -14,7 +14,7 @@ from typing import Any
 from prepare_fixtures import build, conversations, digests, job_of, lines
 
 from chatmill.store import files
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 from fault_injection.disks import KilledAt
 from fault_injection.processes import Ended, apart, load_torch, outcome
 from fault_injection.trial import Tally, Trial
@@ -85,7 +85,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
         ended = at_another_time(lambda go=go: go(resume=True), rng)
         if target.exists():
             scatter_times(target, rng)
-        checked = at_another_time(lambda target=target: verify(target, full=True).faults, rng)
+        checked = at_another_time(lambda target=target: verify_dataset(target, full=True).faults, rng)
         if ended.value is None or checked.value != []:
             tally.loses(f"build {number}: {ended.refused or ended.broke or checked}")
         elif digests(target) != right:

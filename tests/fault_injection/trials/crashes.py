@@ -11,7 +11,7 @@ from store_fixtures import contents, some_rows
 
 from chatmill.store.layout import METADATA
 from chatmill.store.publish import recover, staging_for
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 from fault_injection.crash_disk import Model, Recorder, outcomes
 from fault_injection.disks import Unsynced, in_place
 from fault_injection.trial import Tally, Trial
@@ -29,7 +29,7 @@ class Known(dict[tuple[tuple[str, bytes], ...], str]):
     def of(self, path: Path) -> str:
         key = tuple(contents(path).items())
         if key not in self:
-            found = verify(path, full=True)
+            found = verify_dataset(path, full=True)
             self[key] = "; ".join(found.faults) or found.sha256 or "no hash"
         return self[key]
 

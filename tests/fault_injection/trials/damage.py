@@ -13,7 +13,7 @@ from store_fixtures import some_rows, write_dataset
 
 from chatmill.rows import concat
 from chatmill.store.read import open_dataset
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 from fault_injection.processes import outcome
 from fault_injection.trial import Tally, Trial
 
@@ -43,7 +43,7 @@ def at_opening(dataset: Path) -> str:
 
 def in_full(dataset: Path) -> str:
     """What `verify --full` says of it first; empty if nothing."""
-    ended = outcome(lambda: verify(dataset, full=True).faults)
+    ended = outcome(lambda: verify_dataset(dataset, full=True).faults)
     return f"broke: {ended.broke}" if ended.broke else next(iter(ended.value), "")
 
 

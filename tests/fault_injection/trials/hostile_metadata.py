@@ -16,7 +16,7 @@ from store_lies import LIES, rewrite
 
 from chatmill.store.layout import METADATA
 from chatmill.store.read import open_dataset
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 from fault_injection.processes import outcome
 from fault_injection.trial import Tally, Trial
 
@@ -89,7 +89,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         rewrite(dataset, change)
         same = path.read_bytes() == whole
         watched.opened, watched.is_on = [], True
-        ended = outcome(lambda: verify(dataset, full=True).faults)
+        ended = outcome(lambda: verify_dataset(dataset, full=True).faults)
         opened = outcome(lambda: read_all(dataset).items() <= right.items())
         watched.is_on = False
         inside = str(dataset.resolve())

@@ -17,7 +17,7 @@ from chatmill.errors import DataError
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Part, Role, Rows, Rule, offsets
 from chatmill.store.publish import publish, staging_for
 from chatmill.store.read import open_dataset
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 from chatmill.store.write import SplitWriter
 from fault_injection.processes import apart, limited, load_torch
 from fault_injection.trial import Tally, Trial
@@ -83,7 +83,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         return len(seen) == count and len(np.unique(seen)) == count
 
     def check() -> bool:
-        if faults := verify(dataset, full=True).faults:
+        if faults := verify_dataset(dataset, full=True).faults:
             raise DataError(faults[0])
         return True
 

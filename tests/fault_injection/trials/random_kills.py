@@ -20,7 +20,7 @@ from threading import Lock
 
 from chatmill.store.layout import METADATA
 from chatmill.store.publish import recover, staging_for
-from chatmill.store.verify import verify
+from chatmill.store.verify import verify_dataset
 from fault_injection import TESTS
 from fault_injection.trial import Tally, Trial
 
@@ -96,7 +96,7 @@ def state(build: Build, old: str | None) -> str:
     recover(build.target)
     if not build.target.exists():
         return "absent" if old is None else "the old dataset is gone"
-    found = verify(build.target, full=True)
+    found = verify_dataset(build.target, full=True)
     if found.faults:
         return found.faults[0]
     return {build.sha256: "new", old: "old"}.get(found.sha256, f"another dataset, {found.sha256}")

@@ -99,7 +99,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             ray_engine._run = logged_run(log.folder)
             ended = outcome(
                 lambda target=target, kill_one=kill_one: (
-                    prepare_dataset(job, target, engine=ray_engine.Ray(), unit_bytes=6_000, on_progress=kill_one).sha256
+                    prepare_dataset(
+                        job, target, engine=ray_engine.RayEngine(), unit_bytes=6_000, on_progress=kill_one
+                    ).sha256
                 )
             )
             others = [units for pid, units in log.said("finished").items() if pid not in killed]

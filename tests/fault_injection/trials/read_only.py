@@ -12,8 +12,8 @@ from typing import Any
 from prepare_fixtures import build, conversations, digests, job_of, lines
 
 from chatmill.errors import DataError
-from chatmill.store.reweigh import reweigh
-from chatmill.store.verify import verify
+from chatmill.store.reweigh import reweigh_dataset
+from chatmill.store.verify import verify_dataset
 from fault_injection.disks import small_room
 from fault_injection.processes import apart, load_torch
 from fault_injection.trial import Tally, Trial
@@ -53,7 +53,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     sums = prepare(folder, "sums", seed=seed)
 
     def read() -> int:
-        assert verify(room / "old", full=True).faults == ()
+        assert verify_dataset(room / "old", full=True).faults == ()
         loader = EpisodeLoader(room / "old", SMALL, tensors=False)
         return len(loader.get_batch().x)
 
@@ -62,7 +62,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     def reweighed() -> str:
         try:
-            return str(reweigh(room / "old", room / "other", train_on="all"))
+            return str(reweigh_dataset(room / "old", room / "other", train_on="all"))
         except OSError as error:
             # As the command line says it.
             raise DataError(f"{error.filename}: {error.strerror}") from None

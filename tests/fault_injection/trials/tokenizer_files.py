@@ -19,7 +19,7 @@ from store_fixtures import some_rows, write_dataset
 
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.pipeline import prepare_dataset
-from chatmill.prepare.unit import make_tools
+from chatmill.prepare.unit import job_renderer
 from chatmill.tokenizer import open_tokenizer, train_bpe
 from fault_injection.processes import apart, outcome
 from fault_injection.trial import Tally, Trial
@@ -119,15 +119,17 @@ def liars(size: int, seed: int, folder: Path, tally: Tally) -> None:
     rng = random.Random(seed)
     (folder / "a.jsonl").write_bytes(lines(conversations(9, seed=seed)))
     job = job_of((str(folder / "a.jsonl"),))
-    tools = make_tools(job)
-    used = tools.tokenizer.vocab_size
+    renderer = job_renderer(job)
+    used = renderer.tokenizer.vocab_size
     for number in range(size):
         target = folder / str(number)
         if number % 2:
             vocab_size = rng.randrange(2, 120)
-            liar = replace(tools, tokenizer=Liar(tools.tokenizer, vocab_size))
+            liar = replace(renderer, tokenizer=Liar(renderer.tokenizer, vocab_size))
             ended = outcome(
-                lambda liar=liar, target=target: prepare_dataset(job, target, tools=liar, engine=LocalEngine(1)).sha256
+                lambda liar=liar, target=target: (
+                    prepare_dataset(job, target, renderer=liar, engine=LocalEngine(1)).sha256
+                )
             )
         else:
             vocab_size = rng.randrange(500, 990)
