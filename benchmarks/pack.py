@@ -29,10 +29,9 @@ from numpy.typing import NDArray
 
 from chatmill.fit.blocks import blocks
 from chatmill.fit.packing import pack, pack_lengths
-from chatmill.format import load_format, render
+from chatmill.format import open_renderer
 from chatmill.records import Message, Record
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, Rows, offsets
-from chatmill.tokenizer import open_tokenizer
 
 CAPACITY = 4096
 
@@ -249,7 +248,6 @@ def streaming(count: int, runs: int) -> Comparison:
 
 def post_training_rows(count: int) -> Rows:
     """Conversations of about 700 tokens, rendered in the format that blocks are made of."""
-    format = load_format("post-training")
     draw = np.random.default_rng(0)
     records = []
     for _ in range(count):
@@ -258,7 +256,7 @@ def post_training_rows(count: int) -> Rows:
             messages.append(Message("user", "u" * int(draw.gamma(1.5, 40) + 1)))
             messages.append(Message("assistant", "a" * int(draw.gamma(2, 80) + 1)))
         records.append(Record(messages))
-    return render(records, format, open_tokenizer("bytes", control=format.tokens))
+    return open_renderer("post-training", "bytes").render(records)
 
 
 def real_shaped(count: int) -> NDArray[np.int64]:

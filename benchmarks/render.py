@@ -23,12 +23,9 @@ from corpus import Data, add_options, chosen, options_of
 from fastokens import Tokenizer as Fastokens
 from measure import alone, interleaved, machine, report, versions
 
-from chatmill.format import load_format, render_chunks
-from chatmill.format.compiled import CompiledFormat
-from chatmill.format.message_columns import lay_out
-from chatmill.format.template import TemplateRenderer
+from chatmill.format import TemplateRenderer, TurnRenderer, load_format
+from chatmill.format.message_columns import message_columns
 from chatmill.format.template.hf_folder import read_folder
-from chatmill.ledger import Ledger
 from chatmill.records import Record, read_records
 from chatmill.rows import Rows, concat
 from chatmill.tokenizer import open_tokenizer
@@ -54,14 +51,14 @@ class Chatml:
     """ChatML, on both sides."""
 
     def __init__(self, data: Data) -> None:
-        self.data, self.format = data, load_format("chatml")
-        self.tokenizer = open_tokenizer(data.tokenizer, control=self.format.tokens)
+        format = load_format("chatml")
+        self.renderer = TurnRenderer(format, open_tokenizer(data.tokenizer, control=format.tokens))
 
     def chunks(self, records: Iterable[Record]) -> Chunks:
-        return render_chunks(records, self.format, self.tokenizer)
+        return self.renderer.render_chunks(records)
 
     def texts(self, records: list[Record]) -> list[str]:
-        return list(lay_out(records, self.format, CompiledFormat(self.format, self.tokenizer)).texts)
+        return list(message_columns(records, self.renderer.format, self.renderer.compiled).texts)
 
 
 class Template:
@@ -73,8 +70,8 @@ class Template:
 
     def chunks(self, records: Iterable[Record]) -> Chunks:
         # A new one each time: what it derives is part of the work.
-        format = TemplateRenderer(self.source, self.tokenizer)
-        return format.chunks(format.accepted(records), ledger=Ledger())
+        renderer = TemplateRenderer(self.source, self.tokenizer)
+        return renderer.render_chunks(renderer.renderable(records))
 
     def texts(self, records: list[Record]) -> list[str]:
         return [message.content for record in records for message in record.messages]

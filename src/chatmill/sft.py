@@ -21,7 +21,7 @@ from chatmill.fit.blocks import pack_chat_blocks
 from chatmill.fit.gather import gather
 from chatmill.fit.parse import assistant_mask, parse, with_mask
 from chatmill.fit.truncate import turns
-from chatmill.format import load_format, render
+from chatmill.format import ChatFormat, TurnRenderer, load_format
 from chatmill.load.batch import IGNORE_INDEX, shift
 from chatmill.records import Message, Record
 from chatmill.rows import Ids, Index, Role, Rows, offsets
@@ -63,7 +63,7 @@ def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer, default_
         if number and message.role == "system":
             raise DataError(f"message {number} has role system; a system message may only be the first")
     format = replace(load_format("ngpt"), default_system=default_system_text)
-    ids: list[int] = render([Record(messages)], format, _Port(tokenizer)).ids.tolist()
+    ids: list[int] = _rendered(messages, format, tokenizer).ids.tolist()
     return ids
 
 
@@ -126,7 +126,7 @@ def render_chat_sft(
     parsed = _messages(messages)
     if all(message.role != "assistant" for message in parsed):
         raise DataError("no message has role assistant; there would be nothing to train")
-    row: Rows = render([Record(parsed)], load_format("primer"), _Port(tokenizer))
+    row = _rendered(parsed, load_format("primer"), tokenizer)
     labels = np.where(row.mask(), row.targets(), IGNORE_INDEX)
     # Every turn of this format closes with one token, the end of turn.
     end = None if add_final_eot else -1
@@ -150,6 +150,11 @@ def _messages(messages: object) -> list[Message]:
     return out
 
 
+def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokenizer) -> Rows:
+    # Rendering uses no more of a tokenizer than `_Port` has.
+    return TurnRenderer(format, _Port(tokenizer)).render([Record(messages)])  # type: ignore[arg-type]
+
+
 class _Port:
     """Any tokenizer that can encode a text, as rendering wants it."""
 
@@ -168,5 +173,5 @@ class _Port:
         flat = np.array([i for ids in encoded for i in ids], dtype=np.uint32)
         return flat, offsets(np.array([len(ids) for ids in encoded], dtype=np.int64))
 
-    def piece(self, id: int) -> bytes:
+    def byte_lengths(self, ids: Ids) -> Index:
         raise DataError("this tokenizer cannot tell the parts of a message apart; open one with open_tokenizer")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chatmill.format import load_format, prompt_ids
+from chatmill.format import TurnRenderer, load_format
 from chatmill.records import Message, Record
 from chatmill.rollout.target import build_answer
 from chatmill.rollout.vocabulary import COORDINATES
@@ -33,7 +33,7 @@ def files(tokenizer, tmp_path):
         {"id": "two", "messages": [{"role": "user", "content": "and here?"}], "objects": []},
     ]
     full = build_answer([CAT, DOG], tokenizer=tokenizer).ids.tolist()
-    prompt = prompt_ids(Record([Message("user", "what is here?")]), FORMAT, tokenizer)
+    prompt = TurnRenderer(FORMAT, tokenizer).prompt_ids(Record([Message("user", "what is here?")]))
     rollouts = [
         {"id": "1", "response_token_ids": full, "prompt_token_ids": prompt},
         {"id": "1", "response_token_ids": full[:80], "step": 3, "row": 1},

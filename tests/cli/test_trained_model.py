@@ -14,8 +14,7 @@ from trained_model import ESCAPE, TALKS, chatmill, train_small
 
 from chatmill.cli import chat
 from chatmill.cli.chat_model import ChatModel, open_speaker
-from chatmill.format import load_format, open_renderer, prompt_ids
-from chatmill.format.renderer import TurnRenderer
+from chatmill.format import TurnRenderer, load_format, open_renderer
 from chatmill.records import Message, Record
 from chatmill.show.dataset import open_view
 from chatmill.show.text import visible
@@ -97,7 +96,7 @@ def test_the_prompt_is_that_of_training(made, monkeypatch, format):
         chosen = load_format(format)
         tokenizer = open_tokenizer("data/tokenizer.json", control=chosen.tokens, add_tokens=True)
         speaker = ChatModel(speaker.model, TurnRenderer(chosen, tokenizer))
-    wanted = prompt_ids(Record(messages), load_format(format), speaker.tokenizer)
+    wanted = TurnRenderer(load_format(format), speaker.tokenizer).prompt_ids(Record(messages))
     assert speaker.prompt(messages) == wanted
 
 

@@ -17,7 +17,7 @@ from chatmill.errors import DataError
 from chatmill.fit.blocks import blocks, pack_chat_blocks
 from chatmill.fit.gather import GatherPlan, gather
 from chatmill.fit.parse import parse
-from chatmill.format import load_format, render
+from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
 from chatmill.rows import EMPTY, NO_FILE, Part, Role, Rows, Rule
@@ -335,13 +335,11 @@ def test_an_answer_after_one_left_open_is_unfinished_business():
 
 
 def test_segments_keep_the_origin_of_their_conversation_and_padding_has_none():
-    rows = render(
+    rows = TurnRenderer(POST_TRAINING, BYTES).render(
         [
             Record([Message("user", "u"), Message("assistant", "a")], file="x.jsonl", line=3),
             Record([Message("user", "v"), Message("assistant", "b")], file="y.jsonl", line=8),
-        ],
-        POST_TRAINING,
-        BYTES,
+        ]
     )
     packed_rows = blocks(rows, 9)
     assert packed_rows.first_segment.tolist() == [0, 2, 4]
@@ -363,7 +361,7 @@ def test_a_flag_of_the_message_holds_unless_the_block_masks_the_answer():
         Message("assistant", "c", weight=0.0),
         Message("assistant", "d"),
     ]
-    spans = blocks(render([Record(chat)], POST_TRAINING, BYTES), 16).spans
+    spans = blocks(TurnRenderer(POST_TRAINING, BYTES).render([Record(chat)]), 16).spans
     answers = spans[spans["role"] == Role.ASSISTANT]
     assert answers["weight"].tolist() == [0, 0, 0, 0.5, 0.5, 0.5, 0, 0, 0, 1, 1, 1]
     assert answers["rule"].tolist() == [Rule.INCOMPLETE_USER] * 3 + [Rule.FLAG] * 6 + [Rule.ROLE] * 3
@@ -391,7 +389,7 @@ def test_a_row_that_was_cut_before_may_begin_inside_a_turn():
 
 def test_a_tool_result_opens_with_the_user_marker_and_is_begun_anew_like_a_user_turn():
     chat = [Message("user", "u"), Message("assistant", "a"), Message("tool", "3"), Message("assistant", "b")]
-    rows = render([Record(chat)], POST_TRAINING, BYTES)
+    rows = TurnRenderer(POST_TRAINING, BYTES).render([Record(chat)])
     user = BYTES.special_token_ids()["usr"]
     again = blocks(rows, 30).take([1])
     assert again.ids[0] == rows.ids[6] == user
@@ -403,10 +401,10 @@ def test_rows_of_a_format_that_blocks_cannot_begin_anew_are_refused():
     chatml = load_format("chatml")
     record = Record([Message("user", "u"), Message("assistant", "a")])
     with pytest.raises(DataError, match="does not end with EOS"):
-        blocks(render([record], chatml, open_tokenizer("bytes", control=chatml.tokens)), 8)
+        blocks(TurnRenderer(chatml, open_tokenizer("bytes", control=chatml.tokens)).render([record]), 8)
     ended = replace(chatml, tokens=dict(chatml.tokens) | {"eos": "<|EOS|>"}, end="<|EOS|>")
     with pytest.raises(DataError, match="opens user turns and others"):
-        blocks(render([record], ended, open_tokenizer("bytes", control=ended.tokens)), 8)
+        blocks(TurnRenderer(ended, open_tokenizer("bytes", control=ended.tokens)).render([record]), 8)
 
 
 def counts(ledger: Ledger) -> dict[str, tuple[int, int, int]]:
@@ -578,7 +576,7 @@ records = st.builds(
 
 @given(st.lists(records, max_size=5), remainders, st.integers(1, 80))
 def test_rendered_rows_give_the_blocks_of_their_token_ids(chats, remainder, size):
-    rows = render(chats, POST_TRAINING, BYTES)
+    rows = TurnRenderer(POST_TRAINING, BYTES).render(chats)
     ids = BYTES.special_token_ids()
     made = blocks(rows, size, remainder=remainder)
     made.check()
@@ -597,7 +595,7 @@ def test_rendered_rows_give_the_blocks_of_their_token_ids(chats, remainder, size
 
 @given(st.lists(records, max_size=3))
 def test_parsed_ids_have_the_spans_that_rendering_gave_them(chats):
-    rows = render(chats, POST_TRAINING, BYTES)
+    rows = TurnRenderer(POST_TRAINING, BYTES).render(chats)
     ids = BYTES.special_token_ids()
     again = parse(
         [rows[row : row + 1].ids[:-1].tolist() for row in range(len(rows))],

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from chatmill.errors import DataError
 from chatmill.fit.length_filter import turns_that_fit
-from chatmill.format import load_format, render
+from chatmill.format import TurnRenderer, load_format
 from chatmill.records import Message, Record
 from chatmill.rows import EMPTY
 from chatmill.tokenizer import open_tokenizer
@@ -23,7 +23,7 @@ def record(*turns: str) -> Record:
 
 
 def fit(context_length: int, *records: Record) -> tuple[list[int], list[int]]:
-    turns, tokens = turns_that_fit(render(records, FORMAT, TOKENIZER), context_length)
+    turns, tokens = turns_that_fit(TurnRenderer(FORMAT, TOKENIZER).render(records), context_length)
     return turns.tolist(), tokens.tolist()
 
 

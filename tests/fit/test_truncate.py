@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chatmill import pack_sft_ids_and_mask
 from chatmill.errors import DataError, RecordError
 from chatmill.fit.truncate import RULES, truncate, truncate_from
-from chatmill.format import load_format, parse_format, render
+from chatmill.format import TurnRenderer, load_format, parse_format
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
 from chatmill.rows import EMPTY, Role, Rows, Rule, concat
@@ -31,7 +31,7 @@ def chat(*turns: str, line: int = 1) -> Record:
 
 
 def rendered(*records: Record) -> Rows:
-    return render(records, PRIMER, TOKENIZER)
+    return TurnRenderer(PRIMER, TOKENIZER).render(records)
 
 
 def text_of(rows: Rows) -> list[tuple[str, str]]:
@@ -95,7 +95,7 @@ def test_turns_keeps_what_begins_a_conversation():
         where="own",
     )
     tokenizer = open_tokenizer("bytes", control=own.tokens, add_tokens=True)
-    rows = render([chat("Uab", "Acd", "Uef", "Agh")], own, tokenizer)
+    rows = TurnRenderer(own, tokenizer).render([chat("Uab", "Acd", "Uef", "Agh")])
     made = truncate(rows, 12, "turns", ledger=Ledger())
     assert tokenizer.decode(made.ids) == "<s><t>ef<t><t>gh<t>"
 

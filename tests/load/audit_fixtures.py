@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from chatmill.audit.recorder import Audit
-from chatmill.format import load_format, render
+from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.load.loader import EpisodeLoader
 from chatmill.records import Message, Record
@@ -42,7 +42,7 @@ def make_dataset(target: Path, *, train: int = 50, val: int = 5, seed: int = 1) 
             )
             for number in range(count)
         ]
-        rows = render(records, format, tokenizer)
+        rows = TurnRenderer(format, tokenizer).render(records)
         with SplitWriter(staging / name, vocab_size=tokenizer.vocab_size, shard_tokens=1500) as writer:
             writer.append(rows)
             infos[name] = writer.close()

@@ -8,7 +8,7 @@ from prepare_fixtures import JOBS, assert_equal, build, job_of, joined, stored_r
 
 from chatmill.fit.blocks import blocks
 from chatmill.fit.truncate import truncate
-from chatmill.format import load_format, render
+from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import InputSource, Job
 from chatmill.records import read_records, record_key, shuffle_split
@@ -30,7 +30,7 @@ def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
     seen = set()
     splits: dict[str, list[Rows]] = {"train": [], "val": []}
     for number, (record, source) in enumerate(records):
-        rows = render([record], format, tokenizer, train_on=source.train_on or job.train_on)
+        rows = TurnRenderer(format, tokenizer).render([record], train_on=source.train_on or job.train_on)
         ledger.add("read", rows=1)
         ledger.add("rendered", rows=1, tokens=len(rows.ids), trained=int(rows.mask().sum()))
         if job.fit != "blocks":

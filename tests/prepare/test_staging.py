@@ -7,7 +7,7 @@ import pytest
 from prepare_fixtures import assert_equal
 
 from chatmill.errors import DataError
-from chatmill.format import load_format, render
+from chatmill.format import TurnRenderer, load_format
 from chatmill.prepare.staging import Staged, save
 from chatmill.records import Message, Record
 from chatmill.rows import EMPTY
@@ -22,7 +22,7 @@ def some_rows():
         Record([Message("user", "a" * size), Message("assistant", "Mühle")], source="s", file="f.jsonl", line=size)
         for size in range(9)
     ]
-    return render(records, FORMAT, TOKENIZER)
+    return TurnRenderer(FORMAT, TOKENIZER).render(records)
 
 
 @pytest.mark.parametrize("tokens", ["<u2", "<u4"])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatmill.fit.blocks import blocks, stream_blocks
-from chatmill.format import load_format, render
+from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
 from chatmill.rows import EMPTY, concat
@@ -30,7 +30,7 @@ records = st.lists(st.builds(Record, st.lists(messages, min_size=1, max_size=6))
 @settings(max_examples=400)
 @given(records, st.lists(st.integers(0, 8)), st.integers(1, 40), st.sampled_from(["pad", "drop"]))
 def test_any_chunks_give_the_blocks_of_all_rows_and_the_same_ledger(records, cuts, size, remainder):
-    rows = render(records, FORMAT, TOKENIZER)
+    rows = TurnRenderer(FORMAT, TOKENIZER).render(records)
     borders = sorted({0, len(rows), *(cut for cut in cuts if cut < len(rows))})
     chunks = [rows[start:stop] for start, stop in pairwise(borders)]
     whole, streamed = Ledger(), Ledger()

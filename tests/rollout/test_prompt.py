@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from chatmill.errors import DataError
-from chatmill.format import PRESETS, load_format, prompt_ids, render
+from chatmill.format import PRESETS, TurnRenderer, load_format
 from chatmill.records import Message, Record
 from chatmill.rollout.prompt import check_prompts, join_prompts, prompt_rows
 from chatmill.rollout.target import build_answer, build_target
@@ -39,7 +39,7 @@ def test_a_prompt_is_what_a_server_is_fed_and_all_of_it_is_context(tools):
     rows = prompt_rows(RECORDS, *tools)
     rows.check()
     assert [rows.ids[start:stop].tolist() for start, stop in pairwise(rows.row_start)] == [
-        prompt_ids(record, *tools) for record in RECORDS
+        TurnRenderer(*tools).prompt_ids(record) for record in RECORDS
     ]
     assert not rows.mask().any()
     assert set(rows.spans["rule"].tolist()) == {int(Rule.PROMPT)}
@@ -56,7 +56,7 @@ def test_an_answer_follows_its_prompt_as_the_next_message_of_the_same_conversati
     rows = join_prompts(prompts, answers)
     rows.check()
     for row, (record, answer) in enumerate(zip(RECORDS, answers, strict=True)):
-        one, prompt = rows[row : row + 1], prompt_ids(record, *tools)
+        one, prompt = rows[row : row + 1], TurnRenderer(*tools).prompt_ids(record)
         assert one.ids.tolist() == prompt + answer.ids.tolist()
         assert one.weights().tolist() == [0.0] * len(prompt) + answer.weights().tolist()
         messages = one.per_token(one.spans["message"])
@@ -69,7 +69,7 @@ def test_an_answer_follows_its_prompt_as_the_next_message_of_the_same_conversati
 def test_the_tokens_of_an_answer_begin_where_those_of_a_rendered_one_do(tools):
     """What is trained behind the prompt stands at the place of a rendered answer's content."""
     full = Record([*RECORDS[0].messages, Message("assistant", "x")])
-    rendered = render([full], *tools).ids.tolist()
+    rendered = TurnRenderer(*tools).render([full]).ids.tolist()
     prompt = prompt_rows(RECORDS[:1], *tools).ids.tolist()
     assert rendered[: len(prompt)] == prompt
     assert bytes([rendered[len(prompt)]]) == b"x"
@@ -80,7 +80,7 @@ def test_another_prompt_or_a_trained_one_is_found():
     tokenizer = open_tokenizer("bytes", control=format.tokens, besides=COORDINATES, add_tokens=True)
     prompts = prompt_rows(RECORDS, format, tokenizer)
     rows = join_prompts(prompts, [build_answer([], tokenizer=tokenizer)] * 2)
-    own = [prompt_ids(record, format, tokenizer) for record in RECORDS]
+    own = [TurnRenderer(format, tokenizer).prompt_ids(record) for record in RECORDS]
     check_prompts(rows, own)
     with pytest.raises(DataError, match="row 1: training would use another prompt"):
         check_prompts(rows, [own[0], [*own[1][:-1], 7]])

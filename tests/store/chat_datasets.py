@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from chatmill.fit.packing import pack as pack_rows
-from chatmill.format import load_format, render
+from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
 from chatmill.rows import Rows, TrainOn
@@ -48,7 +48,7 @@ def rows_of(
     records: Sequence[Record], *, format: str = "chatml", train_on: TrainOn = "assistant", pack: int | None = None
 ) -> Rows:
     chosen = load_format(format)
-    rows = render(records, chosen, open_tokenizer("bytes", control=chosen.tokens), train_on=train_on)
+    rows = TurnRenderer(chosen, open_tokenizer("bytes", control=chosen.tokens)).render(records, train_on=train_on)
     for origin, record in zip(rows.origins, records, strict=True):
         origin["key"] = key(record)
     return rows if pack is None else pack_rows(rows, pack)

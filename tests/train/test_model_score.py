@@ -14,7 +14,7 @@ from model_fixtures import small_gpt
 from train_fixtures import run_chatmill, write_files
 
 from chatmill.errors import DataError
-from chatmill.format import load_format, prompt_ids
+from chatmill.format import TurnRenderer, load_format
 from chatmill.records import read_records
 from chatmill.store.read import open_dataset
 from chatmill.tokenizer import open_tokenizer
@@ -93,7 +93,7 @@ def oracle(model: GPT, files: list[Path], dataset: Path, count: int) -> dict[str
             for at, message in enumerate(record.messages):
                 if message.role == "assistant":
                     cut = type(record)(record.messages[:at])
-                    said = greedy(model, prompt_ids(cut, PRIMER, BYTES), count)
+                    said = greedy(model, TurnRenderer(PRIMER, BYTES).prompt_ids(cut), count)
                     exact = said == [*BYTES.encode(message.content), EOT]
                     one.add(EvalScore(questions=1, exact=exact, stopped=said[-1] == EOT))
             number += 1

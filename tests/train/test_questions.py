@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_fixtures import write_files
 
-from chatmill.format import load_format, prompt_ids, render
+from chatmill.format import TurnRenderer, load_format
 from chatmill.records import Message, Record
 from chatmill.rows import Rows
 from chatmill.store.read import open_dataset
@@ -26,7 +26,7 @@ def rendered(name: str, *conversations: list[Message], **kw: str) -> Rows:
     records = [
         Record(messages, file="chat.jsonl", line=at, source="chat") for at, messages in enumerate(conversations, 1)
     ]
-    return render(records, FORMATS[name], TOKENIZERS[name], **kw)
+    return TurnRenderer(FORMATS[name], TOKENIZERS[name]).render(records, **kw)
 
 
 texts = st.text(max_size=6)
@@ -46,7 +46,7 @@ def test_the_prompt_of_every_answer_is_what_a_server_would_be_asked_with(name, b
     for segment, messages in enumerate((conversation, other)):
         for at, message in enumerate(messages):
             if message.role == "assistant":
-                prompt = prompt_ids(Record(messages[:at]), FORMATS[name], TOKENIZERS[name])
+                prompt = TurnRenderer(FORMATS[name], TOKENIZERS[name]).prompt_ids(Record(messages[:at]))
                 answer = [*TOKENIZERS[name].encode(message.content), EOT[name]]
                 wanted.append(EvalPrompt(prompt, answer, segment))
     assert list(questions(rendered(name, conversation, other), [EOT[name]])) == wanted

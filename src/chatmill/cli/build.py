@@ -29,7 +29,7 @@ from chatmill.cli.render import note_untrained, trained_tokens
 from chatmill.cli.settings import BuildSettings, build_settings
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.fit.truncate import truncate
-from chatmill.format import load_format, render_chunks
+from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.records import Record, Rejects, shuffle_split
 from chatmill.rows import Rows, concat
@@ -154,7 +154,7 @@ def build_cache(
         rejected,
     ):
         answered = _answered(progress(records, "records"), rejected, ledger)
-        rows = concat(list(render_chunks(answered, format, opened)))
+        rows = concat(list(TurnRenderer(format, opened).render_chunks(answered)))
     if not len(rows):
         why = f"all records were rejected, see {rejected.path}" if rejected and rejected.counts else "holds no record"
         raise DataError(f"{settings.path}: {why}; expected at least one")

@@ -23,8 +23,7 @@ from chatmill.cli.options import (
     tell_rejects,
 )
 from chatmill.errors import ChatmillError
-from chatmill.format import TEMPLATE, TemplateOptions, open_renderer
-from chatmill.format.template import TemplateRenderer
+from chatmill.format import TEMPLATE, TemplateOptions, TemplateRenderer, open_renderer
 from chatmill.format.template.certify import Peer, certify
 from chatmill.ledger import Ledger
 from chatmill.records import Record

@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.format import TEMPLATE, Renderer, has_template, open_renderer
-from chatmill.format.format_json import control_tokens_from_json, renderer_from_json
-from chatmill.ledger import Ledger
+from chatmill.format import (
+    TEMPLATE,
+    Renderer,
+    control_tokens_from_json,
+    has_template,
+    open_renderer,
+    renderer_from_json,
+)
 from chatmill.records import Message, Record
 from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.tokenizer import Tokenizer, open_tokenizer
@@ -19,9 +24,6 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 if TYPE_CHECKING:
     from chatmill.train.generate import Sampling
     from chatmill.train.model import CausalModel
-
-ANSWER = "Yes."
-"""What stands in for an answer that is not there yet; any text would do."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,8 @@ class ChatModel:
         return self.tokenizer.special_token_ids()[self.format.eot]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The ids that training puts before an answer to these messages: such a row is made, and cut there."""
-        from chatmill.train.eval_prompts import questions
-
-        record = Record([*messages, Message("assistant", ANSWER)])
-        accepted = list(self.format.accepted([record]))
-        (rows,) = self.format.chunks(accepted, ledger=Ledger())
-        *_, last = questions(rows, [self.end])
-        return last.prompt
+        """The ids that training puts before an answer to these messages."""
+        return self.format.prompt_ids(Record(list(messages)))
 
     def answer(self, messages: Sequence[Message], *, max_tokens: int, sampling: Sampling) -> Iterator[int]:
         """The next answer, token by token, its end token included if it comes to one."""

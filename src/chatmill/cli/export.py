@@ -28,12 +28,12 @@ from chatmill.cli.options import (
 )
 from chatmill.errors import RecordError
 from chatmill.fit.length_filter import turns_that_fit
-from chatmill.format import ChatFormat, load_format, render, transcript_turns
+from chatmill.format import TurnRenderer, load_format, transcript_turns
 from chatmill.ledger import Ledger
 from chatmill.records import Record
 from chatmill.store.files import refuse_existing, writing
 from chatmill.store.parquet import export_parquet
-from chatmill.tokenizer import Tokenizer, open_tokenizer
+from chatmill.tokenizer import open_tokenizer
 
 app = typer.Typer(help="Write conversations or datasets for other tools.", no_args_is_help=True, rich_markup_mode=None)
 CHUNK = 1024
@@ -69,13 +69,13 @@ def transcripts(
     """
     refuse_existing(output, overwrite=overwrite)
     format = load_format("post-training")
-    opened = open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens)
+    renderer = TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
     ledger = Ledger()
     with (
         reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected),
         writing(output, overwrite=overwrite) as file,
     ):
-        for line in _lines(progress(records, "records"), format, opened, context_length, ledger):
+        for line in _lines(progress(records, "records"), renderer, context_length, ledger):
             file.write(line.encode() + b"\n")
     ledger.check()
     _tell(output, ledger, as_json=as_json)
@@ -117,18 +117,16 @@ def parquet(
         typer.echo(f"{weighted:,} trained tokens have a weight other than 1, which labels cannot say", err=True)
 
 
-def _lines(
-    records: Iterable[Record], format: ChatFormat, tokenizer: Tokenizer, context_length: int, ledger: Ledger
-) -> Iterator[str]:
+def _lines(records: Iterable[Record], renderer: TurnRenderer, context_length: int, ledger: Ledger) -> Iterator[str]:
     """The line of every conversation that is kept, whole or in part; all of them are counted."""
     stream = iter(records)
     while chunk := list(islice(stream, CHUNK)):
-        rows = render(chunk, format, tokenizer)
+        rows = renderer.render(chunk)
         ledger.add("rendered", rows=len(rows), tokens=len(rows.ids))
         fitting = (column.tolist() for column in (*turns_that_fit(rows, context_length), rows.lengths))
         for record, count, stored, length in zip(chunk, *fitting, strict=True):
             try:
-                turns = transcript_turns(record, format)
+                turns = transcript_turns(record, renderer.format)
             except RecordError as fault:
                 ledger.add("dropped", fault.kind, rows=1, tokens=length)
                 continue

@@ -95,8 +95,8 @@ def render_command(
             rejected(fault)
             ledger.add("rejected", fault.kind, rows=1)
 
-        counted = islice(chosen.accepted(progress(records, "records"), reject), limit)
-        for rows in chosen.chunks(counted, train_on=train_on, ledger=ledger):
+        counted = islice(chosen.renderable(progress(records, "records"), reject), limit)
+        for rows in chosen.render_chunks(counted, train_on=train_on, ledger=ledger):
             ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
             # To look at, rows that teach nothing stay; they are noted.
             rows = truncate(

@@ -1,14 +1,12 @@
-"""Bodies with more than plain content: reasoning, tool calls, and a system text with its tools.
+"""Messages with more than plain content: reasoning, tool calls, and a system message with tool definitions.
 
-What stands between two control tokens is encoded as one text, so the parts of such a body are told apart
-afterwards, by the bytes its tokens stand for. A token across a border belongs to the part it begins in.
+The text between two control tokens is encoded as one, so its parts are separated after encoding, by byte offsets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -16,12 +14,10 @@ from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
 from chatmill.format.chat_format import ChatFormat
+from chatmill.format.compiled import RenderTokenizer
 from chatmill.records import Message, Record, ToolCall
-from chatmill.rows import Ids, Index, Part, offsets
-
-
-class TokenBytes(Protocol):
-    def piece(self, id: int) -> bytes: ...
+from chatmill.rows import Ids, Index, Part
+from chatmill.tokenizer.token_positions import token_positions
 
 
 @dataclass
@@ -115,15 +111,19 @@ def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
     return [system, *(messages[1:] if has_system else messages)]
 
 
-def cut_bodies(
-    bodies: Mapping[int, Body],
+def split_bodies(
+    bodies: Iterable[Body],
     flat: Ids,
     text_start: Index,
-    tokenizer: TokenBytes,
+    tokenizer: RenderTokenizer,
     control_start: Mapping[str, int],
 ) -> tuple[Index, Index, NDArray[np.uint8]]:
-    """Start, length and part of every piece of these bodies, whose runs are the last of the encoded texts."""
-    pieces = [(*piece, body.first_text) for body in bodies.values() for piece in body.pieces]
+    """Start, length and part of every piece of these bodies, whose runs are the last of the encoded texts.
+
+    Control tokens start at `control_start` behind the encoded ids. A run that the tokenizer normalizes has no exact
+    borders: it becomes one piece of content, its other pieces are empty.
+    """
+    pieces = [(*piece, body.first_text) for body in bodies for piece in body.pieces]
     parts = np.array([piece[0] for piece in pieces], dtype=np.uint8)
     is_text = np.array([piece[1] is None for piece in pieces], dtype=bool)
     starts = np.array([len(flat) + control_start[piece[1]] if piece[1] else 0 for piece in pieces], dtype=np.int64)
@@ -133,27 +133,24 @@ def cut_bodies(
     if not len(run):
         return starts, lengths, parts
     size = np.array([piece[3] for piece in pieces], dtype=np.int64)[is_text]
-    first_token = int(text_start[run[0]])
-    distinct, which = np.unique(flat[first_token:], return_inverse=True)
-    token_byte = offsets(np.array([len(tokenizer.piece(id)) for id in distinct.tolist()], dtype=np.int64)[which])
-    run_stop = text_start[run + 1]
+    run_start, run_stop = text_start[run], text_start[run + 1]
     run_size = np.bincount(run, weights=size)[run].astype(np.int64)
-    until = np.cumsum(size)
-    until -= (until - size)[np.searchsorted(run, run)]
-    # Counted from the end of the run: some tokenizers put a space before the first piece.
-    byte = token_byte[run_stop - first_token] - (run_size - until)
-    stop = np.minimum(np.searchsorted(token_byte, byte) + first_token, run_stop)
-    stop = np.maximum(stop, text_start[run])
-    last = np.append(run[1:] != run[:-1], True)
-    first = np.append(True, last[:-1])
-    stop[last] = run_stop[last]
-
-    # A tokenizer that rewrites text (by normalising it) has no exact borders: such a run is one piece of content.
-    extra = token_byte[run_stop - first_token] - token_byte[text_start[run] - first_token] - run_size
-    vague = ((extra < 0) | (extra > 1)) & ~(first & last)
-    stop[vague] = run_stop[vague]
-    parts[np.flatnonzero(is_text)[vague]] = Part.CONTENT
-    start = np.where(first, text_start[run], np.append(0, stop[:-1]))
+    end = np.cumsum(size)
+    end -= (end - size)[np.searchsorted(run, run)]
+    first_token = run_start[0]
+    position, _, exact = token_positions(
+        tokenizer.byte_lengths(flat[first_token:]),
+        run_start - first_token,
+        run_stop - first_token,
+        size=run_size,
+        offset=end,
+    )
+    is_last = np.append(run[1:] != run[:-1], True)
+    is_first = np.append(True, is_last[:-1])
+    inexact = ~exact & ~(is_first & is_last)
+    stop = np.where(is_last | inexact, run_stop, position + first_token)
+    parts[np.flatnonzero(is_text)[inexact]] = Part.CONTENT
+    start = np.where(is_first, run_start, np.append(0, stop[:-1]))
     starts[is_text] = start
     lengths[is_text] = stop - start
     return starts, lengths, parts

@@ -1,4 +1,4 @@
-"""Plates: a format cast into the ids of one tokenizer, ready to print messages with."""
+"""A chat format compiled to token ids for one tokenizer."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chatmill.errors import DataError
 from chatmill.format.chat_format import TRAINABLE, ChatFormat
 from chatmill.records import ROLES
 from chatmill.rows import Ids, Index, Part, Rule, offsets
 
-BEGIN, OPEN, CLOSE, REST, END = range(5)
-"""The pieces of a message that a format fixes; columns of the tables below."""
-PARTS = np.array([Part.OPEN, Part.OPEN, Part.CLOSE, Part.CLOSE, Part.EOS], dtype=np.uint8)
-CODE: dict[str, int] = {role: code for code, role in enumerate(ROLES)}
-
-Pieces = list[tuple[str | None, str]]
+BEGIN, OPEN, BODY, CLOSE, AFTER, END = range(6)
+"""The pieces of a message, columns of the tables below. All but the body are the same for every message of a role."""
+PARTS = (Part.OPEN, Part.OPEN, Part.CONTENT, Part.CLOSE, Part.CLOSE, Part.EOS)
+ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate(ROLES)}
 
 
 class RenderTokenizer(Protocol):
-    """What rendering needs of a tokenizer."""
+    """The methods of a tokenizer that rendering uses."""
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Index]: ...
 
     def special_token_ids(self) -> Mapping[str, int]: ...
 
-    def piece(self, id: int) -> bytes: ...
+    def byte_lengths(self, ids: Ids) -> NDArray[np.int64]: ...
 
 
 class CompiledFormat:
-    """The fixed pieces of every role as ids in `literals`, and the text that joins the bodies."""
+    """The ids of the fixed pieces of every role, concatenated in `literals`, and the text around each body."""
 
     def __init__(self, format: ChatFormat, tokenizer: RenderTokenizer) -> None:
         opened_for = getattr(tokenizer, "control", None)
@@ -45,40 +44,38 @@ class CompiledFormat:
         control = {key: int(ids[key]) for key in format.tokens}
         self.prefix: list[str] = []
         self.suffix: list[str] = []
-        fixed: list[Pieces] = []
+        """By role: text of the opener and the closer that is encoded together with the body."""
+        fixed: list[list[tuple[str | None, str]]] = []
         for role in ROLES:
             turn = format.turns.get(role)
             opening = format.split(turn.open) if turn else []
             closing = format.split(turn.close) if turn else []
-            # An assistant's header stays apart from its body: in serving it belongs to the prompt.
+            # An assistant's header is encoded apart from its body: in inference it is the end of the prompt.
             joins = role != "assistant" and opening and opening[-1][0] is None
             self.prefix.append(opening.pop()[1] if joins else "")
             self.suffix.append(closing.pop(0)[1] if closing and closing[0][0] is None else "")
             last = max((at for at, (key, _) in enumerate(closing) if key is not None), default=-1)
-            close, rest = closing[: last + 1], closing[last + 1 :]
-            fixed += [format.split(format.begin), opening, close, rest, format.split(format.end)]
+            close, after = closing[: last + 1], closing[last + 1 :]
+            fixed += [format.split(format.begin), opening, [], close, after, format.split(format.end)]
 
-        cast = _cast(fixed, control, tokenizer)
-        self.lengths = np.array([len(piece) for piece in cast], dtype=np.int64).reshape(len(ROLES), 5)
-        self.starts = offsets(self.lengths.ravel())[:-1].reshape(len(ROLES), 5)
-        # Control tokens that stand inside bodies follow the fixed pieces, one each.
+        flat, start = tokenizer.encode_batch([text for pieces in fixed for key, text in pieces if key is None])
+        texts = (flat[first:stop].tolist() for first, stop in pairwise(start))
+        encoded = [
+            [i for key, _ in pieces for i in (next(texts) if key is None else [control[key]])] for pieces in fixed
+        ]
+        self.lengths = np.array([len(ids) for ids in encoded], dtype=np.int64).reshape(len(ROLES), len(PARTS))
+        self.starts = offsets(self.lengths.ravel())[:-1].reshape(self.lengths.shape)
+        # Control tokens for use inside of bodies follow the fixed pieces, one each.
         self.control_start = {key: int(self.lengths.sum()) + at for at, key in enumerate(control)}
-        self.literals = np.array([i for piece in cast for i in piece] + list(control.values()), dtype=np.uint32)
+        self.literals = np.array([i for ids in encoded for i in ids] + list(control.values()), dtype=np.uint32)
 
-        opening_rule, self.body_rule, closing_rule = (
+        opening_rule, body_rule, closing_rule = (
             Rule.ROLE if part in format.trained else Rule.HEADER for part in TRAINABLE
         )
-        self.rules = np.array([Rule.HEADER, opening_rule, closing_rule, Rule.HEADER, Rule.HEADER], dtype=np.uint8)
+        self.rules = (Rule.HEADER, opening_rule, body_rule, closing_rule, Rule.HEADER, Rule.HEADER)
 
-    def fixed(self, role: str, column: int) -> list[int]:
+    def fixed(self, role: str, piece: int) -> list[int]:
         """The ids of one fixed piece."""
-        start, length = int(self.starts[CODE[role], column]), int(self.lengths[CODE[role], column])
+        start, length = int(self.starts[ROLE_CODES[role], piece]), int(self.lengths[ROLE_CODES[role], piece])
         ids: list[int] = self.literals[start : start + length].tolist()
         return ids
-
-
-def _cast(fixed: Sequence[Pieces], control: Mapping[str, int], tokenizer: RenderTokenizer) -> list[list[int]]:
-    texts = [text for pieces in fixed for key, text in pieces if key is None]
-    flat, starts = tokenizer.encode_batch(texts)
-    encoded = (flat[start:stop].tolist() for start, stop in pairwise(starts))
-    return [[i for key, _ in pieces for i in (next(encoded) if key is None else [control[key]])] for pieces in fixed]

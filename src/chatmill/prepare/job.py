@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from chatmill.errors import UsageError, one_line
-from chatmill.format.renderer import Mask
+from chatmill.format import Mask
 from chatmill.rows import TrainOn
 
 Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]

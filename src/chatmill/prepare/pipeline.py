@@ -65,7 +65,7 @@ def prepare_dataset(
     units = units_of(job, unit_bytes)
     _refuse_output_in_input(units, target)
     renderer = renderer or job_renderer(job)
-    if renderer.tells_time and job.template_date is None:
+    if renderer.uses_date and job.template_date is None:
         # The rows depend on it, so it is part of the job.
         job = replace(job, template_date=datetime.now().date().isoformat())
     if (size := renderer.tokenizer.vocab_size) > WIDE:

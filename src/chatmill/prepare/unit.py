@@ -126,13 +126,13 @@ class _Records:
         waiting: list[Record] = []
         try:
             for block in read_blocks(self._unit.part, on_fault=self._fault, on_end=self._end):
-                if isinstance(block, ChatColumns) and self._renderer.takes(block):
+                if isinstance(block, ChatColumns) and self._renderer.renders_columns(block):
                     if waiting:
                         yield waiting
                         waiting = []
                     yield block
                     continue
-                for record in self._renderer.accepted(block, self._fault):
+                for record in self._renderer.renderable(block, self._fault):
                     waiting.append(record)
                     if len(waiting) == CHUNK:
                         yield waiting

@@ -8,22 +8,23 @@ import numpy as np
 
 from chatmill.errors import DataError
 from chatmill.fit.gather import GatherPlan, gather
-from chatmill.format import ChatFormat, render
-from chatmill.format.compiled import END, OPEN, CompiledFormat, RenderTokenizer
+from chatmill.format import ChatFormat, TurnRenderer
+from chatmill.format.compiled import END, OPEN
 from chatmill.records import Record
 from chatmill.rollout.target import one_row
 from chatmill.rows import OWN_ID, SPAN, Part, Role, Rows, Rule, concat
+from chatmill.tokenizer import Tokenizer
 
 
-def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: RenderTokenizer) -> Rows:
+def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: Tokenizer) -> Rows:
     """One row a record: its messages and the opening of the answer to them, all of it context.
 
-    The ids of a row are what `prompt_ids` gives for its record.
+    The ids of a row are what `Renderer.prompt_ids` gives for its record.
     """
-    rendered = render(records, format, tokenizer)
-    plates = CompiledFormat(format, tokenizer)
-    opening = np.array(plates.fixed("assistant", OPEN), dtype=np.uint32)
-    ending = len(plates.fixed("assistant", END))
+    renderer = TurnRenderer(format, tokenizer)
+    rendered = renderer.render(records)
+    opening = np.array(renderer.compiled.fixed("assistant", OPEN), dtype=np.uint32)
+    ending = len(renderer.compiled.fixed("assistant", END))
     spans = np.zeros(1, dtype=SPAN)
     spans["length"], spans["target"] = len(opening), OWN_ID
     spans["role"], spans["part"] = Role.ASSISTANT, Part.OPEN

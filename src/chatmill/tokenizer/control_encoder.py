@@ -14,11 +14,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import tokenizers
-from numpy.typing import NDArray
 
 from chatmill.tokenizer.backend import Ids, Offsets, aliases, faults_of
 from chatmill.tokenizer.isolate_control import Json, strip
 from chatmill.tokenizer.probe import PROBE
+from chatmill.tokenizer.token_positions import token_positions
 from chatmill.tokenizer.tokenizer import Tokenizer
 
 SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
@@ -48,7 +48,6 @@ class ControlEncoder:
         self.appetite: Mapping[str, StripFlags] = {}
         self._raw = raw = raw.removeprefix(b"\xef\xbb\xbf") if raw is not None else None
         self.by_sections = True
-        self._bytes = np.full(tokenizer.vocab_size, -1, dtype=np.int64)
         if raw is not None:
             content = msgspec.json.decode(raw, type=_Added)
             added = [token for token in content.added_tokens or [] if token["content"] in self.ids]
@@ -88,24 +87,15 @@ class ControlEncoder:
         """The ids of a whole text, its control tokens found in it: what transformers gives."""
         return list(self._reference.encode(text, add_special_tokens=False).ids) if self.knows_whole else None
 
-    def byte_lengths(self, ids: Ids) -> NDArray[np.int64]:
-        """How many bytes each id stands for."""
-        lengths = self._bytes[ids]
-        if len(lengths) and lengths.min() < 0:
-            new = np.unique(ids[lengths < 0])
-            self._bytes[new] = self.tokenizer.byte_lengths(new.tolist())
-            lengths = self._bytes[ids]
-        return lengths
-
     @cached_property
     def rewrites(self) -> bool:
         """Whether a text may become tokens of other bytes, so that their borders in it cannot be told."""
         if self.knows_whole:
             return False
-        flat, starts = self.encode_sections(PROBE)
-        bytes = np.add.reduceat(np.append(self.byte_lengths(flat), 0), starts[:-1]) * (np.diff(starts) > 0)
-        extra = bytes - np.array([len(text.encode()) for text in PROBE])
-        return bool(np.any((extra < 0) | (extra > 1)))
+        flat, start = self.tokenizer.encode_batch(PROBE)
+        size = np.array([len(text.encode()) for text in PROBE])
+        borders = token_positions(self.tokenizer.byte_lengths(flat), start[:-1], start[1:], size=size, offset=size)
+        return not borders.exact.all()
 
     def feed(self, text: str, before: str | None, after: str | None) -> tuple[str, int]:
         """What control tokens on its sides leave of a text, and how many characters went at its beginning."""

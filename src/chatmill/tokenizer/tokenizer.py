@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chatmill.errors import DataError
 from chatmill.tokenizer.backend import Backend, Ids, Offsets, faults_of
@@ -86,12 +88,19 @@ class Tokenizer:
         with faults_of(self.name, f"no token has id {id}", f"ids run from 0 to {self.vocab_size - 1}, with holes"):
             return self._backend.piece(id)
 
-    def byte_lengths(self, ids: Sequence[int]) -> list[int]:
-        """How many bytes each id stands for: the lengths of their pieces, many at a time."""
-        self._check_ids(np.asarray(ids, dtype=np.int64))
-        names, piece = self._tokens, self._backend.piece
-        with faults_of(self.name, "no token has one of these ids", f"ids run from 0 to {self.vocab_size - 1}"):
-            return [len(names[id].encode() if id in names else piece(id)) for id in ids]
+    def byte_lengths(self, ids: Ids) -> NDArray[np.int64]:
+        """How many bytes each id stands for: the length of its `piece`."""
+        lengths = self._byte_lengths[ids]
+        if len(lengths) and lengths.min() < 0:
+            new = np.unique(ids[lengths < 0])
+            self._byte_lengths[new] = [len(self.piece(id)) for id in new.tolist()]
+            lengths = self._byte_lengths[ids]
+        return lengths
+
+    @cached_property
+    def _byte_lengths(self) -> NDArray[np.int64]:
+        """By id: its length in bytes, or -1 where it has not been computed yet."""
+        return np.full(self.vocab_size, -1, dtype=np.int64)
 
     def token_id(self, token: str) -> int | None:
         """The id of a control token by its name, of whatever format; None if the vocabulary has none of that name."""

@@ -189,7 +189,7 @@ def test_a_text_whose_tokens_cannot_be_told_apart_is_refused_before_it_is_accept
     format = opened(str(model), chat_template=str(tmp_path / "chat.jinja"))
     good, odd = Record([user("Hi"), answer("Hello")]), Record([user("Hi"), answer("ｆｕｌｌ ｗｉｄｔｈ")], line=2)
     refused = []
-    assert [record.messages for record in format.accepted([good, odd, good], refused.append)] == [good.messages] * 2
+    assert [record.messages for record in format.renderable([good, odd, good], refused.append)] == [good.messages] * 2
     assert [(fault.kind, fault.line) for fault in refused] == [("vague_border", 2)]
     # The newline that ends the prompt becomes the space that begins the answer's first token.
     assert [trained for _, trained in cells(format, good)][-2:] == [False, True]

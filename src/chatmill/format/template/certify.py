@@ -113,7 +113,7 @@ class _Certificate:
             own.count += 1
             own.refused.append(fault)
 
-        for record in self.format.accepted(records, refuse):
+        for record in self.format.renderable(records, refuse):
             own.count += 1
             ledger = Ledger()
             rows = self.format.render([record], ledger=ledger)

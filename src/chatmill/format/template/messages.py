@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from chatmill.format.compiled import CODE
+from chatmill.format.compiled import ROLE_CODES
 from chatmill.format.template.tracing.provenance import FieldPath
 from chatmill.format.template.tracing.trace import Trace
 from chatmill.format.template.tracing.traced_str import field
@@ -67,7 +67,7 @@ def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
     texts = [message.content for message in record.messages]
     kinds = bytes(
         [
-            CODE[message.role]
+            ROLE_CODES[message.role]
             if not (message.tool_calls or message.reasoning or message.name or message.tool_call_id)
             else 255
             for message in record.messages

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import msgspec
 
 from chatmill.errors import RecordError, UsageError, one_line
-from chatmill.format.compiled import CODE
-from chatmill.format.template.answers.derive import Derived, Mask, derive
+from chatmill.format.compiled import ROLE_CODES
+from chatmill.format.renderer import Mask, OnReject, render_chunks
+from chatmill.format.template.answers.derive import Derived, derive
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.encoding.encode import LaidOutRecord, encode_rows, laid
 from chatmill.format.template.encoding.layout import TokenLayout, lay_out
@@ -24,8 +24,8 @@ from chatmill.format.template.probes import QUESTION, style_of
 from chatmill.format.template.template import ChatTemplate
 from chatmill.format.template.tracing.trace import TraceStep, replay, shortened
 from chatmill.ledger import Ledger
-from chatmill.records import ChatColumns, Record
-from chatmill.rows import Rows, TrainOn
+from chatmill.records import ChatColumns, Message, Record
+from chatmill.rows import Rows, Rule, TrainOn
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
@@ -37,6 +37,9 @@ CELLS = 2**20
 """Cells of all that are kept together: memory, not correctness."""
 SHAPES = 2**17
 """Shapes that are remembered to have been met."""
+
+ANSWER = "Yes."
+"""Placeholder for an answer that is not there yet; any text would do."""
 
 
 @dataclass
@@ -117,21 +120,19 @@ class TemplateRenderer:
             "special": dict(self.folder.special),
             "arguments": self.arguments,
             "mask": self.mask,
-            "now": None if self.now is None or not self.tells_time else self.now.isoformat(),
+            "now": None if self.now is None or not self.uses_date else self.now.isoformat(),
             "ends": sorted(self.ends),
         }
 
     @property
-    def tells_time(self) -> bool:
+    def uses_date(self) -> bool:
         """Whether its template asks for the date."""
         return any("strftime_now" in writer.source for writer in self.writers.values())
 
     # What it does.
 
-    def accepted(
-        self, records: Iterable[Record], on_reject: Callable[[RecordError], None] | None = None
-    ) -> Iterator[Record]:
-        """The records it can write with a mask that is proven; the others go to `on_reject`, or raise."""
+    def renderable(self, records: Iterable[Record], on_reject: OnReject | None = None) -> Iterator[Record]:
+        """The records whose answers are known for certain."""
         for record in records:
             try:
                 yield self.lay(record)
@@ -140,17 +141,9 @@ class TemplateRenderer:
                     raise
                 on_reject(fault)
 
-    def takes(self, records: ChatColumns) -> bool:
-        # A template is given each conversation for itself.
+    def renders_columns(self, columns: ChatColumns) -> bool:
+        # A template is rendered for each conversation by itself.
         return False
-
-    def chunks(
-        self, records: Iterable[Record], *, train_on: TrainOn = "assistant", chunk: int = 512, ledger: Ledger
-    ) -> Iterator[Rows]:
-        """Rows of the records, `chunk` at a time."""
-        stream = iter(records)
-        while batch := list(islice(stream, chunk)):
-            yield self.render(batch, train_on=train_on, ledger=ledger)
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
@@ -159,6 +152,15 @@ class TemplateRenderer:
         batch = [record if isinstance(record, LaidOutRecord) else self.lay(record) for record in records]
         tags = self.mask == "tags"
         return encode_rows(batch, self.marked, train_on=train_on, tags=tags, ledger=ledger or Ledger())
+
+    render_chunks = render_chunks
+
+    def prompt_ids(self, record: Record) -> list[int]:
+        answered = msgspec.structs.replace(record, messages=[*record.messages, Message("assistant", ANSWER)])
+        row = self.render([answered])
+        trained = (row.spans["message"] == len(record.messages)) & (row.spans["rule"] == Rule.ROLE)
+        ids: list[int] = row.ids[: row.span_start[trained.argmax()]].tolist()
+        return ids
 
     def lay(self, record: Record) -> LaidOutRecord:
         """The record laid out for encoding; a `RecordError` with its place if it is refused."""
@@ -286,4 +288,4 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _roles(record: Record) -> list[int]:
-    return [CODE[message.role] for message in record.messages]
+    return [ROLE_CODES[message.role] for message in record.messages]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from chatmill.errors import RecordError
+from chatmill.format.renderer import Mask
 from chatmill.format.template.answers.answer_spans import AnswerSpan, disputed, shown
 from chatmill.format.template.answers.by_origin import answers_by_origin
 from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, one_of
@@ -24,8 +25,6 @@ from chatmill.format.template.tracing.trace import Trace
 from chatmill.format.template.tracing.traced_str import TracedStr
 from chatmill.format.template.tracing.traced_template import Rendering
 from chatmill.records import Record
-
-Mask = Literal["derived", "tags"]
 
 
 @dataclass(frozen=True)

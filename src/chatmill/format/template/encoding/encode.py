@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
-from chatmill.format.render import origins_of
+from chatmill.format.renderer import origins_of
 from chatmill.format.template.encoding.layout import TokenLayout, filled
 from chatmill.ledger import Ledger
 from chatmill.records import Record
 from chatmill.rows import EMPTY, Ids, Index, Rows, Rule, TrainOn, concat, copy_tokens, joined, offsets, weigh
 from chatmill.tokenizer.control_encoder import ControlEncoder
+from chatmill.tokenizer.token_positions import token_positions
 
 
 class LaidOutRecord(Record, frozen=True, kw_only=True):
@@ -149,18 +150,13 @@ class _RowEncoder:
                 gone = eaten[which[at]] if eaten is not None else 0
                 upto = filled(border.words, slots)[gone:]
                 offset[at] = min(len(upto.encode()), len(texts[which[at]].encode()))
-        inside = [texts[at] for at in which.tolist()]
-        size = np.array([len(text) if text.isascii() else len(text.encode()) for text in inside])
-        byte = offsets(self.marked.byte_lengths(flat))
-        begin, end = byte[text_start[which]], byte[text_start[which + 1]]
-        # Some tokenizers put a space before the first piece; one that rewrites text has no exact borders.
-        extra = end - begin - size
-        vague = (extra < 0) | (extra > 1)
-        target = begin + offset + np.where(vague, 0, extra)
-        place = np.clip(np.searchsorted(byte, target), text_start[which], text_start[which + 1])
-        across = (byte[place] != target) & np.concatenate([layout.border_of_turn for layout in layouts]) & ~vague
+        size = np.array([len(text) if (text := texts[at]).isascii() else len(text.encode()) for at in which.tolist()])
+        position, inside, exact = token_positions(
+            self.marked.tokenizer.byte_lengths(flat), text_start[which], text_start[which + 1], size=size, offset=offset
+        )
+        across = inside & exact & np.concatenate([layout.border_of_turn for layout in layouts])
         self.straddling += int(across.sum())
-        return np.where(across, place - 1, place) if self.tags else place, vague
+        return np.where(across, position - 1, position) if self.tags else position, ~exact
 
     def as_whole(self, one: LaidOutRecord) -> Rows:
         """One row, encoded as one text, with the beginnings that the tokenizer itself reports."""

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from chatmill.errors import DataError
-from chatmill.format import PRESETS, TEMPLATE, TemplateOptions, open_renderer
-from chatmill.format.format_json import control_tokens_from_json, renderer_from_json
-from chatmill.ledger import Ledger
+from chatmill.format import (
+    PRESETS,
+    TEMPLATE,
+    TemplateOptions,
+    control_tokens_from_json,
+    open_renderer,
+    renderer_from_json,
+)
 from chatmill.records import Message, Record
 from chatmill.tokenizer import open_tokenizer, train_bpe
 
@@ -25,7 +30,7 @@ CHAT = (
 
 
 def rows(format):
-    (made,) = format.chunks(list(format.accepted(RECORDS)), ledger=Ledger())
+    (made,) = format.render_chunks(format.renderable(RECORDS))
     return made
 
 

@@ -134,4 +134,4 @@ def test_how_many_bytes_an_id_stands_for(encoders):
     marked, _ = encoders["bytes"]
     for text in ("the fox", "Größe 漢字", ""):
         ids = marked.encode_sections([text])[0]
-        assert marked.byte_lengths(ids).sum() == len(text.encode())
+        assert marked.tokenizer.byte_lengths(ids).sum() == len(text.encode())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.errors import DataError, RecordError
-from chatmill.format import PRESETS, load_format, parse_format, prompt_ids, render, renderable
+from chatmill.format import PRESETS, TurnRenderer, load_format, parse_format
 from chatmill.records import Message, Record, ToolCall
 from chatmill.rows import NO_MESSAGE, File, Part, Role, Rows, Rule, concat
 from chatmill.tokenizer import open_tokenizer
@@ -60,7 +60,7 @@ def told(rows: Rows, name: str, row: int = 0) -> list[str]:
 
 
 def rendered(record: Record, name: str, **options: str) -> list[str]:
-    rows = render([record], FORMATS[name], TOKENIZERS[name], **options)
+    rows = TurnRenderer(FORMATS[name], TOKENIZERS[name]).render([record], **options)
     rows.check()
     return told(rows, name)
 
@@ -228,7 +228,7 @@ def test_a_format_with_control_tokens_inside_bodies_and_around_conversations():
     )
     tokenizer = open_tokenizer("bytes", control=format.tokens, add_tokens=True)
     chat = [Message("user", "q"), Message("assistant", "a", reasoning="<think>", tool_calls=(ToolCall("f", "{}"),))]
-    rows = render([Record(chat)], format, tokenizer)
+    rows = TurnRenderer(format, tokenizer).render([Record(chat)])
     rows.check()
     spans = [
         (float(span["weight"]), Part(span["part"]).name, tokenizer.decode(rows.ids[start:stop]))
@@ -256,18 +256,18 @@ def test_a_format_with_control_tokens_inside_bodies_and_around_conversations():
 
 
 def test_origins_name_the_file_and_line_of_every_row():
-    rows = render([CHAT, TOOLS, CHAT], FORMATS["chatml"], TOKENIZERS["chatml"])
+    rows = TurnRenderer(FORMATS["chatml"], TOKENIZERS["chatml"]).render([CHAT, TOOLS, CHAT])
     assert rows.files == (File("s", "chat.jsonl"), File("", "tool.jsonl"))
     assert rows.origins[["file", "line"]].tolist() == [(0, 7), (1, 1), (0, 7)]
 
 
 def test_no_records_give_no_rows():
-    assert len(render([], FORMATS["chatml"], TOKENIZERS["chatml"])) == 0
+    assert len(TurnRenderer(FORMATS["chatml"], TOKENIZERS["chatml"]).render([])) == 0
 
 
 def test_a_tokenizer_opened_for_another_format_is_refused():
     with pytest.raises(DataError, match="opened for other control tokens"):
-        render([CHAT], FORMATS["ngpt"], TOKENIZERS["primer"])
+        TurnRenderer(FORMATS["ngpt"], TOKENIZERS["primer"]).render([CHAT])
 
 
 def test_a_role_the_format_cannot_write_is_a_fault_of_the_record():
@@ -277,10 +277,10 @@ def test_a_role_the_format_cannot_write_is_a_fault_of_the_record():
     with pytest.raises(
         RecordError, match=r"chat.jsonl:7: message 0 has role system, which the format two cannot write"
     ):
-        list(renderable([CHAT], format))
+        list(TurnRenderer(format, TOKENIZERS["ngpt"]).renderable([CHAT]))
     rejected: list[RecordError] = []
     plain = Record([Message("user", "q")])
-    assert list(renderable([CHAT, plain, TOOLS], format, rejected.append)) == [plain]
+    assert list(TurnRenderer(format, TOKENIZERS["ngpt"]).renderable([CHAT, plain, TOOLS], rejected.append)) == [plain]
     assert [fault.line for fault in rejected] == [7, 1]
 
 
@@ -308,7 +308,7 @@ record_ = st.builds(
 
 @given(record_, st.sampled_from(PRESETS))
 def test_control_tokens_come_from_the_format_alone(record, name):
-    rows = render([record], FORMATS[name], TOKENIZERS[name])
+    rows = TurnRenderer(FORMATS[name], TOKENIZERS[name]).render([record])
     format, control = FORMATS[name], TOKENIZERS[name].special_token_ids()
     expected = []
     messages = record.messages
@@ -324,9 +324,11 @@ def test_control_tokens_come_from_the_format_alone(record, name):
 
 @given(st.lists(record_, max_size=6), st.sampled_from(PRESETS), st.sampled_from(["assistant", "last", "all"]))
 def test_rendering_together_equals_rendering_one_by_one(records, name, train_on):
-    together = render(records, FORMATS[name], TOKENIZERS[name], train_on=train_on)
+    together = TurnRenderer(FORMATS[name], TOKENIZERS[name]).render(records, train_on=train_on)
     together.check()
-    apart = concat([render([record], FORMATS[name], TOKENIZERS[name], train_on=train_on) for record in records])
+    apart = concat(
+        [TurnRenderer(FORMATS[name], TOKENIZERS[name]).render([record], train_on=train_on) for record in records]
+    )
     for column in ("ids", "spans", "first_span", "origins", "first_segment"):
         assert np.array_equal(getattr(together, column), getattr(apart, column)), column
     assert together.files == apart.files
@@ -334,11 +336,11 @@ def test_rendering_together_equals_rendering_one_by_one(records, name, train_on)
 
 @given(record_, st.sampled_from(PRESETS))
 def test_the_prompt_of_every_answer_is_a_prefix_of_the_training_row(record, name):
-    row = render([record], FORMATS[name], TOKENIZERS[name]).ids.tolist()
+    row = TurnRenderer(FORMATS[name], TOKENIZERS[name]).render([record]).ids.tolist()
     for at, message in enumerate(record.messages):
         if message.role == "assistant" and at and all(m.complete for m in record.messages[:at]):
             asked = Record(record.messages[:at], tools=record.tools)
-            prompt = prompt_ids(asked, FORMATS[name], TOKENIZERS[name])
+            prompt = TurnRenderer(FORMATS[name], TOKENIZERS[name]).prompt_ids(asked)
             assert row[: len(prompt)] == prompt
 
 
@@ -363,5 +365,5 @@ def test_the_row_decodes_to_the_conversation_written_out(record, name):
             body += format.body["tool_call"].replace("{}", f'{{"name":{name_text},"arguments":{call.arguments}}}', 1)
         written += turn.open + body + (turn.close if message.complete else "")
     written += format.end
-    rows = render([record], format, TOKENIZERS[name])
+    rows = TurnRenderer(format, TOKENIZERS[name]).render([record])
     assert TOKENIZERS[name].decode(rows.ids) == written

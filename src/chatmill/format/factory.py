@@ -1,0 +1,148 @@
+"""Open a renderer: from a format's name and a tokenizer, or from what a dataset or a model has stored of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.format.chat_format import PRESETS, ChatFormat, TurnMarkers, load_format
+from chatmill.format.renderer import Mask
+from chatmill.format.template.hf_folder import HFFolder, TemplateSource, has_template
+from chatmill.format.template.renderer import TemplateRenderer, open_template_renderer
+from chatmill.format.turn_renderer import TurnRenderer
+from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
+
+TEMPLATE = "template"
+"""The format name that stands for the chat template of a tokenizer's folder."""
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """Options of a chat template."""
+
+    chat_template: str | None = None
+    """A Jinja file to use instead of the template of the tokenizer's folder."""
+    arguments: Sequence[str] = ()
+    """Variables for the template, as `name=value`."""
+    mask: Mask = "derived"
+    date: str | None = None
+    """The date for templates that print it, as YYYY-MM-DD; default: today."""
+
+    def given(self) -> list[str]:
+        """The command-line flags of the options that differ from their defaults."""
+        flags = {
+            "--chat-template": self.chat_template is not None,
+            "--template-arg": bool(self.arguments),
+            "--mask": self.mask != "derived",
+            "--template-date": self.date is not None,
+        }
+        return [flag for flag, used in flags.items() if used]
+
+
+def open_renderer(
+    name: str, tokenizer: str, *, add_tokens: bool = False, template: TemplateOptions | None = None
+) -> TurnRenderer | TemplateRenderer:
+    """A renderer for a preset, a .toml file, or "template": the chat template of the tokenizer's folder.
+
+    `tokenizer` is a Hugging Face folder, a tokenizer file, or "bytes". It must have the control tokens of the format;
+    `add_tokens` gives those that it lacks new ids after the end of the vocabulary.
+
+    >>> from chatmill import Message, Record, open_renderer
+    >>> renderer = open_renderer("primer", "bytes")
+    >>> record = Record([Message("user", "Hi"), Message("assistant", "Yo")])
+    >>> renderer.tokenizer.decode(renderer.render([record]).ids)
+    '<|usr|>Hi<|eot|><|asst|>Yo<|eot|>'
+    >>> renderer.tokenizer.decode(renderer.prompt_ids(Record(record.messages[:1])))
+    '<|usr|>Hi<|eot|><|asst|>'
+    """
+    template = template or TemplateOptions()
+    if name != TEMPLATE:
+        if used := template.given():
+            raise UsageError(f"{', '.join(used)} is for chat templates; add --format template")
+        format = load_format(name)
+        try:
+            return TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
+        except MissingTokensError as error:
+            if has_template(tokenizer):
+                raise UsageError(f"{error}, or write with the folder's own template: --format template") from None
+            raise
+    if add_tokens:
+        raise UsageError("--add-tokens with --format template; a template writes the tokens that its tokenizer has")
+    return open_template_renderer(
+        tokenizer,
+        chat_template=template.chat_template,
+        arguments=template.arguments,
+        mask=template.mask,
+        now=_date(template.date),
+    )
+
+
+def _date(date: str | None) -> datetime:
+    if date is None:
+        return datetime.combine(datetime.now().date(), datetime.min.time())
+    try:
+        return datetime.strptime(date, "%Y-%m-%d")
+    except ValueError:
+        raise UsageError(f'--template-date "{one_line(date)}" is no day; give one as 2025-01-31') from None
+
+
+def control_tokens_from_json(stored: Any) -> dict[str, str]:
+    """The control tokens of a stored format, by key; empty if it does not name them."""
+    if isinstance(stored, str) and stored in PRESETS:
+        return dict(load_format(stored).tokens)
+    tokens = stored.get("tokens") if isinstance(stored, dict) else None
+    return {str(key): str(token) for key, token in tokens.items()} if isinstance(tokens, dict) else {}
+
+
+def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: str) -> TurnRenderer | TemplateRenderer:
+    """The renderer whose `to_json` was stored, or that of a preset's name, with a tokenizer opened from `spec`.
+
+    It renders exactly as the stored one did; `DataError` if it cannot.
+    """
+    try:
+        if isinstance(stored, dict) and stored.get("name") == TEMPLATE:
+            renderer: TurnRenderer | TemplateRenderer = _template_renderer(stored, tokenizer, spec, where)
+        else:
+            renderer = TurnRenderer(load_format(stored) if stored in PRESETS else _chat_format(stored), tokenizer)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ChatmillError):
+            raise
+        raise DataError(f"{where}: the format that it was trained with cannot be read; name it with --format") from None
+    # `now` is stored only if the template uses it.
+    if not isinstance(stored, str) and {**renderer.to_json(), "now": stored.get("now")} != {"now": None, **stored}:
+        shown = one_line(str(stored.get("name")))
+        raise DataError(f"{where}: the format {shown} was stored by another version; name it with --format")
+    return renderer
+
+
+def _chat_format(stored: Any) -> ChatFormat:
+    """The inverse of `ChatFormat.to_json`."""
+    return ChatFormat(
+        name=stored["name"],
+        tokens=dict(stored["tokens"]),
+        turns={role: TurnMarkers(*pair) for role, pair in stored["turns"].items()},
+        trained=tuple(stored["trained"]),
+        default_system=stored["default_system"],
+        begin=stored["begin"],
+        end=stored["end"],
+        body=dict(stored["body"]),
+    )
+
+
+def _template_renderer(stored: dict[str, Any], tokenizer: Tokenizer, spec: str, where: str) -> TemplateRenderer:
+    """The inverse of `TemplateRenderer.to_json`."""
+    path = Path(spec, "tokenizer.json") if Path(spec).is_dir() else Path(spec)
+    stops = [tokenizer.token_id(token) for token in stored["ends"]]
+    folder = HFFolder(
+        TemplateSource(where, stored["template"]),
+        TemplateSource(where, stored["tool_use"]) if "tool_use" in stored else None,
+        special=stored["special"],
+        stops=tuple(id for id in stops if id is not None),
+        tokenizer_json=path if path.suffix == ".json" and path.is_file() else None,
+    )
+    now = None if stored["now"] is None else datetime.fromisoformat(stored["now"])
+    return TemplateRenderer(folder, tokenizer, arguments=stored["arguments"], mask=stored["mask"], now=now)

@@ -1,0 +1,205 @@
+"""Rendering of presets and TOML formats: conversations to Rows, in bulk.
+
+Each message is up to six pieces:
+
+    <|im_start|> user\\nHello <|im_end|> \\n     <|im_start|>assistant\\n  Hi   <|im_end|> \\n
+    open         body         close      after   open                     body close      after
+
+and `begin` before the first, `end` after the last message of a conversation. The ids of all pieces but the body are
+known beforehand. The bodies of a whole chunk are encoded in one call; what remains is arithmetic on columns, and one
+copy of the tokens. The text between two control tokens is encoded as one, except that an assistant's header is encoded
+apart from its body: in inference it ends the prompt, so the ids of a prompt are a prefix of the ids of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import RecordError
+from chatmill.format.body import split_bodies
+from chatmill.format.chat_format import ChatFormat
+from chatmill.format.compiled import AFTER, BEGIN, BODY, CLOSE, END, OPEN, PARTS, CompiledFormat, RenderTokenizer
+from chatmill.format.message_columns import MessageColumns, message_columns
+from chatmill.format.renderer import OnReject, origins_of, render_chunks
+from chatmill.ledger import Ledger
+from chatmill.records import ROLES, ChatColumns, Record
+from chatmill.rows import (
+    EMPTY,
+    NO_MESSAGE,
+    OWN_ID,
+    SPAN,
+    Ids,
+    Index,
+    Role,
+    Rows,
+    Rule,
+    TrainOn,
+    copy_tokens,
+    offsets,
+    weigh,
+)
+from chatmill.tokenizer import Tokenizer
+
+PIECES = len(PARTS)
+
+
+@dataclass(frozen=True)
+class TurnRenderer:
+    """A `ChatFormat` with a tokenizer that was opened for its control tokens."""
+
+    format: ChatFormat
+    tokenizer: Tokenizer
+    uses_date = False
+
+    @property
+    def eot(self) -> str:
+        return self.format.eot
+
+    @cached_property
+    def compiled(self) -> CompiledFormat:
+        return CompiledFormat(self.format, self.tokenizer)
+
+    def to_json(self) -> dict[str, Any]:
+        return self.format.to_json()
+
+    def renderable(self, records: Iterable[Record], on_reject: OnReject | None = None) -> Iterator[Record]:
+        turns = self.format.turns
+        if turns.keys() >= set(ROLES):
+            yield from records
+            return
+        for record in records:
+            for number, message in enumerate(record.messages):
+                if message.role not in turns:
+                    fault = RecordError(
+                        f"message {number} has role {message.role}, which the format {self.format.name} cannot write",
+                        f"it writes {', '.join(turns)}; add [{message.role}] to the format",
+                        kind="role_not_in_format",
+                    ).at(record.file, record.line, record.id)
+                    if on_reject is None:
+                        raise fault
+                    on_reject(fault)
+                    break
+            else:
+                yield record
+
+    def renders_columns(self, columns: ChatColumns) -> bool:
+        has_turn = np.array([role in self.format.turns for role in ROLES])
+        return self.format.default_system is None and bool(has_turn[columns.roles].all())
+
+    def render(
+        self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
+    ) -> Rows:
+        if not records:
+            return EMPTY
+        columns = message_columns(records, self.format, self.compiled)
+        ids, text_start = self.tokenizer.encode_batch(columns.texts)
+        return _rows(columns, self.compiled, self.tokenizer, ids, text_start, train_on=train_on)
+
+    render_chunks = render_chunks
+
+    def prompt_ids(self, record: Record) -> list[int]:
+        ids: list[int] = self.render(list(self.renderable([record]))).ids.tolist()
+        end = len(self.compiled.fixed("assistant", END))
+        return ids[: len(ids) - end] + self.compiled.fixed("assistant", OPEN)
+
+
+def _rows(
+    columns: MessageColumns,
+    compiled: CompiledFormat,
+    tokenizer: RenderTokenizer,
+    flat: Ids,
+    text_start: Index,
+    *,
+    train_on: TrainOn,
+) -> Rows:
+    """The rows of messages whose texts have been encoded to `flat`."""
+    roles, bodies, first_message, text_of = columns.roles, columns.bodies, columns.first_message, columns.text_of
+    # The body of a message is one piece, of a message in `bodies` several.
+    widths = np.full(len(roles), PIECES, dtype=np.int64)
+    for at, body in bodies.items():
+        widths[at] = PIECES - 1 + len(body)
+    base = offsets(widths)
+    lengths = np.empty(base[-1], dtype=np.int64)
+    starts = np.empty(base[-1], dtype=np.int64)
+    parts = np.empty(base[-1], dtype=np.uint8)
+    rules = np.empty(base[-1], dtype=np.uint8)
+
+    def places(piece: int) -> Index | slice:
+        """Where this piece of every message is; a slice where possible, since that is faster to write to."""
+        if not bodies:
+            return slice(piece, None, PIECES)
+        return base[:-1] + piece if piece <= BODY else base[1:] + (piece - PIECES)
+
+    for piece in range(PIECES):
+        here = places(piece)
+        lengths[here] = compiled.lengths[roles, piece]
+        starts[here] = compiled.starts[roles, piece] + len(flat)
+        parts[here] = PARTS[piece]
+        rules[here] = compiled.rules[piece]
+    # `begin` belongs to the first message of a conversation only, `end` to the last.
+    is_first, is_last = np.zeros((2, len(roles)), dtype=bool)
+    is_first[first_message[:-1]] = True
+    is_last[first_message[1:] - 1] = True
+    lengths[base[:-1][~is_first]] = 0
+    lengths[base[1:][~is_last] - 1] = 0
+
+    lengths[places(BODY)] = text_start[text_of + 1] - text_start[text_of]
+    starts[places(BODY)] = text_start[text_of]
+    # Recurring texts are copied from a pool at the end, so that the others are read in their order.
+    again = np.flatnonzero(text_of != np.arange(len(text_of)))
+    recurring, which = np.unique(text_of[again], return_inverse=True)
+    size = text_start[recurring + 1] - text_start[recurring]
+    pool = copy_tokens(flat, text_start[recurring], size)
+    starts[base[again] + BODY] = (len(flat) + len(compiled.literals) + offsets(size))[which]
+    if bodies:
+        inside = np.concatenate([np.arange(len(body)) + base[at] + BODY for at, body in bodies.items()])
+        split = split_bodies(bodies.values(), flat, text_start, tokenizer, compiled.control_start)
+        starts[inside], lengths[inside], parts[inside] = split
+        rules[inside] = compiled.rules[BODY]
+
+    weights = np.zeros(base[-1], dtype=np.float32)
+    for at in columns.extended:
+        message = columns.messages[at]
+        pieces = slice(base[at], base[at + 1])
+        by_role = rules[pieces] == Rule.ROLE
+        if not message.complete:
+            rules[pieces][by_role] = Rule.UNFINISHED
+            lengths[base[at + 1] - PIECES + CLOSE : base[at + 1] - PIECES + AFTER + 1] = 0
+        elif message.weight is not None:
+            rules[pieces][by_role] = Rule.FLAG
+            weights[pieces][by_role] = message.weight
+
+    kept = np.flatnonzero(lengths)
+    spans = np.zeros(len(kept), dtype=SPAN)
+    numbers = np.repeat(_message_numbers(first_message, columns.added), widths)
+    numbers[places(BEGIN)] = NO_MESSAGE
+    span_roles = np.repeat(roles, widths)
+    span_roles[places(BEGIN)] = span_roles[places(END)] = Role.NONE
+    spans["target"] = OWN_ID
+    for field, values in {
+        "length": lengths,
+        "message": numbers,
+        "weight": weights,
+        "role": span_roles,
+        "part": parts,
+        "rule": rules,
+    }.items():
+        spans[field] = values.take(kept)
+    first_span = np.searchsorted(kept, base[first_message])
+    weigh(spans, first_span, train_on)
+    origins, files = origins_of(columns.records)
+    ids = copy_tokens(flat, starts, lengths, np.concatenate([compiled.literals, pool]))
+    return Rows(ids, spans, first_span, origins, np.arange(len(columns.records) + 1, dtype=np.int64), files)
+
+
+def _message_numbers(first_message: Index, added: Index) -> NDArray[np.uint32]:
+    """The index of each message in its record; of one that the format adds in front, -1, which is `NO_MESSAGE`."""
+    counts = np.diff(first_message)
+    number = np.arange(first_message[-1], dtype=np.int64) - np.repeat(first_message[:-1] + added, counts)
+    return number.astype(np.uint32)

@@ -1,0 +1,32 @@
+"""Byte offsets to token positions: a token belongs to the side of a border on which it begins."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chatmill.tokenizer.token_positions import token_positions
+
+
+def positions(byte_lengths, start, stop, size, offset):
+    columns = (np.array(column, dtype=np.int64) for column in (byte_lengths, start, stop, size, offset))
+    byte_lengths, start, stop, size, offset = columns
+    return [column.tolist() for column in token_positions(byte_lengths, start, stop, size=size, offset=offset)]
+
+
+def test_a_token_across_a_border_belongs_to_the_side_on_which_it_begins():
+    # Hel|lo|wor|ld and Hel|low|or|ld, asked for 0, 5 and 10 bytes.
+    assert positions([3, 2, 3, 2], [0] * 3, [4] * 3, [10] * 3, [0, 5, 10]) == [[0, 2, 4], [0, 0, 0], [1, 1, 1]]
+    assert positions([3, 3, 2, 2], [0] * 3, [4] * 3, [10] * 3, [0, 5, 10]) == [[0, 2, 4], [0, 1, 0], [1, 1, 1]]
+
+
+def test_offsets_count_from_the_end_where_the_tokenizer_puts_a_space_in_front():
+    assert positions([9, 3, 2, 4], [1], [4], [8], [4]) == [[3], [0], [1]]
+
+
+def test_a_text_that_its_tokens_do_not_spell_has_no_exact_borders():
+    assert positions([3, 2], [0, 0], [2, 2], [7, 3], [3, 1])[2] == [False, False]
+
+
+def test_positions_stay_inside_of_their_text():
+    position, _, _ = positions([2, 2, 2], [1], [2], [2], [9])
+    assert position == [2]
