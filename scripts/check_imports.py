@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "load": BASE | {"config", "store", "fit"},
     "audit": BASE | {"load", "store"},
     "train": BASE | {"config", "audit", "load", "store", "fit"},
-    "rollout": BASE | {"config", "records", "format", "fit", "tokenizer"},
+    "rollout": BASE | {"config", "train", "records", "format", "fit", "tokenizer"},
     "show": BASE | {"records", "tokenizer", "format", "fit", "store", "load", "audit"},
     "sft": BASE | {"records", "tokenizer", "format", "fit", "load"},
     "__init__": BASE | {"sft"},

@@ -8,7 +8,6 @@ python scripts/command_reference.py --check    exit 1 if docs/commands.md is ano
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import json
 import re
@@ -20,9 +19,8 @@ from typing import Any
 import typer.main
 
 from chatmill.cli.main import app_of
+from chatmill.config import keys_of
 from chatmill.rollout.config import RolloutConfig
-from chatmill.train.command import parser
-from chatmill.train.config import TrainConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 NAME = "chatmill"
@@ -36,9 +34,8 @@ with 2 if the command is; `--json` prints the result for programs.
 
 """
 TRAIN = """\
-`python train.py` is the same command. Every key of a config file is a flag, as `--batch_size 8` or `--batch-size 8`; a
-flag wins over the file. Values are JSON or plain text, and a flag without a value is `true`. How they work together is
-on the pages about [training](training.md), [loading](loading.md), [models](models.md) and [many GPUs](many-gpus.md).
+How the keys work together is on the pages about [training](training.md), [loading](loading.md), [models](models.md) and
+[many GPUs](many-gpus.md).
 """
 KEYS = "Keys of CONFIG, a JSON file that may inherit from another; `chatmill rollout keys` prints them:"
 
@@ -70,8 +67,7 @@ def section(path: tuple[str, ...], command: Any) -> str:
     context = command.make_context(name, [], resilient_parsing=True)
     parts = [f"## {name}", text]
     if path == (NAME, "train"):
-        parts += [TRAIN.strip(), block(examples), *train_tables()]
-        return "\n\n".join(parts) + "\n"
+        parts.append(TRAIN.strip())
     usage = command.get_usage(context).removeprefix("Usage: ")
     parts.append(block([re.sub(r"\s+", " ", usage), "", *examples]))
     rows = [record for each in command.params if (record := each.get_help_record(context)) is not None]
@@ -99,26 +95,9 @@ def split_default(flag: str, said: str) -> tuple[str, str, str]:
     return f"`{flag}`", text, brackets.removeprefix("default: ")
 
 
-def train_tables() -> Iterator[str]:
-    """The flags of the run, and the keys of the config, as the parser of train.py has them."""
-    yield "Of the run:"
-    keys = {f"key_{each.name}" for each in dataclasses.fields(TrainConfig)}
-    # The groups of a parser have no public name.
-    actions = [each for each in parser(f"{NAME} train")._actions if each.dest not in keys and each.dest != "help"]
-    yield table(
-        "flag",
-        ((f"`{each.option_strings[0]} {each.metavar or ''}".rstrip() + "`", each.help or "", "") for each in actions),
-    )
-    yield "Keys of the config:"
-    yield keys_table(TrainConfig, flag="--")
-
-
-def keys_table(config: Any, *, flag: str = "") -> str:
-    rows = (
-        (f"`{flag}{each.name}`", each.metadata["doc"], f"`{json.dumps(each.default)}`")
-        for each in dataclasses.fields(config)
-    )
-    return table("flag" if flag else "key", rows)
+def keys_table(config: Any) -> str:
+    rows = ((f"`{each.name}`", each.help, f"`{json.dumps(each.default)}`") for each in keys_of(config).values())
+    return table("key", rows)
 
 
 def table(first: str, rows: Iterable[tuple[str, str, str]]) -> str:

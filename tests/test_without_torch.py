@@ -84,7 +84,7 @@ RUNS = {
 }
 """What each command is given here, in an order in which each finds what it needs."""
 NEEDS_TORCH = {
-    "train": "train --help",
+    "train": "train --model_name m",
     "chat": "chat model --prompt q",
     "eval": "eval model d",
     "rows": "rows checkpoints/run --step 1",

@@ -1,79 +1,182 @@
-"""The configuration of a run: documented keys with their defaults, read from JSON files that may inherit.
+"""Settings: each key is declared once, with its default, help text and check, and read in one place.
 
-A key says its own meaning and what is right for it, so that one validator serves every configuration, and
-a subclass adds keys by declaring them.
+    @dataclass(frozen=True, kw_only=True)
+    class LoadConfig(Config):
+        batch_size: int = key(8, "rows per optimizer step", integer(1))
+
+Files (JSON that may inherit, TOML), environment variables, command-line flags and help all use these declarations.
+Plain dataclasses, because training images have numpy, torch and safetensors but not msgspec.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tomllib
+import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from chatmill.errors import UsageError, one_line
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 
 INHERITS = "inherits"
 LONGEST = 1 << 31
-"""No count in a configuration is larger."""
+"""The largest count that a configuration may hold."""
 LARGEST = sys.float_info.max
-"""No number is: neither infinity nor an integer that is no float."""
+"""The largest number: neither infinity nor an integer that a float cannot hold."""
 
 T = TypeVar("T")
 
 
+# Checks.
+
+
 @dataclass(frozen=True)
-class Right:
-    """What is right for a key, in words and as a check."""
+class ValueCheck:
+    """Which values a key accepts, as a phrase for error messages and as a predicate."""
 
-    words: str
-    fits: Callable[[Any], bool]
-
-
-def whole(least: int, most: int = LONGEST) -> Right:
-    words = f"a whole number from {least} on" if most == LONGEST else f"a whole number from {least} to {most}"
-    return Right(words, lambda value: type(value) is int and least <= value <= most)
+    expected: str
+    accepts: Callable[[Any], bool]
 
 
-def number(least: float, most: float = LARGEST) -> Right:
-    words = f"a number from {least:g} on" if most == LARGEST else f"a number from {least:g} to {most:g}"
-    return Right(words, lambda value: type(value) in (int, float) and least <= value <= most)
+def integer(least: int, most: int | None = None) -> ValueCheck:
+    """Whole numbers from `least` to `most`; to `LONGEST` if `most` is not given."""
+    limit = LONGEST if most is None else most
+    expected = f"a whole number from {least} {'on' if most is None else f'to {most}'}"
+    return ValueCheck(expected, lambda value: type(value) is int and least <= value <= limit)
 
 
-def flag() -> Right:
-    return Right("true or false", lambda value: type(value) is bool)
+def number(least: float) -> ValueCheck:
+    """Finite numbers from `least` on."""
+    return ValueCheck(f"a number from {least:g} on", lambda value: _is_number(value) and least <= value <= LARGEST)
 
 
-def text() -> Right:
-    return Right("a text", lambda value: isinstance(value, str) and value != "")
+def one_of(*options: str) -> ValueCheck:
+    return ValueCheck(" or ".join(f'"{option}"' for option in options), lambda value: value in options)
 
 
-def one_of(*options: str) -> Right:
-    return Right(" or ".join(f'"{option}"' for option in options), lambda value: value in options)
+def optional(check: ValueCheck) -> ValueCheck:
+    """The same values, or None."""
+    return ValueCheck(f"{check.expected}, or null", lambda value: value is None or check.accepts(value))
 
 
-def optional(right: Right) -> Right:
-    return Right(f"{right.words}, or null", lambda value: value is None or right.fits(value))
+SHARE = ValueCheck(
+    "a share from 0 to 1, such as 0.03 for 3 percent", lambda value: _is_number(value) and 0 <= value <= 1
+)
+BELOW_ONE = ValueCheck("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
+_OF_TYPE = {
+    bool: ValueCheck("true or false", lambda value: type(value) is bool),
+    int: ValueCheck("a whole number", lambda value: type(value) is int),
+    float: ValueCheck("a number", lambda value: _is_number(value) and abs(value) <= LARGEST),
+    str: ValueCheck("a text", lambda value: isinstance(value, str) and value != ""),
+}
 
 
-def key(default: T, doc: str, right: Right) -> T:
-    """A key of a configuration: its default, its meaning in a few words, and what is right for it."""
-    chosen: T = field(default=default, metadata={"doc": doc, "right": right})
-    return chosen
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _check_of(hint: Any) -> ValueCheck:
+    """The check that a type hint implies: of a basic type, a Literal or a list of texts, or of one of these or None."""
+    if get_origin(hint) in (Union, types.UnionType):
+        [present] = [option for option in get_args(hint) if option is not type(None)]
+        return optional(_check_of(present))
+    if get_origin(hint) is Literal:
+        return one_of(*get_args(hint))
+    if hint in _OF_TYPE:
+        return _OF_TYPE[hint]
+    texts = _OF_TYPE[str]
+    return ValueCheck(
+        "a list of texts", lambda value: isinstance(value, list | tuple) and all(map(texts.accepts, value))
+    )
+
+
+# Declarations.
+
+
+class Key(NamedTuple):
+    """One key of a configuration as it was declared."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    check: ValueCheck
+    flag: str | None
+    """The command-line flag, if it is not the key's own name."""
+    variable: str | None
+    """The environment variable that sets it."""
+    metavar: str | None
+    """What stands for its value in the help of a command."""
+
+
+def key(
+    default: T,
+    help: str,
+    check: ValueCheck | None = None,
+    *,
+    flag: str | None = None,
+    variable: str | None = None,
+    metavar: str | None = None,
+) -> T:
+    """Declare a key of a configuration; without a check, every value of its type is accepted."""
+    about = {"help": help, "check": check, "flag": flag, "variable": variable, "metavar": metavar}
+    declared: T = field(default=default, metadata=about)
+    return declared
+
+
+def required(help: str, check: ValueCheck | None = None) -> Any:
+    """Declare a key that has no default."""
+    return key(MISSING, help, check)
+
+
+def keys_of(config: type[Any]) -> Mapping[str, Key]:
+    """The declared keys of a configuration by name, in their order."""
+    hints = get_type_hints(config)
+    return {
+        each.name: Key(
+            **{**each.metadata, "check": each.metadata["check"] or _check_of(hints[each.name])},
+            name=each.name,
+            type=hints[each.name],
+            default=each.default,
+        )
+        for each in fields(config)
+        if "help" in each.metadata
+    }
+
+
+class Misfit(NamedTuple):
+    """A value that the check of its key does not accept."""
+
+    name: str
+    value: Any
+    expected: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {_shown(self.value)}; expected {self.expected}"
+
+
+def misfits(keys: Mapping[str, Key], values: Mapping[str, Any]) -> list[Misfit]:
+    """The values that their keys do not accept."""
+    return [
+        Misfit(name, value, keys[name].check.expected)
+        for name, value in values.items()
+        if name in keys and not keys[name].check.accepts(value)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Keys with their meanings. A wrong value is a `UsageError` that names all that is wrong."""
+    """Declared keys with their values. All wrong values together are one `UsageError`."""
 
     def __post_init__(self) -> None:
-        if faults := faults_of(type(self), vars(self)) or list(self.conflicts()):
+        if faults := [str(each) for each in misfits(keys_of(type(self)), vars(self))] or list(self.conflicts()):
             raise UsageError("; ".join(faults))
 
     def conflicts(self) -> Iterator[str]:
-        """What is wrong with keys that are each right by themselves."""
+        """Faults of keys that are accepted one by one but not together."""
         yield from ()
 
     def to_json(self) -> dict[str, Any]:
@@ -82,12 +185,11 @@ class Config:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
-        """A configuration of these values and, for the rest, defaults; all faults are one error."""
-        known = {each.name for each in fields(cls)}
-        unknown = [f'unknown key "{one_line(str(name))}"' for name in values if name not in known]
-        faults = unknown + faults_of(cls, {name: value for name, value in values.items() if name in known})
-        hint = f" (known: {', '.join(sorted(known))})" if unknown else ""
-        if faults:
+        """A configuration of these values, and defaults for all others; all faults are one error."""
+        keys = keys_of(cls)
+        unknown = [f'unknown key "{one_line(str(name))}"' for name in values if name not in keys]
+        hint = f" (known: {', '.join(sorted(keys))})" if unknown else ""
+        if faults := [*unknown, *map(str, misfits(keys, values))]:
             raise UsageError(f"{place}: {'; '.join(faults)}{hint}")
         try:
             return cls(**values)
@@ -96,25 +198,14 @@ class Config:
 
     @classmethod
     def from_file(cls, path: str | Path, **changes: Any) -> Self:
-        """The configuration of a JSON file and of those it inherits from; `changes` come last."""
+        """The configuration of a JSON file and of the files it inherits from; `changes` come last."""
         return cls.from_mapping({**read_values(Path(path)), **changes}, place=str(path))
 
     @classmethod
     def of_run(cls, path: str | Path, **changes: Any) -> Self:
-        """The same of a run's file, whose other keys, of the model and its training, are nothing to this."""
-        known = {each.name for each in fields(cls)}
-        values = {name: value for name, value in read_values(Path(path)).items() if name in known}
+        """The same from the file of a run that has more keys than this configuration; those are left out."""
+        values = {name: value for name, value in read_values(Path(path)).items() if name in keys_of(cls)}
         return cls.from_mapping({**values, **changes}, place=str(path))
-
-
-def faults_of(kind: type[Any], values: Mapping[str, Any]) -> list[str]:
-    """One line for each of these values that is not what its key expects."""
-    rights = {each.name: each.metadata["right"] for each in fields(kind)}
-    return [
-        f"{name} is {_shown(value)}; expected {rights[name].words}"
-        for name, value in values.items()
-        if not rights[name].fits(value)
-    ]
 
 
 def _shown(value: Any) -> str:
@@ -124,30 +215,83 @@ def _shown(value: Any) -> str:
         return one_line(str(value))
 
 
+# Environment variables and flags.
+
+
+def from_environment(config: type[Config], environment: Mapping[str, str]) -> dict[str, Any]:
+    """The keys that environment variables set: switches as 0 or 1, numbers as Python writes them."""
+    values: dict[str, Any] = {}
+    faults = []
+    for key in keys_of(config).values():
+        if key.variable is None or not (text := environment.get(key.variable)):
+            continue
+        switch = key.check.accepts(True)
+        try:
+            values[key.name] = {"0": False, "1": True}[text] if switch else float(text)
+        except (KeyError, ValueError):
+            expected = "0 or 1" if switch else key.check.expected.removesuffix(", or null")
+            faults.append(f"{key.variable} is {one_line(text)}; expected {expected}")
+    if faults:
+        raise UsageError("; ".join(faults))
+    return values
+
+
+def from_flags(config: type[Config], flags: Mapping[str, str]) -> dict[str, Any]:
+    """The values of flags that are given as text: JSON where the key accepts that, else the text itself."""
+    keys = keys_of(config)
+    values = {name: _flag_value(text, keys[name].check) for name, text in flags.items()}
+    if faults := misfits(keys, values):
+        raise UsageError(f"the flags: {'; '.join(map(str, faults))}")
+    return values
+
+
+def flag_spellings(name: str) -> list[str]:
+    """The flags of a key: `--max_iters` and `--max-iters`."""
+    return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
+
+
+def _flag_value(text: str, check: ValueCheck) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if check.accepts(value) or not check.accepts(text) else text
+
+
 # Files.
 
 
+def read_toml(path: Path, *, what: str, error: type[ChatmillError] = DataError) -> dict[str, Any]:
+    """The table of a TOML file; `what` says in the error message which file is expected."""
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as reason:
+        raise error(f"{path}: cannot be read ({reason.strerror}); {what}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as reason:
+        raise error(f"{path}: not TOML: {one_line(str(reason))}") from None
+
+
 def read_values(path: Path) -> dict[str, Any]:
-    """The keys of a file over those of the file it inherits from, and so on; `UsageError` for a circle."""
+    """The keys of a JSON file over those of the file it inherits from, and so on; `UsageError` for a circle."""
     chain: list[Path] = []
     tables: list[dict[str, Any]] = []
     at: Path | None = path
     while at is not None:
-        # Read before it is resolved: a link to itself is said by name.
-        table = _read(at)
+        # Read before it is resolved, so that the error for a link to itself names the link.
+        table = _read_json(at)
         if at.resolve() in (seen.resolve() for seen in chain):
             circle = " -> ".join(str(each) for each in [*chain, at])
             raise UsageError(f"{path}: inherits from itself ({circle}); a chain of files must end")
         chain.append(at)
         parent = table.pop(INHERITS, None)
         tables.append(table)
-        at = None if parent is None else _found(parent, at)
+        at = None if parent is None else _parent_path(parent, at)
     return {name: value for table in reversed(tables) for name, value in table.items()}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(path.read_bytes(), object_pairs_hook=lambda pairs: _unrepeated(path, pairs))
+        table = json.loads(path.read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}); expected a JSON file of settings") from None
     except (ValueError, RecursionError) as error:
@@ -157,7 +301,7 @@ def _read(path: Path) -> dict[str, Any]:
     return table
 
 
-def _unrepeated(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
@@ -165,8 +309,8 @@ def _unrepeated(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _found(parent: Any, child: Path) -> Path:
-    """Where an inherited file lies: from the working directory, else from the folder of the file that names it."""
+def _parent_path(parent: Any, child: Path) -> Path:
+    """Where an inherited file lies: in the working directory, else in the folder of the file that names it."""
     if not isinstance(parent, str) or not parent:
         raise UsageError(f'{child}: "{INHERITS}" is {_shown(parent)}; expected the name of a file')
     places = [Path(parent), child.parent / parent]

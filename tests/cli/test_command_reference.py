@@ -39,7 +39,8 @@ def test_the_committed_page_is_what_the_help_of_the_commands_gives():
 def test_no_command_and_no_flag_is_missing_from_the_page():
     sections = dict(part.split("\n", 1) for part in PAGE.read_text("utf-8").split("\n## ")[1:])
     commands = dict(words(typer.main.get_command(app_of())))
-    commands["chatmill train"] = ["--model_name", "--resume", *(f"--{each.name}" for each in fields(TrainConfig))]
+    keys = {f"--{each.name}" for each in fields(TrainConfig)}
+    assert keys | {"--model_name", "--resume"} <= set(commands["chatmill train"])
     assert list(sections) == list(commands)
     missing = {f"{name} {flag}" for name, flags in commands.items() for flag in flags if flag not in sections[name]}
     assert missing == set()

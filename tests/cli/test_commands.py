@@ -234,6 +234,12 @@ def test_the_version_is_the_packages(run):
     assert run("--version") == (0, "chatmill 0.1.0\n", "")
 
 
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "chatmill", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "chatmill 0.1.0\n", "")
+
+
 def commands(group, name="chatmill"):
     for word, command in group.commands.items():
         if hasattr(command, "commands"):

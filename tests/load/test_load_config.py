@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chatmill.config import key, whole
+from chatmill.config import integer, key
 from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
 
@@ -160,7 +160,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 def test_a_subclass_adds_keys_that_are_checked_with_the_others(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class WithLayers(LoadConfig):
-        n_layer: int = key(2, "layers", whole(1))
+        n_layer: int = key(2, "layers", integer(1))
 
         def conflicts(self) -> Iterator[str]:
             yield from super().conflicts()

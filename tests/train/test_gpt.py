@@ -150,7 +150,9 @@ def test_fresh_models_know_nothing_and_are_made_from_the_seed():
 
 
 def test_the_documented_sizes_have_the_parameters_they_are_named_for():
-    qwen = GPTSizes(151936, 28, 1024, 16, n_kv_head=8, head_dim=128, n_ffn=3072, qk_norm=True)
+    qwen = GPTSizes(
+        vocab_size=151936, n_layer=28, n_embd=1024, n_head=16, n_kv_head=8, head_dim=128, n_ffn=3072, qk_norm=True
+    )
     with torch.device("meta"):
         assert GPT(qwen).num_parameters == 596_049_920
 

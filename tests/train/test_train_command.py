@@ -157,6 +157,25 @@ def test_chatmill_train_is_the_same_command(place, monkeypatch, capsys):
     assert "--gradient_accumulation_steps" in told
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max_iters", "3", "--log-rows", "--packing=bins"],
+        ["--log_rows", "--max-iters", "3", "--grad-clip", "-1", "--compile", "false", "--json"],
+        ["--bogus", "1", "--seed", "7"],
+    ],
+)
+def test_both_commands_read_the_same_flags(monkeypatch, flags):
+    read = []
+    monkeypatch.setattr("chatmill.train.command.run_and_print", lambda *args, **more: read.append((args, more)))
+    main(flags)
+    monkeypatch.setattr(sys, "argv", ["chatmill", "train", *flags])
+    with pytest.raises(SystemExit):
+        chatmill()
+    (ours, more), (theirs, others) = read
+    assert (*ours, more["as_json"]) == (*theirs, others["as_json"])
+
+
 def test_chatmill_train_says_what_is_wrong_in_one_line(place, monkeypatch, capsys):
     for args, code, said in (
         (["--model_name", "x"], 2, "chatmill: dataset_dir is missing; expected the folder of a dataset\n"),

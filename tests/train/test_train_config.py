@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from train_fixtures import SMALL, config
 
+from chatmill.config import from_environment
 from chatmill.errors import UsageError
-from chatmill.train.config import TrainConfig, from_environment, layered
+from chatmill.train.config import TrainConfig, layered
 from chatmill.train.schedule import LRSchedule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,12 +137,12 @@ def test_a_config_that_inherits_a_shipped_one_may_turn_post_training_on(tmp_path
     ],
 )
 def test_the_documented_variables_are_keys(environment, values):
-    assert from_environment(environment) == values
+    assert from_environment(TrainConfig, environment) == values
 
 
 def test_variables_that_say_nothing_sensible_are_refused_together():
     with pytest.raises(UsageError, match=r"POST_TRAINING is yes; expected 0 or 1; WARMUP_PCT is 5%; expected a share"):
-        from_environment({"POST_TRAINING": "yes", "WARMUP_PCT": "5%"})
+        from_environment(TrainConfig, {"POST_TRAINING": "yes", "WARMUP_PCT": "5%"})
 
 
 def test_later_layers_win_and_the_two_warm_ups_are_one_key():

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from chatmill import __version__
+from chatmill.cli.expand import expanded
 from chatmill.cli.guard import guarded
 
 COMMANDS = {
@@ -57,11 +58,11 @@ def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:
     for name in names:
         file, attribute = COMMANDS[name].split(".")
         module = import_module(f"chatmill.cli.{file}")
-        found = getattr(module, attribute)
-        if isinstance(found, typer.Typer):
-            app.add_typer(found, name=name)
+        command = getattr(module, attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
         else:
-            app.command(name, context_settings=getattr(module, "CONTEXT", None))(found)
+            app.command(name, **getattr(module, "COMMAND", {}))(expanded(command))
     return app
 
 

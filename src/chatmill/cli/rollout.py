@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields as dataclass_fields
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -191,9 +190,10 @@ def keys(as_json: AsJson = False) -> None:
     Example:
       chatmill rollout keys
     """
+    from chatmill.config import keys_of
     from chatmill.rollout.config import RolloutConfig
 
-    known = [(each.name, each.default, each.metadata["doc"]) for each in dataclass_fields(RolloutConfig)]
+    known = [(each.name, each.default, each.help) for each in keys_of(RolloutConfig).values()]
     if as_json:
         echo_json({name: {"default": default, "meaning": doc} for name, default, doc in known})
         return

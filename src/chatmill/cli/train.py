@@ -1,38 +1,58 @@
-"""`chatmill train`: the command of train.py under another name."""
+"""`chatmill train`: the command of train.py, under the other commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from chatmill.cli.expand import TextFlags
 from chatmill.cli.options import AsJson
 from chatmill.errors import ChatmillError
 from chatmill.show.dataset import open_view
-
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Every flag, --help included, is for the parser that both commands share."""
+from chatmill.train.config import RunFlags, TrainConfig, with_bare_switches
 
 
-def train(context: typer.Context, as_json: AsJson = False) -> None:
-    """Train a model on a dataset; `chatmill train --help` lists every flag.
+class TrainCommand(TyperCommand):
+    """A command whose true-or-false flags may stand without a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_bare_switches(args))
+
+
+COMMAND = {"cls": TrainCommand, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+"""Unknown flags reach the command, so that their error is one line."""
+
+
+def train(
+    context: typer.Context,
+    flags: Annotated[dict[str, str], TextFlags(RunFlags, TrainConfig)],
+    as_json: AsJson = False,
+) -> None:
+    """Train a model on a dataset, a cache, or a folder of caches that are mixed.
+
+    `python train.py` is the same command. Every key of a config file is a flag, as --batch_size 8 or --batch-size 8; a
+    flag wins over the file. Values are JSON or plain text, and a flag of a true-or-false key without a value is true.
 
     \b
     Examples:
       chatmill train --model_name mine --config_file configs/sft1/150M.json --dataset_dir data/chat_sft
       chatmill train --model_name mine --resume auto --json
     """
-    from chatmill.train.command import main
+    from chatmill.train.command import errors_of_first_rank, run_and_print
 
-    main([*context.args, *["--json"] * as_json], prog="chatmill train", words=_words)
+    with errors_of_first_rank():
+        run_and_print(flags, context.args, prog="chatmill train", as_json=as_json, words=_decoder)
 
 
-def _words(dataset: Path) -> Callable[[Sequence[int]], str] | None:
-    """How the tokens of a dataset read, if its tokenizer is found."""
+def _decoder(dataset: Path) -> Callable[[Sequence[int]], str] | None:
+    """How to decode the tokens of a dataset, if its tokenizer is there."""
     try:
         shown = open_view(dataset)
     except ChatmillError:
-        # A run does not end for words that are only looked at; it says that they are not shown.
+        # Sample answers are only looked at: without a tokenizer the run goes on and says that they are not shown.
         return None
     return None if shown.without_text else shown.text.text

@@ -1,43 +1,43 @@
-"""The configuration of a loader: which rows come when, and what a batch holds."""
+"""The configuration of a loader: the order of episodes, and what a batch holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from chatmill.config import Config, Right, flag, key, one_of, optional, whole
+from chatmill.config import Config, ValueCheck, integer, key, one_of, optional
 from chatmill.errors import ChatmillError
 from chatmill.load.mix import MIX_BY, shares
 from chatmill.load.order import MODES, SEED_LIMIT
 
-
-def _is_mix(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+MIX = ValueCheck(
+    "an object of sources and weights",
+    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(Config):
-    """What decides which rows come when, and what a batch holds."""
+    """The keys that decide which episodes stand in which batch, and how they are laid out in it."""
 
-    batch_size: int = key(8, "rows of one optimizer step, over all ranks and accumulation steps", whole(1))
-    block_size: int = key(512, "tokens of a row of x", whole(1))
-    gradient_accumulation_steps: int = key(1, "parts a rank takes its rows of a step in", whole(1))
-    use_loss_mask: bool = key(False, "train only what the mask marks, such as what the assistant says", flag())
-    batch_sampling_mode: str = key("epoch", "the order: epoch, feistel (very large sets) or random", one_of(*MODES))
-    epoch_seed: int = key(1337, "base seed; epoch e is shuffled with epoch_seed + e", whole(0, SEED_LIMIT - 1))
-    epoch_shuffle: bool = key(True, "shuffle episodes in each epoch", flag())
-    epoch_drop_last: bool = key(True, "drop the incomplete last batch of an epoch", flag())
-    pad_token_id: int | None = key(None, "what rows are filled up with; null: the end of turn", optional(whole(0)))
-    episode_min_tokens: int = key(2, "episodes with fewer tokens are skipped", whole(0))
-    packing: str = key("none", "one episode a row, or several that share it (bins)", one_of("none", "bins"))
-    mix_sft: Mapping[str, float] | None = key(
-        None, "sources and their weights", optional(Right("an object of sources and weights", _is_mix))
+    batch_size: int = key(8, "rows per optimizer step, over all ranks and accumulation steps", integer(1))
+    block_size: int = key(512, "tokens per row of x", integer(1))
+    gradient_accumulation_steps: int = key(1, "micro-batches that a rank splits its rows of a step into", integer(1))
+    use_loss_mask: bool = key(False, "train only the tokens that the loss mask marks, such as assistant turns")
+    batch_sampling_mode: str = key(
+        "epoch", "order of episodes: epoch, feistel (for very large datasets) or random", one_of(*MODES)
     )
-    mix_by: str = key("rows", "what the weights of sources count", one_of(*MIX_BY))
+    epoch_seed: int = key(1337, "base seed; epoch e is shuffled with epoch_seed + e", integer(0, SEED_LIMIT - 1))
+    epoch_shuffle: bool = key(True, "shuffle the episodes of each epoch")
+    epoch_drop_last: bool = key(True, "drop the incomplete last batch of an epoch")
+    pad_token_id: int | None = key(None, "token that fills up rows; null: the end-of-turn token", optional(integer(0)))
+    episode_min_tokens: int = key(2, "skip episodes with fewer tokens", integer(0))
+    packing: Literal["none", "bins"] = key("none", "none: one episode per row; bins: several whole episodes per row")
+    mix_sft: Mapping[str, float] | None = key(None, "sources to mix, with their weights", optional(MIX))
+    mix_by: str = key("rows", "unit that the weights of mix_sft count", one_of(*MIX_BY))
 
     def conflicts(self) -> Iterator[str]:
-        """What is wrong with keys that are each right by themselves."""
         if self.batch_size % self.gradient_accumulation_steps:
             yield (
                 f"batch_size {self.batch_size} cannot be taken in {self.gradient_accumulation_steps} equal parts; "
@@ -52,7 +52,7 @@ class LoadConfig(Config):
                 yield str(error)
 
     def order_part(self) -> dict[str, Any]:
-        """The keys that decide which episodes stand in which batch: runs that agree in them agree there."""
+        """The keys that decide which episodes stand in which batch: runs that agree in them agree in the order."""
         names = [
             "batch_size",
             "batch_sampling_mode",

@@ -1,4 +1,4 @@
-"""The command: `python train.py` and `chatmill train`, which are one."""
+"""`python train.py`: its flags, and the run and summary that `chatmill train` shares with it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from chatmill.config import Right, faults_of, read_values
+from chatmill.config import flag_spellings, from_environment, from_flags, keys_of, read_values
 from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.train.checkpoint import step_name
-from chatmill.train.config import TrainConfig, from_environment, layered, size_keys
+from chatmill.train.config import RunFlags, TrainConfig, layered, size_keys, with_bare_switches
 from chatmill.train.loop import OutOfMemoryError, TrainResult, Words, train_model
 from chatmill.train.run_dir import CONFIG
 
@@ -30,21 +30,27 @@ Every key of a config file is a flag, which wins over the file; values are JSON 
 """
 
 
-def main(args: Sequence[str] | None = None, *, prog: str = "python train.py", words: Words | None = None) -> None:
-    """Train as the flags say; sample answers are shown if `words` says how tokens read.
+def main(args: Sequence[str] | None = None, *, prog: str = "python train.py") -> None:
+    """Train as the flags say."""
+    with errors_of_first_rank():
+        given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))
+        flags = {name: text for name, text in vars(given).items() if isinstance(text, str)}
+        run_and_print(flags, unknown, prog=prog, as_json=given.json)
 
-    What all ranks find wrong is raised as `ChatmillError` by rank 0; the others just end.
-    """
-    speaks = os.environ.get("RANK", "0") == "0"
+
+@contextmanager
+def errors_of_first_rank() -> Iterator[None]:
+    """Report a fault that all ranks meet once: rank 0 raises it, the others just end."""
     try:
-        given = parser(prog).parse_args(args)
-        result = run(given, words=words)
+        yield
     except ChatmillError as error:
-        if not speaks and not isinstance(error, OutOfMemoryError):
+        if not _is_first_rank() and not isinstance(error, OutOfMemoryError):
             sys.exit(error.exit_code)
         raise
-    if speaks:
-        print(json.dumps(result.to_json()) if given.json else told(result))
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,6 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
+    """The flags of `train.py`, one for each declared key."""
     made = _Parser(
         prog=prog,
         usage=f"{prog} --model_name NAME --config_file FILE --dataset_dir DIR [--KEY VALUE ...]",
@@ -63,66 +70,49 @@ def parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    run = made.add_argument_group("the run")
-    flags: Mapping[str, str] = {
-        "model_name": "name of the run; it is written to checkpoints/NAME",
-        "config_file": "a JSON file of the keys below; it may inherit from another",
-        "out_dir": "where runs are written, checkpoints if not given",
-        "resume": "auto: go on with the newest checkpoint, if there is one; or the folder of a checkpoint",
-    }
-    for name, text in flags.items():
-        run.add_argument(*_spelled(name), metavar=name.split("_")[-1].upper(), help=text)
-    run.add_argument("--json", action="store_true", help="print the result as JSON")
-    keys = made.add_argument_group("keys of the config")
-    for each in fields(TrainConfig):
-        text = f"{each.metadata['doc']} ({json.dumps(each.default)})".replace("%", "%%")
-        # A flag without a value is true, for keys that are.
-        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if each.metadata["right"].fits(True) else {}
-        keys.add_argument(*_spelled(each.name), dest=f"key_{each.name}", metavar="V", help=text, **bare)
+    for title, config in (("the run", RunFlags), ("keys of the config", TrainConfig)):
+        group = made.add_argument_group(title)
+        for each in keys_of(config).values():
+            text = f"{each.help} ({json.dumps(each.default)})".replace("%", "%%")
+            group.add_argument(*flag_spellings(each.name), dest=each.name, metavar=each.metavar or "V", help=text)
+    made.add_argument("--json", action="store_true", help="print the result as JSON")
     return made
 
 
-def _spelled(name: str) -> list[str]:
-    return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
+def run_and_print(
+    flags: Mapping[str, str], unknown: Sequence[str], *, prog: str, as_json: bool, words: Words | None = None
+) -> None:
+    """Train as the flags say and print the result; sample answers are shown if `words` says how tokens read."""
+    if unknown:
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; see {prog} --help")
+    result = run(flags, words=words)
+    if _is_first_rank():
+        print(json.dumps(result.to_json()) if as_json else summary(result))
 
 
-def run(given: argparse.Namespace, *, words: Words | None = None) -> TrainResult:
-    """The run that parsed flags ask for."""
-    if given.model_name is None:
+def run(flags: Mapping[str, str], *, words: Words | None = None) -> TrainResult:
+    """The run that these flags ask for, given as text by their names."""
+    where = RunFlags(**{name: text for name, text in flags.items() if name in keys_of(RunFlags)})
+    if where.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
-    out_dir = Path(given.out_dir or "checkpoints")
-    stored = out_dir / given.model_name / CONFIG
-    if given.config_file is None and given.resume is not None and stored.is_file():
-        given.config_file = stored
-    base = {} if given.config_file is None else read_values(Path(given.config_file))
-    flags = {
-        each.name: _value(text, each.metadata["right"])
-        for each in fields(TrainConfig)
-        if (text := getattr(given, f"key_{each.name}")) is not None
-    }
-    if faults := faults_of(TrainConfig, flags):
-        raise UsageError(f"the flags: {'; '.join(faults)}")
-    values = layered(base, from_environment(os.environ), flags)
-    shape = [name for name in flags if name in size_keys()]
+    out_dir = Path(where.out_dir)
+    stored = out_dir / where.model_name / CONFIG
+    resumes = where.config_file is None and where.resume is not None and stored.is_file()
+    file = str(stored) if resumes else where.config_file
+    base = {} if file is None else read_values(Path(file))
+    given = from_flags(TrainConfig, {name: text for name, text in flags.items() if name in keys_of(TrainConfig)})
+    values = layered(base, from_environment(TrainConfig, os.environ), given)
+    shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:
         raise UsageError(
             f"the flags: {', '.join(shape)} would shape a fresh model, and init_from_model is "
             f"{one_line(str(values['init_from_model']), 300)}, which has its shape; leave them out"
         )
-    config = TrainConfig.from_mapping(values, place=str(given.config_file or "the flags"))
-    return train_model(config, model_name=given.model_name, out_dir=out_dir, resume=given.resume, words=words)
+    config = TrainConfig.from_mapping(values, place=file or "the flags")
+    return train_model(config, model_name=where.model_name, out_dir=out_dir, resume=where.resume, words=words)
 
 
-def _value(text: str, right: Right) -> Any:
-    """A flag's value: JSON if that is right for its key, else the text itself."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if right.fits(value) or not right.fits(text) else text
-
-
-def told(result: TrainResult) -> str:
+def summary(result: TrainResult) -> str:
     """The result in a few lines."""
     lines = []
     if result.stopped_by is not None:

@@ -1,125 +1,213 @@
-"""The configuration of a training run: what is loaded, the model, the optimizer, and when something is written.
+"""The configuration of a training run: what is loaded, the model, the optimizer, and what is written when.
 
     defaults  <  config file  <  POST_TRAINING and WARMUP_PCT  <  flags
 
-Every key of it is a flag of `train.py` too.
+Every key is also a flag of `train.py` and of `chatmill train`. Importing this module needs no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, Self
 
-from chatmill.config import Right, flag, key, number, one_of, optional, text, whole
-from chatmill.errors import ChatmillError, UsageError, one_line
+from chatmill.config import (
+    BELOW_ONE,
+    SHARE,
+    Config,
+    ValueCheck,
+    flag_spellings,
+    integer,
+    key,
+    keys_of,
+    number,
+    optional,
+    required,
+)
+from chatmill.errors import DataError, UsageError
 from chatmill.load.config import LoadConfig
-from chatmill.train.gpt import GPTSizes
-from chatmill.train.lora import LoraSizes
 
 WARMUP = 0.03
-"""The warm-up's share of a run that names none."""
+"""The default share of a run that warms up."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
-"""What post-training means: the mask, and all of one pass."""
-SHARE = Right(
-    "a share from 0 to 1, such as 0.03 for 3 percent",
-    lambda value: type(value) in (int, float) and 0 <= value <= 1,
-)
-BETA = Right("a number from 0 to below 1", lambda value: type(value) in (int, float) and 0 <= value < 1)
+"""What post_training sets: train what the mask marks, and all of one pass."""
 
 
 def _are_targets(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return len(value) > 0 and all(map(text().fits, value))
-    return text().fits(value)
+    names = value if isinstance(value, list | tuple) else [value]
+    return len(names) > 0 and all(isinstance(name, str) and name != "" for name in names)
 
 
-LORA = {
-    "r": whole(1),
-    "alpha": number(0),
-    "dropout": SHARE,
-    "targets": Right("a text or a list of texts", _are_targets),
-}
-"""What is right for each key of `LoraSizes`."""
-ADAPTER = Right(
-    f"an object with {', '.join(f'{name} ({right.words})' for name, right in LORA.items())}",
-    lambda value: isinstance(value, Mapping) and all(k in LORA and LORA[k].fits(v) for k, v in value.items()),
-)
+# The model.
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(LoadConfig):
-    """All that decides what a run computes and what it writes. A wrong value is a `UsageError` that names all."""
+class ModelConfig(Config):
+    """The keys that shape a new model."""
 
-    # The data and the model.
-    dataset_dir: str | None = key(
-        None, "what to train on: a dataset, a cache, or a folder of caches that are mixed", optional(text())
+    vocab_size: int | None = key(None, "size of the vocabulary; null: that of the dataset", optional(integer(1)))
+    n_layer: int = key(12, "number of layers", integer(1))
+    n_embd: int = key(768, "width of the hidden states", integer(1))
+    n_head: int = key(12, "number of query heads", integer(1))
+    n_kv_head: int | None = key(None, "number of key and value heads; null: n_head", optional(integer(1)))
+    head_dim: int | None = key(None, "width of a head; null: n_embd / n_head", optional(integer(1)))
+    n_ffn: int | None = key(
+        None,
+        "width of the feed-forward layer; null: 8/3 of n_embd, rounded up to a multiple of 64",
+        optional(integer(1)),
     )
+    max_positions: int = key(4096, "longest conversation in tokens that the model can read", integer(1))
+    rope_theta: float = key(10_000.0, "base of the rotary position embedding", number(1))
+    norm_eps: float = key(1e-6, "epsilon of RMSNorm", number(0))
+    tie_weights: bool = key(True, "share the weights of the embedding and the output head")
+    qk_norm: bool = key(False, "normalize the queries and keys of each head")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def ffn(self) -> int:
+        return self.n_ffn or -(-self.n_embd * 8 // 3 // 64) * 64
+
+    def shape_fault(self) -> str | None:
+        """Why no model can have this shape."""
+        if self.head_dim is None and self.n_embd % self.n_head:
+            return f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}; change one or set head_dim"
+        if self.n_head % self.kv_heads:
+            return f"n_head {self.n_head} is no multiple of n_kv_head {self.kv_heads}"
+        if self.head_size % 2:
+            return f"heads are {self.head_size} wide; rotary positions need an even width"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTSizes(ModelConfig):
+    """The shape of a model; the keys of its config file."""
+
+    vocab_size: int = required("size of the vocabulary", integer(1))
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except UsageError as error:
+            raise DataError(f"model: {error}") from None
+
+    def conflicts(self) -> Iterator[str]:
+        if fault := self.shape_fault():
+            yield fault
+
+    @property
+    def num_parameters(self) -> int:
+        """The parameters of a model of these sizes, without making it."""
+        attention = self.n_embd * self.head_size * 2 * (self.n_head + self.kv_heads)
+        norms = 2 * self.n_embd + (2 * self.head_size if self.qk_norm else 0)
+        layers = self.n_layer * (attention + 3 * self.n_embd * self.ffn + norms)
+        return layers + self.n_embd + self.vocab_size * self.n_embd * (1 if self.tie_weights else 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSizes(Config):
+    """The shape of LoRA adapters; the keys of `lora` in a config."""
+
+    r: int = key(16, "rank of the adapters", integer(1))
+    alpha: float = key(32.0, "scale of the adapters, divided by r", number(0))
+    dropout: float = key(0.0, "dropout in front of the adapters", SHARE)
+    targets: Sequence[str] | str = key(
+        "all-linear",
+        "layers that get an adapter; all-linear: every linear layer but the head",
+        ValueCheck("a text or a list of texts", _are_targets),
+    )
+
+
+def _is_lora(value: Any) -> bool:
+    keys = keys_of(LoraSizes)
+    return isinstance(value, Mapping) and all(name in keys and keys[name].check.accepts(value[name]) for name in value)
+
+
+LORA = ValueCheck(
+    f"an object with {', '.join(f'{name} ({each.check.expected})' for name, each in keys_of(LoraSizes).items())}",
+    _is_lora,
+)
+
+
+# The optimizer and the run, which training on rollouts shares.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Config):
+    """The keys of AdamW and of the learning-rate schedule."""
+
+    max_iters: int | None = key(None, "optimizer steps on this dataset; null: one pass over it", optional(integer(1)))
+    learning_rate: float = key(3e-4, "peak learning rate", number(0))
+    min_lr_ratio: float = key(0.1, "learning rate at the end of the schedule, as a share of the peak", SHARE)
+    lr_schedule: Literal["cosine", "linear", "constant"] = key("cosine", "decay of the learning rate after the warm-up")
+    warmup_iters: int | None = key(None, "warm-up steps; null: warmup_pct of the run", optional(integer(0)))
+    weight_decay: float = key(0.1, "weight decay of matrices; vectors have none", number(0))
+    beta1: float = key(0.9, "AdamW beta1, the decay of the mean of gradients", BELOW_ONE)
+    beta2: float = key(0.95, "AdamW beta2, the decay of the mean of squared gradients", BELOW_ONE)
+    adam_eps: float = key(1e-8, "AdamW epsilon", number(0))
+    grad_clip: float = key(1.0, "clip gradients to this norm; 0 disables clipping", number(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+    """The keys that say what a run starts from, where it is computed, and when it writes."""
+
     init_from_model: str | None = key(
-        None, "a folder of a model to begin with: chatmill's own, or a Hugging Face one", optional(text())
+        None, "model folder to start from: one that chatmill wrote, or a Hugging Face model"
     )
+    seed: int = key(1337, "seed of new weights, dropout and sampling", integer(0))
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "device; auto: a GPU if there is one")
+    dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "auto", "precision of the computation, weights are always float32; auto: bfloat16 on a GPU"
+    )
+    save_interval: int = key(
+        500, "steps between checkpoints, besides the one at the end; 0: no checkpoints", integer(0)
+    )
+    keep_checkpoints: int = key(2, "number of checkpoints to keep, the newest", integer(1))
+    log_interval: int = key(10, "steps between progress lines where no terminal shows a bar", integer(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
+    """All that decides what a run computes and what it writes.
+
+    >>> TrainConfig(n_layer=2, n_embd=64, n_head=4).warmup_steps(1000)
+    30
+    """
+
+    dataset_dir: str | None = key(None, "what to train on: a dataset, a cache, or a folder of caches to mix")
     lora: Mapping[str, Any] | None = key(
-        None, "train adapters on a Hugging Face model, which stays as it is", optional(ADAPTER)
+        None, "train LoRA adapters on a Hugging Face model, whose own weights stay as they are", optional(LORA)
     )
-    vocab_size: int | None = key(None, "tokens that the model knows; null: as many as the data has", optional(whole(1)))
-    n_layer: int = key(12, "layers", whole(1))
-    n_embd: int = key(768, "width", whole(1))
-    n_head: int = key(12, "heads of queries", whole(1))
-    n_kv_head: int | None = key(None, "heads of keys and values; null: n_head", optional(whole(1)))
-    head_dim: int | None = key(None, "width of a head; null: n_embd / n_head", optional(whole(1)))
-    n_ffn: int | None = key(None, "width of the gated layer; null: 8/3 of n_embd", optional(whole(1)))
-    max_positions: int = key(4096, "the longest conversation that the model can read", whole(1))
-    rope_theta: float = key(10_000.0, "base of the rotary positions", number(1))
-    norm_eps: float = key(1e-6, "what keeps RMSNorm from dividing by zero", number(0))
-    tie_weights: bool = key(True, "the head is the embedding", flag())
-    qk_norm: bool = key(False, "normalize queries and keys of each head", flag())
-
-    # The optimizer and its schedule.
-    max_iters: int | None = key(None, "optimizer steps on this data; null: one pass over it", optional(whole(1)))
-    learning_rate: float = key(3e-4, "the highest learning rate", number(0))
-    min_lr_ratio: float = key(0.1, "the share of it that the schedule falls to", SHARE)
-    lr_schedule: str = key("cosine", "how it falls", one_of("cosine", "linear", "constant"))
-    warmup_iters: int | None = key(None, "steps in which it rises; null: warmup_pct of the run", optional(whole(0)))
-    warmup_pct: float | None = key(
-        None, f"the share of the token budget in which it rises; null: {WARMUP:g}", optional(SHARE)
-    )
-    weight_decay: float = key(0.1, "decay of matrices; vectors have none", number(0))
-    beta1: float = key(0.9, "AdamW's memory of gradients", BETA)
-    beta2: float = key(0.95, "AdamW's memory of their squares", BETA)
-    adam_eps: float = key(1e-8, "what keeps AdamW from dividing by zero", number(0))
-    grad_clip: float = key(1.0, "the longest gradient; 0: of any length", number(0))
     post_training: bool = key(
-        False, "blocks and assistant spans: one pass, what nothing in is trained is skipped", flag()
+        False,
+        "post-train on blocks: one pass over what the loss mask marks; rows without a trained token are skipped",
+        variable="POST_TRAINING",
     )
-    check_tokenizer: bool = key(True, "refuse data that was made with another tokenizer than the model's", flag())
-    seed: int = key(1337, "of fresh weights and of dropout", whole(0))
-
-    # Where and how it is computed.
-    device: str = key("auto", "where; auto: on a GPU if there is one", one_of("auto", "cpu", "cuda"))
-    dtype: str = key(
-        "auto",
-        "precision of the computation, weights are always float32; auto: bfloat16 on a GPU",
-        one_of("auto", "float32", "bfloat16"),
+    warmup_pct: float | None = key(
+        None, f"warm-up as a share of the run's tokens; null: {WARMUP:g}", optional(SHARE), variable="WARMUP_PCT"
     )
-    compile: bool | None = key(None, "torch.compile the layers; null: on a GPU", optional(flag()))
-    activation_checkpointing: bool = key(False, "compute activations again instead of keeping them", flag())
-    parallel: str = key("ddp", "several ranks: whole models (ddp), or shards of one (fsdp)", one_of("ddp", "fsdp"))
-
-    # What is written, and when.
-    eval_interval: int = key(500, "steps between evaluations on val, and one at the end; 0: none", whole(0))
-    eval_iters: int | None = key(None, "batches of val to evaluate on; null: all of them", optional(whole(1)))
-    eval_samples: int = key(2, "questions of val, of each source, to answer at an evaluation; 0: none", whole(0))
-    save_interval: int = key(500, "steps between checkpoints, and one at the end; 0: none", whole(0))
-    keep_checkpoints: int = key(2, "how many of the last checkpoints stay", whole(1))
-    checkpoint: str = key(
-        "full",
-        "who writes it: rank 0 all of it (full), or every rank what it holds (sharded)",
-        one_of("full", "sharded"),
+    check_tokenizer: bool = key(True, "refuse a dataset that was made with another tokenizer than the model")
+    compile: bool | None = key(None, "torch.compile the layers; null: on a GPU")
+    activation_checkpointing: bool = key(False, "recompute activations in the backward pass instead of keeping them")
+    parallel: Literal["ddp", "fsdp"] = key("ddp", "with several ranks: a whole model on each (ddp), or shards (fsdp)")
+    eval_interval: int = key(500, "steps between evaluations on val, besides the one at the end; 0: none", integer(0))
+    eval_iters: int | None = key(None, "batches of val per evaluation; null: all of them", optional(integer(1)))
+    eval_samples: int = key(2, "prompts of val, per source, to answer at each evaluation; 0: none", integer(0))
+    checkpoint: Literal["full", "sharded"] = key(
+        "full", "who writes checkpoints: rank 0 the whole (full), or every rank its part (sharded)"
     )
-    log_interval: int = key(10, "steps between lines of progress where no terminal shows a bar", whole(1))
-    log_rows: bool = key(False, "write the loss of every conversation of every step", flag())
-    tensorboard: bool = key(False, "write for TensorBoard too", flag())
-    audit_dir: str | None = key("logs/audit", "where the audit log of what was trained on goes", optional(text()))
+    log_rows: bool = key(False, "write the loss of every conversation of every step")
+    tensorboard: bool = key(False, "also write TensorBoard files")
+    audit_dir: str | None = key("logs/audit", "folder of the audit log, which records what was trained on")
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
@@ -129,54 +217,56 @@ class TrainConfig(LoadConfig):
             yield "post_training is true and use_loss_mask false; post-training is on what the mask marks alone"
         if self.lora is not None and self.init_from_model is None:
             yield "lora is given and init_from_model is not; adapters go onto a Hugging Face model"
-        if self.init_from_model is None:
-            try:
-                self.sizes(1)
-            except ChatmillError as error:
-                yield str(error)
+        if self.init_from_model is None and (fault := self.shape_fault()):
+            yield f"model: {fault}"
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
         return super().from_mapping(layered(values), place=place)
 
     def sizes(self, vocab_size: int) -> GPTSizes:
-        """The shape of a fresh model for data with so many tokens."""
-        same = {each.name: getattr(self, each.name) for each in fields(GPTSizes) if each.name != "vocab_size"}
-        return GPTSizes(vocab_size=self.vocab_size or vocab_size, **same)
+        """The shape of a new model for a dataset with this vocabulary."""
+        shape = {name: getattr(self, name) for name in size_keys()}
+        return GPTSizes(**{**shape, "vocab_size": self.vocab_size or vocab_size})
 
     def lora_sizes(self) -> LoraSizes | None:
         return None if self.lora is None else LoraSizes(**self.lora)
 
     def warmup_steps(self, total: int) -> int:
-        """Steps of warm-up in a run of `total`: every step has equally many tokens of the budget."""
+        """Warm-up steps in a run of `total` steps, which all have equally many tokens."""
         if self.warmup_iters is not None:
             return self.warmup_iters
-        share = WARMUP if self.warmup_pct is None else self.warmup_pct
-        return -int(-share * total // 1)
+        return math.ceil((WARMUP if self.warmup_pct is None else self.warmup_pct) * total)
 
 
-def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The keys that the documented variables set; this is the one place where they are read."""
-    values: dict[str, Any] = {}
-    faults = []
-    if given := environment.get("POST_TRAINING"):
-        if given not in ("0", "1"):
-            faults.append(f"POST_TRAINING is {one_line(given)}; expected 0 or 1")
-        values["post_training"] = given == "1"
-    if given := environment.get("WARMUP_PCT"):
-        try:
-            values["warmup_pct"] = float(given)
-        except ValueError:
-            faults.append(f"WARMUP_PCT is {one_line(given)}; expected {SHARE.words}")
-    if faults:
-        raise UsageError("; ".join(faults))
+@dataclass(frozen=True, kw_only=True)
+class RunFlags(Config):
+    """The flags of the training command that are not keys of its config."""
+
+    model_name: str | None = key(None, "name of the run, which is written to checkpoints/NAME", metavar="NAME")
+    config_file: str | None = key(None, "JSON file of the keys below; it may inherit from another one", metavar="FILE")
+    out_dir: str = key("checkpoints", "folder that runs are written to", metavar="DIR")
+    resume: str | None = key(
+        None, "auto: continue from the newest checkpoint, if there is one; or the folder of a checkpoint"
+    )
+
+
+def with_bare_switches(args: Sequence[str]) -> list[str]:
+    """The arguments with `true` behind each flag of a true-or-false key that has no value."""
+    switches = {
+        flag for each in keys_of(TrainConfig).values() if each.check.accepts(True) for flag in flag_spellings(each.name)
+    }
+    values = []
+    for argument, following in pairwise([*args, "--"]):
+        values += [argument, "true"] if argument in switches and following.startswith("-") else [argument]
     return values
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of which later layers win. The two ways to give the warm-up are one there: the later one is meant.
+    """Merge layers of values, of which later ones win.
 
-    The layer that turns post-training on brings what that means, unless it says otherwise itself.
+    warmup_iters and warmup_pct replace each other. The layer that turns post_training on also sets what that means,
+    unless it sets those keys itself.
     """
     values: dict[str, Any] = {}
     for layer in layers:
@@ -190,10 +280,10 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_keys() -> Sequence[str]:
-    """The keys that shape a fresh model; one that is opened has its shape."""
-    return [each.name for each in fields(GPTSizes)]
+    """The keys that shape a new model; a model that is loaded keeps its own shape."""
+    return list(keys_of(ModelConfig))
 
 
 def model_keys() -> Sequence[str]:
-    """The keys that shape the model: a run that goes on has the same."""
+    """The keys that shape the model; a resumed run must have the same."""
     return [*size_keys(), "lora"]

@@ -7,7 +7,7 @@ to it where it is used. So float32 parameters with bfloat16 states are bf16 trai
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,73 +18,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from chatmill.config import Right, faults_of, flag, number, optional, whole
+from chatmill.config import keys_of
 from chatmill.errors import DataError
 from chatmill.train.attention import Mask, attend, segment_mask
+from chatmill.train.config import GPTSizes
 from chatmill.train.loss import LMHead
 from chatmill.train.model import CausalModel, DecodingCache, usable_precision
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KIND = "chatmill-gpt"
 """What `model_type` says in the config of a saved model."""
-
-
-def _is(right: Right) -> dict[str, Right]:
-    return {"right": right}
-
-
-@dataclass(frozen=True)
-class GPTSizes:
-    """The shape of a model; the keys of its config file."""
-
-    vocab_size: int = field(metadata=_is(whole(1)))
-    n_layer: int = field(metadata=_is(whole(1)))
-    n_embd: int = field(metadata=_is(whole(1)))
-    n_head: int = field(metadata=_is(whole(1)))
-    n_kv_head: int | None = field(default=None, metadata=_is(optional(whole(1))))
-    """Heads of keys and values; None: as many as queries have."""
-    head_dim: int | None = field(default=None, metadata=_is(optional(whole(1))))
-    """None: n_embd / n_head."""
-    n_ffn: int | None = field(default=None, metadata=_is(optional(whole(1))))
-    """Width of the gated layer; None: 8/3 of n_embd, up to a multiple of 64."""
-    max_positions: int = field(default=4096, metadata=_is(whole(1)))
-    rope_theta: float = field(default=10_000.0, metadata=_is(number(1)))
-    norm_eps: float = field(default=1e-6, metadata=_is(number(0)))
-    tie_weights: bool = field(default=True, metadata=_is(flag()))
-    """The head is the embedding."""
-    qk_norm: bool = field(default=False, metadata=_is(flag()))
-    """Normalize queries and keys of each head."""
-
-    def __post_init__(self) -> None:
-        faults = faults_of(GPTSizes, asdict(self))
-        if not faults and self.head_dim is None and self.n_embd % self.n_head:
-            faults.append(f"n_embd {self.n_embd} is no multiple of n_head {self.n_head}; change one or set head_dim")
-        if not faults and self.n_head % self.kv_heads:
-            faults.append(f"n_head {self.n_head} is no multiple of n_kv_head {self.kv_heads}")
-        if not faults and self.head_size % 2:
-            faults.append(f"heads are {self.head_size} wide; rotary positions need an even width")
-        if faults:
-            raise DataError("model: " + "; ".join(faults))
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_kv_head or self.n_head
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.n_embd // self.n_head
-
-    @property
-    def ffn(self) -> int:
-        return self.n_ffn or -(-self.n_embd * 8 // 3 // 64) * 64
-
-    @property
-    def num_parameters(self) -> int:
-        """The parameters of a model of these sizes, without making it."""
-        attention = self.n_embd * self.head_size * 2 * (self.n_head + self.kv_heads)
-        norms = 2 * self.n_embd + (2 * self.head_size if self.qk_norm else 0)
-        layers = self.n_layer * (attention + 3 * self.n_embd * self.ffn + norms)
-        return layers + self.n_embd + self.vocab_size * self.n_embd * (1 if self.tie_weights else 2)
+REQUIRED = ("vocab_size", "n_layer", "n_embd", "n_head")
+"""Keys that the config of a saved model must have."""
 
 
 class GPT(CausalModel):
@@ -183,12 +128,14 @@ def read_sizes(folder: Path) -> GPTSizes:
     """The sizes of a saved model."""
     path = folder / CONFIG
     config: dict[str, Any] = json.loads(path.read_bytes())
-    known = {each.name for each in fields(GPTSizes)}
+    known = keys_of(GPTSizes).keys()
     if unknown := sorted(config.keys() - known - {"model_type"}):
         raise DataError(f"{path}: unknown key {unknown[0]}; known are {', '.join(sorted(known))}")
+    if missing := [name for name in REQUIRED if name not in config]:
+        raise DataError(f"{path}: {', '.join(missing)} missing; expected the sizes of a saved model")
     try:
         return GPTSizes(**{name: value for name, value in config.items() if name in known})
-    except (TypeError, DataError) as error:
+    except DataError as error:
         raise DataError(f"{path}: {error}") from None
 
 

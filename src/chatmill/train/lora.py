@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +11,10 @@ from torch import Tensor
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.train.checkpoint import check_model
+from chatmill.train.config import LoraSizes
 from chatmill.train.hf import HFModel, quiet
 
 ADAPTER_CONFIG = "adapter_config.json"
-
-
-@dataclass(frozen=True)
-class LoraSizes:
-    """The shape of adapters; the keys of `lora` in a config."""
-
-    r: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    targets: Sequence[str] | str = "all-linear"
-    """Names of the layers that get an adapter; all linear ones but the head."""
 
 
 class LoraModel(HFModel):

@@ -1,0 +1,5 @@
+"""`python -m chatmill`: the command `chatmill`."""
+
+from chatmill.cli.main import main
+
+main()
