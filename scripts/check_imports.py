@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "chatmill"
-BASE = {"errors", "rows", "ledger"}
+BASE = {"errors", "rows", "ledger", "_exports"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "_exports": set(),
     "_native": set(),
     "config": {"errors"},
     "rows": {"errors", "_native"},
@@ -33,10 +34,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollout": BASE | {"config", "train", "records", "format", "fit", "tokenizer"},
     "show": BASE | {"records", "tokenizer", "format", "fit", "store", "load", "audit"},
     "sft": BASE | {"records", "tokenizer", "format", "fit", "load"},
-    "__init__": BASE | {"sft"},
+    "__init__": {"_exports"},
     "__main__": {"cli"},
 }
 MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"__main__"}
+# What `chatmill` exports, it imports only when a name is used.
+MAY_IMPORT["__init__"] |= MAY_IMPORT.keys() - {"__init__", "__main__", "cli"}
 
 HEAVY = {"torch", "transformers", "peft", "triton"}
 HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout"}

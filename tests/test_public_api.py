@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
 import inspect
@@ -22,19 +21,6 @@ DOCUMENTED = sorted(set(chatmill.__all__) - CONSTANTS)
 
 def test_dir_shows_the_exported_names_and_nothing_else():
     assert dir(chatmill) == sorted([*chatmill.__all__, "__version__"])
-
-
-def test_the_imports_for_type_checkers_are_the_exported_names():
-    tree = ast.parse(Path(str(chatmill.__file__)).read_text("utf-8"))
-    imported = {
-        alias.name: node.module
-        for block in tree.body
-        if isinstance(block, ast.If)
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert imported == chatmill._HOME
 
 
 def test_a_name_that_is_not_exported_is_an_attribute_error():

@@ -18,38 +18,83 @@ is imported when it is first used, so `import chatmill` is quick and needs neith
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from chatmill._exports import lazy_exports as _lazy_exports
 
 if _TYPE_CHECKING:
     from chatmill.errors import ChatmillError as ChatmillError
-    from chatmill.format import ChatFormat as ChatFormat
-    from chatmill.format import Renderer as Renderer
-    from chatmill.format import load_format as load_format
-    from chatmill.format import open_renderer as open_renderer
-    from chatmill.load import Batch as Batch
-    from chatmill.load import EpisodeLoader as EpisodeLoader
-    from chatmill.load import LoadConfig as LoadConfig
-    from chatmill.load import collate as collate
+    from chatmill.format import (
+        ChatFormat as ChatFormat,
+    )
+    from chatmill.format import (
+        Renderer as Renderer,
+    )
+    from chatmill.format import (
+        load_format as load_format,
+    )
+    from chatmill.format import (
+        open_renderer as open_renderer,
+    )
+    from chatmill.load import (
+        Batch as Batch,
+    )
+    from chatmill.load import (
+        EpisodeLoader as EpisodeLoader,
+    )
+    from chatmill.load import (
+        LoadConfig as LoadConfig,
+    )
+    from chatmill.load import (
+        collate as collate,
+    )
     from chatmill.prepare import InputSource as InputSource
     from chatmill.prepare import Job as Job
     from chatmill.prepare import prepare_dataset as prepare_dataset
-    from chatmill.records import Message as Message
-    from chatmill.records import Record as Record
-    from chatmill.records import ToolCall as ToolCall
-    from chatmill.records import read_records as read_records
+    from chatmill.records import (
+        Message as Message,
+    )
+    from chatmill.records import (
+        Record as Record,
+    )
+    from chatmill.records import (
+        ToolCall as ToolCall,
+    )
+    from chatmill.records import (
+        read_records as read_records,
+    )
     from chatmill.rollout import build_target as build_target
     from chatmill.rows import Rows as Rows
-    from chatmill.sft import DEFAULT_SYSTEM_TEXT as DEFAULT_SYSTEM_TEXT
-    from chatmill.sft import IGNORE_INDEX as IGNORE_INDEX
-    from chatmill.sft import ChatExample as ChatExample
-    from chatmill.sft import ChatMsg as ChatMsg
-    from chatmill.sft import collate_sft_batch as collate_sft_batch
-    from chatmill.sft import pack_chat_blocks as pack_chat_blocks
-    from chatmill.sft import pack_sft_ids_and_mask as pack_sft_ids_and_mask
-    from chatmill.sft import render_chat_sft as render_chat_sft
-    from chatmill.sft import serialize_chat_to_ids as serialize_chat_to_ids
-    from chatmill.sft import sft_loss_mask_for_ids as sft_loss_mask_for_ids
+    from chatmill.sft import (
+        DEFAULT_SYSTEM_TEXT as DEFAULT_SYSTEM_TEXT,
+    )
+    from chatmill.sft import (
+        IGNORE_INDEX as IGNORE_INDEX,
+    )
+    from chatmill.sft import (
+        ChatExample as ChatExample,
+    )
+    from chatmill.sft import (
+        ChatMsg as ChatMsg,
+    )
+    from chatmill.sft import (
+        collate_sft_batch as collate_sft_batch,
+    )
+    from chatmill.sft import (
+        pack_chat_blocks as pack_chat_blocks,
+    )
+    from chatmill.sft import (
+        pack_sft_ids_and_mask as pack_sft_ids_and_mask,
+    )
+    from chatmill.sft import (
+        render_chat_sft as render_chat_sft,
+    )
+    from chatmill.sft import (
+        serialize_chat_to_ids as serialize_chat_to_ids,
+    )
+    from chatmill.sft import (
+        sft_loss_mask_for_ids as sft_loss_mask_for_ids,
+    )
     from chatmill.store import Dataset as Dataset
     from chatmill.store import open_dataset as open_dataset
     from chatmill.tokenizer import open_tokenizer as open_tokenizer
@@ -58,31 +103,4 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "errors": "ChatmillError",
-    "format": "ChatFormat Renderer load_format open_renderer",
-    "load": "Batch EpisodeLoader LoadConfig collate",
-    "prepare": "InputSource Job prepare_dataset",
-    "records": "Message Record ToolCall read_records",
-    "rollout": "build_target",
-    "rows": "Rows",
-    "sft": "DEFAULT_SYSTEM_TEXT IGNORE_INDEX ChatExample ChatMsg collate_sft_batch pack_chat_blocks "
-    "pack_sft_ids_and_mask render_chat_sft serialize_chat_to_ids sft_loss_mask_for_ids",
-    "store": "Dataset open_dataset",
-    "tokenizer": "open_tokenizer",
-    "train": "TrainConfig train_model",
-}
-_HOME = {name: f"chatmill.{module}" for module, names in _MODULES.items() for name in names.split()}
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+__all__, __getattr__, __dir__ = _lazy_exports(__name__)

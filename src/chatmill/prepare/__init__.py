@@ -12,8 +12,9 @@ pack and write the shards. Names are imported when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from chatmill._exports import lazy_exports as _lazy_exports
 
 if _TYPE_CHECKING:
     from chatmill.prepare.engine import Engine as Engine
@@ -25,23 +26,4 @@ if _TYPE_CHECKING:
     from chatmill.prepare.ray_engine import RayEngine as RayEngine
     from chatmill.prepare.recipe import load_recipe as load_recipe
 
-_MODULES = {
-    "engine": "Engine LocalEngine",
-    "job": "InputSource Job",
-    "pipeline": "BuildProgress prepare_dataset",
-    "ray_engine": "RayEngine",
-    "recipe": "load_recipe",
-}
-_HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = _lazy_exports(__name__)
