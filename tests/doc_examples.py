@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 DISPLAY_ONLY = ("make", "pip", "git", "cd", "source")
-TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,6 @@ def run_command(place: str, command: str, shown: str, folder: Path) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=TIMEOUT_SECONDS,
         encoding="utf-8",
         check=False,
     )

@@ -1,4 +1,4 @@
-"""The gauntlet: trials that try to break chatmill, a runner that counts, and faults planted to try the trials.
+"""Fault injection: trials that try to break chatmill, a runner that counts, and planted faults that test the trials.
 
 python tests/fault_injection/run.py            all of it, a quarter of an hour on two cores
 python tests/fault_injection/run.py --short    the same trials, small

@@ -131,7 +131,7 @@ class Room:
 def small_room(path: Path, size: int) -> Iterator[Room | None]:
     """A file system of so many bytes at a new folder; None where none can be mounted."""
     path.mkdir()
-    mounted = _mount("-t", "tmpfs", "-o", f"size={size}", "chatmill-gauntlet", str(path))
+    mounted = _mount("-t", "tmpfs", "-o", f"size={size}", "chatmill-trial", str(path))
     try:
         yield Room(path) if mounted else None
     finally:

@@ -204,7 +204,7 @@ def sizes_not_checked() -> None:
 
 
 def metadata_believed() -> None:
-    metadata._Reader._equal = lambda self, value, key, right: None
+    metadata._MetadataParser._equal = lambda self, value, key, right: None
 
 
 def whole_files_read() -> None:
@@ -312,7 +312,7 @@ PLANTED = (
     Planted("checkpoints are not synced", nothing_is_synced, checkpoint_crashes.TRIAL, 1),
     Planted("renamed early", renamed_early, write_points.BUILDS, 30),
     Planted("a span is dropped when a build is resumed", span_dropped, write_points.BUILDS, 4),
-    Planted("a span is dropped on the way to the store", span_dropped_on_the_way, large_store.TRIAL, 16),
+    Planted("a span is dropped on the way to the store", span_dropped_on_the_way, large_store.TRIAL, 24),
     Planted("a full disk is swallowed", full_disk_swallowed, full_disk.BUILDS, 4),
     Planted("nobody locks", nobody_locks, two_builders.TRIAL, 2),
     Planted("ids are not checked against the vocabulary", ids_not_checked, tokenizer_files.LIARS, 4),
@@ -326,7 +326,7 @@ PLANTED = (
     Planted("a reader forgets its faults", faults_forgotten, readers.TRIAL, 300),
     Planted("the sandbox is open", sandbox_open, templates.TRIAL, 16),
     Planted("panics of a library are not caught", panics_not_caught, tokenizer_files.MUTANTS, 50),
-    Planted("whole files are read into memory", whole_files_read, large_store.TRIAL, 16),
+    Planted("whole files are read into memory", whole_files_read, large_store.TRIAL, 24),
     Planted("bytes depend on the clock", bytes_depend_on_the_clock, clock.BUILDS, 2),
     Planted("hashes of checkpoints are not checked", checkpoint_hash_not_checked, damage_of_runs.CHECKPOINTS, 12),
     Planted("the chain of an audit log is not checked", chain_not_checked, damage_of_runs.AUDIT_LOGS, 40),

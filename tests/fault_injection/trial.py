@@ -1,4 +1,4 @@
-"""The port of a trial: something harmful is done again and again, and each time counted with what came of it.
+"""What a trial is: it does something harmful again and again, and counts each attempt by its result.
 
 Every attempt ends in exactly one of these:
 
@@ -118,7 +118,7 @@ class Trial:
         """Do it, here and now. Whatever the trial raises is a fault of its own."""
         tally, began = Tally(self.name), time.perf_counter()
         place = MEMORY if self.in_memory and os.access(MEMORY, os.W_OK) else None
-        folder = Path(tempfile.mkdtemp(prefix="chatmill-gauntlet-", dir=place))
+        folder = Path(tempfile.mkdtemp(prefix="chatmill-trial-", dir=place))
         try:
             self.work(size, seed, folder, tally)
         finally:

@@ -17,7 +17,7 @@ from chatmill.show.report import BLOCK_SIZES, report
 from chatmill.show.stats import survey
 from chatmill.tokenizer import train_bpe
 
-WAIT = 20_000
+WAIT = 120_000
 """Milliseconds until something that should be there is missed: a busy machine is slow, not wrong."""
 
 
@@ -28,7 +28,7 @@ def browser():
 
     with sync_playwright() as playwright:
         # In a container root has no sandbox to put the page in; the page is ours.
-        opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], timeout=WAIT)
         yield opened
         opened.close()
 

@@ -89,7 +89,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     steps = {"written": write, "read": read, "swept": sweep, "loaded, in random order": load, "verified": check}
     for name, step in steps.items():
-        ended = apart(limited(step, room), seconds=600)
+        ended = apart(limited(step, room), cpu_seconds=600)
         if ended.value is False:
             tally.is_wrong(f"{name}: other rows than were stored")
         else:

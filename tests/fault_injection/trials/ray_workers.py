@@ -22,7 +22,7 @@ T = TypeVar("T")
 ORIGINAL = ray_engine._run
 
 
-def wait_until(condition: Callable[[], T | None], what: str, seconds: float = 60) -> T:
+def wait_until(condition: Callable[[], T | None], what: str, seconds: float = 600) -> T:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := condition():

@@ -20,7 +20,7 @@ from fault_injection.trial import Tally, Trial
 
 TALK = Record([Message("user", "Hi"), Message("assistant", "Hello.")], file="chat.jsonl", line=7)
 TEXT = "<|user|>Hi<|end|><|assistant|>Hello.<|end|>"
-SECONDS, MEMORY = 60.0, 1 << 30
+CPU_SECONDS, MEMORY = 60.0, 1 << 30
 SECRET = re.compile(r"<class|<function|<bound method|<built-in|<module|object at 0x|<slot wrapper|uid=\d")
 """What no template can write from a conversation alone."""
 
@@ -41,7 +41,10 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     rng = random.Random(seed)
     folder = folder / "own"
     folder.mkdir()
-    (folder / "tokenizer.json").write_bytes(train_bpe(["The quick brown fox. " * 9], vocab_size=300, control=CONTROL))
+    texts = ["The quick brown fox. " * 9]
+    # Training starts threads, and this process forks.
+    made = apart(lambda: (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size=300, control=CONTROL)))
+    assert made.value, made
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
     order = list(range(len([*PRYING, *FAILING, *ENDLESS])))
     # A small run takes some of each kind.
@@ -58,7 +61,10 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
                 raise AssertionError(f"the ids say {text!r}, the template {format.text(TALK)!r}")
             return text
 
-        ended, what = apart(limited(use, MEMORY), seconds=SECONDS), repr(written.removeprefix(GOOD + PROMPT))[:200]
+        ended, what = (
+            apart(limited(use, MEMORY), cpu_seconds=CPU_SECONDS),
+            repr(written.removeprefix(GOOD + PROMPT))[:200],
+        )
         said = ended.value or ended.refused
         if SECRET.search(said or ""):
             tally.is_wrong(f"{what}: it got out: {said[:200]}")
@@ -76,8 +82,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 TRIAL = Trial(
     "hostile chat templates",
-    "templates that loop, grow, pry out of the sandbox, break down, or have broken bytes, with 60 s and 1 GiB each: "
-    "refused in one line, and never let through or out",
+    "templates that loop, grow, pry out of the sandbox, break down, or have broken bytes, with 60 s of processor time "
+    "and 1 GiB each: refused in one line, and never let through or out",
     work,
     full=500,
     short=16,

@@ -81,11 +81,17 @@ def attempt(path: Path) -> str:
 
 def mutants(size: int, seed: int, folder: Path, tally: Tally) -> None:
     rng = random.Random(seed)
-    raw = train_bpe(TEXTS, vocab_size=400, control=CONTROL)
-    good = json.loads(raw)
     path = folder / "tokenizer.json"
-    path.write_bytes(raw)
-    assert attempt(path) == ""
+
+    def make() -> str:
+        path.write_bytes(train_bpe(TEXTS, vocab_size=400, control=CONTROL))
+        return attempt(path)
+
+    # Training starts threads, and this process forks.
+    made = apart(make)
+    assert made.value == "", made
+    raw = path.read_bytes()
+    good = json.loads(raw)
 
     def some(many: list[bytes]) -> list[list[str]]:
         said = []
@@ -98,7 +104,7 @@ def mutants(size: int, seed: int, folder: Path, tally: Tally) -> None:
     for first in range(0, size, AT_ONCE):
         many = [mutant(good, raw, rng) for _ in range(min(AT_ONCE, size - first))]
         # In a process of its own: a library that aborts takes nobody along.
-        ended = apart(lambda many=many: some(many), seconds=300)
+        ended = apart(lambda many=many: some(many), cpu_seconds=300)
         if ended.value is None:
             tally.loses(f"mutants {first} and on: {ended.broke or 'killed'}")
             continue

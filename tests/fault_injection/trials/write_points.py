@@ -92,18 +92,21 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
         assert checked.fault is None, checked.fault
         return {name: hash for name, hash in digests(last).items() if "safetensors" in name}
 
-    counter = KilledAt()
-    with in_place(counter):
+    def counted() -> int:
+        files.disk = counter = KilledAt()
         run("undisturbed")
+        return counter.count
+
+    operations = apart(counted).value
     right = came_to("undisturbed")
-    for at in points(counter.count, size):
+    for at in points(operations, size):
         name = f"run-{at}"
 
         def killed(at: int = at, name: str = name) -> None:
             files.disk = KilledAt(at)
             run(name)
 
-        where = f"a run killed at operation {at} of {counter.count}"
+        where = f"a run killed at operation {at} of {operations}"
         if not (ended := apart(killed)).killed:
             tally.loses(f"{where}: was not killed; {ended}")
             continue

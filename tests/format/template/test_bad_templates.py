@@ -59,11 +59,11 @@ def test_what_a_template_does_wrong_is_one_line_with_its_place(tmp_path, bad, sa
 
 @pytest.mark.parametrize("bad", ENDLESS)
 def test_a_template_that_loops_or_grows_for_ever_is_stopped(tmp_path, bad):
-    started = time.monotonic()
+    started = time.process_time()
     fault = refused(tmp_path, bad)
     assert fault.kind == "template_limit", str(fault)
-    # Generous: a busy machine is no fault. What matters is that it ends, in memory that is there.
-    assert time.monotonic() - started < 120
+    # Processor time: a busy machine is no fault. What matters is that it ends, in memory that is there.
+    assert time.process_time() - started < 120
 
 
 def test_a_long_conversation_is_no_growth(tmp_path):

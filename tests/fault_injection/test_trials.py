@@ -1,8 +1,9 @@
-"""The gauntlet in short, and a test of it: `make gauntlet` runs it at length."""
+"""The fault-injection trials at their short sizes, and tests of the trials; `make gauntlet` runs them at full size."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from fault_injection.trial import Tally, Trial
 from fault_injection.trials import TRIALS
 
 RUN = Path(__file__).with_name("run.py")
+# The first test waits for a whole run: a minute or two on two quiet cores. Its trials have limits of their own.
+pytestmark = pytest.mark.timeout(1800)
 
 
 def said_by(*flags: str) -> Any:
@@ -47,6 +50,36 @@ def test_nothing_is_lost_and_nothing_silently_wrong(short, trial):
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_noticed(planted, fault):
     assert planted[fault.name]["noticed"], planted[fault.name]["told"]
+
+
+def test_a_child_that_makes_no_progress_is_ended_with_its_stacks():
+    code = """
+import threading, time
+from fault_injection import processes
+
+processes.IDLE_SECONDS = 2.0
+def spin():
+    while True:
+        pass
+def wait_for_ever():
+    time.sleep(1000)
+print(processes.apart(spin, cpu_seconds=0.5).broke)
+print(processes.apart(wait_for_ever).broke)
+threading.Thread(target=wait_for_ever, daemon=True).start()
+try:
+    processes.begin(spin)
+except AssertionError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(RUN.parents[1]), *sys.path]))}
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.splitlines() == [
+        "it used more than 0 seconds of processor time",
+        "it did nothing for 2 seconds",
+        "a process with 2 threads is not to be forked: locks that they hold stay locked",
+    ]
+    assert " in spin" in done.stderr and " in wait_for_ever" in done.stderr
 
 
 def test_every_attempt_is_counted_once():
