@@ -21,7 +21,7 @@ from chatmill.format.template.tracing import sandbox
 from chatmill.prepare import build_dir, pipeline, staging, unit
 from chatmill.records.shapes import ShapeParser
 from chatmill.records.shapes.decode import decode_object
-from chatmill.store import files, metadata, publish, read, shard, verify, write
+from chatmill.store import files, hashed_files, hashed_json, metadata, publish, read, shard, write
 from chatmill.tokenizer import tokenizer_json
 from fault_injection.trial import Trial
 from fault_injection.trials import (
@@ -196,15 +196,15 @@ def crc_not_checked() -> None:
 
 
 def hashes_not_checked() -> None:
-    verify._hash_faults = lambda folder, metadata: iter(())
+    hashed_files.Manifest.hash_faults = lambda self: iter(())
 
 
 def sizes_not_checked() -> None:
-    read.size_faults = verify.size_faults = lambda folder, metadata: iter(())
+    hashed_files.Manifest.size_faults = lambda self: iter(())
 
 
 def metadata_believed() -> None:
-    metadata._MetadataParser._equal = lambda self, value, key, right: None
+    hashed_json.JsonObject.equal = lambda self, name, expected: None
 
 
 def whole_files_read() -> None:

@@ -13,9 +13,9 @@ from plain_rows import unbuild
 from chatmill.ledger import Ledger
 from chatmill.load.batch import Batch
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule, offsets
+from chatmill.store import write_cache
 from chatmill.store.layout import INDEX, MASK, TOKENS, shard_name
 from chatmill.store.metadata import write_metadata
-from chatmill.store.primer_cache import write_cache
 from chatmill.store.publish import publish, staging_for
 from chatmill.store.write import SplitWriter
 

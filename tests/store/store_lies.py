@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chatmill.store.metadata import self_hash, text_of
+from chatmill.store.hashed_json import json_text, self_hash
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -17,7 +17,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     data.pop("sha256")
     change(data)
     data["sha256"] = self_hash(data)
-    path.write_bytes(text_of(data))
+    path.write_bytes(json_text(data))
 
 
 def shard_of(data: dict[str, Any]) -> Any:

@@ -19,9 +19,9 @@ from store_fixtures import contents, some_rows
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.rows import SPAN, Rows, concat
-from chatmill.store import files
-from chatmill.store.metadata import self_hash, text_of
-from chatmill.store.primer_cache import cache_folder, is_cache, open_cache, verify_cache, write_cache
+from chatmill.store import files, is_cache, open_cache, verify_cache, write_cache
+from chatmill.store.hashed_json import json_text, self_hash
+from chatmill.store.primer_cache import cache_folder
 from chatmill.store.publish import set_aside, staging_for
 from chatmill.store.read import rows_from_mask
 
@@ -263,7 +263,7 @@ def test_metadata_that_is_not_what_was_written_is_refused(built, change, word, h
     if hashed and change != {"seed": 43}:
         data.pop("sha256")
         change = change | {"sha256": self_hash(data | change)}
-    (built / "meta.json").write_bytes(text_of(data | change))
+    (built / "meta.json").write_bytes(json_text(data | change))
     with pytest.raises(DataError, match=word):
         open_cache(built)
     (built / "meta.json").write_bytes(b"[" * 100_000)

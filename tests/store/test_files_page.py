@@ -19,8 +19,8 @@ from chatmill.audit.recorder import Audit
 from chatmill.ledger import Ledger
 from chatmill.load.loader import EpisodeLoader
 from chatmill.rows import Part, Role, Rows, Rule
+from chatmill.store import open_cache, write_cache
 from chatmill.store.metadata import write_metadata
-from chatmill.store.primer_cache import open_cache, write_cache
 from chatmill.store.read import open_dataset
 from chatmill.store.write import SplitWriter
 

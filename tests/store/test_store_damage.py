@@ -218,7 +218,7 @@ def test_verifying_holds_a_stretch_of_a_file_in_memory_and_not_all_of_it(tmp_pat
         held.append(resident(tokens))
 
     monkeypatch.setattr(store_verify, "TOKENS_AT_ONCE", 1 << 14)
-    monkeypatch.setattr(store_verify._ShardCheck, "_ends", looking)
+    monkeypatch.setattr(store_verify._ShardCheck, "_check_totals", looking)
     verify_dataset(target, full=True)
     assert len(held) == 1
     assert held[0] < tokens.stat().st_size / 2

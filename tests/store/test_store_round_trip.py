@@ -20,7 +20,7 @@ from chatmill.errors import DataError
 from chatmill.rows import EMPTY, NO_FILE, File, Rows, concat
 from chatmill.store import read
 from chatmill.store.read import is_dataset, lower_bound, open_dataset
-from chatmill.store.write import SLAB, SplitWriter
+from chatmill.store.write import CHUNK_TOKENS, SplitWriter
 
 cuts_ = st.lists(st.integers(0, 4), max_size=4)
 
@@ -89,9 +89,9 @@ def test_a_shard_ends_where_the_next_row_would_bring_it_over(lengths, shard_toke
 
 
 def test_rows_longer_than_a_slab_are_written_whole(tmp_path):
-    long = [((None, 0), [(list(range(7)) * (SLAB // 7 + 1), 0, 0, 1.0, 0, -1)])]
+    long = [((None, 0), [(list(range(7)) * (CHUNK_TOKENS // 7 + 1), 0, 0, 1.0, 0, -1)])]
     rows = build([long, long, [((None, 1), [([1], 0, 0, 0.0, 0, -1)])]])
-    info = write_split(tmp_path / "train", [rows], vocab_size=7, shard_tokens=10 * SLAB)
+    info = write_split(tmp_path / "train", [rows], vocab_size=7, shard_tokens=10 * CHUNK_TOKENS)
     finish(tmp_path, {"train": info}, vocab_size=7)
     assert [shard.num_episodes for shard in info.shards] == [3]
     assert equal(open_dataset(tmp_path)["train"].rows([0, 1, 2]), rows)

@@ -33,8 +33,9 @@ from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.records import Record, Rejects, shuffle_split
 from chatmill.rows import Rows, concat
+from chatmill.store.cache_writer import write_cache
 from chatmill.store.files import real
-from chatmill.store.primer_cache import CacheMeta, cache_folder, check_place, write_cache
+from chatmill.store.primer_cache import CacheMeta, cache_folder, check_place
 from chatmill.tokenizer import open_tokenizer
 
 FORMAT = "primer"

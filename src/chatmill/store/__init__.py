@@ -1,7 +1,7 @@
 """Datasets and primer caches on disk: written whole or not at all, read memory-mapped, verified to the last byte.
 
     datasets   open_dataset, is_dataset -> Dataset of Episodes per split, with its Metadata
-    writing    SplitWriter, write_metadata, then publish from staging_for(target): one rename
+    writing    SplitWriter, write_metadata, in the folder staging_for(target) until it is published
     checking   verify_dataset; diff_datasets compares two
     deriving   reweigh_dataset (another mask from the same tokens), export_parquet
     caches     write_cache, open_cache, is_cache, verify_cache -> PrimerCache
@@ -16,39 +16,21 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from chatmill._exports import lazy_exports as _lazy_exports
 
 if _TYPE_CHECKING:
+    from chatmill.store.cache_writer import write_cache as write_cache
     from chatmill.store.diff import Diff as Diff
     from chatmill.store.diff import diff_datasets as diff_datasets
     from chatmill.store.metadata import Metadata as Metadata
     from chatmill.store.metadata import write_metadata as write_metadata
     from chatmill.store.parquet import export_parquet as export_parquet
-    from chatmill.store.primer_cache import (
-        PrimerCache as PrimerCache,
-    )
-    from chatmill.store.primer_cache import (
-        is_cache as is_cache,
-    )
-    from chatmill.store.primer_cache import (
-        open_cache as open_cache,
-    )
-    from chatmill.store.primer_cache import (
-        verify_cache as verify_cache,
-    )
-    from chatmill.store.primer_cache import (
-        write_cache as write_cache,
-    )
+    from chatmill.store.primer_cache import PrimerCache as PrimerCache
+    from chatmill.store.primer_cache import is_cache as is_cache
+    from chatmill.store.primer_cache import open_cache as open_cache
+    from chatmill.store.primer_cache import verify_cache as verify_cache
     from chatmill.store.publish import staging_for as staging_for
-    from chatmill.store.read import (
-        Dataset as Dataset,
-    )
-    from chatmill.store.read import (
-        Episodes as Episodes,
-    )
-    from chatmill.store.read import (
-        is_dataset as is_dataset,
-    )
-    from chatmill.store.read import (
-        open_dataset as open_dataset,
-    )
+    from chatmill.store.read import Dataset as Dataset
+    from chatmill.store.read import Episodes as Episodes
+    from chatmill.store.read import is_dataset as is_dataset
+    from chatmill.store.read import open_dataset as open_dataset
     from chatmill.store.reweigh import reweigh_dataset as reweigh_dataset
     from chatmill.store.verify import Verified as Verified
     from chatmill.store.verify import verify_dataset as verify_dataset

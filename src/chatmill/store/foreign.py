@@ -1,4 +1,4 @@
-"""Datasets of the episode specification that other programs wrote: the same files, but nothing vouches for them."""
+"""Datasets that other programs wrote by the episode specification: the same files, without metadata to check them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from chatmill.store.shard import Shard, map_file
 WIDTHS: dict[int, np.dtype[np.unsignedinteger]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
-def stranger_splits(folder: Path) -> dict[str, list[Shard]]:
-    """The shards of every split there is; the width of tokens is told from the sizes and must fit exactly."""
-    folders = {split: found for split in SPLITS if (found := _folders(folder / split))}
+def foreign_splits(folder: Path) -> dict[str, list[Shard]]:
+    """The shards of every split; the width of tokens follows from the file sizes, which must fit exactly."""
+    folders = {split: shards for split in SPLITS if (shards := _folders(folder / split))}
     if "train" not in folders:
         raise DataError(f"{folder}: not a dataset; expected train/{INDEX} or train/{shard_name(0)}/{INDEX}")
-    splits = {split: [_shard(one) for one in found] for split, found in folders.items()}
+    splits = {split: [_shard(path) for path in shards] for split, shards in folders.items()}
     widths = {shard.dtype for shards in splits.values() for shard in shards if shard.num_tokens}
     if len(widths) > 1:
         raise DataError(f"{folder}: some shards hold tokens of 2 bytes and some of 4; expected one width")
@@ -27,7 +27,7 @@ def stranger_splits(folder: Path) -> dict[str, list[Shard]]:
 
 
 def _folders(split: Path) -> list[Path]:
-    """The folder itself if it is flat, or its shards in order."""
+    """The folder itself if it is flat, otherwise its shards in order."""
     flat = (split / INDEX).is_file()
     shards = [path.parent for path in split.glob(f"shard_*/{INDEX}")]
     if flat and shards:
@@ -51,7 +51,7 @@ def _shard(folder: Path) -> Shard:
         raise DataError(f"{tokens}: no such file; expected the tokens of {INDEX}")
     bytes_ = tokens.stat().st_size
     entries = map_file(folder / INDEX, EPISODE, size // EPISODE.itemsize)
-    # In a shard written from front to back the last episode ends it: no other entry needs to be read.
+    # If the shard was written in order, the last episode ends it and no other entry is read.
     count = _end(entries[-1:])
     if not _fits(count, bytes_):
         count = _end(entries)
@@ -69,7 +69,7 @@ def _shard(folder: Path) -> Shard:
 
 
 def _end(entries: Any) -> int:
-    """Where the furthest of these episodes ends."""
+    """The end of the episode that ends last."""
     if not len(entries):
         return 0
     furthest = int((entries["start"] + entries["length"]).argmax())

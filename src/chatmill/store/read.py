@@ -1,12 +1,12 @@
-"""Open a dataset and read rows of it: memory-mapped, with work at opening that grows with shards, not episodes.
+"""Open datasets and read their rows: memory-mapped, with an opening time that depends on shards, not episodes.
 
-numpy is all this needs, so that a training image can read what another machine prepared.
+Only numpy is needed, so that a training image can read what another machine prepared.
 """
 
 from __future__ import annotations
 
 import json
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,94 +17,66 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from chatmill.errors import DataError
-from chatmill.rows import (
-    NO_FILE,
-    NO_MESSAGE,
-    ORIGIN,
-    OWN_ID,
-    SPAN,
-    File,
-    Ids,
-    Index,
-    Part,
-    Role,
-    Rows,
-    Rule,
-    Table,
-    offsets,
-)
-from chatmill.store.foreign import stranger_splits
-from chatmill.store.layout import (
-    INDEX,
-    MASK,
-    METADATA,
-    ORIGINS,
-    SEGMENT,
-    SPANS,
-    SPLITS,
-    STORED_SPAN,
-    TARGETS,
-    TOKENIZER_STATE,
-    TOKENS,
-    record_dtypes,
-    shard_name,
-)
-from chatmill.store.metadata import Metadata, is_ours, read_metadata, size_faults
+from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Ids, Index, Part, Role, Rows, Rule, Table, offsets
+from chatmill.store import layout
+from chatmill.store.foreign import foreign_splits
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SEGMENT, SPANS, STORED_SPAN, TARGETS, TOKENS, shard_name
+from chatmill.store.metadata import Metadata, is_chatmill_metadata, manifest, read_metadata
 from chatmill.store.publish import set_aside
-from chatmill.store.shard import Shard, map_file
+from chatmill.store.shard import UNKNOWN, Shard, lower_bound, map_file, rows_from_mask
 
-UNKNOWN = {
-    name: ~np.isin(np.arange(256), [int(code) for code in codes])
-    for name, codes in (("role", Role), ("part", Part), ("rule", Rule))
-}
-"""Of what stands in a span as a number, whether each number from 0 to 255 means nothing."""
 LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
-"""Of the last three bytes of a span, if 1 is added to its role, so that NONE, which is 255, becomes 0."""
-FROM_NONE = np.array([1, 0, 0], dtype=np.uint8)
+"""The largest role, part and rule, the last three bytes of a stored span, after `NONE_TO_ZERO` is added."""
+NONE_TO_ZERO = np.array([1, 0, 0], dtype=np.uint8)
+"""Added to these bytes it makes `Role.NONE`, which is 255, the smallest role."""
 MAPPED = 256
-"""Files of a split that are mapped at once. Each holds a file descriptor, of which a process often has 1,024."""
+"""Files of a split that are mapped at once. Each holds a file descriptor, and the limit is often 1,024."""
 
 
 def open_dataset(path: str | Path) -> Dataset:
-    """A dataset as it lies on disk; `DataError` if a file is missing or has not the size it should have.
+    """Open a dataset; `DataError` if a file is missing or does not have its size.
 
-    Datasets of the episode specification that other programs wrote open too, without spans and origins.
+        train = open_dataset("data/v1")["train"]
+        rows = train.rows([0, 7])
+
+    Datasets that other programs wrote by the episode specification open too, without spans and origins.
     """
     folder = Path(path)
     metadata = stored_metadata(folder)
     if metadata is None:
-        strangers = stranger_splits(folder)
-        return Dataset(folder, None, {name: Episodes(folder, shards, ()) for name, shards in strangers.items()})
-    for fault in size_faults(folder, metadata):
+        foreign = foreign_splits(folder)
+        return Dataset(folder, None, {name: Episodes(folder, shards, ()) for name, shards in foreign.items()})
+    for fault in manifest(folder, metadata).size_faults():
         raise DataError(fault)
     return Dataset(folder, metadata, {name: _episodes(folder, metadata, name) for name in metadata.splits})
 
 
 def is_dataset(path: str | Path) -> bool:
-    """Whether a folder holds episodes, by the documented signs."""
+    """Whether a folder holds a dataset: it has an index of training episodes, flat or in shards."""
     train = Path(path) / "train"
     return (train / INDEX).is_file() or any(train.glob(f"shard_*/{INDEX}"))
 
 
 def stored_metadata(folder: Path) -> Metadata | None:
-    """The metadata of a dataset of ours; None if another program wrote it, and `DataError` if it is damaged."""
+    """The metadata of a dataset; None if another program wrote it, `DataError` if it is damaged."""
     if not folder.is_dir():
         if set_aside(folder).is_dir():
             raise DataError(
                 f"{folder}: was being replaced when that was killed; the old dataset is {set_aside(folder)}"
             )
         raise DataError(f"{folder}: no such folder; expected a dataset")
-    path = folder / METADATA
-    if path.is_file() and is_ours(path.read_bytes()):
+    path = folder / layout.METADATA
+    if path.is_file() and is_chatmill_metadata(path.read_bytes()):
         return read_metadata(folder)
-    if any((folder / split / shard_name(0) / SPANS).exists() for split in SPLITS):
+    # Other programs write no spans: this is a dataset whose metadata is missing.
+    if any((folder / split / shard_name(0) / SPANS).exists() for split in layout.SPLITS):
         return read_metadata(folder)
     return None
 
 
 def _episodes(folder: Path, metadata: Metadata, split: str) -> Episodes:
     info = metadata.splits[split]
-    sizes = record_dtypes(metadata.dtype)
+    sizes = layout.record_dtypes(metadata.dtype)
     shards = [
         Shard(
             folder / split / shard_name(number),
@@ -133,7 +105,7 @@ class Dataset:
 
     @property
     def sha256(self) -> str | None:
-        """The hash that stands for all bytes of the dataset; None if another program wrote it."""
+        """The hash of all bytes of the dataset; None if another program wrote it."""
         return None if self.metadata is None else self.metadata.sha256
 
     def __getitem__(self, split: str) -> Episodes:
@@ -145,20 +117,17 @@ class Dataset:
         return split in self._splits
 
     def tokenizer_state(self) -> Any:
-        """What `tokenizer_state.json` holds, its control tokens in the order of their ids."""
-        path = self.path / TOKENIZER_STATE
+        """The content of `tokenizer_state.json`, with control tokens in the order of their ids."""
+        path = self.path / layout.TOKENIZER_STATE
         try:
             state = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read ({error}); the tokenizer of this dataset is unknown") from None
         if isinstance(state, dict):
             control, ids = state.get("control"), state.get("special_token_ids")
-            if (
-                isinstance(control, dict)
-                and isinstance(ids, dict)
-                and all(type(ids.get(key)) is int for key in control)
-            ):
-                # The file is sorted by key; tokens that were added got their ids in the order of the format.
+            both = isinstance(control, dict) and isinstance(ids, dict)
+            if control and ids and both and all(type(ids.get(key)) is int for key in control):
+                # The file is sorted by key; added tokens got their ids in the order of the format.
                 state["control"] = {key: control[key] for key in sorted(control, key=ids.__getitem__)}
         return state
 
@@ -172,10 +141,10 @@ class Episodes:
         self._identity = _identity(root)
         self.shards = tuple(shards)
         self.files = files
-        """What the file numbers of origins mean."""
+        """The input files that the file numbers of origins refer to."""
         self._first = offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
         self._firsts = self._first.tolist()
-        self._forget()
+        self._reset_maps()
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -186,7 +155,7 @@ class Episodes:
 
     @cached_property
     def lengths(self) -> Index:
-        """Tokens in each episode. Reads the whole index: `lengths_of` is for a few of them."""
+        """Tokens in each episode. Reads the whole index; use `lengths_of` for a few episodes."""
         parts: list[Index] = [self.array(number, INDEX)["length"].view(np.int64) for number in range(len(self.shards))]
         if len(parts) == 1:
             return parts[0]
@@ -201,7 +170,7 @@ class Episodes:
         return lengths
 
     def tokens(self, number: int) -> NDArray[np.unsignedinteger]:
-        """The ids of one episode: a view of the mapped file, in the type it is stored in."""
+        """The ids of one episode: a view of the mapped file, in its stored type."""
         run = self._run(*self._find(number))
         return self.array(run.shard, TOKENS)[run.start : run.stop]
 
@@ -210,7 +179,7 @@ class Episodes:
         return self._mask(self._run(*self._find(number)))
 
     def rows(self, numbers: ArrayLike) -> Rows:
-        """These episodes in this order, whole: ids, spans, segments and origins. A number may come twice."""
+        """These episodes in this order, with spans, segments and origins. A number may be repeated."""
         chosen = np.asarray(numbers, dtype=np.int64)
         runs = list(self._runs(chosen.tolist()))
         ids = _joined([self.array(run.shard, TOKENS)[run.start : run.stop] for run in runs], np.uint32)
@@ -220,7 +189,7 @@ class Episodes:
         return rows_from_mask(ids, mask, self.lengths_of(chosen))
 
     def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
-        """All episodes in order, as many at a time as hold about so many tokens (one at least)."""
+        """All episodes in order, about `tokens` tokens at a time (at least one episode)."""
         first = 0
         while first < len(self):
             lengths = self.lengths_of(np.arange(first, min(len(self), first + (1 << 16))))
@@ -237,52 +206,52 @@ class Episodes:
         origins: list[Any] = []
         stored: list[Any] = []
         targets: list[tuple[Table, int]] = []
-        # What is added to a row's number, and to a span's, on the way from its shard to the result.
-        moves: list[tuple[int, int, int]] = []
+        # Segments of each run, and what to add to row and span numbers of its shard for those of the result.
+        shifts: list[tuple[int, int, int]] = []
         shards = [run.shard for run in runs]
         num_rows = num_spans = 0
         for run in runs:
             segments, first, stop = self._segments(run)
             origins.append(segments)
             stored.append(self.array(run.shard, SPANS)[first:stop])
-            moves.append((len(segments), num_rows - run.first, num_spans - first))
+            shifts.append((len(segments), num_rows - run.first, num_spans - first))
             if TARGETS in self.shards[run.shard].records:
                 targets.append((_between(self.array(run.shard, TARGETS), first, stop), num_spans - first))
             num_rows += run.episodes
             num_spans += stop - first
-        # Records joined as bytes: numpy would cast them field by field.
+        # Records are joined as bytes, because numpy would cast them field by field.
         table = np.frombuffer(b"".join(origins), dtype=SEGMENT)
         raw = np.frombuffer(b"".join(stored), dtype=np.uint8).reshape(-1, STORED_SPAN.itemsize)
         spans = _copied(raw.reshape(-1).view(STORED_SPAN), SPAN)
         if int(spans["length"].sum(dtype=np.int64)) != len(ids):
             raise self.damaged(shards[0], SPANS, "spans do not tile the tokens of their rows")
-        if (raw[:, -3:] + FROM_NONE > LARGEST).any():
+        if (raw[:, -3:] + NONE_TO_ZERO > LARGEST).any():
             name, wrong = next((name, wrong) for name in UNKNOWN if (wrong := UNKNOWN[name][spans[name]]).any())
-            at = _piece([len(part) for part in stored], wrong)
+            at = _run_of([len(part) for part in stored], wrong)
             raise self.damaged(shards[at], SPANS, f"a span has a {name} that does not exist")
         spans["target"] = OWN_ID
-        for found, move in targets:
-            spans["target"][found["span"].astype(np.int64) + move] = found["target"]
-        counts, row_moves, span_moves = np.array(moves, dtype=np.int64).reshape(-1, 3).T
-        row = table["row"].astype(np.int64) + np.repeat(row_moves, counts)
+        for changed, shift in targets:
+            spans["target"][changed["span"].astype(np.int64) + shift] = changed["target"]
+        counts, row_shifts, span_shifts = np.array(shifts, dtype=np.int64).reshape(-1, 3).T
+        row = table["row"].astype(np.int64) + np.repeat(row_shifts, counts)
         first_span = np.empty(len(table) + 1, dtype=np.int64)
-        first_span[:-1] = table["first_span"].astype(np.int64) + np.repeat(span_moves, counts)
+        first_span[:-1] = table["first_span"].astype(np.int64) + np.repeat(span_shifts, counts)
         first_span[-1] = num_spans
         if len(row) and (row[0] < 0 or row[-1] >= num_rows or (row[1:] < row[:-1]).any()):
             wrong = (np.diff(row, prepend=0) < 0) | (row >= num_rows)
             what = "a segment is not in the order of its episode"
-            raise self.damaged(shards[_piece(counts, wrong)], ORIGINS, what)
+            raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
         if (wrong := first_span[1:] < first_span[:-1]).any():
             what = "the spans of a segment do not follow those before"
-            raise self.damaged(shards[_piece(counts, wrong)], ORIGINS, what)
-        # Added to 1, the number that stands for no file becomes 0.
+            raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
+        # Adding 1 makes NO_FILE, the largest number, 0.
         if (wrong := table["file"] + np.uint32(1) > len(self.files)).any():
             what = f"a segment names a file beyond the {len(self.files)} known"
-            raise self.damaged(shards[_piece(counts, wrong)], ORIGINS, what)
+            raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
         first_segment = np.searchsorted(row, np.arange(num_rows + 1))
         return Rows(ids, spans, first_span, _copied(table, ORIGIN), first_segment, self.files)
 
-    # Where episodes lie.
+    # Positions of episodes.
 
     def _find(self, number: int) -> tuple[int, int]:
         if not 0 <= number < self._firsts[-1]:
@@ -297,14 +266,14 @@ class Episodes:
         return chosen
 
     def _by_shard(self, chosen: Index) -> Iterator[tuple[int, NDArray[np.bool_], Index]]:
-        """Each shard that is needed, which of the chosen episodes lie in it, and their numbers there."""
+        """For each shard that is needed: which of the chosen episodes are in it, and their numbers there."""
         shard_of = np.searchsorted(self._first, chosen, side="right") - 1
         for shard in np.unique(shard_of).tolist():
             where = shard_of == shard
             yield shard, where, chosen[where] - self._firsts[shard]
 
     def _runs(self, chosen: list[int]) -> Iterator[_EpisodeRun]:
-        """The chosen episodes as runs of neighbours, whose tokens, spans and segments are each one slice."""
+        """The chosen episodes as runs of consecutive ones, whose tokens, spans and segments are one slice each."""
         at = 0
         while at < len(chosen):
             number = stop = chosen[at]
@@ -317,7 +286,7 @@ class Episodes:
                 number += run.episodes
 
     def _run(self, shard: int, episode: int, count: int = 1) -> _EpisodeRun:
-        """Up to `count` episodes from this one on: as many as lie one after the other."""
+        """Up to `count` episodes from this one on, as long as their tokens are contiguous."""
         index, most = self.array(shard, INDEX), self.shards[shard].num_tokens
         start, length = index[episode].item()
         stop = start + length
@@ -346,33 +315,33 @@ class Episodes:
         return origins[begin:end], first, stop
 
     def damaged(self, shard: int, file: str, what: str) -> DataError:
-        """The fault of a file that cannot have been written so."""
+        """The error for a file that cannot have been written as it is."""
         place = self.shards[shard].folder / file
         return DataError(f"{place}: {what}; it was changed, see chatmill verify {self.root} --full")
 
     # Mapped files.
 
-    def _forget(self) -> None:
+    def _reset_maps(self) -> None:
         self.array: Callable[[int, str], NDArray[Any]] = lru_cache(maxsize=MAPPED)(self._map)
-        """One file of a shard as it lies on disk, mapped."""
+        """One file of a shard, memory-mapped: `array(shard, name)`."""
 
     def _map(self, number: int, name: str) -> NDArray[Any]:
         shard = self.shards[number]
         if _identity(self.root) != self._identity:
             raise DataError(f"{self.root}: was replaced while it was read; open it again")
-        return map_file(shard.folder / name, record_dtypes(shard.dtype)[name], shard.records[name])
+        return map_file(shard.folder / name, layout.record_dtypes(shard.dtype)[name], shard.records[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process: all but the maps, which are made anew there."""
+        """The state for another process: all but the maps, which are opened again there."""
         return {name: value for name, value in vars(self).items() if name not in ("array", "lengths")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._forget()
+        self._reset_maps()
 
 
 class _EpisodeRun(NamedTuple):
-    """Episodes that lie one after the other in a shard, and their tokens there."""
+    """Consecutive episodes of a shard, and the range of their tokens."""
 
     shard: int
     first: int
@@ -385,13 +354,13 @@ def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
     return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype=dtype)
 
 
-def _piece(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
-    """Which of the pieces of so many records, one after the other, holds the first that is wrong."""
+def _run_of(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
+    """The index of the run that holds the first wrong record; `counts` are the records of each run."""
     return int(np.searchsorted(np.cumsum(counts), wrong.argmax(), side="right"))
 
 
 def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
-    """The columns that a table shares with another type; what it lacks is left unset."""
+    """A table of another type with the columns that both have; the others are left unset."""
     out = np.empty(len(table), dtype=dtype)
     for name in dtype.names or ():
         if name in (table.dtype.names or ()):
@@ -405,47 +374,6 @@ def _between(targets: Table, first: int, stop: int) -> Table:
     return targets[begin : lower_bound(targets["span"], stop, begin)]
 
 
-def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
-    """The first place of a rising column, from `low` on, that is not below the value; looks at O(log n) places.
-
-    `np.searchsorted` would copy the whole column first, because it lies strided in the mapped file.
-    """
-    # Where each row is one conversation, a row's number is its segment's number.
-    size = len(column)
-    guess = low if value < low else size if value > size else value
-    if (guess == size or column[guess] >= value) and (guess == low or column[guess - 1] < value):
-        return guess
-    return bisect_left(column, value, low)
-
-
-def first_spans(origins: Table, segments: Index, end: int) -> Index:
-    """The first span of each segment; `end` for the number after the last segment."""
-    if not len(origins):
-        return np.full(len(segments), end, dtype=np.int64)
-    first = origins["first_span"][np.minimum(segments, len(origins) - 1)].astype(np.int64)
-    return np.where(segments < len(origins), first, end)
-
-
-def rows_from_mask(ids: NDArray[np.uint32], mask: NDArray[np.uint8], lengths: Index) -> Rows:
-    """Rows of which no more is known than their mask: a span is a run of equal mask within a row."""
-    begins = np.zeros(len(ids) + 1, dtype=np.bool_)
-    trained = mask > 0
-    if len(ids):
-        begins[1:-1] = trained[1:] != trained[:-1]
-    row_start = offsets(lengths)
-    begins[row_start] = True
-    start = np.flatnonzero(begins)
-    spans = np.zeros(len(start) - 1, dtype=SPAN)
-    spans["length"] = np.diff(start)
-    spans["message"], spans["target"] = NO_MESSAGE, OWN_ID
-    spans["role"], spans["part"], spans["rule"] = Role.NONE, Part.CONTENT, Rule.GIVEN
-    spans["weight"] = trained[start[:-1]]
-    origins = np.zeros(len(lengths), dtype=ORIGIN)
-    origins["file"] = NO_FILE
-    first_span = np.searchsorted(start, row_start)
-    return Rows(ids, spans, first_span, origins, np.arange(len(lengths) + 1, dtype=np.int64))
-
-
 def _identity(folder: Path) -> tuple[int, int]:
-    found = folder.stat()
-    return found.st_dev, found.st_ino
+    status = folder.stat()
+    return status.st_dev, status.st_ino

@@ -1,17 +1,16 @@
-"""Another mask from the same tokens: spans and mask are written anew, all other files of a shard are shared.
+"""Derive a dataset with another mask: spans and mask are written again, all other files of a shard are shared.
 
-Tokens are not even read. What a flag, a header or a cut decided stays; see `rows.weigh`.
+Tokens are not read. Weights set by a flag, a header or a cut stay as they are; see `rows.weigh`.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,25 +19,26 @@ from chatmill.errors import DataError, UsageError
 from chatmill.ledger import Bucket, Ledger, LedgerEntry
 from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
+from chatmill.store.hashed_files import FileInfo, HashedFile
 from chatmill.store.layout import MASK, METADATA, ORIGINS, SPANS, shard_name
-from chatmill.store.metadata import FileInfo, Metadata, ShardInfo, SplitInfo, write_metadata
+from chatmill.store.metadata import Metadata, ShardInfo, SplitInfo, write_metadata
 from chatmill.store.publish import building
-from chatmill.store.read import Dataset, Episodes, first_spans, open_dataset
+from chatmill.store.read import Dataset, Episodes, open_dataset
+from chatmill.store.shard import first_spans
 
 SEGMENTS = 1 << 14
 """Conversations that are weighed at a time."""
 TOKENS = 1 << 22
 """Tokens whose mask is made at a time."""
-PIECE = 1 << 22
 WITHOUT_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""Another file system, or one that has no hard links, or not for us."""
+"""Errors of another file system, of one without hard links, or of missing permission to make them."""
 
 UNTRAINED: tuple[Bucket, str] = ("noted", "no_trained_tokens")
 
 
 @dataclass(frozen=True)
 class Reweighed:
-    """The new dataset, and what it took to make it."""
+    """The new dataset and how it was made."""
 
     metadata: Metadata
     parent: Metadata
@@ -51,10 +51,10 @@ class Reweighed:
 
 
 def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn, overwrite: bool = False) -> Reweighed:
-    """Write the dataset that `source` would be if `train_on` had been chosen; it appears whole, or not at all.
+    """Write the dataset that `source` would be with this `train_on`; it appears whole, or not at all.
 
     tokens.bin, episodes.idx, origins.bin and targets.bin are hard links to the files of `source`, or copies where
-    there can be none. Rows that were cut or dropped under the old choice stay so.
+    there can be none. Rows that were cut or dropped before stay so.
     """
     dataset = open_dataset(source)
     parent = dataset.metadata
@@ -66,7 +66,7 @@ def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn
             "prepare it with --train-on last instead"
         )
     with building(Path(target), "reweighing", overwrite=overwrite, marker=METADATA, source=dataset.path) as staging:
-        work = _Work(dataset, train_on)
+        work = _Reweigher(dataset, train_on)
         splits = {name: work.split(staging / name, name, info) for name, info in parent.splits.items()}
         metadata = write_metadata(
             staging,
@@ -85,8 +85,8 @@ def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn
     return Reweighed(metadata, parent, work.untrained.rows, work.linked, work.copied)
 
 
-class _Work:
-    """Shard after shard, with what was shared and counted on the way."""
+class _Reweigher:
+    """Writes the shards one by one, and counts what was shared."""
 
     def __init__(self, dataset: Dataset, train_on: TrainOn) -> None:
         self._dataset, self._train_on = dataset, train_on
@@ -108,20 +108,20 @@ class _Work:
     def _shard(self, episodes: Episodes, number: int, folder: Path, info: ShardInfo) -> ShardInfo:
         files.make_folder(folder)
         source = episodes.shards[number].folder
-        # The spans first: a folder that has them and no metadata is known as an unfinished build.
+        # Spans first: a folder that has them but no metadata is an unfinished build.
         trained, read = 0, hashlib.sha256()
-        with _hashed(folder / SPANS) as spans, _hashed(folder / MASK) as mask:
-            for table, first_span in _stretches(episodes, number):
+        with HashedFile(folder / SPANS) as spans, HashedFile(folder / MASK) as mask:
+            for table, first_span in _span_chunks(episodes, number):
                 read.update(table.view(np.uint8).data)
                 weigh(table, first_span, self._train_on)
-                spans.put(table.view(np.uint8).data)
+                spans.write(table.view(np.uint8).data)
                 for piece in _mask(table):
-                    mask.put(piece.data)
+                    mask.write(piece.data)
                     trained += int(np.count_nonzero(piece))
                 self._count(table, first_span)
         made = {SPANS: spans.info(), MASK: mask.info()}
         if read.hexdigest() != info.files[SPANS].sha256 or made[MASK].size != info.num_tokens:
-            # Written out again under a new hash, damage would never be found.
+            # Written again under a new hash, damage would never be found.
             raise changed(source / SPANS)
         for file, shared in info.files.items():
             if file not in made:
@@ -149,8 +149,8 @@ class _Work:
             self.copied += 1
 
 
-def _stretches(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index]]:
-    """The spans of a shard, some conversations at a time, as a copy, and where each conversation begins in them."""
+def _span_chunks(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index]]:
+    """Copies of the spans of a shard, some conversations at a time, and the first span of each conversation."""
     spans, origins = episodes.array(number, SPANS), episodes.array(number, ORIGINS)
     seen = 0
     for at in range(0, len(origins), SEGMENTS):
@@ -163,7 +163,7 @@ def _stretches(episodes: Episodes, number: int) -> Iterator[tuple[Table, Index]]
 
 
 def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
-    """1 for each token of a span with a weight over 0, about `TOKENS` of them at a time."""
+    """The mask of these spans, about `TOKENS` tokens at a time."""
     start = offsets(table["length"])
     at = 0
     while at < len(table):
@@ -173,31 +173,10 @@ def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
 
 
 def _copy(source: Path, to: Path, info: FileInfo) -> None:
-    with source.open("rb") as old, _hashed(to) as new:
-        while piece := old.read(PIECE):
-            new.put(piece)
+    with source.open("rb") as old, HashedFile(to) as new:
+        shutil.copyfileobj(old, new)
     if new.info() != info:
         raise changed(source)
-
-
-class _Hashed:
-    """A file while it is written: its bytes are hashed and counted on the way."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hash, self._size = file, hashlib.sha256(), 0
-
-    def put(self, data: bytes | memoryview) -> None:
-        self._hash.update(data)
-        self._size += self._file.write(data)
-
-    def info(self) -> FileInfo:
-        return FileInfo(self._size, self._hash.hexdigest())
-
-
-@contextmanager
-def _hashed(path: Path) -> Iterator[_Hashed]:
-    with files.create(path) as file:
-        yield _Hashed(file)
 
 
 def changed(path: Path) -> DataError:
@@ -205,7 +184,7 @@ def changed(path: Path) -> DataError:
 
 
 def _ledger(parent: Ledger, splits: dict[str, SplitInfo], untrained: LedgerEntry) -> Ledger:
-    """What became of the input, as the parent counted it; what is stored is as much, but trained anew."""
+    """The ledger of the parent with the trained tokens of the new mask."""
     ledger = Ledger()
     for bucket, reason, entry in parent:
         if bucket != "stored" and (bucket, reason) != UNTRAINED:

@@ -1,11 +1,10 @@
-"""Everything that can be wrong with a dataset, one line each.
+"""Verify a dataset: one line for everything that is wrong.
 
 Without `full` the metadata, the sizes, the index and the spans are read; with it every byte.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, DataError
+from chatmill.ledger import Ledger
 from chatmill.rows import NO_FILE, Index, offsets
-from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS, WIDE, shard_name
-from chatmill.store.metadata import Metadata, ShardInfo, listed_files, size_faults
-from chatmill.store.read import UNKNOWN, Episodes, first_spans, lower_bound, open_dataset, stored_metadata
-from chatmill.store.shard import release
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS, WIDE
+from chatmill.store.metadata import Metadata, ShardInfo, manifest
+from chatmill.store.read import Episodes, open_dataset, stored_metadata
+from chatmill.store.shard import UNKNOWN, first_spans, lower_bound, release
 
 EPISODES, TOKENS_AT_ONCE = 1 << 16, 1 << 22
-PIECE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class SplitCounts:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a dataset holds, and what is wrong with it: nothing if `faults` is empty."""
+    """The counts of a dataset or cache, and its faults, one line each; none if it is intact."""
 
     faults: tuple[str, ...]
     splits: dict[str, SplitCounts]
@@ -43,15 +42,18 @@ class Verified:
 
 
 def verify_dataset(path: str | Path, *, full: bool) -> Verified:
-    """Read a dataset and name every fault in one line each. Nothing is raised for what is found on disk."""
-    folder = Path(path)
+    """Check a dataset and report every fault as one line; nothing is raised for what is wrong on disk.
+
+    verify_dataset("data/v1", full=True).faults    # () if every byte is as it was written
+    """
+    folder, faults = Path(path), list[str]()
     try:
         metadata = stored_metadata(folder)
-        sha256 = None if metadata is None else metadata.sha256
-        faults = [] if metadata is None else list(size_faults(folder, metadata))
-        if faults:
-            # The tables cannot be read over files of a wrong size.
-            return Verified((*faults, *_unlisted(folder, metadata)), {}, sha256)
+        listed = manifest(folder, metadata) if metadata is not None else None
+        if metadata is not None and listed is not None and (faults := list(listed.size_faults())):
+            # The tables of files with a wrong size cannot be read.
+            faults += listed.unlisted_faults([folder / name for name in metadata.splits])
+            return Verified(tuple(faults), {}, metadata.sha256)
         dataset = open_dataset(folder)
     except DataError as error:
         return Verified((str(error),), {}, None)
@@ -67,61 +69,37 @@ def verify_dataset(path: str | Path, *, full: bool) -> Verified:
                 faults.append(str(error))
             trained += check.trained
         splits[name] = SplitCounts(len(episodes), episodes.num_tokens, trained, len(episodes.shards))
-    if metadata is not None:
-        faults += _unlisted(folder, metadata)
-        faults += _ledger_faults(folder, metadata)
+    if metadata is not None and listed is not None:
+        faults += listed.unlisted_faults([folder / name for name in metadata.splits])
+        if metadata.ledger.entries:
+            stored = {
+                "tokens": sum(split.num_tokens for split in metadata.splits.values()),
+                "trained tokens": sum(split.num_trained_tokens for split in metadata.splits.values()),
+            }
+            faults += ledger_faults(folder, metadata.ledger, stored)
         if full:
-            faults += _hash_faults(folder, metadata)
-    return Verified(tuple(faults), splits, sha256)
+            faults += listed.hash_faults()
+    return Verified(tuple(faults), splits, dataset.sha256)
 
 
-def _hash_faults(folder: Path, metadata: Metadata) -> Iterator[str]:
-    for path, info in listed_files(folder, metadata):
-        found = hashlib.sha256()
-        with path.open("rb") as file:
-            while piece := file.read(PIECE):
-                found.update(piece)
-        if found.hexdigest() != info.sha256:
-            yield f"{path}: sha256 {found.hexdigest()[:12]}…; the metadata says {info.sha256[:12]}…; it was changed"
-
-
-def _unlisted(folder: Path, metadata: Metadata | None) -> Iterator[str]:
-    """Shards and files in them that the metadata does not answer for."""
-    if metadata is None:
-        return
-    listed = {path for path, _ in listed_files(folder, metadata)}
-    for name, split in metadata.splits.items():
-        shards = {shard_name(number) for number in range(len(split.shards))}
-        for path in sorted((folder / name).glob("*")):
-            if path.name not in shards:
-                yield f"{path}: the metadata does not list it; remove it or rebuild the dataset"
-                continue
-            for file in sorted(path.glob("*")):
-                if file not in listed:
-                    yield f"{file}: the metadata does not list it; remove it or rebuild the dataset"
-
-
-def _ledger_faults(folder: Path, metadata: Metadata) -> Iterator[str]:
-    ledger = metadata.ledger
-    if not ledger.entries:
-        return
+def ledger_faults(folder: Path, ledger: Ledger, stored: dict[str, int]) -> Iterator[str]:
+    """A ledger that does not balance, or that disagrees with what the shards hold."""
     try:
         ledger.check()
     except ChatmillError as error:
         yield f"{folder}: {error}"
-    stored = ledger.total("stored")
-    for what, said, found in (
-        ("tokens", stored.tokens, sum(split.num_tokens for split in metadata.splits.values())),
-        ("trained tokens", stored.trained, sum(split.num_trained_tokens for split in metadata.splits.values())),
-    ):
-        if said != found:
-            yield f"{folder}: the ledger says {said} {what} were stored; the shards hold {found}"
+    total = ledger.total("stored")
+    counted = {"examples": total.rows, "tokens": total.tokens}
+    counted |= {"trained tokens": total.trained, "label tokens": total.trained}
+    for what, count in stored.items():
+        if counted[what] != count:
+            yield f"{folder}: the ledger says {counted[what]} {what} were stored; the shards hold {count}"
 
 
 class _ShardCheck:
-    """One shard, a stretch of episodes at a time, so that memory does not grow with it.
+    """Checks one shard, some episodes at a time, so that memory does not grow with its size.
 
-    Its first fault ends the check of a shard: what follows would only echo it.
+    The first fault ends the check of a shard, because what follows is often its consequence.
     """
 
     def __init__(
@@ -140,33 +118,33 @@ class _ShardCheck:
         at = 0
         while at < len(index):
             lengths = index["length"][at : at + EPISODES]
-            # Lengths that lie may not overflow the sum that decides how far to read.
+            # Wrong lengths must not overflow the sum that decides how far to read.
             ends = np.cumsum(np.minimum(lengths, TOKENS_AT_ONCE))
             stop = at + max(1, int(np.searchsorted(ends, TOKENS_AT_ONCE, side="right")))
-            self._stretch(at, stop)
+            self._check_episodes(at, stop)
             at = stop
             for array in self._arrays.values():
                 release(array)
-        self._ends()
+        self._check_totals()
         if self._full and TARGETS in self._arrays:
             self._targets()
 
     def _fault(self, file: str, what: str) -> DataError:
         return DataError(f"{self._shard.folder / file}: {what}")
 
-    def _stretch(self, at: int, stop: int) -> None:
+    def _check_episodes(self, at: int, stop: int) -> None:
         first_token = self._tokens_seen
         length = self._entries(at, stop)
         if SPANS in self._arrays:
             trained = self._spans(at, stop, length)
         else:
-            trained = self._stranger_mask(slice(first_token, self._tokens_seen))
+            trained = self._given_mask(slice(first_token, self._tokens_seen))
         self.trained += int(np.count_nonzero(trained))
         if self._full:
             self._bytes(slice(first_token, self._tokens_seen), trained)
 
     def _entries(self, at: int, stop: int) -> Index:
-        """The lengths of a stretch of episodes, each of which begins where the one before it ends."""
+        """The lengths of these episodes, each of which must start where the previous one ends."""
         entries = self._arrays[INDEX][at:stop]
         start, length = entries["start"], entries["length"]
         if int(length.max()) > self._shard.num_tokens - self._tokens_seen:
@@ -184,7 +162,7 @@ class _ShardCheck:
         return length.astype(np.int64)
 
     def _spans(self, at: int, stop: int, length: Index) -> NDArray[np.bool_]:
-        """Check the segments and spans of a stretch of episodes; which of its tokens they train."""
+        """Check the segments and spans of these episodes; returns which of their tokens are trained."""
         origins, spans = self._arrays[ORIGINS], self._arrays[SPANS]
         row = origins["row"].view(np.int64)
         begin = self._segments_seen
@@ -216,7 +194,7 @@ class _ShardCheck:
                 raise self._fault(SPANS, f"one of episodes {at} to {stop} has a {name} that does not exist")
         return np.repeat(weight > 0, sizes)
 
-    def _stranger_mask(self, here: slice) -> NDArray[np.bool_]:
+    def _given_mask(self, here: slice) -> NDArray[np.bool_]:
         if MASK not in self._arrays:
             return np.ones(here.stop - here.start, dtype=np.bool_)
         mask = self._arrays[MASK][here]
@@ -225,7 +203,7 @@ class _ShardCheck:
         return mask.astype(np.bool_)
 
     def _bytes(self, here: slice, trained: NDArray[np.bool_]) -> None:
-        """Hold mask and ids of a stretch of tokens against what they may be."""
+        """Compare the mask of these tokens with their spans, and their ids with the vocabulary."""
         if MASK in self._arrays:
             mask = self._arrays[MASK][here]
             for where in np.flatnonzero(mask != trained)[:1]:
@@ -238,8 +216,8 @@ class _ShardCheck:
                     TOKENS, f"id {tokens[where]} at token {here.start + where}; the vocabulary has {vocab_size}"
                 )
 
-    def _ends(self) -> None:
-        """What was walked over must be all there is, and what the metadata counts."""
+    def _check_totals(self) -> None:
+        """What the episodes cover must be everything in the shard, and agree with the metadata."""
         records = self._shard.records
         for file, what, seen, there in (
             (INDEX, "tokens", self._tokens_seen, self._shard.num_tokens),
@@ -250,13 +228,13 @@ class _ShardCheck:
                 raise self._fault(file, f"episodes account for {seen} of {there} {what}")
         if self._info is None:
             return
-        for file, what, said, found in (
+        for file, what, expected, count in (
             (SPANS, "trained tokens", self._info.num_trained_tokens, self.trained),
             (INDEX, "tokens in the shortest episode", self._info.shortest, self._shortest),
             (INDEX, "tokens in the longest episode", self._info.longest, self._longest),
         ):
-            if said != found:
-                raise self._fault(file, f"{found} {what}; the metadata says {said}")
+            if count != expected:
+                raise self._fault(file, f"{count} {what}; the metadata says {expected}")
 
     def _targets(self) -> None:
         table = self._arrays[TARGETS]

@@ -1,11 +1,10 @@
-"""Rows to shards: any number of `append`, each file written once from front to back and hashed on the way.
+"""Write rows to shards with any number of `append`: each file is written once, in order, and hashed on the way.
 
-The caller's thread turns rows into bytes; one other hashes and writes them, in order, and syncs a finished shard.
+The calling thread converts rows to bytes; another one hashes and writes them in order, and syncs finished shards.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,62 +18,51 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError
 from chatmill.rows import NO_FILE, OWN_ID, File, Rows, Table
-from chatmill.store.files import create, make_folder, sync_tree
-from chatmill.store.layout import (
-    EPISODE,
-    INDEX,
-    MASK,
-    ORIGINS,
-    SEGMENT,
-    SPANS,
-    STORED_SPAN,
-    TARGET,
-    TARGETS,
-    TOKENS,
-    shard_name,
-    token_dtype,
-)
-from chatmill.store.metadata import FileInfo, ShardInfo, SplitInfo
+from chatmill.store import layout
+from chatmill.store.files import make_folder, sync_tree
+from chatmill.store.hashed_files import HashedFile
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, STORED_SPAN, TARGETS, TOKENS, shard_name
+from chatmill.store.metadata import ShardInfo, SplitInfo
 
-SLAB = 1 << 18
-"""Tokens that are turned into bytes at a time: their copies stay in the cache, and memory stays flat."""
-WAITING = 24
-"""Slabs that may wait to be written: enough for the other thread while the next rows are brought together."""
+CHUNK_TOKENS = 1 << 18
+"""Tokens that are converted to bytes at a time: their copies stay in the CPU cache, and memory stays flat."""
+QUEUED = 24
+"""Chunks that may wait to be written: enough for the other thread while the next rows are gathered."""
 
 
 class SplitWriter:
     """Writes the rows of one split into `folder/shard_00000`, `shard_00001` …
 
-    A shard ends where the next row would bring it over `shard_tokens`; a row larger than that has a shard of its
-    own. The bytes depend on the rows alone, not on how they are spread over calls of `append`. As a context it
-    closes its files when the block fails; `close` is what finishes the split.
+    A shard ends where the next row would exceed `shard_tokens`; a longer row gets a shard of its own. The bytes depend
+    only on the rows, not on how they are spread over calls of `append`. As a context manager it closes its files when
+    the block fails; `close` completes the split.
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, shard_tokens: int) -> None:
         if shard_tokens < 1:
             raise ValueError(f"shards of {shard_tokens} tokens cannot be; at least 1")
-        self._dtype = token_dtype(vocab_size)
+        self._dtype = layout.token_dtype(vocab_size)
         self._vocab_size = vocab_size
         self._shard_tokens = shard_tokens
         self._folder = folder
         self._done: list[ShardInfo] = []
         self._shard: _ShardWriter | None = None
         self._files = _FileTable()
-        self._line = _WriterThread()
+        self._thread = _WriterThread()
         make_folder(folder)
 
     def append(self, rows: Rows) -> None:
-        """Add rows at the end; `DataError` if they do not hold together or an id is not in the vocabulary."""
+        """Add rows at the end; `DataError` if they are inconsistent or an id is not in the vocabulary."""
         rows.check()
         self._check_ids(rows)
         start, at = rows.row_start, 0
         while at < len(rows):
             shard = self._shard = self._shard or self._open()
-            room = self._shard_tokens - shard.num_tokens
-            # All the rows that end within the room, but no more than a slab of them.
-            stop = int(np.searchsorted(start, start[at] + min(room, SLAB), side="right")) - 1
+            free = self._shard_tokens - shard.num_tokens
+            # All rows that end within the free tokens, but at most a chunk.
+            stop = int(np.searchsorted(start, start[at] + min(free, CHUNK_TOKENS), side="right")) - 1
             if stop <= at:
-                if shard.num_episodes and start[at + 1] - start[at] > room:
+                if shard.num_episodes and start[at + 1] - start[at] > free:
                     self._finish()
                     continue
                 stop = at + 1
@@ -82,22 +70,22 @@ class SplitWriter:
             at = stop
 
     def close(self) -> SplitInfo:
-        """Finish the last shard and say what was written."""
+        """Complete the last shard and return what was written."""
         self._finish()
-        self._line.close()
+        self._thread.close()
         return SplitInfo(tuple(self._done), self._files.table())
 
     def __enter__(self) -> SplitWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._line.abandon()
+        self._thread.abandon()
         if self._shard is not None:
             self._shard.abandon()
             self._shard = None
 
     def _open(self) -> _ShardWriter:
-        return _ShardWriter(self._folder / shard_name(len(self._done)), self._dtype, self._line)
+        return _ShardWriter(self._folder / shard_name(len(self._done)), self._dtype, self._thread)
 
     def _finish(self) -> None:
         if self._shard is not None:
@@ -105,22 +93,19 @@ class SplitWriter:
             self._shard = None
 
     def _check_ids(self, rows: Rows) -> None:
-        if len(rows.ids) and (largest := int(rows.ids.max())) >= self._vocab_size:
-            where = int(np.searchsorted(rows.segment_start, int(rows.ids.argmax()), side="right")) - 1
-            raise DataError(f"{_place(rows, where)}: token id {largest}; the vocabulary has {self._vocab_size}")
-        if len(rows.spans) and (largest := int(rows.spans["target"].max())) >= self._vocab_size:
-            span = int(rows.spans["target"].argmax())
-            where = int(np.searchsorted(rows.first_span, span, side="right")) - 1
-            raise DataError(f"{_place(rows, where)}: target {largest}; the vocabulary has {self._vocab_size}")
-
-
-def _place(rows: Rows, segment: int) -> str:
-    origin = rows.origins[segment]
-    return f"{rows.files[origin['file']].path}:{origin['line']}" if origin["file"] != NO_FILE else "a row"
+        for what, values, start in (
+            ("token id", rows.ids, rows.segment_start),
+            ("target", rows.spans["target"], rows.first_span),
+        ):
+            if len(values) and (largest := int(values.max())) >= self._vocab_size:
+                origin = rows.origins[int(np.searchsorted(start, int(values.argmax()), side="right")) - 1]
+                known = origin["file"] != NO_FILE
+                place = f"{rows.files[origin['file']].path}:{origin['line']}" if known else "a row"
+                raise DataError(f"{place}: {what} {largest}; the vocabulary has {self._vocab_size}")
 
 
 class _FileTable:
-    """Numbers files in the order in which rows first name them, whatever tables the rows come with."""
+    """Numbers input files in the order in which rows first refer to them, whatever tables the rows come with."""
 
     def __init__(self) -> None:
         self._numbers: dict[File, int] = {}
@@ -149,17 +134,17 @@ class _FileTable:
 
 
 class _WriterThread:
-    """Work that another thread does, in the order in which it was given; its faults come back to who waits for it."""
+    """Runs functions in one other thread, in order; an exception is raised by a later `submit` or `wait`."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: deque[Future[None]] = deque()
 
-    def give(self, work: Callable[[], None]) -> None:
-        # Begun at the first work, so that a caller may still fork after it has made a writer.
+    def submit(self, work: Callable[[], None]) -> None:
+        # Started at the first call, so that a caller may still fork after it has made a writer.
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="store")
         self._waiting.append(self._pool.submit(work))
-        while len(self._waiting) > WAITING:
+        while len(self._waiting) > QUEUED:
             self._waiting.popleft().result()
 
     def wait(self) -> None:
@@ -178,35 +163,16 @@ class _WriterThread:
         self._waiting.clear()
 
 
-class _HashedFile:
-    """One file of a shard: its bytes are hashed and counted as they are written."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = create(path, hurry=True)
-        self._hash = hashlib.sha256()
-        self._size = 0
-
-    def put(self, records: NDArray[Any]) -> None:
-        data = records.view(np.uint8).data
-        self._hash.update(data)
-        self._file.write(data)
-        self._size += data.nbytes
-
-    def close(self) -> FileInfo:
-        self._file.close()
-        return FileInfo(self._size, self._hash.hexdigest())
-
-
 class _ShardWriter:
     """The files of one shard while they are written."""
 
-    def __init__(self, folder: Path, dtype: np.dtype[np.unsignedinteger], line: _WriterThread) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype[np.unsignedinteger], thread: _WriterThread) -> None:
         make_folder(folder)
-        self._line = line
+        self._thread = thread
         self._folder = folder
         self._dtype = dtype
-        # The spans first: a folder that has them and no metadata is known as an unfinished build.
-        self._parts = {name: _HashedFile(folder / name) for name in (SPANS, ORIGINS, INDEX, MASK, TOKENS)}
+        # Spans first: a folder that has them but no metadata is an unfinished build.
+        self._parts = {name: HashedFile(folder / name, hurry=True) for name in (SPANS, ORIGINS, INDEX, MASK, TOKENS)}
         self.num_episodes = self.num_tokens = self._trained = self._spans = self._segments = 0
         self._shortest, self._longest = 2**62, 0
 
@@ -217,12 +183,12 @@ class _ShardWriter:
             TOKENS: rows.ids.astype(self._dtype, copy=False),
             MASK: rows.per_token(trained.view(np.uint8)),
             INDEX: self._entries(rows),
-            SPANS: _stored(spans),
+            SPANS: _table(STORED_SPAN, **{name: spans[name] for name in STORED_SPAN.names or ()}),
             ORIGINS: self._origins(rows, files),
         }
         if len(targets := self._targets(spans["target"])):
             pieces[TARGETS] = targets
-        self._line.give(partial(self._write, pieces))
+        self._thread.submit(partial(self._write, pieces))
         self.num_episodes += len(rows)
         self.num_tokens += len(rows.ids)
         self._trained += int(spans["length"].sum(where=trained, dtype=np.int64))
@@ -232,8 +198,8 @@ class _ShardWriter:
         self._longest = max(self._longest, int(lengths.max()))
 
     def close(self) -> ShardInfo:
-        """Finish the files. They are synced while the next shard is made, so that publishing waits for little."""
-        self._line.wait()
+        """Complete the files. They are synced while the next shard is written, so that publishing waits for little."""
+        self._thread.wait()
         info = ShardInfo(
             num_episodes=self.num_episodes,
             num_tokens=self.num_tokens,
@@ -244,50 +210,46 @@ class _ShardWriter:
             longest=self._longest,
             files={name: part.close() for name, part in self._parts.items()},
         )
-        self._line.give(partial(sync_tree, self._folder))
+        self._thread.submit(partial(sync_tree, self._folder))
         return info
 
     def abandon(self) -> None:
-        """Let go of the files; what they hold is worth nothing."""
+        """Close the files; their content is not used."""
         for part in self._parts.values():
             try:
                 part.close()
             except OSError:
-                # The disk is full or gone, which is why we are here: the first fault is the one to report.
+                # The disk is full or gone; the first error is the one to report.
                 continue
 
     def _entries(self, rows: Rows) -> Table:
-        entries = np.empty(len(rows), dtype=EPISODE)
-        entries["start"] = rows.row_start[:-1] + self.num_tokens
-        entries["length"] = rows.lengths
-        return entries
+        return _table(layout.EPISODE, start=rows.row_start[:-1] + self.num_tokens, length=rows.lengths)
 
     def _origins(self, rows: Rows, files: _FileTable) -> Table:
-        records = np.empty(len(rows.origins), dtype=SEGMENT)
-        records["first_span"] = rows.first_span[:-1] + self._spans
         ordinal = np.arange(self.num_episodes, self.num_episodes + len(rows), dtype=np.int64)
-        records["row"] = np.repeat(ordinal, np.diff(rows.first_segment))
-        records["file"] = files.number(rows.files, rows.origins["file"])
-        records["line"] = rows.origins["line"]
-        records["key"] = rows.origins["key"]
-        return records
+        return _table(
+            layout.SEGMENT,
+            first_span=rows.first_span[:-1] + self._spans,
+            row=np.repeat(ordinal, np.diff(rows.first_segment)),
+            file=files.number(rows.files, rows.origins["file"]),
+            line=rows.origins["line"],
+            key=rows.origins["key"],
+        )
 
     def _targets(self, target: NDArray[np.int32]) -> Table:
         chosen = np.flatnonzero(target != OWN_ID)
-        records = np.empty(len(chosen), dtype=TARGET)
-        records["span"] = chosen + self._spans
-        records["target"] = target[chosen]
-        return records
+        return _table(layout.TARGET, span=chosen + self._spans, target=target[chosen])
 
     def _write(self, pieces: dict[str, NDArray[Any]]) -> None:
         for name, records in pieces.items():
             if name not in self._parts:
-                self._parts[name] = _HashedFile(self._folder / name)
-            self._parts[name].put(records)
+                self._parts[name] = HashedFile(self._folder / name, hurry=True)
+            self._parts[name].write(records.view(np.uint8).data)
 
 
-def _stored(spans: Table) -> Table:
-    stored = np.empty(len(spans), dtype=STORED_SPAN)
-    for name in STORED_SPAN.names or ():
-        stored[name] = spans[name]
-    return stored
+def _table(dtype: np.dtype[Any], **columns: NDArray[Any]) -> Table:
+    """A table of this type from its columns."""
+    table = np.empty(len(next(iter(columns.values()))), dtype=dtype)
+    for name, column in columns.items():
+        table[name] = column
+    return table

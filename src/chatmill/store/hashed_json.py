@@ -1,0 +1,99 @@
+"""JSON files that contain their own sha256, and objects whose values are checked as they are read.
+
+`dataset_metadata.json` and the `meta.json` of a cache are such files. A file that was read must be, byte for byte, the
+one that was written, and a value that cannot be right is a `DataError` of one line that names its key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from chatmill.errors import DataError, one_line
+
+LARGEST = 2**62
+"""No count on disk is larger; sums of a few of them fit 64 bits."""
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def json_text(value: Mapping[str, Any]) -> bytes:
+    """One line per key, in canonical order: as fast to write and check as a single line, and readable."""
+    lines = [f"{json.dumps(key)}: {_canonical(value[key])}" for key in sorted(value)]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def self_hash(data: Mapping[str, Any]) -> str:
+    """The hash of the object without the key that holds it."""
+    return hashlib.sha256(_canonical(data).encode()).hexdigest()
+
+
+def hashed_text(data: Mapping[str, Any]) -> bytes:
+    """The file of an object, with its hash under `sha256`."""
+    return json_text({**data, "sha256": self_hash(data)})
+
+
+def parse_hashed(raw: bytes, *, place: str, schema: str, version: int) -> dict[str, Any]:
+    """The object of a file with this schema and version. The caller compares it with its hash."""
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: not JSON ({one_line(str(error))}); the file is damaged") from None
+    if not isinstance(data, dict) or data.get("schema") != schema:
+        raise DataError(f'{place}: "schema" is not "{schema}"; the file is damaged or not of chatmill')
+    if data.get("schema_version") != version:
+        raise DataError(
+            f"{place}: schema version {one_line(str(data.get('schema_version')))}; this chatmill reads {version}"
+        )
+    return data
+
+
+class JsonObject:
+    """A JSON object of the file `place`, at the path `key`, whose values are checked as they are read."""
+
+    def __init__(self, value: Any, place: str, key: str = "") -> None:
+        self._place, self._key = place, key
+        if not isinstance(value, dict):
+            raise self.fault("", value, "an object")
+        self.value: dict[str, Any] = value
+
+    def fault(self, name: str, value: Any, expected: str) -> DataError:
+        key = ".".join(part for part in (self._key, one_line(name)) if part)
+        return DataError(f"{self._place}: {key} is {one_line(json.dumps(value))}; expected {expected}")
+
+    def check(self, name: str, right: bool, expected: str) -> Any:
+        """The value under `name`, or the fault that it is not as expected."""
+        value = self.value.get(name)
+        if not right:
+            raise self.fault(name, value, expected)
+        return value
+
+    def table(self, name: str) -> JsonObject:
+        return JsonObject(self.value.get(name), self._place, f"{self._key}.{name}".lstrip("."))
+
+    def items(self, name: str) -> list[Any]:
+        items: list[Any] = self.check(name, isinstance(self.value.get(name), list), "a list")
+        return items
+
+    def tables(self, name: str) -> list[JsonObject]:
+        """The objects of a list."""
+        items = enumerate(self.items(name))
+        return [JsonObject(item, self._place, f"{self._key}.{name}[{number}]") for number, item in items]
+
+    def count(self, name: str, *, least: int = 0, most: int = LARGEST) -> int:
+        value = self.value.get(name)
+        right = type(value) is int and least <= value <= most
+        return int(self.check(name, right, f"a whole number from {least} to {most}"))
+
+    def sha256(self, name: str) -> str:
+        value = self.value.get(name)
+        right = isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+        return str(self.check(name, right, "a sha256 in hexadecimal digits"))
+
+    def equal(self, name: str, expected: Any) -> None:
+        value = self.value.get(name)
+        self.check(name, type(value) is type(expected) and value == expected, json.dumps(expected))
