@@ -13,8 +13,8 @@ from viewing import SHOTS, chromium, viewer
 from chatmill.audit.recorder import Audit
 from chatmill.format import load_format
 from chatmill.load.loader import EpisodeLoader
-from chatmill.show.report import BLOCK_SIZES, report
-from chatmill.show.stats import survey
+from chatmill.show.report import BLOCK_SIZES, report_html
+from chatmill.show.stats import split_stats
 from chatmill.tokenizer import train_bpe
 
 WAIT = 120_000
@@ -270,8 +270,8 @@ def test_no_text_of_a_hostile_dataset_acts_in_the_viewer(watched, hostile_url):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_report_opens_without_a_request_and_is_used_by_keyboard(watched, hostile, tmp_path, scheme):
-    surveys = [survey(hostile.dataset["train"], "train", block_sizes=BLOCK_SIZES)]
-    (tmp_path / "report.html").write_text(report(hostile, surveys, version="0"), "utf-8")
+    splits = [split_stats(hostile.dataset["train"], "train", block_sizes=BLOCK_SIZES)]
+    (tmp_path / "report.html").write_text(report_html(hostile, splits, version="0"), "utf-8")
     page = watched.page
     page.emulate_media(color_scheme=scheme)
     page.goto((tmp_path / "report.html").as_uri())

@@ -10,23 +10,24 @@ from show_fixtures import line, make
 from chatmill.errors import UsageError
 from chatmill.rows import Part, Role, Rule
 from chatmill.show.dataset import open_view
-from chatmill.show.explain import PARTS, SPEAKERS, explain, reason_for
-from chatmill.show.turns import NOTES
+from chatmill.show.explain import PARTS, ROLES, explain_token, reason_for
+from chatmill.show.row_view import NOTES, SpanView
 from chatmill.store.reweigh import reweigh_dataset
 
 
 def test_every_role_part_and_rule_has_its_words():
-    assert SPEAKERS.keys() == set(Role)
+    assert ROLES.keys() == set(Role)
     assert PARTS.keys() == set(Part)
     for rule in Rule:
         for weight in (0.0, 1.0):
-            said = reason_for(rule, weight=weight, role=Role.USER, part=Part.OPEN, train_on="assistant")
+            span = SpanView(0, 1, Role.USER, Part.OPEN, rule, 0, weight, None)
+            said = reason_for(span, train_on="assistant")
             assert said and "{" not in said and said[0].islower()
     assert NOTES.keys() <= set(Rule)
 
 
 def test_the_sentence_names_token_place_message_weight_and_rule(chats):
-    said = explain(chats, "train", 1, 9)
+    said = explain_token(chats, "train", 1, 9)
     assert said.sentence == (
         f'Token 9 of train episode 1, "t" (id 116), the text of assistant message 1, from {said.file}:2, is trained: '
         "the assistant says it, and train_on assistant trains that (rule role)."
@@ -39,9 +40,9 @@ def test_the_sentence_names_token_place_message_weight_and_rule(chats):
         "role",
         2,
     )
-    said = explain(chats, "train", 1, 0)
+    said = explain_token(chats, "train", 1, 0)
     assert said.sentence.endswith("is context: the format never trains the opener of a turn (rule header).")
-    said = explain(chats, "train", 1, 2)
+    said = explain_token(chats, "train", 1, 2)
     assert said.sentence.endswith(
         "is context: the user says it, and train_on assistant does not train that (rule role)."
     )
@@ -67,7 +68,7 @@ def test_of_every_token_the_explanation_is_what_the_store_says(tmp_path, options
         row = shown.row("train", number)
         weights, firsts = row.weights().tolist(), set(row.segment_start[:-1].tolist())
         for token, (id, weight) in enumerate(zip(row.ids.tolist(), weights, strict=True)):
-            said = explain(shown, "train", number, token)
+            said = explain_token(shown, "train", number, token)
             assert (said.id, said.weight) == (id, weight)
             assert (", is trained" in said.sentence) == (weight > 0)
             assert ("with weight 0.5" in said.sentence) == (weight == 0.5)
@@ -79,7 +80,7 @@ def test_of_every_token_the_explanation_is_what_the_store_says(tmp_path, options
 
 
 def test_a_target_that_is_another_id_is_named(rollout_target):
-    said = explain(rollout_target, "train", 0, 2)
+    said = explain_token(rollout_target, "train", 0, 2)
     assert (said.id, said.target, said.rule) == (50, 52, "matched")
     assert 'is trained as "4" (id 52): it belongs to an object that was matched' in said.sentence
 
@@ -88,12 +89,13 @@ def test_after_reweighing_the_choice_is_the_new_one(chats, tmp_path):
     reweigh_dataset(chats.path, tmp_path / "last", train_on="last")
     shown = open_view(tmp_path / "last")
     assert (
-        "a later answer is the last, and train_on last trains that one alone" in explain(shown, "train", 1, 9).sentence
+        "a later answer is the last, and train_on last trains that one alone"
+        in explain_token(shown, "train", 1, 9).sentence
     )
-    assert "it is of the last answer, which train_on last trains" in explain(shown, "train", 1, 34).sentence
+    assert "it is of the last answer, which train_on last trains" in explain_token(shown, "train", 1, 34).sentence
 
 
 @pytest.mark.parametrize(("episode", "token"), [(6, 0), (0, 8), (-1, 0), (0, -1)])
 def test_a_token_that_is_not_there_is_a_usage_error(chats, episode, token):
     with pytest.raises(UsageError, match="it has 0 to"):
-        explain(chats, "train", episode, token)
+        explain_token(chats, "train", episode, token)

@@ -14,12 +14,9 @@ from show_fixtures import line, make
 from chatmill.errors import DataError, UsageError
 from chatmill.rows import Role, Rule
 from chatmill.show import index as index_module
-from chatmill.show import index_build
 from chatmill.show.dataset import open_view
-from chatmill.show.index import Filter
-from chatmill.show.index_build import IndexBuilder
-from chatmill.show.search import find, locate, needle_of
-from chatmill.show.text import TokenText
+from chatmill.show.index import Filter, IndexBuilder, source_bit
+from chatmill.show.text import PieceTable, TokenText, find, folded_query, locate
 
 WORDS = ["Mill", "stone", "grain", "Wässer", "ÄÖÜ", "straße", "ΣΑΣ", "wheel", "<|eot|>", "👩\u200d👧", "x"]
 
@@ -34,11 +31,9 @@ def many(tmp_path_factory):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks and slabs so small that borders are everywhere."""
-    for module in (index_module, index_build):
-        monkeypatch.setattr(module, "BLOCK", 64)
-    monkeypatch.setattr(index_module, "RUN", 192)
-    monkeypatch.setattr(index_build, "SLAB", 700)
+    """Blocks and chunks so small that borders are everywhere."""
+    for name, size in (("BLOCK", 64), ("READ", 192), ("CHUNK", 700)):
+        monkeypatch.setattr(index_module, name, size)
 
 
 def built(shown, folder):
@@ -76,11 +71,11 @@ QUERIES = [
 
 def test_the_index_finds_what_a_look_at_every_episode_finds(many, tmp_path, small_blocks):
     index = built(many, tmp_path)
-    assert index.blocks > 100
+    assert len(index.grams) > 100
     for query in QUERIES:
         right = naive(many, query)
-        assert index.search(needle_of(query), 0, 1000, seconds=60).episodes == right, query
-        assert list(find(many, "train", query)) == right, query
+        assert index.search(folded_query(query), 0, 1000, seconds=60).episodes == right, query
+        assert list(find(many.dataset["train"], many.text, query)) == right, query
     assert any(naive(many, query) for query in QUERIES[:6])
 
 
@@ -90,7 +85,7 @@ def test_a_text_is_found_across_every_border_of_blocks(tmp_path, small_blocks, l
     shown = make(tmp_path, [line("q", said)])
     index = built(shown, tmp_path / "index")
     for start in range(len(said) - 12):
-        assert index.search(needle_of(said[start : start + 12]), 0, 10).episodes == [0]
+        assert index.search(folded_query(said[start : start + 12]), 0, 10).episodes == [0]
 
 
 @settings(max_examples=40)
@@ -99,7 +94,7 @@ def test_pages_of_a_search_one_after_the_other_are_all_of_it(many, shared_index,
     right = [number for number in naive_cached(many, query) if number >= start]
     found, at, ended = [], start, False
     while not ended:
-        part = shared_index.search(needle_of(query), at, limit, seconds=0.0)
+        part = shared_index.search(folded_query(query), at, limit, seconds=0.0)
         assert len(part.episodes) <= limit
         assert part.after > at or part.ended
         found += part.episodes
@@ -110,9 +105,8 @@ def test_pages_of_a_search_one_after_the_other_are_all_of_it(many, shared_index,
 @pytest.fixture(scope="module")
 def shared_index(many, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (index_module, index_build):
-            patch.setattr(module, "BLOCK", 64)
-        patch.setattr(index_module, "RUN", 192)
+        patch.setattr(index_module, "BLOCK", 64)
+        patch.setattr(index_module, "READ", 192)
         yield built(many, tmp_path_factory.mktemp("index"))
 
 
@@ -125,6 +119,40 @@ def naive_cached(shown, text: str) -> list[int]:
             ids = shown.row("train", number).ids.tolist()
             TEXTS.append(b"".join(map(shown.text.piece, ids)).decode().casefold())
     return [number for number, said in enumerate(TEXTS) if text.casefold() in said]
+
+
+ALPHABET = "aAbz \x00\n\"'%*_\\(-äÄßΣςσİ你👩"
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Random texts of quotes, wildcards, control characters and letters that case changes, some cut inside of one."""
+    rng = np.random.default_rng(11)
+    folder, lines = tmp_path_factory.mktemp("odd"), []
+    for _ in range(150):
+        lines.append(line(*("".join(rng.choice([*ALPHABET], rng.integers(1, 30))) for _ in range(2))))
+    shown = make(folder, lines, max_tokens=40, fit="windows", shard_tokens=3000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_module, "BLOCK", 64)
+        patch.setattr(index_module, "READ", 192)
+        index = built(shown, folder / "index")
+        texts = []
+        for number in range(len(shown.dataset["train"])):
+            pieces = map(shown.text.piece, shown.row("train", number).ids.tolist())
+            texts.append(b"".join(pieces).decode("utf-8", "surrogateescape").casefold())
+        yield shown, index, texts
+
+
+@settings(max_examples=150)
+@given(st.text(st.sampled_from(ALPHABET + "\ufffd"), min_size=1, max_size=6), st.integers(0, 60), st.booleans())
+def test_odd_queries_of_any_length_find_what_the_decoded_texts_hold(odd, query, least, filtered):
+    shown, index, texts = odd
+    right = [number for number, text in enumerate(texts) if query.casefold() in text]
+    assert list(find(shown.dataset["train"], shown.text, query)) == right
+    kept = index.mask(Filter(least=least)) if filtered else None
+    if filtered:
+        right = [number for number in right if len(shown.row("train", number).ids) >= least]
+    assert index.search(folded_query(query), 0, 10**6, kept=kept, seconds=60).episodes == right
 
 
 def test_filters_keep_what_a_look_at_every_episode_keeps(tmp_path):
@@ -151,10 +179,10 @@ def test_filters_keep_what_a_look_at_every_episode_keeps(tmp_path):
     assert kept(Filter(rules=flag, roles=system)) == [n for n in range(60) if n % 15 == 0]
     assert kept(Filter(least=20, most=40)) == [n for n, length in enumerate(lengths) if 20 <= length <= 40]
     assert kept(Filter(share_from=0.3, share_to=0.5)) == [n for n, share in enumerate(shares) if 0.3 <= share <= 0.5]
-    assert kept(Filter(source=0)) == list(range(60))
+    assert kept(Filter(sources=source_bit(0))) == list(range(60))
     assert kept(Filter()) == list(range(60))
     mask = index.mask(Filter(least=30))
-    assert index.search(needle_of("aaaaa"), 0, 100, kept=mask).episodes == [
+    assert index.search(folded_query("aaaaa"), 0, 100, kept=mask).episodes == [
         n for n in naive(shown, "aaaaa") if lengths[n] >= 30
     ]
 
@@ -164,8 +192,8 @@ def test_sources_past_the_sixty_fourth_share_the_last_bit(tmp_path):
         (tmp_path / f"s{number:02d}.jsonl").write_text(line("a", "b"))
     shown = make_of_files(tmp_path)
     index = built(shown, tmp_path / "index")
-    assert np.flatnonzero(index.mask(Filter(source=5))).tolist() == [5]
-    assert np.flatnonzero(index.mask(Filter(source=63))).tolist() == list(range(63, 70))
+    assert np.flatnonzero(index.mask(Filter(sources=source_bit(5)))).tolist() == [5]
+    assert np.flatnonzero(index.mask(Filter(sources=source_bit(63)))).tolist() == list(range(63, 70))
 
 
 def make_of_files(folder):
@@ -181,11 +209,11 @@ def make_of_files(folder):
 
 def test_an_index_is_opened_again_and_not_made_again(many, tmp_path, monkeypatch):
     first = built(many, tmp_path)
-    monkeypatch.setattr(IndexBuilder, "_fill", None)
+    monkeypatch.setattr(IndexBuilder, "_build", None)
     again = built(many, tmp_path)
     assert again.is_complete
     for query in QUERIES:
-        one, other = (each.search(needle_of(query), 0, 1000, seconds=60) for each in (first, again))
+        one, other = (each.search(folded_query(query), 0, 1000, seconds=60) for each in (first, again))
         assert one == other
 
 
@@ -201,22 +229,22 @@ def test_a_growing_index_knows_what_stands_before_and_is_left_whole_or_not_at_al
     builder = IndexBuilder(many, tmp_path)
     index, seen = builder.indexes["train"], []
     right = naive(many, "mill")
-    add = index_build._TextWriter.add
+    folded = PieceTable.folded
 
-    def watched(writer, text, edges):
-        add(writer, text, edges)
-        found = index.search(needle_of("mill"), 0, 1000, seconds=60)
-        assert found.episodes == [number for number in right if number < index.searched]
+    def watched(table, rows):
+        hits = index.search(folded_query("mill"), 0, 1000, seconds=60)
+        assert hits.episodes == [number for number in right if number < index.searched]
         assert index.filtered == 300
         seen.append(index.searched)
-        if len(seen) == 3:
+        if len(seen) == 4:
             builder._stop.set()
+        return folded(table, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_build._TextWriter, "add", watched)
+        patch.setattr(PieceTable, "folded", watched)
         builder.start()
         builder.wait()
-    assert len(seen) == 3 and seen[-1] < 300
+    assert len(seen) == 4 and seen[0] == 0 and 0 < seen[1] < seen[3] < index.searched < 300
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
     assert built(many, tmp_path).is_complete
 
@@ -225,14 +253,14 @@ def test_leftovers_of_a_killed_viewer_are_replaced(many, tmp_path):
     building = IndexBuilder(many, tmp_path).folder("train").with_suffix(".building")
     building.mkdir(parents=True)
     (building / "text.bin").write_bytes(b"half")
-    assert built(many, tmp_path).search(needle_of("mill"), 0, 1000, seconds=60).episodes == naive(many, "mill")
+    assert built(many, tmp_path).search(folded_query("mill"), 0, 1000, seconds=60).episodes == naive(many, "mill")
     assert not building.exists()
 
 
 def test_two_viewers_at_once_make_one_index(many, tmp_path, monkeypatch):
     made = []
-    fill = IndexBuilder._fill
-    monkeypatch.setattr(IndexBuilder, "_fill", lambda *args: made.append(1) or fill(*args))
+    build = IndexBuilder._build
+    monkeypatch.setattr(IndexBuilder, "_build", lambda *args: made.append(1) or build(*args))
     builders = [IndexBuilder(many, tmp_path) for _ in range(3)]
     for builder in builders:
         builder.start()
@@ -245,7 +273,7 @@ def test_two_viewers_at_once_make_one_index(many, tmp_path, monkeypatch):
 def test_a_damaged_index_is_named_and_can_be_removed(many, tmp_path):
     built(many, tmp_path)
     folder = IndexBuilder(many, tmp_path).folder("train")
-    np.save(folder / "tokens.npy", np.zeros(3))
+    np.save(folder / "columns.npy", np.zeros(3))
     builder = IndexBuilder(many, tmp_path)
     builder.start()
     builder.wait()
@@ -256,7 +284,7 @@ def test_a_place_is_named_by_its_tokens_whatever_folding_does_to_lengths(chats):
     ids = chats.row("train", 2).ids.tolist()  # <|usr|>ä Ö<|eot|><|asst|>ß é<|eot|>
     for query, start, found in (("ä ö", 1, "ä Ö"), ("SS É", 8, "ß é"), ("s", 0, "s"), ("ö<", 4, "Ö<")):
         place = locate(ids, chats.text, query)
-        assert (place.start, place.found) == (start, found), query
+        assert (place.start, place.match) == (start, found), query
         covered = b"".join(chats.text.piece(id) for id in ids[place.start : place.stop]).decode()
         assert query.casefold() in covered.casefold()
     assert locate(ids, chats.text, "none of it") is None
@@ -264,9 +292,9 @@ def test_a_place_is_named_by_its_tokens_whatever_folding_does_to_lengths(chats):
 
 def test_nothing_cannot_be_searched_for():
     with pytest.raises(UsageError, match="nothing to search for"):
-        needle_of("")
+        folded_query("")
 
 
 def test_without_its_tokenizer_a_dataset_cannot_be_searched(many):
     with pytest.raises(DataError, match="--tokenizer"):
-        next(find(replace(many, text=TokenText(None)), "train", "mill"))
+        next(find(many.dataset["train"], TokenText(None), "mill"))

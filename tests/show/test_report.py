@@ -1,4 +1,4 @@
-"""The report: one page that loads nothing, runs nothing, and says what the survey says."""
+"""The report: one page that loads nothing, runs nothing, and says what the statistics say."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from show_fixtures import HOSTILE, line, make
 
 from chatmill.show.charts import compact, nice
-from chatmill.show.report import BLOCK_SIZES, SAMPLES, report
-from chatmill.show.stats import survey
+from chatmill.show.report import BLOCK_SIZES, SAMPLES, report_html
+from chatmill.show.stats import split_stats
 
 EMPTY = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -46,9 +46,9 @@ class Page(HTMLParser):
 
 
 def page_of(shown) -> str:
-    splits = [name for name in shown.dataset.splits if len(shown.dataset[name])]
-    surveys = [survey(shown.dataset[name], name, block_sizes=BLOCK_SIZES) for name in splits]
-    return report(shown, surveys, version="0")
+    names = [name for name in shown.dataset.splits if len(shown.dataset[name])]
+    splits = [split_stats(shown.dataset[name], name, block_sizes=BLOCK_SIZES) for name in names]
+    return report_html(shown, splits, version="0")
 
 
 def test_the_page_is_whole_loads_nothing_and_runs_nothing(hostile):

@@ -13,9 +13,8 @@ from viewing import viewer as running
 
 from chatmill.errors import DataError, UsageError
 from chatmill.load.config import LoadConfig
-from chatmill.show.index import Filter
 from chatmill.show.text import TokenText
-from chatmill.show.viewer import MAP, TOKENS, Viewer, drawn, filter_from
+from chatmill.show.viewer import STRIP, TOKENS, Viewer, strip
 
 
 @pytest.fixture(scope="module")
@@ -25,25 +24,25 @@ def shown(tmp_path_factory):
 
 def test_before_the_index_is_made_the_list_is_there_and_the_rest_waits(shown, tmp_path):
     viewer = Viewer(shown, cache=tmp_path)
-    plain = viewer.episodes("train", Filter(), "", 0, 10)
+    plain = viewer.episodes("train", limit=10)
     assert ([each["episode"] for each in plain["episodes"]], plain["next"], plain["matching"]) == (
         list(range(10)),
         10,
         30,
     )
-    for wanted, query in ((Filter(least=20), ""), (Filter(), "question")):
-        page = viewer.episodes("train", wanted, query, 0, 10)
+    for wanted in ({"least": 20}, {"q": "question"}):
+        page = viewer.episodes("train", **wanted, limit=10)
         assert (page["episodes"], page["next"], page["waiting"]) == ([], 0, True)
     assert viewer.about()["index"]["train"]["roles"] is None
     viewer.builder.start()
     viewer.builder.wait()
     assert viewer.about()["index"]["train"]["roles"] == ["user", "assistant"]
-    page = viewer.episodes("train", Filter(least=30), "", 0, 5)
+    page = viewer.episodes("train", least=30, limit=5)
     lengths = [len(shown.row("train", n).ids) for n in range(30)]
     right = [n for n, length in enumerate(lengths) if length >= 30]
     assert [each["episode"] for each in page["episodes"]] == right[:5]
     assert (page["matching"], page["waiting"], page["next"]) == (len(right), False, right[5])
-    page = viewer.episodes("train", Filter(least=30), "Question 2", 0, 200)
+    page = viewer.episodes("train", least=30, q="Question 2", limit=200)
     assert [each["episode"] for each in page["episodes"]] == [
         n for n in right if f"question {n}".startswith("question 2")
     ]
@@ -56,11 +55,11 @@ def test_an_index_that_cannot_be_made_and_text_that_cannot_be_read_are_said(show
     viewer.builder.start()
     viewer.builder.wait()
     with pytest.raises(DataError, match="the index could not be made"):
-        viewer.episodes("train", Filter(least=1), "", 0)
-    assert len(viewer.episodes("train", Filter(), "", 0)["episodes"]) == 30
+        viewer.episodes("train", least=1)
+    assert len(viewer.episodes("train")["episodes"]) == 30
     blind = Viewer(replace(shown, text=TokenText(None), without_text="not here"), cache=tmp_path / "index")
     with pytest.raises(DataError, match="no text to search: not here"):
-        blind.episodes("train", Filter(), "question", 0)
+        blind.episodes("train", q="question")
 
 
 def test_tokens_come_in_pieces_that_make_up_the_episode(tmp_path):
@@ -75,7 +74,7 @@ def test_tokens_come_in_pieces_that_make_up_the_episode(tmp_path):
         if part["stop"] == part["tokens"]:
             break
         start = part["stop"]
-    assert ids == viewer._shown.row("train", 0).ids.tolist()
+    assert ids == viewer._view.row("train", 0).ids.tolist()
     assert sorted(set(spans)) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5004), (5004, 5005)]
     assert turns == [0, 1, 1, 1]
 
@@ -95,12 +94,12 @@ def test_the_conversations_of_a_packed_row_are_named_with_their_places(tmp_path)
 def test_a_strip_is_as_long_as_its_row_and_says_who_speaks(tmp_path):
     many = make(tmp_path, [line(*(f"{n}" for n in range(200)))])
     row = many.row("train", 0)
-    assert len(row.spans) > MAP
-    strip = drawn(row)
-    assert sum(size for *_, size in strip) == len(row.ids)
-    assert {(role, on) for role, on, _ in strip} == {("user", False), ("assistant", False), ("assistant", True)}
+    assert len(row.spans) > STRIP
+    runs = strip(row)
+    assert sum(size for *_, size in runs) == len(row.ids)
+    assert {(role, on) for role, on, _ in runs} == {("user", False), ("assistant", False), ("assistant", True)}
     few = make(tmp_path, [line("hi", "yo")], file="few.jsonl").row("train", 0)
-    assert drawn(few) == [["user", False, 4], ["assistant", False, 1], ["assistant", True, 3]]
+    assert strip(few) == [["user", False, 4], ["assistant", False, 1], ["assistant", True, 3]]
 
 
 def test_where_a_config_packs_an_episode_has_neighbours(shown, tmp_path):
@@ -114,11 +113,15 @@ def test_where_a_config_packs_an_episode_has_neighbours(shown, tmp_path):
     assert all(lengths[n] + sum(lengths[each] for each in others) <= 65 for n, others in together.items())
 
 
-def test_a_filter_of_names_that_are_not_there_is_a_usage_error():
-    assert filter_from(roles=["user", "user"], rules=["flag"], source="b", sources=["a", "b"]) == Filter(2, 4, 1)
-    for wrong in ({"roles": ["bot"]}, {"rules": ["luck"]}, {"source": "c", "sources": ["a"]}):
+def test_a_filter_of_names_that_are_not_there_is_a_usage_error(shown, tmp_path):
+    viewer = Viewer(shown, cache=tmp_path)
+    viewer.builder.start()
+    viewer.builder.wait()
+    assert viewer.episodes("train", role=["user", "user"], rule=["role"], source="chat")["matching"] == 30
+    assert viewer.episodes("train", rule=["flag"])["matching"] == 0
+    for wrong in ({"role": ["bot"]}, {"rule": ["luck"]}, {"source": "c"}):
         with pytest.raises(UsageError, match="no such role, rule or source"):
-            filter_from(**wrong)
+            viewer.episodes("train", **wrong)
 
 
 def test_the_config_of_a_run_is_taken_for_its_order_whatever_else_it_says(shown, tmp_path):

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.options import AsJson, echo_json
-from chatmill.cli.show import Dataset, ItsTokenizer, Split
+from chatmill.cli.show import Dataset, ItsTokenizer, Split, warn_without_text
 from chatmill.errors import UsageError, one_line
-from chatmill.show import explain as shown_explain
-from chatmill.show.dataset import open_view, split_of
+from chatmill.show.dataset import open_view
+from chatmill.show.explain import explain_token
 
 
 def explain(
@@ -34,12 +34,10 @@ def explain(
     numbers = re.fullmatch(r"(\d{1,18}):(\d{1,18})", token, re.ASCII)
     if numbers is None:
         raise UsageError(f'"{one_line(token)}" is no token; expected EPISODE:TOKEN, such as 3:17')
-    shown = open_view(dataset, tokenizer)
-    name, _ = split_of(shown, split)
-    found = shown_explain.explain(shown, name, int(numbers[1]), int(numbers[2]))
+    view = open_view(dataset, tokenizer)
+    explanation = explain_token(view, view.split_named(split)[0], int(numbers[1]), int(numbers[2]))
     if as_json:
-        echo_json(asdict(found))
+        echo_json(asdict(explanation))
         return
-    typer.echo(found.sentence)
-    if shown.without_text is not None:
-        typer.echo(f"chatmill: tokens are shown as ids: {shown.without_text}", err=True)
+    typer.echo(explanation.sentence)
+    warn_without_text(view)

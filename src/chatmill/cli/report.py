@@ -9,11 +9,10 @@ import typer
 
 from chatmill import __version__
 from chatmill.cli.options import AsJson, echo_json
-from chatmill.cli.show import Dataset, ItsTokenizer
-from chatmill.cli.stats import surveys_of
+from chatmill.cli.show import Dataset, ItsTokenizer, warn_without_text
+from chatmill.cli.stats import stats_of
 from chatmill.show.dataset import open_view
-from chatmill.show.report import BLOCK_SIZES
-from chatmill.show.report import report as show_report
+from chatmill.show.report import BLOCK_SIZES, report_html
 from chatmill.store.files import refuse_existing, write_file
 
 
@@ -34,17 +33,15 @@ def report(
       chatmill report data/chat_sft -o report.html
       chatmill report data/chat_sft --tokenizer tokenizer.json -o report.html --overwrite --json
     """
-    shown = open_view(dataset, tokenizer)
+    view = open_view(dataset, tokenizer)
     refuse_existing(output, overwrite=overwrite)
-    surveys = surveys_of(shown, None, BLOCK_SIZES)
-    page = show_report(shown, surveys, version=__version__).encode()
+    splits = stats_of(view, None, BLOCK_SIZES)
+    page = report_html(view, splits, version=__version__).encode()
     write_file(output, page, overwrite=overwrite)
     if as_json:
-        splits = {each.split: each.rows for each in surveys}
-        echo_json({"path": str(output), "bytes": len(page), "episodes": splits, "sha256": shown.dataset.sha256})
+        episodes = {each.split: each.rows for each in splits}
+        echo_json({"path": str(output), "bytes": len(page), "episodes": episodes, "sha256": view.dataset.sha256})
         return
-    typer.echo(
-        f"{output}: {len(page):,} bytes, {', '.join(f'{each.rows:,} episodes of {each.split}' for each in surveys)}"
-    )
-    if shown.without_text is not None:
-        typer.echo(f"chatmill: tokens are shown as ids: {shown.without_text}", err=True)
+    counts = ", ".join(f"{each.rows:,} episodes of {each.split}" for each in splits)
+    typer.echo(f"{output}: {len(page):,} bytes, {counts}")
+    warn_without_text(view)

@@ -10,8 +10,8 @@ import typer
 from chatmill.cli.options import AsJson, echo_json, tell_table
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.show.dataset import open_view
+from chatmill.show.row_view import preview
 from chatmill.show.text import TokenText
-from chatmill.show.turns import first_words
 
 if TYPE_CHECKING:
     from chatmill.train.metrics_log import RowsData
@@ -96,7 +96,7 @@ class StepEpisodes:
         found = conversation(self._sources, "train", row.episode, row.segment)
         if found is None:
             raise DataError(f"{self._path}: has no episode {row.episode}; the lines of the run are damaged")
-        return About(found.place, first_words(found.row, self._texts[found.source.path], WORDS))
+        return About(found.place, preview(found.row, self._texts[found.source.path], WORDS))
 
 
 def newest_run(folder: Path) -> Path:

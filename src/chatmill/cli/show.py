@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -16,11 +15,11 @@ from rich.text import Text
 from chatmill.cli.options import AsJson, counting
 from chatmill.errors import UsageError
 from chatmill.records.shapes.decode import json_line
-from chatmill.show.conversation import conversation_lines, place_name, title, token_lines
-from chatmill.show.dataset import DatasetView, open_view, split_of
-from chatmill.show.row_json import row_json
-from chatmill.show.search import find, locate
-from chatmill.show.turns import first_words
+from chatmill.rows import Rows
+from chatmill.show.dataset import DatasetView, open_view
+from chatmill.show.row_view import place_name, preview, row_json, trained_tokens
+from chatmill.show.terminal import conversation_lines, conversation_title, token_lines
+from chatmill.show.text import find, locate
 
 LISTED = 10
 
@@ -70,76 +69,70 @@ def show(
         raise UsageError("an episode is named and a text to search for too; give one of them")
     if episode is None and decode:
         raise UsageError("--decode shows the tokens of one episode; name it")
-    shown = open_view(dataset, tokenizer)
-    name, episodes = split_of(shown, split)
+    view = open_view(dataset, tokenizer)
+    name, episodes = view.split_named(split)
     console = Console(highlight=False, soft_wrap=True)
-    if shown.without_text is not None:
-        typer.echo(f"chatmill: tokens are shown as ids: {shown.without_text}", err=True)
+    warn_without_text(view)
+    of = f"{len(episodes):,} episodes of {name}"
     if episode is not None:
-        _show_one(shown, name, episode, console, decode=decode, as_json=as_json)
-    elif search is None:
-        count = _list(shown, name, range(min(limit, len(episodes))), None, console, as_json=as_json)
-        if not as_json:
-            typer.echo(f"{count:,} of {len(episodes):,} episodes of {name}")
+        _show_one(view, name, episode, console, decode=decode, as_json=as_json)
+        return
+    if search is None:
+        count = _list(view, name, range(min(limit, len(episodes))), None, console, as_json=as_json)
+        summary = f"{count:,} of {of}"
     else:
         with counting("episodes") as advance:
-            hits = islice(find(shown, name, search, progress=advance), limit + 1)
-            count = _list(shown, name, hits, search, console, most=limit, as_json=as_json)
-        if not as_json:
-            of = f"{len(episodes):,} episodes of {name}"
-            if count > limit:
-                typer.echo(f"{limit:,} shown; more of {of} hold it")
-            else:
-                typer.echo(f"{count:,} of {of} hold it")
+            hits = find(episodes, view.text, search, progress=advance)
+            count = _list(view, name, islice(hits, limit), search, console, as_json=as_json)
+            has_more = next(hits, None) is not None
+        summary = f"{limit:,} shown; more of {of} hold it" if has_more else f"{count:,} of {of} hold it"
+    if not as_json:
+        typer.echo(summary)
 
 
-def _show_one(shown: DatasetView, split: str, episode: int, console: Console, *, decode: bool, as_json: bool) -> None:
-    row = shown.row(split, episode)
+def warn_without_text(view: DatasetView) -> None:
+    """Say on standard error why tokens are shown as ids, if they are."""
+    if view.without_text is not None:
+        typer.echo(f"chatmill: tokens are shown as ids: {view.without_text}", err=True)
+
+
+def _show_one(view: DatasetView, split: str, episode: int, console: Console, *, decode: bool, as_json: bool) -> None:
+    row = view.row(split, episode)
     if as_json:
-        said = {"split": split, "episode": episode, **row_json(row)}
-        _write_json({**said, "tokens": shown.text.tokens(row.ids.tolist())})
+        tokens = view.text.tokens(row.ids.tolist())
+        _write_json({"split": split, "episode": episode, **row_json(row), "tokens": tokens})
         return
-    _print([title(row, split, episode)], console)
-    lines = token_lines(row, shown.text) if decode else conversation_lines(row, shown.text, plain=not _colours(console))
+    _print([conversation_title(row, split, episode)], console)
+    lines = token_lines(row, view.text) if decode else conversation_lines(row, view.text, plain=not _colours(console))
     _print(lines, console)
 
 
 def _list(
-    shown: DatasetView,
-    split: str,
-    numbers: Iterable[int],
-    query: str | None,
-    console: Console,
-    *,
-    most: int | None = None,
-    as_json: bool,
+    view: DatasetView, split: str, numbers: Iterable[int], query: str | None, console: Console, *, as_json: bool
 ) -> int:
-    """One line for each episode, up to `most` of them; how many numbers there were."""
+    """One line for each episode; returns how many there were."""
     count = 0
     for number in numbers:
         count += 1
-        if most is not None and count > most:
-            continue
-        row = shown.row(split, number)
-        trained = int(np.count_nonzero(row.mask()))
-        place = place_name(row, 0) if len(row.origins) == 1 else f"{len(row.origins)} segments"
-        words = _words(shown, row, query)
+        row = view.row(split, number)
+        tokens, trained, place = len(row.ids), trained_tokens(row), place_name(row)
+        text = _excerpt(view, row, query)
         if as_json:
-            said: dict[str, Any] = {"split": split, "episode": number, "tokens": len(row.ids), "trained": trained}
-            _write_json({**said, "place": place, "text": words.plain})
-            continue
-        share = trained / len(row.ids) if len(row.ids) else 0
-        line = Text(f"{number:>7,}  {place}  {len(row.ids):,} tokens, {share:.0%} trained  ")
-        _print([line.append_text(words)], console)
+            counts = {"split": split, "episode": number, "tokens": tokens, "trained": trained}
+            _write_json({**counts, "place": place, "text": text.plain})
+        else:
+            share = trained / tokens if tokens else 0
+            line = Text(f"{number:>7,}  {place}  {tokens:,} tokens, {share:.0%} trained  ")
+            _print([line.append_text(text)], console)
     return count
 
 
-def _words(shown: DatasetView, row: Any, query: str | None) -> Text:
-    """What a row is about, or where in it the text is that was searched for."""
-    found = None if query is None else locate(row.ids.tolist(), shown.text, query)
-    if found is not None:
-        return Text(found.before, style="dim").append(found.found, style="bold yellow").append(found.after, style="dim")
-    return Text(first_words(row, shown.text), style="dim")
+def _excerpt(view: DatasetView, row: Rows, query: str | None) -> Text:
+    """The beginning of the row, or the text around the first match of the query."""
+    match = None if query is None else locate(row.ids.tolist(), view.text, query)
+    if match is None:
+        return Text(preview(row, view.text), style="dim")
+    return Text(match.before, style="dim").append(match.match, style="bold yellow").append(match.after, style="dim")
 
 
 def _colours(console: Console) -> bool:
@@ -147,17 +140,12 @@ def _colours(console: Console) -> bool:
 
 
 def _print(lines: Iterable[Text], console: Console) -> None:
-    """Lines for a person, in colour; for a pipe as they are, and quickly, however many there are."""
+    """Print in colour to a terminal; to a pipe as plain text, without the cost of rich."""
     if _colours(console):
         for line in lines:
             console.print(line)
     else:
-        sys.stdout.writelines(_plain(lines))
-
-
-def _plain(lines: Iterable[Text]) -> Iterator[str]:
-    for line in lines:
-        yield f"{line.plain}\n"
+        sys.stdout.writelines(f"{line.plain}\n" for line in lines)
 
 
 def _write_json(value: Any) -> None:

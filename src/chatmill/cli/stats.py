@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -11,7 +10,7 @@ from chatmill.cli.options import AsJson, counting, echo_json, tell_ledger, tell_
 from chatmill.cli.show import Dataset
 from chatmill.config import LONGEST
 from chatmill.show.dataset import DatasetView, open_view
-from chatmill.show.stats import BLOCK_SIZES, QUANTILES, SplitStats, survey
+from chatmill.show.stats import BLOCK_SIZES, QUANTILES, SplitStats, split_stats
 from chatmill.show.text import visible
 
 BlockSizes = Annotated[
@@ -43,57 +42,44 @@ def stats(
       chatmill stats data/chat_sft --split train --block-size 2048 --block-size 4096
       chatmill stats data/chat_sft --json
     """
-    shown = open_view(dataset)
-    surveys = surveys_of(shown, split, tuple(block_size or BLOCK_SIZES))
+    view = open_view(dataset)
+    splits = stats_of(view, split, tuple(block_size or BLOCK_SIZES))
     if as_json:
-        ledger = None if shown.ledger is None else shown.ledger.to_json()
-        splits = {each.split: survey_json(each) for each in surveys}
-        echo_json({"path": str(dataset), "sha256": shown.dataset.sha256, "splits": splits, "ledger": ledger})
+        ledger = None if view.ledger is None else view.ledger.to_json()
+        echo_json(
+            {
+                "path": str(dataset),
+                "sha256": view.dataset.sha256,
+                "splits": {each.split: each.to_json() for each in splits},
+                "ledger": ledger,
+            }
+        )
         return
-    for each in surveys:
+    for each in splits:
         _tell(each)
-    if shown.ledger is not None:
+    if view.ledger is not None:
         typer.echo("ledger")
-        tell_ledger(shown.ledger)
+        tell_ledger(view.ledger)
 
 
-def surveys_of(shown: DatasetView, split: str | None, block_sizes: tuple[int, ...]) -> list[SplitStats]:
-    """A survey of the split that is named, or of all that hold an episode."""
-    names = [split] if split is not None else [name for name in shown.dataset.splits if len(shown.dataset[name])]
+def stats_of(view: DatasetView, split: str | None, block_sizes: tuple[int, ...]) -> list[SplitStats]:
+    """The statistics of the split that is named, or of all that have an episode."""
+    names = [split] if split is not None else [name for name in view.dataset.splits if len(view.dataset[name])]
     with counting("rows") as advance:
-        return [survey(shown.dataset[name], name, block_sizes=block_sizes, progress=advance) for name in names]
+        return [split_stats(view.dataset[name], name, block_sizes=block_sizes, progress=advance) for name in names]
 
 
-def survey_json(found: SplitStats) -> dict[str, Any]:
-    return {
-        "rows": found.rows,
-        "segments": found.segments,
-        "tokens": found.tokens,
-        "trained": found.trained,
-        "trained_share": found.share,
-        "untrained_rows": found.untrained_rows,
-        **{
-            table: {name: {"tokens": count.tokens, "trained": count.trained} for name, count in counts.items()}
-            for table, counts in (("roles", found.roles), ("parts", found.parts), ("rules", found.rules))
-        },
-        "sources": {name: asdict(count) for name, count in found.sources.items()},
-        "length_quantiles": {f"{share:g}": found.quantile(share) for share in QUANTILES},
-        "longest": [asdict(row) for row in found.longest],
-        "fill": [asdict(fill) for fill in found.fills],
-    }
-
-
-def _tell(found: SplitStats) -> None:
+def _tell(stats: SplitStats) -> None:
     typer.echo(
-        f"{found.split}: {found.rows:,} rows, {found.segments:,} segments, {found.tokens:,} tokens, "
-        f"{found.trained:,} trained ({found.share:.1%})"
+        f"{stats.split}: {stats.rows:,} rows, {stats.segments:,} segments, {stats.tokens:,} tokens, "
+        f"{stats.trained:,} trained ({stats.share:.1%})"
     )
-    if found.untrained_rows:
-        typer.echo(f"look: {found.untrained_rows:,} rows have no trained token")
+    if stats.untrained_rows:
+        typer.echo(f"look: {stats.untrained_rows:,} rows have no trained token")
     names = ("least", "5%", "25%", "median", "75%", "95%", "99%", "most")
-    quantiles = ", ".join(f"{name} {found.quantile(q):,}" for name, q in zip(names, QUANTILES, strict=True))
+    quantiles = ", ".join(f"{name} {stats.quantile(q):,}" for name, q in zip(names, QUANTILES, strict=True))
     typer.echo(f"tokens of a row: {quantiles}\n")
-    for what, counts in (("role", found.roles), ("source", found.sources), ("rule", found.rules)):
+    for what, counts in (("role", stats.roles), ("source", stats.sources), ("rule", stats.rules)):
         tell_table(
             (what.ljust(16),),
             ("tokens", "share", "trained", "of them"),
@@ -101,7 +87,7 @@ def _tell(found: SplitStats) -> None:
                 (
                     visible(name),
                     f"{count.tokens:,}",
-                    _share(count.tokens, found.tokens),
+                    _share(count.tokens, stats.tokens),
                     f"{count.trained:,}",
                     _share(count.trained, count.tokens),
                 )
@@ -114,7 +100,7 @@ def _tell(found: SplitStats) -> None:
         ("fill alone", "fill packed", "packed rows", "rows cut"),
         [
             (f"{fill.block_size:,}", f"{fill.alone:.1%}", f"{fill.packed:.1%}", f"{fill.rows:,}", f"{fill.cut:,}")
-            for fill in found.fills
+            for fill in stats.fills
         ],
     )
     typer.echo()
@@ -123,12 +109,12 @@ def _tell(found: SplitStats) -> None:
         ("tokens", "trained"),
         [
             (
-                f"{found.split} {row.episode}",
+                f"{stats.split} {row.episode}",
                 "-" if row.file is None else f"{visible(row.file, limit=200)}:{row.line}",
                 f"{row.tokens:,}",
                 _share(row.trained, row.tokens),
             )
-            for row in found.longest[:5]
+            for row in stats.longest[:5]
         ],
     )
     typer.echo()

@@ -13,7 +13,7 @@ from chatmill.cli.show import Dataset, ItsTokenizer
 from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
 from chatmill.show.dataset import open_view
-from chatmill.show.schedule import audit_logs
+from chatmill.show.order_view import audit_logs
 from chatmill.show.viewer import Viewer
 
 
@@ -58,10 +58,9 @@ def view(
         from chatmill.show.server import serve
     except ImportError as error:
         raise UsageError(f"the viewer needs {error.name}: pip install 'chatmill[view]'") from None
-    shown = open_view(dataset, tokenizer)
     cache = index or _cache()
     viewer = Viewer(
-        shown,
+        open_view(dataset, tokenizer),
         cache=cache,
         config=None if config is None else LoadConfig.of_run(config),
         logs=audit_logs(audit or []),
@@ -79,6 +78,6 @@ def view(
 
 
 def _cache() -> Path:
-    """Where programs of this user keep what can be made again."""
+    """The folder for indexes in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "chatmill" / "view"

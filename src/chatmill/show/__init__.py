@@ -1,10 +1,56 @@
-"""See every token, why it is trained, and what the data looks like; all of it read off the stored spans.
+"""Show datasets: in the terminal, as a report, and in a browser. Everything is read from the stored spans.
 
-text, dataset                 what tokens stand for, made harmless; a dataset with its tokenizer
-turns, explain                who speaks in a row; why a token has its weight
-terminal, conversation        rows in the terminal, span by span and turn by turn
-survey, charts, report        the whole in numbers, and as a page
-search, index, index_build    texts in many episodes, and the index that finds them at once
-raw, schedule                 the record behind an episode; when an episode comes
-viewer, server, page/         what the browser may ask, who answers it, and the page that asks
+text, dataset           the text of tokens, escaped and searched; a dataset with its tokenizer
+row_view, explain       the turns, spans and origins of a row; why a token is trained or context
+terminal                rows in the terminal: by span, by turn, by token
+stats, charts, report   statistics of a split, and an HTML page about a dataset
+index                   the viewer's index for filters and search
+source_record           the record that a segment was rendered from
+order_view              when an episode is trained
+viewer, server, page/   the viewer's JSON API, its HTTP server, and the page
+
+Names are imported when they are first used.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if _TYPE_CHECKING:
+    from chatmill.show.dataset import DatasetView as DatasetView
+    from chatmill.show.dataset import open_view as open_view
+    from chatmill.show.explain import Explanation as Explanation
+    from chatmill.show.explain import explain_token as explain_token
+    from chatmill.show.report import report_html as report_html
+    from chatmill.show.stats import SplitStats as SplitStats
+    from chatmill.show.stats import split_stats as split_stats
+    from chatmill.show.terminal import conversation_lines as conversation_lines
+    from chatmill.show.terminal import span_lines as span_lines
+    from chatmill.show.terminal import token_lines as token_lines
+    from chatmill.show.text import TokenText as TokenText
+    from chatmill.show.text import visible as visible
+    from chatmill.show.viewer import Viewer as Viewer
+
+_MODULES = {
+    "dataset": "DatasetView open_view",
+    "explain": "Explanation explain_token",
+    "report": "report_html",
+    "stats": "SplitStats split_stats",
+    "terminal": "conversation_lines span_lines token_lines",
+    "text": "TokenText visible",
+    "viewer": "Viewer",
+}
+_HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

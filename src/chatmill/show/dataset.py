@@ -1,4 +1,4 @@
-"""A dataset to look at: opened, with the tokenizer that its tokens are read with."""
+"""An open dataset together with the tokenizer that decodes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class DatasetView:
-    """An open dataset or cache; `without_text` says why its tokens are shown as ids, if they are."""
+    """An open dataset or cache and the text of its tokens; `without_text` says why that is missing, if it is."""
 
     dataset: Dataset
     text: TokenText
@@ -38,7 +38,7 @@ class DatasetView:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The options that determined the dataset, as far as it remembers them."""
+        """The options that the dataset was built with, as far as its metadata has them."""
         return {} if self.dataset.metadata is None else self.dataset.metadata.config
 
     @property
@@ -54,36 +54,41 @@ class DatasetView:
         return episodes.rows([episode])
 
     def shape_of(self, file: str) -> str | None:
-        """The shape that the records of a file were read as."""
+        """The record shape that a file was read with."""
         return next((str(entry["shape"]) for entry in self._sources(file) if "shape" in entry), None)
 
     def train_on(self, file: str | None) -> TrainOn | None:
-        """Whose turns were trained of the records of a file, as far as the dataset says."""
+        """The `train_on` that the records of a file were prepared with, if the metadata has it."""
+        value = self.config.get("train_on")
         if "reweighed_from" not in self.config:
-            for entry in self._sources(file):
-                return _choice(entry.get("train_on"))
-        return _choice(self.config.get("train_on"))
+            value = next((entry.get("train_on") for entry in self._sources(file)), value)
+        return value if value in ("assistant", "last", "all") else None
 
     def _sources(self, file: str | None) -> Iterator[Mapping[str, Any]]:
-        """What the metadata says of a file: its shape, its source, whose turns are trained."""
+        """The metadata of an input file: its shape, its source, its `train_on`."""
         listed = self.config.get("sources")
         for entry in listed if isinstance(listed, list) else ():
             if isinstance(entry, dict) and entry.get("file") == file:
                 yield entry
 
-
-def _choice(value: Any) -> TrainOn | None:
-    return value if value in ("assistant", "last", "all") else None
+    def split_named(self, split: str | None) -> tuple[str, Episodes]:
+        """The split of this name; of no name, the first that has an episode."""
+        if split is None:
+            split = next((name for name in self.dataset.splits if len(self.dataset[name])), "train")
+        return split, self.dataset[split]
 
 
 def open_view(path: str | Path, tokenizer: str | None = None) -> DatasetView:
-    """A dataset or cache with its tokenizer: the one named, which must be the right one, or the one found beside it."""
+    """Open a dataset or cache with the tokenizer it was built with: the one named, or one that is found beside it.
+
+    A tokenizer that is named must have the hash that the dataset records.
+    """
     folder = Path(path)
     dataset = open_cache(folder) if is_cache(folder) else open_dataset(folder)
-    built_with, control, besides, name = _remembered(dataset)
+    built_with, control, besides, name = _tokenizer_metadata(dataset)
 
     def opened(spec: str | Path) -> Tokenizer:
-        # What the dataset's tokenizer had added is added; the hash then says whether that is the same one.
+        # Tokens that were added to the dataset's tokenizer are added; then the hash says whether it is the same one.
         return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
 
     if tokenizer is not None:
@@ -98,26 +103,26 @@ def open_view(path: str | Path, tokenizer: str | None = None) -> DatasetView:
         return DatasetView(dataset, TokenText(None), "the dataset does not say its tokenizer; name it with --tokenizer")
     for spec in _candidates(folder, name):
         try:
-            found = opened(spec)
+            candidate = opened(spec)
         except ChatmillError:
             continue
-        if found.sha256 == built_with:
-            return DatasetView(dataset, TokenText(found), None)
+        if candidate.sha256 == built_with:
+            return DatasetView(dataset, TokenText(candidate), None)
     called = f"{one_line(name, 200)} ({built_with[:12]}…)" if name else f"{built_with[:12]}…"
     return DatasetView(dataset, TokenText(None), f"its tokenizer {called} is not here; name it with --tokenizer")
 
 
 def _candidates(folder: Path, name: str | None) -> Iterator[str | Path]:
-    """Where a tokenizer of this name may lie: beside the dataset, or here."""
+    """Where a tokenizer of this name may be: in the dataset, beside it, or in the working directory."""
     if name is None or name == "bytes":
         yield "bytes"
-        return
-    places = [folder / name, folder.resolve().parent / name, Path(name)]
-    yield from dict.fromkeys(place for place in places if Path(name).name == name and place.exists())
+    elif Path(name).name == name:
+        places = (folder / name, folder.resolve().parent / name, Path(name))
+        yield from dict.fromkeys(place for place in places if place.exists())
 
 
-def _remembered(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
-    """What a dataset says of its tokenizer: hash, control tokens by key, further ones, name."""
+def _tokenizer_metadata(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
+    """What a dataset records of its tokenizer: hash, control tokens by key, further added tokens, name."""
     if isinstance(dataset, PrimerCache):
         try:
             control = dict(load_format(dataset.meta.format).tokens)
@@ -126,14 +131,7 @@ def _remembered(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str
         return dataset.meta.tokenizer_sha256, control, (), None
     if dataset.metadata is None:
         return None, {}, (), None
-    found = dataset.tokenizer_state()
-    state: dict[str, Any] = found if isinstance(found, dict) else {}
+    stored = dataset.tokenizer_state()
+    state: dict[str, Any] = stored if isinstance(stored, dict) else {}
     tokenizer = dataset.metadata.tokenizer
     return tokenizer["sha256"], state.get("control", {}), tuple(state.get("besides", ())), tokenizer["name"]
-
-
-def split_of(shown: DatasetView, split: str | None) -> tuple[str, Episodes]:
-    """The split that is meant: the one named, or the first that holds an episode."""
-    if split is None:
-        split = next((name for name in shown.dataset.splits if len(shown.dataset[name])), "train")
-    return split, shown.dataset[split]

@@ -1,18 +1,18 @@
-"""Why a token is trained, or is not: the rule that its span was given, in one sentence."""
+"""Explain in one sentence why a token is trained or is context, from the rule of its span."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from chatmill.errors import UsageError
-from chatmill.rows import NO_FILE, NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule, TrainOn
+from chatmill.rows import Part, Role, Rule, TrainOn
 from chatmill.show.dataset import DatasetView
+from chatmill.show.row_view import SpanView, origin_of, span_views
 from chatmill.show.text import visible
 
-SPEAKERS = {
+ROLES = {
     Role.SYSTEM: "the system message",
     Role.USER: "the user",
     Role.ASSISTANT: "the assistant",
@@ -51,19 +51,9 @@ REASONS = {
 }
 
 
-class TokenPlace(NamedTuple):
-    """The segment, the span and the origin of one token of a row."""
-
-    segment: int
-    span: int
-    file: str | None
-    line: int | None
-    source: str | None
-
-
 @dataclass(frozen=True)
 class Explanation:
-    """All that is known of a token. `text` and `target_text` hold nothing that could act on a screen."""
+    """What is known of a token. `text` and `target_text` are escaped; file and source are as the dataset has them."""
 
     split: str
     episode: int
@@ -78,7 +68,7 @@ class Explanation:
     source: str | None
     segment: int
     position: int
-    """Its place in the segment."""
+    """Its position in the segment."""
     message: int | None
     role: str
     part: str
@@ -88,83 +78,59 @@ class Explanation:
     sentence: str
 
 
-def explain(shown: DatasetView, split: str, episode: int, token: int) -> Explanation:
-    """Say of one token what it is and why it is trained, or is not."""
-    row = shown.row(split, episode)
+def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Explanation:
+    """What one token of an episode is, where it came from, and why it is trained or context."""
+    row = view.row(split, episode)
     if not 0 <= token < len(row.ids):
         right = f"it has 0 to {len(row.ids) - 1:,}" if len(row.ids) else "it has none"
-        raise UsageError(f"{shown.path}: no token {token} in episode {episode} of {split}; {right}")
-    place = place_of(row, token)
-    span = row.spans[place.span]
-    role, part, rule = Role(span["role"]), Part(span["part"]), Rule(span["rule"])
-    weight, id = float(span["weight"]), int(row.ids[token])
-    target = None if span["target"] == OWN_ID else int(span["target"])
-    position = token - int(row.segment_start[place.segment])
-    reason = reason_for(rule, weight=weight, role=role, part=part, train_on=shown.train_on(place.file))
-    message = None if span["message"] == NO_MESSAGE else int(span["message"])
-    said = f"{PARTS[part]} of {role.name.lower()} message {message}" if message is not None else PARTS[part]
-    where = f", from {visible(place.file)}:{place.line}" if place.file is not None else ""
-    if weight == 0:
-        what = "is context"
-    else:
-        what = f"is trained with weight {weight:g}" if weight != 1 else "is trained"
-    if weight > 0 and target is not None:
-        what += f' as "{shown.text.token(target)}" (id {target})'
-    # In a batch no loss crosses a border: the first token of a conversation is the target of nothing.
-    never = "; yet no batch predicts it, as the first token of its conversation" if weight > 0 and not position else ""
-    text = shown.text.token(id)
+        raise UsageError(f"{view.path}: no token {token} in episode {episode} of {split}; {right}")
+    at = int(np.searchsorted(row.span_start, token, side="right")) - 1
+    segment = int(np.searchsorted(row.first_span, at, side="right")) - 1
+    (span,) = span_views(row, at, at + 1)
+    origin = origin_of(row, segment)
+    position = token - int(row.segment_start[segment])
+    reason = reason_for(span, train_on=view.train_on(origin.file))
+    id, text = int(row.ids[token]), view.text.token(int(row.ids[token]))
+    what = PARTS[span.part]
+    if span.message is not None:
+        what += f" of {span.role.name.lower()} message {span.message}"
+    where = "" if origin.file is None else f", from {visible(origin.file)}:{origin.line}"
+    trained = "is context"
+    if span.weight > 0:
+        trained = f"is trained with weight {span.weight:g}" if span.weight != 1 else "is trained"
+        if span.target is not None:
+            trained += f' as "{view.text.token(span.target)}" (id {span.target})'
+    # In a batch no loss crosses a border: the first token of a segment is never a target.
+    never = "; yet no batch predicts it, as the first token of its conversation"
+    names = {name: value for name, value in span.to_json().items() if name not in ("start", "stop")}
     return Explanation(
         split=split,
         episode=episode,
         token=token,
         id=id,
         text=text,
-        target=target,
-        target_text=None if target is None else shown.text.token(target),
-        file=place.file,
-        line=place.line,
-        source=place.source,
-        segment=place.segment,
+        target_text=None if span.target is None else view.text.token(span.target),
+        **origin._asdict(),
+        segment=segment,
         position=position,
-        message=message,
-        role=role.name.lower(),
-        part=part.name.lower(),
-        weight=weight,
-        rule=rule.name.lower(),
+        **names,
         reason=reason,
         sentence=(
-            f'Token {token} of {split} episode {episode}, "{text}" (id {id}), {said}{where}, {what}: '
-            f"{reason} (rule {rule.name.lower()}){never}."
+            f'Token {token} of {split} episode {episode}, "{text}" (id {id}), {what}{where}, {trained}: '
+            f"{reason} (rule {names['rule']}){never if span.weight > 0 and not position else ''}."
         ),
     )
 
 
-def place_of(row: Rows, token: int) -> TokenPlace:
-    """Where a token of a row stands."""
-    span = int(np.searchsorted(row.span_start, token, side="right")) - 1
-    segment = int(np.searchsorted(row.first_span, span, side="right")) - 1
-    return TokenPlace(segment, span, *origin_of(row, segment))
-
-
-def origin_of(row: Rows, segment: int) -> tuple[str | None, int | None, str | None]:
-    """The file, line and source of a segment; None where nothing is known."""
-    origin = row.origins[segment]
-    if origin["file"] == NO_FILE or int(origin["file"]) >= len(row.files):
-        return None, None, None
-    file = row.files[origin["file"]]
-    return file.path, int(origin["line"]), file.source
-
-
-def reason_for(rule: Rule, *, weight: float, role: Role, part: Part, train_on: TrainOn | None) -> str:
+def reason_for(span: SpanView, *, train_on: TrainOn | None) -> str:
     """Why a span has its weight, as a clause."""
-    if rule == Rule.FLAG:
-        return f"its message says so itself, with weight {weight:g}"
-    if rule != Rule.ROLE:
-        return REASONS[rule].format(part=PARTS[part])
+    if span.rule == Rule.FLAG:
+        return f"its message says so itself, with weight {span.weight:g}"
+    if span.rule != Rule.ROLE:
+        return REASONS[span.rule].format(part=PARTS[span.part])
     choice = "the dataset's choice of speakers" if train_on is None else f"train_on {train_on}"
-    if weight > 0 and train_on == "last" and role == Role.ASSISTANT:
-        return f"it is of the last answer, which {choice} trains"
-    verb = "trains" if weight > 0 else "does not train"
-    if train_on == "last" and role == Role.ASSISTANT:
+    if train_on == "last" and span.role == Role.ASSISTANT:
+        if span.weight > 0:
+            return f"it is of the last answer, which {choice} trains"
         return f"a later answer is the last, and {choice} trains that one alone"
-    return f"{SPEAKERS[role]} says it, and {choice} {verb} that"
+    return f"{ROLES[span.role]} says it, and {choice} {'trains' if span.weight > 0 else 'does not train'} that"

@@ -1,4 +1,4 @@
-"""The record a conversation was made of, read again from its file, and whether it still says the same."""
+"""The record that a segment was rendered from, read again from its file, and whether it has changed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -18,45 +19,47 @@ from chatmill.records import FilePart, Record, read_part, record_key
 from chatmill.records.files import open_bytes, suffix
 from chatmill.show.text import visible
 
-MOST_SHOWN = 200_000
-"""Characters of a record that are shown."""
+MAX_CHARACTERS = 200_000
+"""Characters of a record that are displayed."""
 STEP = 1024
-"""Lines from one whose place is remembered to the next."""
-PIECE = 1 << 22
-LINED = (".jsonl", ".txt")
-TREES = ("oasst1", "transcript-stream")
-"""Shapes whose records run over several lines."""
+"""Lines between two whose offsets are remembered."""
+CHUNK = 1 << 22
+LINE_SUFFIXES = (".jsonl", ".txt")
+MULTILINE_SHAPES = ("oasst1", "transcript-stream")
+"""Shapes whose records span several lines."""
 
 
 @dataclass(frozen=True)
-class RawRecord:
-    """A record as text that may be shown."""
+class SourceRecord:
+    """A record as escaped text."""
 
     text: str
     as_read: bool
-    """Not the bytes of the file, which has no line for each record, but what was read from them."""
+    """The text is the parsed record, because the file does not have one line for each record."""
     same: bool | None
-    """Whether it says what the conversation was made of; None if that cannot be told."""
+    """Whether it still has the hash that the dataset recorded; None if that cannot be told."""
     cut: bool
 
 
-def raw_record(name: str, line: int, *, shape: str | None, key: Sequence[int], folders: Sequence[Path]) -> RawRecord:
-    """The record at a line of a file, looked for in these folders; `DataError` says why it cannot be shown."""
-    path = _found(name, folders)
-    is_lined = suffix(path).removesuffix(".gz") in LINED and shape not in TREES
+def source_record(
+    name: str, line: int, *, shape: str | None, key: Sequence[int], folders: Sequence[Path]
+) -> SourceRecord:
+    """The record at a line of a file, which is looked for in these folders; `DataError` if it cannot be read."""
+    path = _file(name, folders)
+    has_lines = suffix(path).removesuffix(".gz") in LINE_SUFFIXES and shape not in MULTILINE_SHAPES
     try:
-        if not is_lined:
-            record = _parsed(FilePart(path, shape or "messages", ""), line)
-            return _shown(msgspec.json.encode(record), [record], key, as_read=True)
-        raw, start = _line(path, line)
-        return _shown(raw, _records(path, shape, line, raw, start), key, as_read=False)
+        if has_lines:
+            raw, start = _line(path, line)
+            return _record(raw, _parsed_line(path, shape, line, raw, start), key, as_read=False)
+        record = _parsed(FilePart(path, shape or "messages", ""), line)
+        return _record(msgspec.json.encode(record), [record], key, as_read=True)
     except RecordError as fault:
         raise DataError(f"{visible(name)}:{line}: cannot be read any more ({fault.what})") from None
     except OSError as error:
         raise DataError(f"{visible(name)}: cannot be read ({error.strerror})") from None
 
 
-def _found(name: str, folders: Sequence[Path]) -> Path:
+def _file(name: str, folders: Sequence[Path]) -> Path:
     if Path(name).is_absolute():
         raise DataError(f"{visible(name)}: is named by a place on one machine, and is not looked for")
     for folder in folders:
@@ -65,14 +68,14 @@ def _found(name: str, folders: Sequence[Path]) -> Path:
     raise DataError(f"{visible(name)}: is not here; start chatmill where it lies, or name that folder")
 
 
-def _records(path: Path, shape: str | None, line: int, raw: bytes, start: int | None) -> list[Record]:
-    """What a line says, if that can be told. In a compressed file it cannot be gone to, and is read up to."""
+def _parsed_line(path: Path, shape: str | None, line: int, raw: bytes, start: int | None) -> list[Record]:
+    """The records of a line; none if its shape is not known or it does not parse."""
     if shape is None:
         return []
     try:
         if start is None:
             return [_parsed(FilePart(path, shape, ""), line)]
-        return list(read_part(FilePart(path, shape, "", start=start, stop=start + len(raw)), on_fault=_stop))
+        return list(read_part(FilePart(path, shape, "", start=start, stop=start + len(raw)), on_fault=_raise))
     except ChatmillError:
         return []
 
@@ -84,35 +87,33 @@ def _parsed(part: FilePart, line: int) -> Record:
     raise DataError(f"{part.path}:{line}: holds no record any more")
 
 
-def _shown(raw: bytes, records: Sequence[Record], key: Sequence[int], *, as_read: bool) -> RawRecord:
+def _record(raw: bytes, records: Sequence[Record], key: Sequence[int], *, as_read: bool) -> SourceRecord:
     wanted = np.array(key, dtype="<u8").tobytes()
-    known = any(wanted)
-    same = any(record_key(record) == wanted for record in records) if records and known else None
+    same = any(record_key(record) == wanted for record in records) if records and any(wanted) else None
     text = raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
     with contextlib.suppress(ValueError, RecursionError):
         text = json.dumps(json.loads(raw), indent=2, ensure_ascii=False)
-    # Surrogates that JSON may name are no text.
+    # JSON can contain lone surrogates.
     text = text.encode("utf-8", "backslashreplace").decode()
-    return RawRecord(visible(text, keep="\n", limit=MOST_SHOWN), as_read, same, len(text) > MOST_SHOWN)
+    return SourceRecord(visible(text, keep="\n", limit=MAX_CHARACTERS), as_read, same, len(text) > MAX_CHARACTERS)
 
 
 def _line(path: Path, line: int) -> tuple[bytes, int | None]:
-    """One line of a file with its end, and where it begins; None in a compressed file, which is read up to there."""
+    """One line of a file with its line end, and its offset; no offset in a compressed file."""
     if line < 1:
         raise DataError(f"{path}: has no line {line}")
     if suffix(path).endswith(".gz"):
         with open_bytes(path) as file:
-            for number, raw in enumerate(file, 1):
-                if number == line:
-                    return raw, None
+            if raw := next(islice(file, line - 1, line), b""):
+                return raw, None
     else:
         status = path.stat()
-        places = _places(path, status.st_size, status.st_mtime_ns)
-        step, rest = divmod(line - 1, STEP)
-        if step < len(places):
+        offsets = _line_offsets(path, status.st_size, status.st_mtime_ns)
+        step, skipped = divmod(line - 1, STEP)
+        if step < len(offsets):
             with path.open("rb") as file:
-                file.seek(int(places[step]))
-                for _ in range(rest):
+                file.seek(int(offsets[step]))
+                for _ in range(skipped):
                     file.readline()
                 start = file.tell()
                 if raw := file.readline():
@@ -121,17 +122,17 @@ def _line(path: Path, line: int) -> tuple[bytes, int | None]:
 
 
 @lru_cache(maxsize=16)
-def _places(path: Path, size: int, changed: int) -> NDArray[np.int64]:
-    """Where every 1,024th line of a file begins; read once for each state of the file."""
-    places, lines, before = [np.zeros(1, dtype=np.int64)], 0, 0
+def _line_offsets(path: Path, size: int, changed: int) -> NDArray[np.int64]:
+    """The offset of every STEPth line of a file; computed once for each state of the file."""
+    offsets, lines, before = [np.zeros(1, dtype=np.int64)], 0, 0
     with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            ends = np.flatnonzero(np.frombuffer(piece, dtype=np.uint8) == 10)
-            places.append(ends[(STEP - 1 - lines) % STEP :: STEP] + (before + 1))
+        while chunk := file.read(CHUNK):
+            ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == 10)
+            offsets.append(ends[(STEP - 1 - lines) % STEP :: STEP] + (before + 1))
             lines += len(ends)
-            before += len(piece)
-    return np.concatenate(places)
+            before += len(chunk)
+    return np.concatenate(offsets)
 
 
-def _stop(fault: RecordError) -> None:
+def _raise(fault: RecordError) -> None:
     raise fault

@@ -1,4 +1,12 @@
-"""A row in the terminal: one line a span, trained ones marked, text made harmless."""
+"""Rows in the terminal: span by span, turn by turn, or token by token. Trained text has a colour, or brackets.
+
+user 0
+  <|im_start|>user
+  What is the chemical symbol for gold?<|im_end|>
+assistant 1
+  <|im_start|>assistant
+  [The symbol for gold is Au.<|im_end|>]
+"""
 
 from __future__ import annotations
 
@@ -7,37 +15,125 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from chatmill.errors import one_line
-from chatmill.rows import NO_FILE, NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule
+from chatmill.rows import Part, Role, Rows
+from chatmill.show.row_view import (
+    MessageTurn,
+    SpanView,
+    is_padding,
+    origin_of,
+    place_name,
+    span_views,
+    trained_tokens,
+    turns,
+)
+from chatmill.show.text import TokenText
 from chatmill.tokenizer import Tokenizer
 
 COLOURS = {Role.SYSTEM: "magenta", Role.USER: "cyan", Role.ASSISTANT: "green", Role.TOOL: "yellow"}
-# Of a rollout: what the model wrote, what of that is corrected, and what it missed.
 PART_COLOURS = {Part.PREFIX: "blue", Part.SLOT: "yellow", Part.VALUE: "bright_green", Part.COORD: "magenta"}
+"""Parts of a rollout target: what the model wrote, the coordinates that are corrected, and what it missed."""
+INDENT = "  "
+
+
+def _style(span: SpanView) -> str:
+    colour = PART_COLOURS.get(span.part, COLOURS.get(span.role, "") if span.weight > 0 else "")
+    italic = "italic " if span.part == Part.INJECTED else ""
+    return f"{'bold' if span.weight > 0 else 'dim'} {italic}{colour}".strip()
 
 
 def row_title(rows: Rows, row: int) -> str:
     """Where the row came from, how long it is and how much of it is trained."""
     one = rows[row : row + 1]
-    origin = one.origins[0]
-    place = "-" if origin["file"] == NO_FILE else f"{one_line(one.files[origin['file']].path)}:{origin['line']}"
-    trained = int(one.spans["length"][one.spans["weight"] > 0].sum())
-    return f"{place}  {len(one.ids)} tokens, {trained} trained"
+    file, line, _ = origin_of(one, 0)
+    place = "-" if file is None else f"{one_line(file)}:{line}"
+    return f"{place}  {len(one.ids)} tokens, {trained_tokens(one)} trained"
 
 
 def span_lines(rows: Rows, row: int, tokenizer: Tokenizer, *, width: int = 100) -> Iterator[Text]:
-    """One line for each span: a star if it is trained, who speaks, which part, why, and its text.
+    """One line for each span: a star if it is trained, message, role, part, rule, and its text.
 
     * 1 assistant content  role     Paris.
     """
     one = rows[row : row + 1]
-    for span, start, stop in zip(one.spans, one.span_start[:-1], one.span_start[1:], strict=True):
-        role, weight = Role(span["role"]), float(span["weight"])
-        mark = " " if weight == 0 else "*" if weight == 1 else f"{weight:g}"
-        number = "-" if span["message"] == NO_MESSAGE else str(span["message"])
-        what = f"{role.name:<9} {Part(span['part']).name:<9} {Rule(span['rule']).name:<10}".lower()
-        text = one_line(tokenizer.decode(one.ids[start:stop].tolist()), width)
-        if span["target"] != OWN_ID:
-            text += f" → {one_line(tokenizer.decode([int(span['target'])]))}"
-        colour = PART_COLOURS.get(Part(span["part"]), COLOURS.get(role, "") if weight > 0 else "")
-        style = f"{'bold' if weight > 0 else 'dim'} {colour}".strip()
-        yield Text(f"  {mark:>4} {number:>2} {what} ").append(text, style=style)
+    for span in span_views(one):
+        text = one_line(tokenizer.decode(one.ids[span.start : span.stop].tolist()), width)
+        if span.target is not None:
+            text += f" → {one_line(tokenizer.decode([span.target]))}"
+        yield Text(f"  {span.mark:>4} {_names(span, 2)} ").append(text, style=_style(span))
+
+
+def token_lines(row: Rows, text: TokenText) -> Iterator[Text]:
+    """One line for each token: a star if it is trained, its number, id, message, role, part, rule, and its text."""
+    for span in span_views(row):
+        target = "" if span.target is None else f" → {span.target} {text.token(span.target)}"
+        for token, id in enumerate(row.ids[span.start : span.stop].tolist(), span.start):
+            line = Text(f"{span.mark:>4} {token:>6} {id:>7} {_names(span, 3)} ")
+            yield line.append(text.token(id) + target, style=_style(span))
+
+
+def _names(span: SpanView, width: int) -> str:
+    message = "-" if span.message is None else str(span.message)
+    return f"{message:>{width}} {span.role.name:<9} {span.part.name:<9} {span.rule.name:<10}".lower()
+
+
+def conversation_title(row: Rows, split: str, episode: int) -> Text:
+    """Which episode this is, where it came from, its length and how much of it is trained."""
+    trained = trained_tokens(row)
+    share = f" ({trained / len(row.ids):.0%})" if len(row.ids) else ""
+    return Text(
+        f"{split} {episode}  {place_name(row)}  {len(row.ids):,} tokens, {trained:,} trained{share}", style="bold"
+    )
+
+
+def conversation_lines(row: Rows, text: TokenText, *, plain: bool) -> Iterator[Text]:
+    """Every segment and turn of an episode. `plain` puts trained text in brackets and escapes those of the text."""
+    count = len(row.origins)
+    for segment in range(count):
+        tokens = int(row.segment_start[segment + 1] - row.segment_start[segment])
+        if is_padding(row, segment):
+            yield Text(f"── padding: {tokens:,} tokens", style="dim")
+            continue
+        if count > 1:
+            yield Text(f"── segment {segment} of {count}: {place_name(row, segment)}, {tokens:,} tokens", style="dim")
+        for turn in turns(row, segment):
+            if turn.missing is not None:
+                first, last = turn.missing
+                messages = f"message {first} is" if first == last else f"messages {first} to {last} are"
+                yield Text(f"… {messages} not in this row", style="dim italic")
+            yield _heading(turn)
+            body = _body(row, turn, text, plain=plain)
+            # Without the line end that closes a turn in many formats, which would display an empty line.
+            body.rstrip()
+            for line in body.split("\n", allow_blank=True):
+                yield Text(INDENT).append_text(line)
+
+
+def _heading(turn: MessageTurn) -> Text:
+    heading = Text(turn.name, style=f"bold {COLOURS.get(turn.role, '')}".strip())
+    heading.append("" if turn.message is None else f" {turn.message}")
+    for note in turn.notes:
+        heading.append(f"  {note}", style="dim italic")
+    return heading
+
+
+def _body(row: Rows, turn: MessageTurn, text: TokenText, *, plain: bool) -> Text:
+    """The text of a turn. Adjacent spans of one weight share a bracket; a weight other than 1 follows it."""
+    body, weight = Text(), 0.0
+
+    def close_bracket() -> None:
+        if plain and weight:
+            body.append("]" if weight == 1 else f"]×{weight:g}")
+
+    for span in span_views(row, turn.first_span, turn.last_span):
+        content = text.text(row.ids[span.start : span.stop].tolist(), keep="\n\t")
+        if span.target is not None:
+            content += f"→{text.token(span.target)}"
+        if plain:
+            content = content.replace("[", r"\[").replace("]", r"\]")
+        if span.weight != weight:
+            close_bracket()
+            weight = span.weight
+            body.append("[" if plain and weight else "")
+        body.append(content, style=_style(span))
+    close_bracket()
+    return body

@@ -1,39 +1,48 @@
-"""Text from data as it may be shown: what each token stands for, with nothing in it that could act."""
+"""The text of tokens: escaped so that it is safe to display, and searched without regard to case."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from chatmill.errors import ChatmillError
+import numpy as np
+
+from chatmill.errors import ChatmillError, DataError, UsageError
+from chatmill.rows import Index, Rows, copy_tokens, offsets
+from chatmill.store.read import Episodes
 from chatmill.tokenizer import Tokenizer
 
 JOINERS = "\u200c\u200d"
-"""Invisible, but they belong to words and emoji, and do nothing else."""
+"""Zero-width joiners: invisible, but part of words and emoji, and harmless."""
 SPACE = {" ": "·", "\n": "↵", "\t": "→", "\r": "␍"}
-"""How a token that is nothing but space is shown."""
+"""How a token that consists of whitespace only is displayed."""
+END = b"\xff"
+"""Terminates the text of an episode; not a byte of UTF-8, so no query contains it."""
+CONTEXT = 40
+"""Characters shown before and after a match."""
 
-_SUSPECT = re.compile(r"[^ -~]")
+_NOT_ASCII_PRINTABLE = re.compile(r"[^ -~]")
 
 
 def visible(text: str, *, keep: str = "", limit: int | None = None) -> str:
-    """The text with every character escaped that prints nothing: controls, escapes, direction marks, separators.
+    """Escape every non-printable character: controls, escape sequences, direction marks, separators.
 
-    `keep` are such characters that stay, as line ends where lines are shown; of a longer text only `limit` stay.
+    Characters of `keep` (line ends, where lines are displayed) are left. Text over `limit` characters is cut.
     """
     kept = text if limit is None else text[:limit]
-    shown = kept if kept.isprintable() else _SUSPECT.sub(lambda found: _shown(found[0], keep), kept)
-    return shown if len(kept) == len(text) else shown + "…"
+    escaped = kept if kept.isprintable() else _NOT_ASCII_PRINTABLE.sub(lambda match: _escape(match[0], keep), kept)
+    return escaped if len(kept) == len(text) else escaped + "…"
 
 
-def _shown(character: str, keep: str) -> str:
+def _escape(character: str, keep: str) -> str:
     if character.isprintable() or character in keep or character in JOINERS:
         return character
     return character.encode("unicode_escape").decode()
 
 
 class TokenText:
-    """What ids stand for; without a tokenizer, or for an id that it does not have, the id itself: ⟨812⟩."""
+    """The text of token ids. Without a tokenizer, or for an id outside its vocabulary, the id itself: ⟨812⟩."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -54,7 +63,7 @@ class TokenText:
         return f"⟨{id}⟩".encode()
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Each token by itself. Of a character that several tokens share, each shows its bytes: \\xe2."""
+        """Each token by itself. Tokens that hold part of a character show its bytes: \\xe2."""
         return [self.token(id) for id in ids]
 
     def token(self, id: int) -> str:
@@ -62,7 +71,98 @@ class TokenText:
         return "".join(SPACE[each] for each in text) if text and set(text) <= SPACE.keys() else visible(text)
 
     def text(self, ids: Sequence[int], *, keep: str = "", limit: int | None = None) -> str:
-        """Tokens read together, as text."""
-        # A token stands for a byte or more, but for the rare empty one: so many of them hold `limit` characters.
-        few = ids if limit is None else ids[: 4 * limit + 4]
-        return visible(b"".join(map(self.piece, few)).decode("utf-8", "backslashreplace"), keep=keep, limit=limit)
+        """Tokens decoded together."""
+        # A character takes at most four tokens, so this many hold `limit` characters (empty tokens are rare).
+        ids = ids if limit is None else ids[: 4 * limit + 4]
+        return visible(b"".join(map(self.piece, ids)).decode("utf-8", "backslashreplace"), keep=keep, limit=limit)
+
+
+# Search.
+
+
+def fold(text: bytes) -> bytes:
+    """Case-folded text; bytes that are not UTF-8, such as END, stay as they are."""
+    if text.replace(END, b"").isascii():
+        return text.lower()
+    return text.decode("utf-8", "surrogateescape").casefold().encode("utf-8", "surrogateescape")
+
+
+def folded_query(query: str) -> bytes:
+    """The bytes to look for in folded text."""
+    folded = query.casefold().encode("utf-8", "replace")
+    if not folded:
+        raise UsageError("there is nothing to search for; give a text")
+    return folded
+
+
+class PieceTable:
+    """The bytes of every id of a vocabulary in one array, so that many tokens become text in one copy."""
+
+    def __init__(self, text: TokenText) -> None:
+        if text.tokenizer is None:
+            raise DataError("without its tokenizer a dataset has no text; name it with --tokenizer")
+        # After the vocabulary: an empty piece for every id beyond it, and the end of an episode.
+        pieces = [text.piece(id).replace(END, b"?") for id in range(text.tokenizer.vocab_size)] + [b"", END]
+        self._length = np.array([len(piece) for piece in pieces], dtype=np.int64)
+        self._start = offsets(self._length)
+        self._bytes = np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.uint32)
+
+    def folded(self, rows: Rows) -> tuple[bytes, Index]:
+        """The folded text of some rows, each followed by END, and the offset of each row, with that of the end."""
+        end = len(self._length) - 1
+        ids = np.insert(np.minimum(rows.ids, end - 1).astype(np.int64), rows.row_start[1:], end)
+        text = fold(copy_tokens(self._bytes, self._start[ids], self._length[ids]).astype(np.uint8).tobytes())
+        return text, np.append(0, np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == END[0]) + 1)
+
+
+def find(
+    episodes: Episodes, text: TokenText, query: str, *, progress: Callable[[int], None] = lambda count: None
+) -> Iterator[int]:
+    """The numbers of the episodes that contain a text, ignoring case, in order. Reads the whole split in chunks."""
+    wanted, table, first = folded_query(query), PieceTable(text), 0
+    for rows in episodes.sweep(tokens=1 << 20):
+        folded, start = table.folded(rows)
+        at = folded.find(wanted)
+        while at >= 0:
+            row = int(np.searchsorted(start, at, side="right")) - 1
+            yield first + row
+            at = folded.find(wanted, int(start[row + 1]))
+        first += len(rows)
+        progress(len(rows))
+
+
+class TextMatch(NamedTuple):
+    """A match in an episode: tokens [start, stop), the matching text and the text around it."""
+
+    start: int
+    stop: int
+    before: str
+    match: str
+    after: str
+
+
+def locate(ids: list[int], text: TokenText, query: str) -> TextMatch | None:
+    """The first match of a text in these tokens, ignoring case."""
+    pieces = [text.piece(id) for id in ids]
+    whole = b"".join(pieces).decode("utf-8", "surrogateescape")
+    folded = [character.casefold() for character in whole]
+    at = "".join(folded).find(query.casefold())
+    if at < 0:
+        return None
+    # Folding can change the number of characters: back to characters of the text, then to bytes, then to tokens.
+    folded_start = offsets(np.fromiter(map(len, folded), dtype=np.int64, count=len(folded)))
+    first = int(np.searchsorted(folded_start, at, side="right")) - 1
+    last = int(np.searchsorted(folded_start, at + len(query.casefold()), side="left"))
+    first_byte, last_byte = (len(whole[:stop].encode("utf-8", "surrogateescape")) for stop in (first, last))
+    piece_start = offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
+    return TextMatch(
+        int(np.searchsorted(piece_start, first_byte, side="right")) - 1,
+        int(np.searchsorted(piece_start, last_byte, side="left")),
+        ("…" if first > CONTEXT else "") + _readable(whole[max(0, first - CONTEXT) : first]),
+        _readable(whole[first:last]),
+        _readable(whole[last : last + CONTEXT]) + ("…" if last + CONTEXT < len(whole) else ""),
+    )
+
+
+def _readable(text: str) -> str:
+    return visible(text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace"))

@@ -1,6 +1,6 @@
-"""What the viewer's page may ask, answered as plain data: a page of episodes at a time, never all of them.
+"""The answers of the viewer's JSON API: a page of episodes at a time, never all of them.
 
-Every text in an answer was made harmless here, so that the page shows what it is given.
+Every text in an answer is escaped here, so that the page can display it as it is.
 """
 
 from __future__ import annotations
@@ -16,55 +16,53 @@ import numpy as np
 
 from chatmill.errors import DataError, UsageError
 from chatmill.load.config import LoadConfig
-from chatmill.rows import NO_MESSAGE, OWN_ID, Index, Part, Role, Rows, Rule
+from chatmill.rows import Index, Role, Rows, Rule
 from chatmill.show.dataset import DatasetView
-from chatmill.show.explain import explain, origin_of
-from chatmill.show.index import MOST_SOURCES, Filter, SearchHits, SplitIndex, sources_of
-from chatmill.show.index_build import IndexBuilder
-from chatmill.show.schedule import OrderView, rows_at, timeline
-from chatmill.show.search import locate, needle_of
-from chatmill.show.source_record import raw_record
-from chatmill.show.text import visible
-from chatmill.show.turns import first_words, is_padding, turns
+from chatmill.show.explain import explain_token
+from chatmill.show.index import MAX_SOURCES, Filter, IndexBuilder, SearchHits, SplitIndex, source_bit, sources_of
+from chatmill.show.order_view import OrderView, rows_at, timeline
+from chatmill.show.row_view import is_padding, origin_of, preview, span_views, trained_tokens, turns
+from chatmill.show.source_record import source_record
+from chatmill.show.text import folded_query, locate, visible
 
 PAGE = 50
-"""Episodes of a page of the list, unless asked otherwise."""
-MOST = 200
+"""Episodes of a page of the list, by default."""
+MAX_PAGE = 200
+"""Episodes, rows or lines of a page at most."""
 TOKENS = 2000
 """Tokens of an episode that are sent at a time."""
-MAP = 96
-"""Pieces that an episode is drawn in, in a line."""
-KNOWN_ROLES = [role.name.lower() for role in Role if role != Role.NONE]
+STRIP = 96
+"""Pieces of the strip that pictures an episode."""
 
 
 class Viewer:
-    """A dataset behind the page. It reads and answers; nothing that it is asked changes anything."""
+    """A dataset as the page sees it. Its methods are the JSON API, read-only."""
 
     def __init__(
         self,
-        shown: DatasetView,
+        view: DatasetView,
         *,
         cache: Path,
         config: LoadConfig | None = None,
         logs: Sequence[Path] = (),
         record_folders: Sequence[Path] = (),
     ) -> None:
-        self._shown = shown
-        self._schedule = OrderView(shown.path, config or LoadConfig())
+        self._view = view
+        self._order = OrderView(view.path, config or LoadConfig())
         self._logs = list(logs)
         self._folders = list(record_folders)
-        self.builder = IndexBuilder(shown, cache)
+        self.builder = IndexBuilder(view, cache)
         self._mask = lru_cache(maxsize=8)(lambda index, wanted, filtered: index.mask(wanted))
 
     def about(self) -> dict[str, Any]:
-        """The dataset, its splits and what can be asked of it."""
-        dataset, config = self._shown.dataset, self._schedule.config
+        """The dataset, its splits, and the values that filters can have."""
+        view, dataset, config = self._view, self._view.dataset, self._order.config
         return {
-            "name": visible(self._shown.path.resolve().name, limit=100),
-            "path": visible(str(self._shown.path), limit=300),
+            "name": visible(view.path.resolve().name, limit=100),
+            "path": visible(str(view.path), limit=300),
             "sha256": dataset.sha256,
-            "tokenizer": None if self._shown.tokenizer is None else visible(self._shown.tokenizer.name, limit=100),
-            "without_text": self._shown.without_text,
+            "tokenizer": None if view.tokenizer is None else visible(view.tokenizer.name, limit=100),
+            "without_text": view.without_text,
             "splits": {
                 name: {
                     "episodes": len(dataset[name]),
@@ -73,7 +71,7 @@ class Viewer:
                 }
                 for name in dataset.splits
             },
-            "roles": KNOWN_ROLES,
+            "roles": [role.name.lower() for role in Role if role != Role.NONE],
             "rules": [rule.name.lower() for rule in Rule],
             "order": {"mode": config.batch_sampling_mode, "seed": config.epoch_seed, "packing": config.packing},
             "logs": [visible(log.name, limit=100) for log in self._logs],
@@ -81,96 +79,125 @@ class Viewer:
         }
 
     def sources(self, split: str) -> list[str]:
-        """The names of the sources that a filter may choose, as they are shown."""
-        names = [visible(source, limit=80) for source in sources_of(self._shown.dataset[split])]
-        return names if len(names) <= MOST_SOURCES else [*names[: MOST_SOURCES - 1], "(any other)"]
+        """The names of the sources that a filter can choose."""
+        names = [visible(source, limit=80) for source in sources_of(self._view.dataset[split])]
+        return names if len(names) <= MAX_SOURCES else [*names[: MAX_SOURCES - 1], "(any other)"]
 
     def progress(self) -> dict[str, Any]:
-        """How far the index of each split is."""
+        """How much of each split is indexed."""
         return {
-            name: {
+            split: {
                 "episodes": index.count,
                 "filtered": index.filtered,
                 "searched": index.searched,
                 "error": None if index.error is None else visible(index.error, limit=300),
-                **{name: _names(index, name, kind) for name, kind in (("roles", Role), ("rules", Rule))},
+                "roles": _names(index, "roles", Role),
+                "rules": _names(index, "rules", Rule),
             }
-            for name, index in self.builder.indexes.items()
+            for split, index in self.builder.indexes.items()
         }
 
     # The list.
 
-    def episodes(self, split: str, wanted: Filter, query: str, start: int, limit: int = PAGE) -> dict[str, Any]:
-        """Some episodes from `start` on that the filter wants and that hold the query.
+    def episodes(
+        self,
+        split: str,
+        *,
+        role: Sequence[str] = (),
+        rule: Sequence[str] = (),
+        source: str = "",
+        q: str = "",
+        start: int = 0,
+        limit: int = PAGE,
+        **bounds: Any,
+    ) -> dict[str, Any]:
+        """Some episodes from `start` on that contain the text `q` and pass the filter; `bounds` are those of `Filter`.
 
-        `next` is where to go on, None at the end; `waiting` says that the index is not as far yet.
+        `next` is where to continue, None at the end; `waiting` says that more has to be indexed first.
         """
-        count, index = len(self._shown.dataset[split]), self.builder.indexes[split]
-        start, limit = max(0, start), min(max(1, limit), MOST)
-        found, known, matching = self._matching(split, index, wanted, query, start, limit)
-        more = not found.ended or known < count
+        count, index = len(self._view.dataset[split]), self.builder.indexes[split]
+        try:
+            wanted = Filter(
+                roles=sum({1 << Role[name.upper()] for name in role if name != "none"}),
+                rules=sum({1 << Rule[name.upper()] for name in rule}),
+                sources=source_bit(self.sources(split).index(source)) if source else 0,
+                **bounds,
+            )
+        except (KeyError, ValueError) as error:
+            raise UsageError(f"no such role, rule or source: {visible(str(error), limit=80)}") from None
+        start, limit = max(0, start), min(max(1, limit), MAX_PAGE)
+        hits, known, matching = self._matching(index, wanted, q, start, limit)
+        more = not hits.ended or known < count
         return {
-            "episodes": [self._line(split, number, query) for number in found.episodes],
-            "next": found.after if more and found.after < count else None,
-            "waiting": found.ended and known < count,
-            "looked": found.after if not found.ended else known,
+            "episodes": [self._summary(split, number, q) for number in hits.episodes],
+            "next": hits.after if more and hits.after < count else None,
+            "waiting": hits.ended and known < count,
+            "looked": hits.after if not hits.ended else known,
             "of": count,
             "matching": matching,
         }
 
     def _matching(
-        self, split: str, index: SplitIndex, wanted: Filter, query: str, start: int, limit: int
+        self, index: SplitIndex, wanted: Filter, q: str, start: int, limit: int
     ) -> tuple[SearchHits, int, int | None]:
-        """What was found, how many episodes are known well enough, and how many match, if that is known."""
-        count = index.count
-        if not query and wanted.is_open:
+        """The hits, how many episodes are indexed, and how many match, if that is known."""
+        count, is_open = index.count, wanted == Filter()
+        if not q and is_open:
             stop = min(count, start + limit)
-            return SearchHits(list(range(min(start, stop), stop)), stop, ended=stop == count), count, count
+            return SearchHits(list(range(start, stop)), stop, ended=stop == count), count, count
         if index.error is not None:
             raise DataError(f"the index could not be made: {index.error}")
-        if query and self._shown.without_text is not None:
-            raise DataError(f"there is no text to search: {self._shown.without_text}")
-        kept = None if wanted.is_open else self._mask(index, wanted, index.filtered)
-        if query:
-            return index.search(needle_of(query), start, limit, kept=kept), index.searched, None
+        if q and self._view.without_text is not None:
+            raise DataError(f"there is no text to search: {self._view.without_text}")
+        # The number of episodes is part of the key of the cache, because the mask grows with it.
+        kept = None if is_open else self._mask(index, wanted, index.filtered)
+        if q:
+            return index.search(folded_query(q), start, limit, kept=kept), index.searched, None
         assert kept is not None
-        here = np.flatnonzero(kept[start:])[: limit + 1] + start
-        after = int(here[limit]) if len(here) > limit else len(kept)
+        numbers = np.flatnonzero(kept[start:])[: limit + 1] + start
+        after = int(numbers[limit]) if len(numbers) > limit else len(kept)
         total = int(np.count_nonzero(kept)) if len(kept) == count else None
-        return SearchHits(here[:limit].tolist(), after, ended=len(here) <= limit), len(kept), total
+        return SearchHits(numbers[:limit].tolist(), after, ended=len(numbers) <= limit), len(kept), total
 
-    def _line(self, split: str, number: int, query: str) -> dict[str, Any]:
-        """An episode in the list."""
-        row = self._shown.row(split, number)
-        trained = int(row.spans["length"][row.spans["weight"] > 0].sum())
+    def _summary(self, split: str, number: int, q: str = "") -> dict[str, Any]:
+        """An episode of a list, with the match of a search or a preview."""
+        row = self._view.row(split, number)
         file, line, _ = origin_of(row, 0) if len(row.origins) else (None, None, None)
-        place = None if file is None else f"{visible(Path(file).name, limit=80)}:{line}"
-        said: dict[str, Any] = {
+        match = locate(row.ids.tolist(), self._view.text, q) if q else None
+        return {
             "episode": number,
             "tokens": len(row.ids),
-            "trained": trained,
+            "trained": trained_tokens(row),
             "segments": len(row.origins),
-            "place": place,
-            "map": drawn(row),
+            "place": None if file is None else f"{visible(Path(file).name, limit=80)}:{line}",
+            "map": strip(row),
+            **(
+                {"words": preview(row, self._view.text, 120)}
+                if match is None
+                else {"before": match.before, "found": match.match, "after": match.after}
+            ),
         }
-        if query and (found := locate(row.ids.tolist(), self._shown.text, query)) is not None:
-            return {**said, "before": found.before, "found": found.found, "after": found.after}
-        return {**said, "words": first_words(row, self._shown.text, 120)}
 
     # One episode.
 
-    def episode(self, split: str, number: int, start: int, query: str) -> dict[str, Any]:
-        """An episode: its segments and turns, and its tokens from `start` on, some at a time."""
-        row = self._shown.row(split, number)
+    def episode(self, split: str, number: int, start: int, q: str) -> dict[str, Any]:
+        """An episode: its segments and turns, and up to TOKENS of its tokens from `start` on."""
+        row, text = self._view.row(split, number), self._view.text
         start = min(max(0, start), len(row.ids))
         stop = min(len(row.ids), start + TOKENS)
         ids = row.ids[start:stop].tolist()
-        found = locate(row.ids.tolist(), self._shown.text, query) if query and start == 0 else None
+        match = locate(row.ids.tolist(), text, q) if q and start == 0 else None
+        first = int(np.searchsorted(row.span_start, start, side="right")) - 1
+        last = int(np.searchsorted(row.span_start, stop, side="left"))
+        spans = [
+            {**span.to_json(), "target_text": None if span.target is None else text.token(span.target)}
+            for span in span_views(row, max(0, first), last)
+        ]
         return {
             "split": split,
             "episode": number,
             "tokens": len(row.ids),
-            "trained": int(row.spans["length"][row.spans["weight"] > 0].sum()),
+            "trained": trained_tokens(row),
             "segments": [self._segment(row, segment) for segment in range(len(row.origins))],
             "turns": [
                 {**asdict(turn), "role": turn.name, "part": None}
@@ -178,90 +205,66 @@ class Viewer:
                 for turn in turns(row, segment)
                 if turn.stop > start and turn.start < stop
             ],
-            "spans": self._spans(row, start, stop),
+            "spans": spans,
             "start": start,
             "stop": stop,
             "ids": ids,
-            "texts": self._shown.text.tokens(ids),
-            "map": drawn(row),
-            "found": None if found is None else [found.start, found.stop],
+            "texts": text.tokens(ids),
+            "map": strip(row),
+            "found": None if match is None else [match.start, match.stop],
         }
 
     def _segment(self, row: Rows, segment: int) -> dict[str, Any]:
-        file, line, source = origin_of(row, segment)
+        origin, (start, stop) = origin_of(row, segment), row.segment_start[segment : segment + 2].tolist()
         return {
-            "file": None if file is None else visible(file, limit=300),
-            "line": line,
-            "source": None if source is None else visible(source, limit=80),
-            "start": int(row.segment_start[segment]),
-            "stop": int(row.segment_start[segment + 1]),
+            **_escaped(origin._asdict(), file=300, source=80),
+            "start": start,
+            "stop": stop,
             "padding": is_padding(row, segment),
         }
 
-    def _spans(self, row: Rows, start: int, stop: int) -> list[dict[str, Any]]:
-        """The spans that have tokens from `start` to `stop`."""
-        first = int(np.searchsorted(row.span_start, start, side="right")) - 1
-        last = int(np.searchsorted(row.span_start, stop, side="left"))
-        found = []
-        for at in range(max(0, first), last):
-            span = row.spans[at]
-            target = None if span["target"] == OWN_ID else int(span["target"])
-            found.append(
-                {
-                    "start": int(row.span_start[at]),
-                    "stop": int(row.span_start[at + 1]),
-                    "role": Role(span["role"]).name.lower(),
-                    "part": Part(span["part"]).name.lower(),
-                    "rule": Rule(span["rule"]).name.lower(),
-                    "weight": float(span["weight"]),
-                    "message": None if span["message"] == NO_MESSAGE else int(span["message"]),
-                    "target": target,
-                    "target_text": None if target is None else self._shown.text.token(target),
-                }
-            )
-        return found
-
     def explain(self, split: str, number: int, token: int) -> dict[str, Any]:
-        found = asdict(explain(self._shown, split, number, token))
-        for name in ("file", "source"):
-            found[name] = None if found[name] is None else visible(found[name], limit=300)
-        return found
+        return _escaped(asdict(explain_token(self._view, split, number, token)), file=300, source=300)
 
     def record(self, split: str, number: int, segment: int) -> dict[str, Any]:
-        """The record that a segment was made of, as it stands in its file now."""
-        row = self._shown.row(split, number)
+        """The record that a segment was rendered from, as its file has it now."""
+        row = self._view.row(split, number)
         if not 0 <= segment < len(row.origins):
             raise UsageError(f"episode {number} has no segment {segment}; it has {len(row.origins)}")
         file, line, _ = origin_of(row, segment)
         if file is None or line is None:
             raise UsageError("the dataset does not say where this came from")
         key = row.origins[segment]["key"].tolist()
-        found = raw_record(file, line, shape=self._shown.shape_of(file), key=key, folders=self._folders)
-        return {"place": f"{visible(file, limit=300)}:{line}", **asdict(found)}
+        record = source_record(file, line, shape=self._view.shape_of(file), key=key, folders=self._folders)
+        return {"place": f"{visible(file, limit=300)}:{line}", **asdict(record)}
 
-    # When episodes come.
+    # Order and audit logs.
 
     def order(self, split: str, seed: int, epoch: int, start: int) -> dict[str, Any]:
-        """Some positions of an epoch, and what each of their episodes is about."""
-        page = self._schedule.page(split, seed=seed, epoch=epoch, start=start, limit=PAGE)
-        return {**asdict(page), "episodes": [self._line(split, number, "") for number in page.episodes]}
+        """Some positions of an epoch, each with its episode."""
+        page = self._order.page(split, seed=seed, epoch=epoch, start=start, limit=PAGE)
+        return {**page, "episodes": [self._summary(split, number) for number in page["episodes"]]}
 
     def whereabouts(self, split: str, number: int, seed: int, epoch: int) -> dict[str, Any]:
-        self._shown.row(split, number)
-        return asdict(self._schedule.find(split, number, seed=seed, epoch=epoch))
+        """The position of an episode in an epoch, and its neighbours."""
+        self._view.row(split, number)
+        return self._order.find(split, number, seed=seed, epoch=epoch)
 
     def audit(self, log: int, start: int) -> dict[str, Any]:
         """Some lines of an audit log."""
         lines = timeline(self._log(log))
-        steps = [int(line.fields["stop_step"]) for line in lines if line.fields.get("stop_step", "").isdigit()]
-        shown = lines[max(0, start) : max(0, start) + MOST]
-        return {"lines": [asdict(line) for line in shown], "of": len(lines), "steps": max(steps, default=0)}
+        steps = [stop for line in lines if (stop := line["fields"].get("stop_step", "")).isdigit()]
+        return {
+            "lines": lines[max(0, start) :][:MAX_PAGE],
+            "of": len(lines),
+            "steps": max(map(int, steps), default=0),
+        }
 
     def step(self, log: int, step: int) -> dict[str, Any]:
-        """Which rows a run was handed out at a step."""
-        found = rows_at(self._log(log), step, self._shown.path)
-        rows = [[self._line(found.split, episode, "") for episode in row] for row in found.rows[:MOST]]
-        return {**asdict(found), "rows": rows, "of": len(found.rows)}
+        """The rows that a run loaded at a step."""
+        logged = rows_at(self._log(log), step, self._view.path)
+        rows = [[self._summary(logged["split"], number) for number in row] for row in logged["rows"][:MAX_PAGE]]
+        return {**logged, "rows": rows, "of": len(logged["rows"])}
 
     def _log(self, number: int) -> Path:
         if not 0 <= number < len(self._logs):
@@ -269,45 +272,33 @@ class Viewer:
         return self._logs[number]
 
 
-def _names(index: SplitIndex, column: str, kind: type[Role] | type[Rule]) -> list[str] | None:
-    """The roles or rules that occur in a split; None as long as not all of it is known."""
+def _escaped(fields: dict[str, Any], **limits: int) -> dict[str, Any]:
+    """With these fields escaped, and cut to a number of characters."""
+    escaped = {name: visible(fields[name], limit=limit) for name, limit in limits.items() if fields[name] is not None}
+    return {**fields, **escaped}
+
+
+def _names(index: SplitIndex, column: str, codes: type[Role] | type[Rule]) -> list[str] | None:
+    """The roles or rules that occur in a split; None until all of it is indexed."""
     if index.filtered < index.count:
         return None
     bits = int(np.bitwise_or.reduce(index.columns[column])) if index.count else 0
-    return [each.name.lower() for each in kind if each < 32 and bits >> each & 1]
+    return [code.name.lower() for code in codes if code < 32 and bits >> code & 1]
 
 
-def drawn(row: Rows) -> list[list[Any]]:
-    """A row as a strip: runs of (role, trained, tokens); of one with very many only so many places are looked at."""
+def strip(row: Rows) -> list[list[Any]]:
+    """A row as runs of (role, trained, tokens). A row of many spans is sampled at STRIP positions."""
     spans = row.spans
     if not len(spans):
         return []
     code = spans["role"].astype(np.int64) * 2 + (spans["weight"] > 0)
     sizes: Index = spans["length"].astype(np.int64)
-    if len(spans) > MAP:
-        places = (np.arange(MAP) * 2 + 1) * len(row.ids) // (2 * MAP)
-        code = code[np.searchsorted(row.span_start, places, side="right") - 1]
-        sizes = np.diff(np.arange(MAP + 1, dtype=np.int64) * len(row.ids) // MAP)
+    if len(spans) > STRIP:
+        positions = (np.arange(STRIP) * 2 + 1) * len(row.ids) // (2 * STRIP)
+        code = code[np.searchsorted(row.span_start, positions, side="right") - 1]
+        sizes = np.diff(np.arange(STRIP + 1, dtype=np.int64) * len(row.ids) // STRIP)
     edges = [0, *(np.flatnonzero(np.diff(code)) + 1).tolist(), len(code)]
     return [
         [Role(int(code[start]) // 2).name.lower(), bool(code[start] % 2), int(sizes[start:stop].sum())]
         for start, stop in pairwise(edges)
     ]
-
-
-def filter_from(
-    *,
-    roles: Sequence[str] = (),
-    rules: Sequence[str] = (),
-    source: str = "",
-    sources: Sequence[str] = (),
-    **bounds: Any,
-) -> Filter:
-    """A filter of names; `UsageError` for one that there is not."""
-    try:
-        role_bits = sum({1 << Role[role.upper()] for role in roles if role != "none"})
-        rule_bits = sum({1 << Rule[rule.upper()] for rule in rules})
-        number = sources.index(source) if source else None
-    except (KeyError, ValueError) as error:
-        raise UsageError(f"no such role, rule or source: {visible(str(error), limit=80)}") from None
-    return Filter(roles=role_bits, rules=rule_bits, source=number, **bounds)

@@ -1,4 +1,4 @@
-"""Surveys: every number held against one counted token by token."""
+"""Statistics: every number held against one counted token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from show_fixtures import line, make
 
 from chatmill.rows import Part, Role, Rule
-from chatmill.show.stats import SHARES, survey
+from chatmill.show.stats import SHARES, split_stats
 
 
 def by_hand(episodes, split: str) -> dict:
@@ -69,7 +69,7 @@ def test_every_count_is_that_of_a_loop_over_all_tokens(tmp_path, options):
     lines = [line(*("w" * int(n) for n in rng.integers(1, 30, 2 * int(rng.integers(1, 4))))) for _ in range(40)]
     shown = make(tmp_path, lines, **options)
     episodes = shown.dataset["train"]
-    found, right = survey(episodes, "train", block_sizes=(16, 64)), by_hand(episodes, "train")
+    found, right = split_stats(episodes, "train", block_sizes=(16, 64)), by_hand(episodes, "train")
     for name in ("roles", "parts", "rules", "sources"):
         assert {key: [count.tokens, count.trained] for key, count in getattr(found, name).items()} == right[name]
     assert {name: count.segments for name, count in found.sources.items()} == right["segments"]
@@ -88,7 +88,7 @@ def test_every_count_is_that_of_a_loop_over_all_tokens(tmp_path, options):
 def test_the_fill_is_what_packing_leaves_without_padding(tmp_path):
     # Rows of 6 tokens: four of them fill a row of 24 = 23 + 1.
     shown = make(tmp_path, [line("a", "b") for _ in range(8)])
-    fill, tight, short = survey(shown.dataset["train"], "train", block_sizes=(23, 8, 4)).fills
+    fill, tight, short = split_stats(shown.dataset["train"], "train", block_sizes=(23, 8, 4)).fills
     assert (fill.packed, fill.alone, fill.rows, fill.cut) == (1.0, 0.25, 2, 0)
     assert (tight.packed, tight.alone, tight.rows, tight.cut) == (6 / 9, 6 / 9, 8, 0)
     assert (short.packed, short.rows, short.cut) == (1.0, 8, 8)
@@ -96,5 +96,5 @@ def test_the_fill_is_what_packing_leaves_without_padding(tmp_path):
 
 def test_progress_is_told_of_every_row(chats):
     told = []
-    survey(chats.dataset["train"], "train", progress=told.append)
+    split_stats(chats.dataset["train"], "train", progress=told.append)
     assert sum(told) == 6

@@ -13,15 +13,15 @@ from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.show.dataset import open_view
-from chatmill.show.explain import origin_of
-from chatmill.show.source_record import MOST_SHOWN, raw_record
+from chatmill.show.row_view import origin_of
+from chatmill.show.source_record import MAX_CHARACTERS, source_record
 
 
 def record_of(shown, number: int, *folders, segment: int = 0):
     row = shown.row("train", number)
     file, at, _ = origin_of(row, segment)
     key = row.origins[segment]["key"].tolist()
-    return raw_record(file, at, shape=shown.shape_of(file), key=key, folders=folders)
+    return source_record(file, at, shape=shown.shape_of(file), key=key, folders=folders)
 
 
 def test_every_record_is_found_by_its_line_and_says_what_it_said(tmp_path):
@@ -66,7 +66,7 @@ def test_records_of_files_without_lines_are_found_too(tmp_path, name):
 def test_a_name_that_leads_to_one_machine_is_not_followed(tmp_path):
     (tmp_path / "secret.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match="is not looked for"):
-        raw_record(str(tmp_path / "secret.jsonl"), 1, shape="messages", key=[0, 0], folders=[tmp_path])
+        source_record(str(tmp_path / "secret.jsonl"), 1, shape="messages", key=[0, 0], folders=[tmp_path])
 
 
 def test_a_hostile_record_is_shown_as_text_and_a_very_long_one_in_part(tmp_path):
@@ -76,10 +76,10 @@ def test_a_hostile_record_is_shown_as_text_and_a_very_long_one_in_part(tmp_path)
         assert found.same is True
         assert found.text.replace("\n", "").replace("\u200d", "").isprintable()
         assert found.cut == (number == len(shown.dataset["train"]) - 2)
-        assert len(found.text) <= MOST_SHOWN + 1
+        assert len(found.text) <= MAX_CHARACTERS + 1
 
 
 def test_text_that_is_no_json_is_shown_as_it_is(tmp_path):
     (tmp_path / "talk.txt").write_bytes(b"<|User|>hi\xff<|Assistant|>\n")
-    found = raw_record("talk.txt", 1, shape=None, key=[1, 2], folders=[tmp_path])
+    found = source_record("talk.txt", 1, shape=None, key=[1, 2], folders=[tmp_path])
     assert (found.text, found.same) == ("<|User|>hi\\xff<|Assistant|>", None)

@@ -12,7 +12,7 @@ from chatmill.load.config import LoadConfig
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.order import make_order
 from chatmill.load.plan import Cursor
-from chatmill.show.schedule import OrderView, audit_logs, rows_at, timeline
+from chatmill.show.order_view import OrderView, audit_logs, rows_at, timeline
 
 RUN = {"batch_size": 4, "block_size": 48, "epoch_seed": 42, "use_loss_mask": True}
 
@@ -21,32 +21,39 @@ RUN = {"batch_size": 4, "block_size": 48, "epoch_seed": 42, "use_loss_mask": Tru
 def shown(tmp_path_factory):
     rng = np.random.default_rng(2)
     lines = [line(f"q{n}", "a" * int(rng.integers(1, 40))) for n in range(50)]
-    return make(tmp_path_factory.mktemp("schedule"), lines)
+    return make(tmp_path_factory.mktemp("order"), lines)
 
 
 def test_a_page_of_the_order_is_the_order(shown):
     right = make_order("epoch", 50, seed=42).block(3, 0, 50).tolist()
-    schedule = OrderView(shown.path, LoadConfig(**RUN))
-    page = schedule.page("train", seed=42, epoch=3, start=10, limit=20)
-    assert (page.order, page.length, page.start, page.episodes) == ("epoch/1", 50, 10, right[10:30])
-    assert schedule.page("train", seed=42, epoch=3, start=40, limit=20).episodes == right[40:]
+    order = OrderView(shown.path, LoadConfig(**RUN))
+    page = order.page("train", seed=42, epoch=3, start=10, limit=20)
+    assert page == {
+        "order": "epoch/1",
+        "seed": 42,
+        "epoch": 3,
+        "length": 50,
+        "start": 10,
+        "episodes": right[10:30],
+    }
+    assert order.page("train", seed=42, epoch=3, start=40, limit=20)["episodes"] == right[40:]
 
 
 def test_where_an_episode_stands_and_who_stands_beside_it(shown):
     right = make_order("epoch", 50, seed=7).block(1, 0, 50).tolist()
-    schedule = OrderView(shown.path, LoadConfig())
+    order = OrderView(shown.path, LoadConfig())
     for position in (0, 1, 25, 49):
-        found = schedule.find("train", right[position], seed=7, epoch=1)
-        assert (found.position, found.row, found.shares_row_with) == (position, position, [])
-        assert found.before == right[max(0, position - 3) : position]
-        assert found.after == right[position + 1 : position + 4]
+        where = order.find("train", right[position], seed=7, epoch=1)
+        assert (where["position"], where["row"], where["shares_row_with"]) == (position, position, [])
+        assert where["before"] == right[max(0, position - 3) : position]
+        assert where["after"] == right[position + 1 : position + 4]
 
 
 def test_packed_neighbours_are_those_of_the_batch(shown):
     config = LoadConfig(**RUN, packing="bins")
-    schedule = OrderView(shown.path, config)
+    order = OrderView(shown.path, config)
     rows = []
-    for step in schedule.plan("train", 42).steps(Cursor(epoch=2)):
+    for step in order.plan("train", 42).steps(Cursor(epoch=2)):
         rows += [step.episodes[a:b].tolist() for a, b in zip(step.first[:-1], step.first[1:], strict=True)]
         if step.ends_epoch:
             break
@@ -54,20 +61,20 @@ def test_packed_neighbours_are_those_of_the_batch(shown):
     assert max(map(len, rows)) > 1
     for number, row in enumerate(rows):
         for episode in row:
-            found = schedule.find("train", episode, seed=42, epoch=2)
-            assert (found.row, found.shares_row_with) == (number, [each for each in row if each != episode])
+            where = order.find("train", episode, seed=42, epoch=2)
+            assert (where["row"], where["shares_row_with"]) == (number, [each for each in row if each != episode])
 
 
 def test_an_episode_that_is_too_short_comes_in_no_epoch(shown):
-    schedule = OrderView(shown.path, LoadConfig(episode_min_tokens=20))
+    order = OrderView(shown.path, LoadConfig(episode_min_tokens=20))
     short = [n for n in range(50) if len(shown.row("train", n).ids) < 20]
     assert short
     with pytest.raises(UsageError, match="comes in no epoch"):
-        schedule.find("train", short[0], seed=1, epoch=0)
+        order.find("train", short[0], seed=1, epoch=0)
     kept = [n for n in range(50) if n not in short]
     right = [kept[at] for at in make_order("epoch", len(kept), seed=1).block(0, 0, len(kept)).tolist()]
-    assert schedule.page("train", seed=1, epoch=0, start=0, limit=50).episodes == right
-    assert schedule.find("train", right[5], seed=1, epoch=0).position == 5
+    assert order.page("train", seed=1, epoch=0, start=0, limit=50)["episodes"] == right
+    assert order.find("train", right[5], seed=1, epoch=0)["position"] == 5
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +103,11 @@ def logged(shown, tmp_path_factory):
 def test_the_rows_of_a_step_are_those_that_were_handed_out(shown, logged):
     log, batches = logged
     for step, batch in enumerate(batches):
-        found = rows_at(log, step, shown.path)
-        assert found.rows == [[each for each in row if each >= 0] for row in np.asarray(batch.episode_ids).tolist()]
-        assert (found.step, found.split) == (step, "train")
+        logged_step = rows_at(log, step, shown.path)
+        assert logged_step["rows"] == [
+            [each for each in row if each >= 0] for row in np.asarray(batch.episode_ids).tolist()
+        ]
+        assert (logged_step["step"], logged_step["split"]) == (step, "train")
 
 
 def test_a_step_that_was_not_logged_and_another_dataset_are_refused(shown, logged, tmp_path):
@@ -112,19 +121,19 @@ def test_a_step_that_was_not_logged_and_another_dataset_are_refused(shown, logge
 
 def test_the_timeline_holds_every_line_and_knows_which_were_left_behind(logged):
     lines = timeline(logged[0])
-    assert [each.action for each in lines[:4]] == ["dataset_load", "epoch_start", "steps", "steps"]
-    assert [each.number for each in lines] == list(range(1, len(lines) + 1))
-    resumed = next(each for each in lines if each.action == "resume")
-    left = [each for each in lines if each.abandoned]
-    assert [each.action for each in left] == ["steps"]
-    assert all(each.number < resumed.number for each in left)
+    assert [each["action"] for each in lines[:4]] == ["dataset_load", "epoch_start", "steps", "steps"]
+    assert [each["number"] for each in lines] == list(range(1, len(lines) + 1))
+    resumed = next(each for each in lines if each["action"] == "resume")
+    left = [each for each in lines if each["abandoned"]]
+    assert [each["action"] for each in left] == ["steps"]
+    assert all(each["number"] < resumed["number"] for each in left)
 
 
 def test_a_torn_line_is_shown_as_one(logged, tmp_path):
     torn = tmp_path / "torn.log"
     torn.write_bytes(logged[0].read_bytes()[:-20] + b"\x1b[2J\xff")
     last = timeline(torn)[-1]
-    assert (last.action, last.fields["why"]) == ("torn", "breaks off")
+    assert (last["action"], last["fields"]["why"]) == ("torn", "breaks off")
 
 
 def test_what_is_no_log_is_a_usage_error(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from rich.text import Text
 from show_fixtures import line, make
 
-from chatmill.show.conversation import conversation_lines, title, token_lines
-from chatmill.show.turns import first_words, turns
+from chatmill.show.row_view import preview, turns
+from chatmill.show.terminal import conversation_lines, conversation_title, token_lines
 
 
 def plain(shown, number: int) -> list[str]:
@@ -18,7 +18,10 @@ def plain(shown, number: int) -> list[str]:
 
 
 def test_turns_stand_one_below_the_other_with_trained_text_in_brackets(chats):
-    assert title(chats.row("train", 1), "train", 1).plain == "train 1  chat.jsonl:2  42 tokens, 20 trained (48%)"
+    assert (
+        conversation_title(chats.row("train", 1), "train", 1).plain
+        == "train 1  chat.jsonl:2  42 tokens, 20 trained (48%)"
+    )
     assert plain(chats, 1) == [
         "user 0",
         "  <|usr|>Gold?<|eot|>",
@@ -74,7 +77,9 @@ def test_a_packed_row_shows_its_borders_and_where_each_conversation_is_from(tmp_
         "── segment 0 of 2: chat.jsonl:1, 6 tokens",
         "── segment 1 of 2: chat.jsonl:2, 6 tokens",
     ]
-    assert title(shown.row("train", 0), "train", 0).plain == "train 0  2 segments  12 tokens, 4 trained (33%)"
+    assert (
+        conversation_title(shown.row("train", 0), "train", 0).plain == "train 0  2 segments  12 tokens, 4 trained (33%)"
+    )
 
 
 def test_messages_that_were_cut_are_named(tmp_path):
@@ -123,10 +128,10 @@ def test_no_line_of_a_hostile_episode_can_act(hostile):
     for number in range(len(hostile.dataset["train"])):
         row = hostile.row("train", number)
         for each in [
-            title(row, "train", number),
+            conversation_title(row, "train", number),
             *conversation_lines(row, hostile.text, plain=False),
             *(token_lines(row, hostile.text) if len(row.ids) < 10_000 else []),
-            Text(first_words(row, hostile.text)),
+            Text(preview(row, hostile.text)),
         ]:
             left = each.plain.replace("\u200d", "").replace("\t", "")
             assert left.isprintable(), ascii(left[:200])

@@ -1,0 +1,122 @@
+"""When episodes are trained: positions in an epoch, rows that episodes are packed into, rows of a logged step.
+
+The results are JSON for the viewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chatmill.audit.log import LogLine, TornLine, read_log
+from chatmill.audit.replay import replay
+from chatmill.errors import UsageError
+from chatmill.load.config import LoadConfig
+from chatmill.load.plan import WINDOW, Cursor, LoadPlan
+from chatmill.load.source import open_sources
+from chatmill.show.text import visible
+
+NEIGHBOURS = 3
+
+
+class OrderView:
+    """The order of a dataset under a load config, for any seed and epoch."""
+
+    def __init__(self, path: Path, config: LoadConfig) -> None:
+        # Without what the order does not depend on, so that datasets that lack it have an order too. The last rows of
+        # an epoch are kept, because the row of an episode does not depend on whether the loader drops it.
+        self.config = replace(config, pad_token_id=0, use_loss_mask=False, mix_sft=None, epoch_drop_last=False)
+        self._path = path
+        self.plan = lru_cache(maxsize=4)(self._plan)
+
+    def _plan(self, split: str, seed: int) -> LoadPlan:
+        sources, config = open_sources(self._path, replace(self.config, epoch_seed=seed))
+        return LoadPlan(sources, config, split)
+
+    def page(self, split: str, *, seed: int, epoch: int, start: int, limit: int) -> dict[str, Any]:
+        """The episodes at some positions of an epoch; `length` is None if the order never ends."""
+        plan = self.plan(split, seed)
+        length = plan.order.length
+        stop = start + limit if length is None else min(start + limit, length)
+        episodes = plan.episodes(plan.order.block(epoch, start, max(start, stop))).tolist()
+        return {**_order(plan, seed, epoch), "length": length, "start": start, "episodes": episodes}
+
+    def find(self, split: str, episode: int, *, seed: int, epoch: int) -> dict[str, Any]:
+        """The position of an episode in an epoch, its neighbours, its window, and the row of the window it is in."""
+        plan = self.plan(split, seed)
+        position = plan.order.find(epoch, plan.ordinal(episode))
+        window, row, row_episodes = position // WINDOW, position % WINDOW, [episode]
+        if self.config.packing != "none":
+            row, row_episodes = _packed_row(plan, episode, epoch, window)
+        first, length = max(0, position - NEIGHBOURS), plan.order.length or 0
+        around = plan.episodes(plan.order.block(epoch, first, min(length, position + NEIGHBOURS + 1))).tolist()
+        return {
+            **_order(plan, seed, epoch),
+            "position": position,
+            "before": around[: position - first],
+            "after": around[position - first + 1 :],
+            "window": window,
+            "row": row,
+            "shares_row_with": [each for each in row_episodes if each != episode],
+        }
+
+
+def _order(plan: LoadPlan, seed: int, epoch: int) -> dict[str, Any]:
+    return {"order": plan.order.name, "seed": seed, "epoch": epoch}
+
+
+def _packed_row(plan: LoadPlan, episode: int, epoch: int, window: int) -> tuple[int, list[int]]:
+    """The row of a window that an episode is packed into, and all episodes of that row."""
+    for step in plan.steps(Cursor(epoch=epoch, window=window)):
+        places = np.flatnonzero(step.episodes == episode)
+        if len(places):
+            row = int(np.searchsorted(step.first, places[0], side="right")) - 1
+            return step.at.row + row, step.episodes[step.first[row] : step.first[row + 1]].tolist()
+    raise AssertionError("steps have no end")
+
+
+# Audit logs.
+
+
+def audit_logs(places: Sequence[Path]) -> list[Path]:
+    """The logs in these files and folders."""
+    logs: list[Path] = []
+    for place in places:
+        here = sorted(place.glob("*.log")) if place.is_dir() else [place]
+        if not here or not all(log.is_file() for log in here):
+            raise UsageError(f"{place}: is no audit log, and no folder that holds one")
+        logs += here
+    return logs
+
+
+def timeline(log: Path) -> list[dict[str, Any]]:
+    """All lines of a log in order; `abandoned` are those that a resumed run does not build on."""
+    lines: list[dict[str, Any]] = []
+    numbers: dict[str, int] = {}
+    for number, line in enumerate(read_log(log), 1):
+        if isinstance(line, TornLine):
+            time, action, fields = "", "torn", {"why": line.why}
+        else:
+            assert isinstance(line, LogLine)
+            time, action, fields = line.time, visible(line.action, limit=40), dict(line.fields)
+            if line.action == "resume" and (head := numbers.get(line.fields.get("head", ""))) is not None:
+                for abandoned in lines[head:]:
+                    abandoned["abandoned"] = True
+            numbers[line.sha256] = number
+        fields = {name: visible(value, limit=300) for name, value in fields.items()}
+        lines.append({"number": number, "time": time, "action": action, "fields": fields, "abandoned": False})
+    return lines
+
+
+def rows_at(log: Path, step: int, dataset: Path) -> dict[str, Any]:
+    """The episodes of each row of a step, read from the dataset; `line` of the log has their digest."""
+    replayed = replay(log, step, dataset)
+    rows = [replayed.step.episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]
+    epoch, split = replayed.step.at.epoch, replayed.plan.split
+    return {"step": step, "epoch": epoch, "split": split, "line": replayed.line, "rows": rows}

@@ -1,0 +1,183 @@
+"""What the spans of one row say: its turns and segments, where they came from, and what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chatmill.load.batch import IGNORE_INDEX
+from chatmill.rows import NO_FILE, NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule
+from chatmill.show.text import TokenText, visible
+
+NOTES = {
+    Rule.FLAG: "weighed by the message itself",
+    Rule.UNFINISHED: "cut: not trained, because it does not close",
+    Rule.INCOMPLETE_USER: "not trained: no complete user turn stands before it",
+    Rule.INJECTED: "begins a cut turn anew with an injected copy",
+    Rule.EARLIER_WINDOW: "in part of the row before, and trained there",
+    Rule.VALUES_OFF: "appended texts are not trained",
+}
+"""Rules that a reader of a turn should know about."""
+
+
+def trained_tokens(row: Rows) -> int:
+    return int(row.spans["length"][row.spans["weight"] > 0].sum())
+
+
+# Segments.
+
+
+class Origin(NamedTuple):
+    """Where a segment came from; None where that is not known."""
+
+    file: str | None
+    line: int | None
+    source: str | None
+
+
+def origin_of(row: Rows, segment: int) -> Origin:
+    file, line = row.origins[segment]["file"], int(row.origins[segment]["line"])
+    if file == NO_FILE or int(file) >= len(row.files):
+        return Origin(None, None, None)
+    return Origin(row.files[file].path, line, row.files[file].source)
+
+
+def place_name(row: Rows, segment: int | None = None) -> str:
+    """file:line of a segment; of a row with several segments, how many it has."""
+    if segment is None and len(row.origins) != 1:
+        return f"{len(row.origins)} segments"
+    file, line, _ = origin_of(row, segment or 0)
+    return "-" if file is None else f"{visible(file, limit=200)}:{line}"
+
+
+def is_padding(row: Rows, segment: int) -> bool:
+    first = int(row.first_span[segment])
+    return first < int(row.first_span[segment + 1]) and bool(row.spans["part"][first] == Part.PAD)
+
+
+# Spans.
+
+
+@dataclass(frozen=True)
+class SpanView:
+    """One span: tokens [start, stop) of the row. `target` is the id they are trained as, None for their own."""
+
+    start: int
+    stop: int
+    role: Role
+    part: Part
+    rule: Rule
+    message: int | None
+    weight: float
+    target: int | None
+
+    @property
+    def mark(self) -> str:
+        """A star if it is trained, its weight if that is not 1."""
+        return " " if self.weight == 0 else "*" if self.weight == 1 else f"{self.weight:g}"
+
+    def to_json(self) -> dict[str, Any]:
+        names = {name: getattr(self, name).name.lower() for name in ("role", "part", "rule")}
+        return {**self.__dict__, **names}
+
+
+def span_views(row: Rows, first: int = 0, last: int | None = None) -> Iterator[SpanView]:
+    """The spans [first, last) of a row."""
+    for at in range(first, len(row.spans) if last is None else last):
+        span = row.spans[at]
+        yield SpanView(
+            int(row.span_start[at]),
+            int(row.span_start[at + 1]),
+            Role(span["role"]),
+            Part(span["part"]),
+            Rule(span["rule"]),
+            None if span["message"] == NO_MESSAGE else int(span["message"]),
+            float(span["weight"]),
+            None if span["target"] == OWN_ID else int(span["target"]),
+        )
+
+
+def row_json(row: Rows) -> dict[str, Any]:
+    """One row for JSON: its segments, ids, labels, weights and spans."""
+    targets, mask = row.targets().tolist(), row.mask().tolist()
+    segments = []
+    for segment, (start, stop) in enumerate(pairwise(row.segment_start.tolist())):
+        file, line, source = origin_of(row, segment)
+        segments.append({"start": start, "stop": stop, "source": source, "file": file, "line": line})
+    return {
+        "segments": segments,
+        "ids": row.ids.tolist(),
+        "labels": [target if trained else IGNORE_INDEX for target, trained in zip(targets, mask, strict=True)],
+        "weights": row.weights().tolist(),
+        "spans": [span.to_json() for span in span_views(row)],
+    }
+
+
+# Turns.
+
+
+@dataclass(frozen=True)
+class MessageTurn:
+    """Consecutive spans of one message, as [first_span, last_span) and [start, stop) tokens of the row."""
+
+    segment: int
+    message: int | None
+    role: Role
+    first_span: int
+    last_span: int
+    start: int
+    stop: int
+    trained: int
+    notes: tuple[str, ...]
+    missing: tuple[int, int] | None
+    """The first and last message before this one that are not in the row, because it was cut."""
+
+    @property
+    def name(self) -> str:
+        return self.role.name.lower() if self.role != Role.NONE else "no turn"
+
+
+def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
+    """The turns of one segment of a row."""
+    first, last = int(row.first_span[segment]), int(row.first_span[segment + 1])
+    spans = row.spans[first:last]
+    if not len(spans):
+        return
+    is_new = (np.diff(spans["message"].astype(np.int64)) != 0) | (np.diff(spans["role"].astype(np.int64)) != 0)
+    expected = 0
+    for begin, end in pairwise([first, *(np.flatnonzero(is_new) + 1 + first).tolist(), last]):
+        part = row.spans[begin:end]
+        message = None if part["message"][0] == NO_MESSAGE else int(part["message"][0])
+        missing = (expected, message - 1) if message is not None and message > expected else None
+        expected = expected if message is None else max(expected, message + 1)
+        yield MessageTurn(
+            segment=segment,
+            message=message,
+            role=Role(part["role"][0]),
+            first_span=begin,
+            last_span=end,
+            start=int(row.span_start[begin]),
+            stop=int(row.span_start[end]),
+            trained=int(part["length"][part["weight"] > 0].sum()),
+            notes=tuple(NOTES[rule] for rule in map(Rule, np.unique(part["rule"]).tolist()) if rule in NOTES),
+            missing=missing,
+        )
+
+
+def preview(row: Rows, text: TokenText, limit: int = 80) -> str:
+    """One line that says what a row is about: the beginning of the first user message, else of any text."""
+    spans = row.spans
+    is_text = np.isin(spans["part"], (Part.CONTENT, Part.PREFIX, Part.VALUE))
+    for chosen in (is_text & (spans["role"] == Role.USER), is_text, np.ones(len(spans), dtype=np.bool_)):
+        if chosen.any():
+            at = int(chosen.argmax())
+            start, stop = row.span_start[at : at + 2].tolist()
+            content = text.text(row.ids[start:stop].tolist(), keep="\n", limit=2 * limit)
+            # A header with the same weight as the content is part of its span.
+            content = content.removeprefix(f"{Role(spans['role'][at]).name.lower()}\n").strip()
+            return visible(" ".join(content.split("\n")), limit=limit)
+    return ""
