@@ -7,23 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import (
-    DEFAULT_REJECTS,
-    AsJson,
-    ChatTemplate,
-    MaskName,
-    OnError,
-    RejectsFile,
-    Shape,
-    TemplateArgs,
-    TemplateDate,
-    echo_json,
-    progress,
-    reading,
-    tell_rejects,
-)
+from chatmill.cli.options import AsJson, ReadOptions, echo_json, progress, reading, tell_rejects
+from chatmill.cli.render_options import TemplateFlags
 from chatmill.errors import ChatmillError
-from chatmill.format import TEMPLATE, TemplateOptions, TemplateRenderer, open_renderer
+from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
 from chatmill.format.template.certify import Peer, certify
 from chatmill.ledger import Ledger
 from chatmill.records import Record
@@ -34,19 +21,15 @@ class FailedError(ChatmillError):
 
 
 def certify_command(
+    *,
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", help="A Hugging Face folder, or any tokenizer with --chat-template.")
     ],
     inputs: Annotated[
         list[str] | None, typer.Argument(metavar="INPUT...", help="Conversations of your own.", show_default=False)
     ] = None,
-    chat_template: ChatTemplate = None,
-    template_arg: TemplateArgs = None,
-    template_date: TemplateDate = None,
-    mask: MaskName = "derived",
-    shape: Shape = None,
-    on_error: OnError = "stop",
-    rejects: RejectsFile = DEFAULT_REJECTS,
+    template: TemplateFlags,
+    read: ReadOptions,
     as_json: AsJson = False,
 ) -> None:
     """Certify a chat template: what it keeps of what training relies on, PASS or FAIL in one line each.
@@ -61,19 +44,18 @@ def certify_command(
       chatmill certify --tokenizer Qwen3-4B chat.jsonl --template-arg enable_thinking=false
       chatmill certify --tokenizer tokenizer.json --chat-template chatml.jinja --json
     """
-    options = TemplateOptions(chat_template, template_arg or (), mask, template_date)
-    format = open_renderer(TEMPLATE, tokenizer, template=options)
-    assert isinstance(format, TemplateRenderer)
-    peer, peer_name = transformers_peer(format)
+    renderer = open_renderer(TEMPLATE, tokenizer, template=template.options())
+    assert isinstance(renderer, TemplateRenderer)
+    peer, peer_name = transformers_peer(renderer)
     if inputs:
         ledger = Ledger()
-        with reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected):
-            findings = certify(format, progress(records, "records"), peer=peer, peer_name=peer_name)
-        tell_rejects(ledger, rejected)
+        with reading(inputs, read, ledger) as records:
+            findings = certify(renderer, progress(records, "records"), peer=peer, peer_name=peer_name)
+        tell_rejects(ledger, records.rejects)
     else:
-        findings = certify(format, (), peer=peer, peer_name=peer_name)
+        findings = certify(renderer, (), peer=peer, peer_name=peer_name)
     passed = all(finding.passed for finding in findings)
-    name = format.folder.template.name
+    name = renderer.folder.template.name
     if as_json:
         lines = [finding._asdict() for finding in findings]
         echo_json({"template": name, "passed": passed, "findings": lines})

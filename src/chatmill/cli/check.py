@@ -6,29 +6,12 @@ from collections import Counter
 
 import typer
 
-from chatmill.cli.options import (
-    DEFAULT_REJECTS,
-    AsJson,
-    Inputs,
-    OnError,
-    RejectsFile,
-    Shape,
-    echo_json,
-    progress,
-    reading,
-    tell_rejects,
-)
+from chatmill.cli.options import AsJson, Inputs, ReadOptions, echo_json, progress, reading, tell_rejects
 from chatmill.errors import DataError
 from chatmill.ledger import Ledger
 
 
-def check(
-    inputs: Inputs,
-    shape: Shape = None,
-    on_error: OnError = "stop",
-    rejects: RejectsFile = DEFAULT_REJECTS,
-    as_json: AsJson = False,
-) -> None:
+def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
     """Read conversations and say what they hold. The first fault stops with its file and line.
 
     \b
@@ -38,7 +21,7 @@ def check(
     """
     ledger, roles, sources = Ledger(), Counter[str](), Counter[str]()
     trainable = 0
-    with reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected):
+    with reading(inputs, read, ledger) as records:
         for record in progress(records, "records"):
             sources[record.source] += 1
             roles.update(message.role for message in record.messages)
@@ -61,4 +44,4 @@ def check(
     typer.echo(f"{good:,} records, {trainable:,} of them with an assistant turn")
     typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(roles.items())))
     typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in sources.items()))
-    tell_rejects(ledger, rejected)
+    tell_rejects(ledger, records.rejects)

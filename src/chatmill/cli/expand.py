@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_origin
 
 import typer
 
-from chatmill.config import Key, flag_spellings, keys_of
+from chatmill.config import flag_spellings, keys_of
 
 
 class KeyOptions:
@@ -50,8 +50,14 @@ class TextFlags:
 
 def option(config: type[Any], name: str) -> Any:
     """The typer option of a declared key."""
-    each: Key = keys_of(config)[name]
-    return typer.Option(each.flag or f"--{name.replace('_', '-')}", metavar=each.metavar, help=each.help)
+    each = keys_of(config)[name]
+    return typer.Option(flag_of(config, name), metavar=each.metavar, help=each.help)
+
+
+def flag_of(config: type[Any], name: str) -> str:
+    """The flag of a key, or of a parameter that is none."""
+    each = keys_of(config).get(name)
+    return each.flag if each is not None and each.flag is not None else f"--{name.replace('_', '-')}"
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:

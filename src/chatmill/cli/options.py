@@ -1,4 +1,4 @@
-"""What several commands share: their options, reading with rejects, and progress on standard error."""
+"""What several commands share: options, reading with rejects, summaries, and progress on standard error."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from chatmill.errors import RecordError
 from chatmill.ledger import Ledger
-from chatmill.records import SHAPES, Record, Rejects, read_records
+from chatmill.records import DEFAULT_REJECTS, SHAPES, Reading, Rejects
 
 T = TypeVar("T")
 
@@ -39,81 +39,35 @@ RejectsFile = Annotated[
     Path, typer.Option("--rejects", help="Where skipped records go, with their reasons. Only with --on-error skip.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-FormatName = Annotated[
-    str,
-    typer.Option(
-        "--format",
-        help="How conversations are written: a preset (see `chatmill formats`), a .toml file, or `template`.",
-    ),
-]
-TokenizerName = Annotated[
-    str,
-    typer.Option(
-        "--tokenizer",
-        help="`bytes` (embedded), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face folder.",
-    ),
-]
-ChatTemplate = Annotated[
-    str | None,
-    typer.Option(
-        "--chat-template", metavar="FILE", help="With --format template: a Jinja file instead of the tokenizer's own."
-    ),
-]
-TemplateArgs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--template-arg",
-        metavar="NAME=VALUE",
-        help="What the template is given besides, such as enable_thinking=false.",
-    ),
-]
-TemplateDate = Annotated[
-    str | None,
-    typer.Option(metavar="YYYY-MM-DD", help="The day that a template is told which asks for it. Today, if left out."),
-]
-MaskName = Annotated[
-    Literal["derived", "tags"],
-    typer.Option("--mask", help="With --format template: derive what is trained, or follow its generation tags."),
-]
-AddTokens = Annotated[
-    bool, typer.Option("--add-tokens", help="Add the control tokens of the format that the tokenizer lacks.")
-]
-DEFAULT_REJECTS = Path("rejects.jsonl")
+OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")]
 
 
-@contextmanager
-def reading(
-    inputs: list[str], *, shape: str | None, on_error: Literal["stop", "skip"], rejects: Path, ledger: Ledger
-) -> Iterator[tuple[Iterator[Record], Rejects | None]]:
-    """The records of the inputs, counted in the ledger; rejects go to their file if faults are skipped."""
-    if on_error == "stop":
-        yield _counted(read_records(inputs, shape=shape), ledger), None
-        return
-    with Rejects(rejects, inputs) as rejected:
+@dataclass(frozen=True)
+class ReadOptions:
+    """The options of commands that read records; see `cli/expand.py`."""
 
-        def reject(fault: RecordError) -> None:
-            rejected(fault)
-            ledger.add("read", rows=1)
-            ledger.add("rejected", fault.kind, rows=1)
-
-        yield _counted(read_records(inputs, shape=shape, on_error="skip", on_reject=reject), ledger), rejected
+    shape: Shape = None
+    on_error: OnError = "stop"
+    rejects: RejectsFile = DEFAULT_REJECTS
 
 
-def _counted(records: Iterable[Record], ledger: Ledger) -> Iterator[Record]:
-    for record in records:
-        ledger.add("read", rows=1)
-        yield record
+def reading(inputs: list[str], read: ReadOptions, ledger: Ledger) -> Reading:
+    """The records of the inputs as the options say."""
+    return Reading(inputs, ledger, shape=read.shape, on_error=read.on_error, rejects=read.rejects)
 
 
-def tell_rejects(ledger: Ledger, rejected: Rejects | None) -> None:
-    """Say on standard error what was left out, why, and where it is."""
-    if rejected is not None and (count := ledger.total("rejected").rows):
+# Summaries.
+
+
+def tell_rejects(ledger: Ledger, rejects: Rejects | None) -> None:
+    """Say on standard error which records were rejected, why, and where they are."""
+    if rejects is not None and (count := ledger.total("rejected").rows):
         reasons = ", ".join(f"{entry.rows} {reason}" for bucket, reason, entry in ledger if bucket == "rejected")
-        typer.echo(f"rejected {count:,}: {reasons}; see {rejected.path}", err=True)
+        typer.echo(f"rejected {count:,}: {reasons}; see {rejects.path}", err=True)
 
 
 def tell_losses(ledger: Ledger, *, err: bool = False) -> None:
-    """Say what was cut, dropped, repeated or deserves a look, a line for each reason."""
+    """Say what was cut, dropped, repeated or noted, one line for each reason."""
     for bucket, reason, entry in ledger:
         if bucket in ("repeated", "truncated", "dropped", "noted"):
             rows = f"{entry.rows:,} rows, " if entry.rows else ""
@@ -121,7 +75,7 @@ def tell_losses(ledger: Ledger, *, err: bool = False) -> None:
 
 
 def tell_ledger(ledger: Ledger) -> None:
-    """Every bucket with its reason and counts, one below the other."""
+    """Print the ledger as a table: bucket, reason and counts."""
     tell_table(
         ("", "reason"),
         ("rows", "tokens", "trained"),
@@ -132,9 +86,9 @@ def tell_ledger(ledger: Ledger) -> None:
     )
 
 
-def tell_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table of some columns of words and some of numbers; cells are text, whatever stands in them."""
-    table = Table(*words, box=None, pad_edge=False, header_style="")
+def tell_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table with columns of text and, right-aligned, columns of numbers; no cell is read as markup."""
+    table = Table(*texts, box=None, pad_edge=False, header_style="")
     for column in numbers:
         table.add_column(column, justify="right")
     for row in rows:
@@ -142,27 +96,38 @@ def tell_table(words: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequ
     Console(highlight=False).print(table)
 
 
-def progress(things: Iterable[T], what: str) -> Iterator[T]:
-    """The things themselves, counted on standard error where a person looks on."""
-    with counting(what) as advance:
-        for thing in things:
-            yield thing
-            advance(1)
-
-
-@contextmanager
-def counting(what: str) -> Iterator[Callable[[int], None]]:
-    """What is told of so many things more, and counts them on standard error where a person looks on."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda count: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda count: bar.advance(task, count)
+def share(part: int, whole: int) -> str:
+    """A part of a whole in percent; 0.0% of nothing."""
+    return f"{part / whole if whole else 0:.1%}"
 
 
 def echo_json(value: Any) -> None:
     json.dump(value, sys.stdout, ensure_ascii=False)
     sys.stdout.write("\n")
+
+
+# Progress.
+
+
+def progress_on_stderr(*columns: ProgressColumn) -> Progress:
+    """A progress display on standard error, which shows nothing where that is not a terminal."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def counting(what: str) -> Iterator[Callable[[int], None]]:
+    """Show a count on standard error; the function that this gives adds to it."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
+    with progress_on_stderr(*columns) as bar:
+        task = bar.add_task(what, total=None)
+        # Adding to a display that shows nothing still costs time for each record.
+        yield (lambda count: None) if bar.disable else (lambda count: bar.advance(task, count))
+
+
+def progress(items: Iterable[T], what: str) -> Iterator[T]:
+    """The items themselves, counted on standard error."""
+    with counting(what) as advance:
+        for item in items:
+            yield item
+            advance(1)

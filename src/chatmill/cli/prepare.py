@@ -4,50 +4,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from chatmill.cli.expand import KeyOptions, flag_of
 from chatmill.cli.guard import guarded
-from chatmill.cli.options import (
-    DEFAULT_REJECTS,
-    AddTokens,
-    AsJson,
-    ChatTemplate,
-    FormatName,
-    Inputs,
-    MaskName,
-    OnError,
-    RejectsFile,
-    Shape,
-    TemplateArgs,
-    TemplateDate,
-    TokenizerName,
-    echo_json,
-    tell_ledger,
-)
+from chatmill.cli.options import AsJson, Inputs, RejectsFile, Shape, echo_json, progress_on_stderr, share, tell_ledger
 from chatmill.errors import ChatmillError, RecordError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
-from chatmill.prepare.job import SHARD_TOKENS, Fit, InputSource, Job, SplitBy
+from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job
 from chatmill.prepare.pipeline import BuildProgress, prepare_dataset
 from chatmill.prepare.recipe import load_recipe
-from chatmill.records import Rejects
-from chatmill.rows import TrainOn
+from chatmill.records import DEFAULT_REJECTS, Rejects
 from chatmill.store.metadata import Metadata
-
-RUN_FLAGS = {"inputs", "output", "workers", "engine", "address", "overwrite", "resume", "rejects", "as_json"}
-"""What says how a dataset is built, not what it is: these go with a recipe."""
 
 
 class StoppedError(ChatmillError):
-    """Ctrl-C, which is no fault."""
+    """Interrupted by Ctrl-C."""
 
     exit_code = 130
 
@@ -56,40 +35,9 @@ def prepare_command(
     context: typer.Context,
     inputs: Inputs,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")],
-    tokenizer: TokenizerName = "bytes",
-    format: FormatName = "chatml",
-    add_tokens: AddTokens = False,
-    chat_template: ChatTemplate = None,
-    template_arg: TemplateArgs = None,
-    template_date: TemplateDate = None,
-    mask: MaskName = "derived",
+    keys: Annotated[dict[str, Any], KeyOptions(Job)],
     shape: Shape = None,
-    train_on: Annotated[
-        TrainOn,
-        typer.Option(help="Whose turns are trained: every assistant's, the last one's, or all but tool results."),
-    ] = "assistant",
-    max_tokens: Annotated[
-        int | None, typer.Option(help="The longest row, or the size of a block. Left out, nothing is cut.")
-    ] = None,
-    fit: Annotated[Fit, typer.Option(help="How long rows are cut; blocks makes stream blocks instead.")] = "turns",
-    require_terminators: Annotated[
-        bool, typer.Option("--require-terminators", help="Drop rows that end inside an answer.")
-    ] = False,
-    pack: Annotated[
-        int | None, typer.Option(help="Put whole rows together into rows of at most this many tokens.")
-    ] = None,
-    val_split: Annotated[
-        float, typer.Option(help="The share of conversations for validation, chosen by a hash of what they say.")
-    ] = 0.0,
     val_file: Annotated[list[str] | None, typer.Option(help="Files that are all for validation.")] = None,
-    split: Annotated[
-        SplitBy, typer.Option(help="By hash, which never moves a conversation, or by a shuffle with --seed.")
-    ] = "hash",
-    seed: Annotated[int, typer.Option(help="For --split shuffle.")] = 42,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard.")] = SHARD_TOKENS,
-    dedupe: Annotated[
-        bool, typer.Option("--dedupe", help="Keep only the first of equal conversations; 16 bytes of memory for each.")
-    ] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; as many as there are cores if left out.")
     ] = None,
@@ -97,7 +45,6 @@ def prepare_command(
         Literal["local", "ray"], typer.Option(help="Processes here, or a Ray cluster (pip install 'chatmill[ray]').")
     ] = "local",
     address: Annotated[str | None, typer.Option(help="The Ray cluster; one is started here if left out.")] = None,
-    on_error: OnError = "stop",
     rejects: RejectsFile = DEFAULT_REJECTS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the dataset if it is there.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a build that was interrupted.")] = False,
@@ -116,39 +63,13 @@ def prepare_command(
       chatmill prepare recipe.toml -o data/v4
     """
     if len(inputs) == 1 and inputs[0].endswith(".toml"):
-        given = [
-            f"--{name.replace('_', '-')}"
-            for name in context.params
-            if name not in RUN_FLAGS and _was_given(context, name)
-        ]
-        if given:
-            raise UsageError(f"{', '.join(given)} with a recipe; write it into {inputs[0]} instead")
+        names = [name for name in (*keys, "shape", "val_file") if _was_given(context, name)]
+        if names:
+            flags = ", ".join(flag_of(Job, name) for name in names)
+            raise UsageError(f"{flags} with a recipe; write it into {inputs[0]} instead")
         job = load_recipe(Path(inputs[0]))
     else:
-        sources = [InputSource(tuple(inputs), shape)]
-        if val_file:
-            sources.append(InputSource(tuple(val_file), shape, only_val=True))
-        job = Job(
-            tuple(sources),
-            tokenizer=tokenizer,
-            format=format,
-            add_tokens=add_tokens,
-            chat_template=chat_template,
-            template_args=tuple(template_arg or ()),
-            template_date=template_date,
-            mask=mask,
-            train_on=train_on,
-            max_tokens=max_tokens,
-            fit=fit,
-            require_terminators=require_terminators,
-            pack=pack,
-            val_split=val_split,
-            split=split,
-            seed=seed,
-            shard_tokens=shard_tokens,
-            dedupe=dedupe,
-            on_error=on_error,
-        )
+        job = Job(_sources(inputs, val_file, shape), **keys)
     run(
         job,
         output,
@@ -160,26 +81,34 @@ def prepare_command(
     )
 
 
+def _sources(inputs: Sequence[str], val_files: Sequence[str] | None, shape: str | None) -> tuple[InputSource, ...]:
+    sources = [InputSource(tuple(inputs), shape)]
+    if val_files:
+        sources.append(InputSource(tuple(val_files), shape, only_val=True))
+    return tuple(sources)
+
+
 def _was_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: bool, resume: bool, as_json: bool) -> None:
-    """Build, with a bar where a person looks on, and say what was made."""
+    """Build the dataset with progress on standard error, and print its summary."""
     rejected: Rejects | None = None
     if job.on_error == "skip":
         rejected = Rejects(rejects, [name for source in job.sources for name in source.inputs])
-    with ExitStack() as opened, _bar() as show:
+    progress = BuildBar()
+    with ExitStack() as opened, progress.bar:
         begun = False
 
-        def on_progress(progress: BuildProgress) -> None:
+        def on_progress(now: BuildProgress) -> None:
             nonlocal begun
             if rejected is not None and not begun:
                 # Not before: a command that is refused leaves the rejects of an earlier one alone.
                 opened.enter_context(rejected)
                 begun = True
-            show(progress)
+            progress.show(now)
 
         def on_fault(fault: RecordError) -> None:
             assert rejected is not None
@@ -215,39 +144,28 @@ def _engine(name: str, workers: int | None, address: str | None) -> Engine:
     return RayEngine(workers, address)
 
 
-@contextmanager
-def _bar() -> Iterator[Callable[[BuildProgress], None]]:
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda progress: None
-        return
-    columns = (
-        TextColumn("{task.description:<7}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[rows]:,} rows, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} Mtok/s"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, Any] = {}
+class BuildBar:
+    """The progress of a build on standard error: a bar for each step of it."""
 
-        def on_progress(progress: BuildProgress) -> None:
-            if progress.step not in tasks:
-                tasks[progress.step] = bar.add_task(progress.step, rows=0, tokens=0, speed=0.0)
-            task = tasks[progress.step]
-            elapsed = bar.tasks[task].elapsed or 0
-            speed = progress.tokens / elapsed / 1e6 if elapsed else 0.0
-            bar.update(
-                task,
-                completed=progress.done,
-                total=progress.total,
-                rows=progress.rows,
-                tokens=progress.tokens,
-                speed=speed,
-            )
+    def __init__(self) -> None:
+        self.bar = progress_on_stderr(
+            TextColumn("{task.description:<7}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[rows]:,} rows, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} Mtok/s"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self._tasks: dict[str, TaskID] = {}
 
-        yield on_progress
+    def show(self, progress: BuildProgress) -> None:
+        if progress.step not in self._tasks:
+            self._tasks[progress.step] = self.bar.add_task(progress.step, rows=0, tokens=0, speed=0.0)
+        task = self._tasks[progress.step]
+        elapsed = self.bar.tasks[task].elapsed or 0
+        speed = progress.tokens / elapsed / 1e6 if elapsed else 0.0
+        counts: dict[str, Any] = {"rows": progress.rows, "tokens": progress.tokens, "speed": speed}
+        self.bar.update(task, completed=progress.done, total=progress.total, **counts)
 
 
 def _summary(output: Path, metadata: Metadata) -> dict[str, Any]:
@@ -270,10 +188,10 @@ def _summary(output: Path, metadata: Metadata) -> dict[str, Any]:
 
 def _tell(output: Path, metadata: Metadata) -> None:
     for name, split in _summary(output, metadata)["splits"].items():
-        share = split["trained_tokens"] / split["tokens"] if split["tokens"] else 0
         typer.echo(
             f"{output}/{name}: {split['episodes']:,} episodes, {split['tokens']:,} tokens, "
-            f"{share:.1%} trained, longest {split['longest']:,}, shards {split['shards']}"
+            f"{share(split['trained_tokens'], split['tokens'])} trained, "
+            f"longest {split['longest']:,}, shards {split['shards']}"
         )
     tell_ledger(metadata.ledger)
     for line in warnings_of(metadata.ledger):
@@ -281,7 +199,7 @@ def _tell(output: Path, metadata: Metadata) -> None:
 
 
 def warnings_of(ledger: Ledger) -> Iterator[str]:
-    """What a person should know before training on it."""
+    """What to know before training on the dataset."""
     reasons = {
         "answer_cut": "{rows:,} rows lost a part of an answer; raise --max-tokens",
         "answer_unfinished": "{tokens:,} tokens of answers that a block's end cuts are not trained; use larger blocks",
@@ -303,7 +221,7 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
 
 
 def script(shape: str, doc: str) -> None:
-    """The documented scripts: another face of the same pipeline, with the flags they are known by."""
+    """The documented scripts: the same pipeline, with their documented flags."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True, nargs="+", help="files or globs of conversations")
     parser.add_argument("--output_dir", required=True, type=Path, help="the folder of the dataset")
@@ -317,11 +235,8 @@ def script(shape: str, doc: str) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the dataset if it is there")
     parser.add_argument("--verbose", action="store_true", help="print the whole ledger as JSON, too")
     args = parser.parse_args()
-    sources = [InputSource(tuple(args.input), shape)]
-    if args.val_file:
-        sources.append(InputSource(tuple(args.val_file), shape, only_val=True))
     job = Job(
-        tuple(sources),
+        _sources(args.input, args.val_file, shape),
         tokenizer=args.tokenization,
         format=args.format,
         val_split=args.val_split,

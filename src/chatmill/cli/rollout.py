@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AddTokens, AsJson, FormatName, TokenizerName, echo_json, progress
+from chatmill.cli.options import AsJson, echo_json, progress
+from chatmill.cli.render_options import AddTokens, FormatName, TokenizerName
 from chatmill.errors import DataError, RecordError
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import SHARD_TOKENS

@@ -1,121 +1,72 @@
-"""Settings: what the commands that build caches take from `chatmill.toml` where a flag does not say it.
+"""`chatmill.toml`: settings of the commands that build caches, for what no flag gives.
 
 data.primer.val_frac = 0.2       in the file, or as tables: [data.primer] val_frac = 0.2
 """
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from chatmill.config import keys_of, read_toml
 from chatmill.errors import UsageError, one_line
+from chatmill.prepare.primer import SHAPES, CacheConfig
 
 FILE = Path("chatmill.toml")
-SOURCES = ("primer", "oasst1", "dolly15k")
-LONGEST = 2**31
-
-
-class Setting(NamedTuple):
-    key: str
-    """Where it stands in the file; `{source}` is the name of a source."""
-    default: Any
-    right: str
-    fits: Callable[[Any], bool]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1
-
-
-SETTINGS = {
-    "path": Setting("data.{source}.path", None, "the name of a file", _is_text),
-    "val_frac": Setting("data.{source}.val_frac", 0.1, "a number from 0 to below 1", _is_share),
-    "out_dir": Setting("data.caches.sft_token_cache", "data/cache/sft", "the name of a folder", _is_text),
-    "seed": Setting("training.seed", 42, "a whole number from 0 on", lambda value: type(value) is int and value >= 0),
-    "t_max": Setting(
-        "model.T",
-        1024,
-        f"a whole number from 2 to {LONGEST}",
-        lambda value: type(value) is int and 2 <= value <= LONGEST,
-    ),
+NAMES = {
+    "path": "data.{source}.path",
+    "val_frac": "data.{source}.val_frac",
+    "out_dir": "data.caches.sft_token_cache",
+    "seed": "training.seed",
+    "t_max": "model.T",
 }
+"""What the keys of `CacheConfig` are called in the file."""
 DEFAULT_PATHS = {"primer": "data/primer.jsonl"}
 
 
-@dataclass(frozen=True)
-class BuildSettings:
-    """All that decides what the cache of a source holds, but for its tokenizer."""
+def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str, file: Path = FILE) -> CacheConfig:
+    """The configuration of a source: a flag wins over the file, the file over the default; all faults are one line.
 
-    path: str
-    out_dir: Path
-    seed: int
-    val_frac: float
-    t_max: int
-
-
-def build_settings(source: str, flags: Mapping[str, tuple[str, Any]], *, file: Path = FILE) -> BuildSettings:
-    """The settings of a source: a flag wins over the file, the file over the default; all faults are one line.
-
-    `flags` holds for each setting the flag's name and what it was given, None for nothing.
+    `flags` are the keys of `CacheConfig`, None where no flag is given.
     """
-    found, faults = _read(file)
-    for name, (flag, value) in flags.items():
-        if value is not None and not SETTINGS[name].fits(value):
-            faults.append(f"{flag} is {one_line(str(value))}, expected {SETTINGS[name].right}")
-    values: dict[str, Any] = {}
-    for name, setting in SETTINGS.items():
-        default = DEFAULT_PATHS.get(source) if name == "path" else setting.default
-        given = flags[name][1]
-        values[name] = found.get(setting.key.format(source=source), default) if given is None else given
+    keys = keys_of(CacheConfig)
+    stored, faults = _read(file)
+    for name, value in flags.items():
+        if value is not None and not keys[name].check.accepts(value):
+            flag = input_flag if name == "path" else f"--{name.replace('_', '-')}"
+            faults.append(f"{flag} is {one_line(str(value))}, expected {keys[name].check.expected}")
+    of_file = {name: stored.get(dotted.format(source=source)) for name, dotted in NAMES.items()}
+    values: dict[str, Any] = {"path": DEFAULT_PATHS.get(source)}
+    values |= {name: value for layer in (of_file, flags) for name, value in layer.items() if value is not None}
     if values["path"] is None:
-        faults.append(f"no input; give {flags['path'][0]}, or data.{source}.path in {file}")
+        faults.append(f"no input; give {input_flag}, or data.{source}.path in {file}")
     if faults:
         raise UsageError("; ".join(faults))
-    return BuildSettings(
-        path=values["path"],
-        out_dir=Path(values["out_dir"]),
-        seed=values["seed"],
-        val_frac=float(values["val_frac"]),
-        t_max=values["t_max"],
-    )
+    return CacheConfig(**values)
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """The settings of the file, if there is one, by their dotted keys; and what is wrong with them."""
-    try:
-        text = file.read_text("utf-8")
-    except FileNotFoundError:
+    """The settings of the file, if there is one, by their dotted names; and what is wrong with them."""
+    if not file.exists():
         return {}, []
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise UsageError(f"{file}: cannot be read ({reason}); expected a TOML file") from None
-    try:
-        data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageError(f"{file}: not TOML: {one_line(str(error))}") from None
-    known = {setting.key.format(source=source): setting for setting in SETTINGS.values() for source in SOURCES}
-    found, faults = {}, []
-    for key, value in _flat(data):
-        if key not in known:
-            faults.append(f'{file}: unknown key "{one_line(key)}" (known: {", ".join(sorted(known))})')
-        elif not known[key].fits(value):
-            faults.append(f"{file}: {key} is {one_line(repr(value))}, expected {known[key].right}")
+    keys = keys_of(CacheConfig)
+    known = {dotted.format(source=source): keys[name] for name, dotted in NAMES.items() for source in SHAPES}
+    stored, faults = {}, []
+    for dotted, value in _flat(read_toml(file, what="expected a TOML file", error=UsageError)):
+        if dotted not in known:
+            faults.append(f'{file}: unknown key "{one_line(dotted)}" (known: {", ".join(sorted(known))})')
+        elif not known[dotted].check.accepts(value):
+            faults.append(f"{file}: {dotted} is {one_line(repr(value))}, expected {known[dotted].check.expected}")
         else:
-            found[key] = value
-    return found, faults
+            stored[dotted] = value
+    return stored, faults
 
 
-def _flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no table, by its dotted key; an empty table is a value, so that its name is seen."""
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no table, by its dotted name; an empty table is a value, so that its name is checked."""
     for name, value in table.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{above}{name}", value
+            yield f"{prefix}{name}", value

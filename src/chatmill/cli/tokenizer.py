@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from chatmill.cli.expand import expanded
 from chatmill.cli.options import (
-    DEFAULT_REJECTS,
-    AddTokens,
     AsJson,
-    FormatName,
     Inputs,
-    OnError,
-    RejectsFile,
-    Shape,
+    OverwriteFile,
+    ReadOptions,
     echo_json,
     progress,
     reading,
     tell_rejects,
 )
+from chatmill.cli.render_options import AddTokens, FormatName
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
 from chatmill.ledger import Ledger
@@ -29,7 +27,7 @@ from chatmill.store.files import refuse_existing, write_file
 from chatmill.tokenizer import open_tokenizer, train_bpe
 
 MOST_TOKENS = 2**24
-"""More than any vocabulary has; the trainer sets aside room for all that it is asked for."""
+"""More than any vocabulary has; the trainer allocates memory for all of --vocab-size."""
 
 app = typer.Typer(
     help="Train a tokenizer on your conversations, or look at one.", no_args_is_help=True, rich_markup_mode=None
@@ -37,17 +35,17 @@ app = typer.Typer(
 
 
 @app.command("train")
+@expanded
 def train(
     inputs: Inputs,
     vocab_size: Annotated[
         int, typer.Option(max=MOST_TOKENS, help="Tokens in all: 256 bytes, the control tokens, and learned ones.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The tokenizer.json to write.")],
+    *,
     format: FormatName = "chatml",
-    shape: Shape = None,
-    on_error: OnError = "stop",
-    rejects: RejectsFile = DEFAULT_REJECTS,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    read: ReadOptions,
+    overwrite: OverwriteFile = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a byte-level BPE on the texts of conversations, with the control tokens of a format.
@@ -59,30 +57,19 @@ def train(
     refuse_existing(output, overwrite=overwrite)
     control = load_format(format).tokens
     ledger = Ledger()
-    with reading(inputs, shape=shape, on_error=on_error, rejects=rejects, ledger=ledger) as (records, rejected):
-
-        def texts() -> Iterator[str]:
-            for record in progress(records, "records"):
-                yield from record_texts(record)
-
-        data = train_bpe(texts(), vocab_size=vocab_size, control=list(control.values()))
+    with reading(inputs, read, ledger) as records:
+        texts = chain.from_iterable(map(record_texts, progress(records, "records")))
+        data = train_bpe(texts, vocab_size=vocab_size, control=list(control.values()))
     write_file(output, data, overwrite=overwrite)
     made = open_tokenizer(output, control=control)
+    count = ledger.total("read").rows
     if as_json:
-        echo_json(
-            {
-                "path": str(output),
-                "vocab_size": made.vocab_size,
-                "sha256": made.sha256,
-                "records": ledger.total("read").rows,
-            }
-        )
+        echo_json({"path": str(output), "vocab_size": made.vocab_size, "sha256": made.sha256, "records": count})
     else:
-        count = ledger.total("read").rows
         typer.echo(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {count:,} records")
         if made.vocab_size < vocab_size:
             typer.echo(f"the texts gave no more than that; {vocab_size:,} were asked for")
-    tell_rejects(ledger, rejected)
+    tell_rejects(ledger, records.rejects)
 
 
 @app.command("info")
@@ -108,8 +95,8 @@ def info(
     opened = open_tokenizer(tokenizer, control=control, add_tokens=add_tokens)
     ids = opened.special_token_ids() if format is not None else dict(opened.control_ids)
     if as_json:
-        found = {"name": opened.name, "vocab_size": opened.vocab_size, "sha256": opened.sha256}
-        echo_json({**found, "engine": opened.engine, "special_token_ids": ids})
+        about = {"name": opened.name, "vocab_size": opened.vocab_size, "sha256": opened.sha256}
+        echo_json({**about, "engine": opened.engine, "special_token_ids": ids})
         return
     typer.echo(f"{opened.name}: {opened.vocab_size:,} tokens, sha256 {opened.sha256}, encoded by {opened.engine}")
     for key, id in ids.items():

@@ -8,6 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from chatmill.config import key, required
 from chatmill.errors import UsageError, one_line
 from chatmill.format import Mask
 from chatmill.rows import TrainOn
@@ -22,44 +23,56 @@ LONGEST = 2**31
 
 @dataclass(frozen=True)
 class InputSource:
-    """Files that are read alike. All of them go to `val` if `only_val`, whatever the split."""
+    """Files that are read alike."""
 
-    inputs: tuple[str, ...]
-    shape: str | None = None
-    name: str | None = None
-    train_on: TrainOn | None = None
-    """Whose turns are trained in these files, if not as the job says."""
-    only_val: bool = False
+    inputs: tuple[str, ...] = required("Files or globs.")
+    shape: str | None = key(None, "How the records look; left out, it is told from the first records.")
+    name: str | None = key(None, "Name of the source; left out, that of each file.")
+    train_on: TrainOn | None = key(None, "Whose turns are trained in these files; left out, as the job says.")
+    only_val: bool = key(False, "Use all of these files for validation, whatever the split.")
 
 
 @dataclass(frozen=True)
 class Job:
+    """What to build. Its keys are the flags of `chatmill prepare` and the keys of a recipe."""
+
     sources: tuple[InputSource, ...]
-    tokenizer: str = "bytes"
-    format: str = "chatml"
-    add_tokens: bool = False
-    chat_template: str | None = None
-    """A Jinja file, for the format `template`, that goes before the one of the tokenizer's folder."""
-    template_args: tuple[str, ...] = ()
-    """What a chat template is given besides the conversation, as `name=value`."""
-    template_date: str | None = None
-    """The day that a chat template is told, if it asks; None is the day of the build."""
-    mask: Mask = "derived"
-    """Under a chat template: trained is what is derived to be, or what its generation tags say."""
-    train_on: TrainOn = "assistant"
-    max_tokens: int | None = None
-    fit: Fit = "turns"
-    require_terminators: bool = False
-    pack: int | None = None
-    val_split: float = 0.0
-    split: SplitBy = "hash"
-    seed: int = 42
-    shard_tokens: int = SHARD_TOKENS
-    dedupe: bool = False
-    on_error: Literal["stop", "skip"] = "stop"
+    tokenizer: str = key(
+        "bytes", "`bytes` (embedded), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face folder."
+    )
+    format: str = key(
+        "chatml", "How conversations are written: a preset (see `chatmill formats`), a .toml file, or `template`."
+    )
+    add_tokens: bool = key(False, "Add the control tokens of the format that the tokenizer lacks.")
+    chat_template: str | None = key(
+        None, "With --format template: a Jinja file instead of the tokenizer's own.", metavar="FILE"
+    )
+    template_args: tuple[str, ...] = key(
+        (),
+        "Variable for the template, such as enable_thinking=false; may be given several times.",
+        flag="--template-arg",
+        metavar="NAME=VALUE",
+    )
+    template_date: str | None = key(None, "Date for templates that print it. Today, if left out.", metavar="YYYY-MM-DD")
+    mask: Mask = key("derived", "With --format template: derive what is trained, or follow its generation tags.")
+    train_on: TrainOn = key(
+        "assistant", "Whose turns are trained: every assistant's, the last one's, or all but tool results."
+    )
+    max_tokens: int | None = key(None, "The longest row, or the size of a block. Left out, nothing is cut.")
+    fit: Fit = key("turns", "How long rows are cut; blocks makes stream blocks instead.")
+    require_terminators: bool = key(False, "Drop rows that end inside an answer.")
+    pack: int | None = key(None, "Put whole rows together into rows of at most this many tokens.")
+    val_split: float = key(0.0, "The share of conversations for validation, chosen by a hash of what they say.")
+    split: SplitBy = key("hash", "By hash, which never moves a conversation, or by a shuffle with --seed.")
+    seed: int = key(42, "For --split shuffle.")
+    shard_tokens: int = key(SHARD_TOKENS, "Tokens in a shard.")
+    dedupe: bool = key(False, "Keep only the first of equal conversations; 16 bytes of memory for each.")
+    on_error: Literal["stop", "skip"] = key(
+        "stop", "At a faulty record: stop with its line, or skip it and write it to the rejects."
+    )
 
     def check(self) -> None:
-        """Raise `UsageError` with everything that cannot be meant, in one line."""
+        """Raise `UsageError` with all faults in one line."""
         faults = []
         if not any(source.inputs for source in self.sources):
             faults.append("no input")

@@ -3,12 +3,14 @@
 from chatmill.records.columns import ChatColumns, keys_of
 from chatmill.records.files import SUFFIXES, expand
 from chatmill.records.read import MAX_LINE_BYTES, FilePart, plan, read_blocks, read_part, read_records
+from chatmill.records.reading import DEFAULT_REJECTS, Reading
 from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, record_key
 from chatmill.records.rejects import Rejects
 from chatmill.records.shapes import SHAPES
 from chatmill.records.split import Split, shuffle_split
 
 __all__ = [
+    "DEFAULT_REJECTS",
     "MAX_LINE_BYTES",
     "ROLES",
     "SHAPES",
@@ -16,6 +18,7 @@ __all__ = [
     "Message",
     "FilePart",
     "ChatColumns",
+    "Reading",
     "Record",
     "Rejects",
     "Role",

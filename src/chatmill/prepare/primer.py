@@ -1,0 +1,124 @@
+"""`build_cache`: one file of conversations to the primer cache of one source.
+
+Read all, shuffle by the seed, split, keep the last tokens of each row, write: one example per row. The shuffle needs
+all rows at once, so a source must fit into memory: as columns of ids and spans, with no Python object per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from chatmill.config import BELOW_ONE, LONGEST, Config, ValueCheck, integer, key, required
+from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.fit.truncate import truncate
+from chatmill.format import TurnRenderer, load_format
+from chatmill.ledger import Ledger
+from chatmill.prepare.unit import trained_tokens
+from chatmill.records import Reading, Record, shuffle_split
+from chatmill.rows import Rows, concat
+from chatmill.store.cache_writer import write_cache
+from chatmill.store.files import real
+from chatmill.store.primer_cache import CacheMeta, check_place
+from chatmill.tokenizer import open_tokenizer
+
+SHAPES = {"primer": "primer", "oasst1": "oasst1", "dolly15k": "dolly"}
+"""The sources of caches, and the shape of their records."""
+LEAST_TOKENS = 2
+CHUNK = 4096
+
+
+def _named(what: str) -> ValueCheck:
+    return ValueCheck(f"the name of a {what}", lambda value: isinstance(value, str) and value != "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(Config):
+    """What decides the bytes of a cache, besides its tokenizer."""
+
+    path: str = required("The file to read.", _named("file"))
+    val_frac: float = key(0.1, "The share of examples for validation, 0 for none.", BELOW_ONE)
+    out_dir: str = key("data/cache/sft", "Where caches lie, a folder a source.", _named("folder"))
+    seed: int = key(
+        42,
+        "The seed of the shuffle that splits and orders.",
+        ValueCheck("a whole number from 0 on", lambda value: type(value) is int and value >= 0),
+    )
+    t_max: int = key(1024, "Tokens a row at most: of a longer one the last stay.", integer(2, LONGEST))
+
+
+def build_cache(
+    source: str,
+    config: CacheConfig,
+    records: Reading,
+    ledger: Ledger,
+    *,
+    tokenizer: str = "bytes",
+    add_tokens: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[Iterable[Record]], Iterable[Record]] = iter,
+) -> CacheMeta:
+    """Render, split, cut and write the records of one source; the ledger counts what became of every row.
+
+    `progress` passes the records on and may count them.
+    """
+    out = Path(config.out_dir)
+    target = check_place(out, source, overwrite=overwrite)
+    if real(Path(config.path)).is_relative_to(real(target)):
+        raise UsageError(f"{config.path}: lies in {target}, which would be replaced; keep the input elsewhere")
+    format = load_format("primer")
+    renderer = TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
+    with records:
+        rows = concat(list(renderer.render_chunks(_answered(progress(records), records.reject))))
+    if not len(rows):
+        rejects = records.rejects
+        why = f"all records were rejected, see {rejects.path}" if rejects and rejects.counts else "holds no record"
+        raise DataError(f"{config.path}: {why}; expected at least one")
+    ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
+    split = shuffle_split(len(rows), config.val_frac, seed=config.seed)
+    return write_cache(
+        out,
+        source,
+        {name: _fitted(rows, numbers, config.t_max, ledger) for name, numbers in split._asdict().items()},
+        format=format.name,
+        tokenizer_sha256=renderer.tokenizer.sha256,
+        vocab_size=renderer.tokenizer.vocab_size,
+        special_token_ids=renderer.tokenizer.special_token_ids(),
+        val_frac=float(config.val_frac),
+        seed=config.seed,
+        t_max=config.t_max,
+        ledger=ledger,
+        overwrite=overwrite,
+    )
+
+
+def _answered(records: Iterable[Record], reject: Callable[[RecordError], None]) -> Iterator[Record]:
+    """The records with an assistant turn; all others are rejected."""
+    for record in records:
+        if any(message.role == "assistant" for message in record.messages):
+            yield record
+            continue
+        right = "expected at least one: there would be nothing to train"
+        fault = RecordError("no message has role assistant", right, kind="no_assistant")
+        reject(fault.at(record.file, record.line, record.id))
+
+
+def _fitted(rows: Rows, numbers: list[int], t_max: int, ledger: Ledger) -> Iterator[Rows]:
+    """These rows in this order, a chunk at a time, of each the last `t_max` tokens."""
+    for at in range(0, len(numbers), CHUNK):
+        chosen = rows.take(numbers[at : at + CHUNK])
+        chosen = truncate(chosen, t_max, "tail", ledger=ledger, drop_untrained=False, min_tokens=LEAST_TOKENS)
+        count_stored(chosen, ledger)
+        yield chosen
+
+
+def count_stored(rows: Rows, ledger: Ledger) -> None:
+    """Count rows as stored, and note those without a trained token."""
+    row = np.repeat(np.arange(len(rows)), np.diff(rows.first_span[rows.first_segment]))
+    untrained = np.bincount(row[rows.spans["weight"] > 0], minlength=len(rows)) == 0
+    if untrained.any():
+        ledger.add("noted", "no_trained_tokens", rows=int(untrained.sum()), tokens=int(rows.lengths[untrained].sum()))
+    ledger.add("stored", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))

@@ -1,0 +1,42 @@
+"""Transcripts: conversations as lines of text, as many turns as a context holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from chatmill.errors import RecordError
+from chatmill.fit.length_filter import turns_that_fit
+from chatmill.format import TurnRenderer, transcript_turns
+from chatmill.ledger import Ledger
+from chatmill.records import Record
+
+CHUNK = 1024
+
+
+def transcript_lines(
+    records: Iterable[Record], renderer: TurnRenderer, context_length: int, ledger: Ledger
+) -> Iterator[str]:
+    """The line of every conversation that is kept, whole or in part; the ledger counts all of them."""
+    stream = iter(records)
+    while chunk := list(islice(stream, CHUNK)):
+        rows = renderer.render(chunk)
+        ledger.add("rendered", rows=len(rows), tokens=len(rows.ids))
+        fitting = (column.tolist() for column in (*turns_that_fit(rows, context_length), rows.lengths))
+        for record, count, stored, length in zip(chunk, *fitting, strict=True):
+            try:
+                turns = transcript_turns(record, renderer.format)
+            except RecordError as fault:
+                ledger.add("dropped", fault.kind, rows=1, tokens=length)
+                continue
+            if not count:
+                answered = any(message.role == "assistant" for message in record.messages)
+                ledger.add("dropped", "first_pair_over_context" if answered else "no_pair", rows=1, tokens=length)
+                continue
+            ledger.add("stored", rows=1, tokens=stored)
+            if stored < length:
+                ledger.add("truncated", "pair_over_context", tokens=length - stored)
+            text = "".join(turns[:count])
+            plain = text.isprintable() and all(message.complete for message in record.messages)
+            yield text if plain else json.dumps(text, ensure_ascii=False)
