@@ -28,7 +28,7 @@ import numpy as np
 from corpus import DATA, Data, add_options, chosen
 from measure import alone, interleaved, machine, report, versions
 
-from chatmill.audit.recorder import Audit
+from chatmill.audit import Audit
 from chatmill.load.loader import EpisodeLoader
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.job import InputSource, Job

@@ -80,7 +80,7 @@ def work(name: str, data: Data, folder: Path) -> list[object]:
 def audited_batches(dataset: Path) -> None:
     from load import SHAPES, config
 
-    from chatmill.audit.recorder import Audit
+    from chatmill.audit import Audit
     from chatmill.load.loader import EpisodeLoader
 
     loader = EpisodeLoader(dataset, config(SHAPES[1]), listener=Audit(dataset.parent / "logs"))

@@ -115,7 +115,7 @@ def test_every_command_runs_without_torch_or_says_what_to_install(tmp_path):
 import contextlib, io, json
 from pathlib import Path
 from chatmill.cli.main import main
-from chatmill.audit.recorder import Audit
+from chatmill.audit import Audit
 from chatmill.load.loader import EpisodeLoader
 ends = {{}}
 for name, line in {RUNS | NEEDS_TORCH!r}.items():

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from chatmill.errors import DataError
 
@@ -197,15 +197,11 @@ class Rows:
 
     def positions(self) -> Index:
         """0, 1, 2 … from the first token of each segment."""
-        return np.arange(len(self.ids), dtype=np.int64) - np.repeat(
-            self.segment_start[:-1], np.diff(self.segment_start)
-        )
+        return run_positions(np.diff(self.segment_start))
 
     def segments(self) -> Index:
         """Which conversation of its row each token belongs to, counted from 0."""
-        ordinal = np.arange(len(self.origins), dtype=np.int64)
-        ordinal -= np.repeat(self.first_segment[:-1], np.diff(self.first_segment))
-        return np.repeat(ordinal, np.diff(self.segment_start))
+        return np.repeat(run_positions(np.diff(self.first_segment)), np.diff(self.segment_start))
 
     # Operations.
 
@@ -316,6 +312,50 @@ def offsets(lengths: NDArray[Any]) -> Index:
     return start
 
 
+def run_positions(lengths: NDArray[Any], *, width: int = 0, dtype: DTypeLike = np.int64) -> NDArray[Any]:
+    """0, 1, 2 … within each of several runs; with `width`, for runs that fill rows of that many columns.
+
+    lengths [2 3]  ->  [0 1 0 1 2]
+    """
+    start = offsets(lengths)[:-1]
+    columns = start % width if width else start
+    positions: NDArray[Any] = np.repeat(columns.astype(dtype), lengths)
+    if width:
+        positions = positions.reshape(-1, width)
+    np.subtract(np.arange(positions.shape[-1], dtype=dtype), positions, out=positions)
+    return positions
+
+
+def mask_runs(mask: NDArray[np.bool_], edges: Index) -> Index:
+    """Where runs of equal mask begin, each edge beginning one; the last entry is their end.
+
+    mask [0 1 1 1], edges [0 2 4]  ->  [0 1 2 4]
+    """
+    begins = np.zeros(len(mask) + 1, dtype=bool)
+    np.not_equal(mask[1:], mask[:-1], out=begins[1:-1])
+    begins[edges] = True
+    return np.flatnonzero(begins)
+
+
+def rows_from_mask(ids: Ids, mask: NDArray[Any], lengths: ArrayLike) -> Rows:
+    """Rows with nothing but a mask: each run of equal mask within a row is one span."""
+    trained, row_start = mask > 0, offsets(np.asarray(lengths))
+    start = mask_runs(trained, row_start)
+    spans = np.zeros(len(start) - 1, dtype=SPAN)
+    spans["length"], spans["weight"] = np.diff(start), trained[start[:-1]]
+    spans["message"], spans["target"] = NO_MESSAGE, OWN_ID
+    spans["role"], spans["part"], spans["rule"] = Role.NONE, Part.CONTENT, Rule.GIVEN
+    one_each = np.arange(len(row_start), dtype=np.int64)
+    return Rows(ids, spans, np.searchsorted(start, row_start), no_origins(len(row_start) - 1), one_each)
+
+
+def no_origins(count: int) -> Table:
+    """Origins of segments that no file holds."""
+    origins = np.zeros(count, dtype=ORIGIN)
+    origins["file"] = NO_FILE
+    return origins
+
+
 def ragged_index(start: Index, length: NDArray[Any]) -> Index:
     """The numbers start, start+1 … of every range, one range after the other.
 
@@ -346,26 +386,11 @@ def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | No
     if len(start) and total >= LONG * len(start):
         pieces = zip(start.tolist(), (start + length).tolist(), strict=True)
         return np.concatenate([ids[a:b] if a < end else literals[a - end : b - end] for a, b in pieces])
-    full = np.flatnonzero(length)
-    start, length = start.take(full), length.take(full)
-    foreign = start >= end
-    own = np.flatnonzero(~foreign)
-    first, count = start.take(own), length.take(own)
-    if np.array_equal(first[1:], first[:-1] + count[:-1]):
-        # All of one run of ids in its order, with literals in between: the runs are copied as runs.
-        to = (np.cumsum(length) - length)[foreign]
-        start, length = start[foreign], length[foreign]
-        where = ragged_index(to, length)
-        of_ids = np.ones(total, dtype=bool)
-        of_ids[where] = False
-        out[of_ids] = ids[first[0] : first[-1] + count[-1]] if len(first) else ids[:0]
-        out[where] = literals.take(where + np.repeat(start - end - to, length))
-        return out
     index = ragged_index(start, length)
     if end:
         ids.take(index, mode="clip", out=out)
-    where = ragged_index(offsets(length)[:-1][foreign], length[foreign])
-    out[where] = literals[index[where] - end]
+    of_literals = index >= end
+    out[of_literals] = literals[index[of_literals] - end]
     return out
 
 

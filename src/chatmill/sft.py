@@ -22,9 +22,9 @@ from chatmill.fit.gather import gather
 from chatmill.fit.parse import assistant_mask, parse, with_mask
 from chatmill.fit.truncate import turns
 from chatmill.format import ChatFormat, TurnRenderer, load_format
-from chatmill.load.batch import IGNORE_INDEX, shift
+from chatmill.load import IGNORE_INDEX, collate
 from chatmill.records import Message, Record
-from chatmill.rows import Ids, Index, Role, Rows, offsets
+from chatmill.rows import Ids, Index, Role, Rows, offsets, rows_from_mask
 from chatmill.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -112,10 +112,12 @@ def collate_sft_batch(
     for number, (ids, mask) in enumerate(packed):
         if len(ids) != T + 1 or len(mask) != T + 1:
             raise DataError(f"item {number} has {len(ids)} ids and a mask of {len(mask)}; T={T} takes {T + 1} of each")
-    tokens = np.array([ids for ids, _ in packed], dtype=np.int64).reshape(len(packed), T + 1)
-    trained = np.array([mask for _, mask in packed], dtype=bool).reshape(len(packed), T + 1)
-    shifted = shift(tokens, trained, ignore_index=ignore_index)
-    x, y, loss_mask = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in shifted)
+    tokens = np.array([ids for ids, _ in packed], dtype=np.uint32).ravel()
+    trained = np.array([mask for _, mask in packed], dtype=bool).ravel()
+    rows = rows_from_mask(tokens, trained, np.full(len(packed), T + 1))
+    batch = collate(rows, pad_token_id=0, length=T + 1)
+    y = np.where(batch.loss_mask, batch.y, ignore_index)
+    x, y, loss_mask = (torch.from_numpy(array).to(device) for array in (batch.x, y, batch.loss_mask))
     return x, y, loss_mask
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chatmill.audit.recorder import Audit
+from chatmill.audit import Audit
 from chatmill.load.loader import EpisodeLoader
 
 DATA = Path(__file__).resolve().parents[2] / "data"

@@ -291,7 +291,7 @@ def chain_not_checked() -> None:
 
 def state_saved_before_the_log() -> None:
     """A checkpoint's line is not in the log when its hash is handed out."""
-    from chatmill.audit.log import AuditLog
+    from chatmill.audit import AuditLog
 
     add = AuditLog.add
 

@@ -13,7 +13,7 @@ from load_fixtures import expected, listed, talks, together, write_rows
 from plain_rows import build, rows_
 
 from chatmill.errors import DataError, UsageError
-from chatmill.load.batch import from_the_end
+from chatmill.load.batch import segments_from_end
 from chatmill.load.loader import EpisodeLoader
 from chatmill.rows import Part, Rows, Rule
 
@@ -44,7 +44,7 @@ def test_batches_that_no_memory_holds_are_refused(tmp_path):
 
 
 def test_segments_are_counted_back_in_their_episode():
-    found = from_the_end(np.array([[7, 7, 7, 4, 9, 9, -1], [2, 3, 2, -1, -1, -1, -1]]))
+    found = segments_from_end(np.array([[7, 7, 7, 4, 9, 9, -1], [2, 3, 2, -1, -1, -1, -1]]))
     assert found.tolist() == [[-3, -2, -1, -1, -2, -1, -1], [-1, -1, -1, -4, -3, -2, -1]]
 
 

@@ -267,7 +267,7 @@ def test_a_batch_is_split_for_gradient_accumulation(dataset):
 def test_batches_do_not_depend_on_how_many_are_made_at_once(dataset, monkeypatch):
     config = {**SMALL, "packing": "bins", "epoch_drop_last": False}
     together = list(EpisodeLoader(dataset, config, epochs=3, tensors=False))
-    monkeypatch.setattr("chatmill.load.batch_builder.MOST", 1)
+    monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 1)
     alone = list(EpisodeLoader(dataset, config, epochs=3, tensors=False, ahead=0))
     assert len(together) == len(alone)
     assert all(map(same, together, alone))
@@ -341,7 +341,7 @@ def slowly(loader: EpisodeLoader) -> threading.Thread:
 
 
 def test_what_a_thread_made_ahead_and_was_not_handed_out_does_not_count(dataset, monkeypatch):
-    monkeypatch.setattr("chatmill.load.batch_builder.MOST", 1)
+    monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 1)
     loader = EpisodeLoader(dataset, SMALL, tensors=False, ahead=3)
     slowly(loader)
     time.sleep(0.2)
@@ -353,7 +353,7 @@ def test_what_a_thread_made_ahead_and_was_not_handed_out_does_not_count(dataset,
 
 
 def test_a_forgotten_loader_ends_its_thread(dataset, monkeypatch):
-    monkeypatch.setattr("chatmill.load.batch_builder.MOST", 1)
+    monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 1)
     loader = EpisodeLoader(dataset, SMALL, ahead=1)
     thread = slowly(loader)
     del loader
@@ -362,7 +362,7 @@ def test_a_forgotten_loader_ends_its_thread(dataset, monkeypatch):
 
 
 def test_a_closed_loader_ends_its_thread_and_goes_on(dataset, monkeypatch):
-    monkeypatch.setattr("chatmill.load.batch_builder.MOST", 1)
+    monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 1)
     loader = EpisodeLoader(dataset, SMALL, tensors=False, ahead=1)
     thread = slowly(loader)
     before = loader.cursor()
@@ -530,7 +530,7 @@ def test_a_billion_episodes_need_no_memory(tmp_path):
 
 
 def test_shards_are_mapped_as_they_are_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr("chatmill.load.batch_builder.MOST", 1)
+    monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 1)
     target = write_rows(tmp_path / "d", {"train": talks(1, 40)}, shard_tokens=1)
     loader = EpisodeLoader(target, {**SMALL, "batch_size": 2, "epoch_shuffle": False}, tensors=False, ahead=0)
     train = loader.sources[0].dataset["train"]

@@ -51,8 +51,8 @@ def places(tmp_path_factory) -> dict[bool, Path]:
 def small_windows(monkeypatch):
     """Windows of a few rows, so that batches straddle them, and few batches that are made at once."""
     monkeypatch.setattr("chatmill.load.plan.WINDOW", 20)
-    monkeypatch.setattr("chatmill.load.plan.DRAWN", 7)
-    monkeypatch.setattr("chatmill.load.batch_builder.MOST", 2)
+    monkeypatch.setattr("chatmill.load.plan.BLOCK", 7)
+    monkeypatch.setattr("chatmill.load.batch_builder.LOOKUP_BATCHES", 2)
 
 
 class Ranks:

@@ -10,7 +10,7 @@ import pytest
 from show_fixtures import HOSTILE, line, make
 from viewing import SHOTS, chromium, viewer
 
-from chatmill.audit.recorder import Audit
+from chatmill.audit import Audit
 from chatmill.format import load_format
 from chatmill.load.loader import EpisodeLoader
 from chatmill.show.report import BLOCK_SIZES, report_html

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from show_fixtures import line, make
 
-from chatmill.audit.recorder import Audit
+from chatmill.audit import Audit
 from chatmill.errors import DataError, UsageError
 from chatmill.load.config import LoadConfig
 from chatmill.load.loader import EpisodeLoader

@@ -18,12 +18,11 @@ from store_fixtures import contents, some_rows
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.ledger import Ledger
-from chatmill.rows import SPAN, Rows, concat
+from chatmill.rows import SPAN, Rows, concat, rows_from_mask
 from chatmill.store import files, is_cache, open_cache, verify_cache, write_cache
 from chatmill.store.hashed_json import json_text, self_hash
 from chatmill.store.primer_cache import cache_folder
 from chatmill.store.publish import set_aside, staging_for
-from chatmill.store.read import rows_from_mask
 
 ROWS = some_rows(1, count=30, targets=False)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from store_fixtures import some_rows
 
-from chatmill.audit.recorder import Audit
+from chatmill.audit import Audit
 from chatmill.ledger import Ledger
 from chatmill.load.loader import EpisodeLoader
 from chatmill.rows import Part, Role, Rows, Rule

@@ -23,7 +23,7 @@ from child_processes import end_children, start_child
 from model_fixtures import plain_loss
 from train_fixtures import SMALL, config, curve, prepare, ranks, run_chatmill, sums, trained, weights, write_files
 
-from chatmill.audit.verify import verify_log
+from chatmill.audit import verify_log
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.store import files

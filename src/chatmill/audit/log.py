@@ -1,9 +1,9 @@
-"""The audit log as a file: lines that nothing in a value can forge, each with the hash of the one before it.
+"""The file of an audit log: each line ends with the hash of the line before it.
 
     2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
 
-A value is written plain or as a JSON string, in which `|` too is escaped: no value ends a field or a line. The
-log only grows. What a crash tore stays, and the line after it says so.
+A value is written plain or as a JSON string in which `|` is escaped too, so no value can end a field or a line. The log
+only grows: a line that a crash cut off stays, and the line after it records its length and hash.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from chatmill.errors import ChatmillError, DataError, one_line
 from chatmill.store import files
 
 START = "0" * 64
-"""What the first line has for the hash of the one before it."""
+"""The previous hash of the first line."""
 PREVIOUS = "previous"
 PLAIN = re.compile(r"[A-Za-z0-9_.:/+@-]+\Z")
 NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 HASH = re.compile(r"[0-9a-f]{64}\Z")
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z")
-BETWEEN = " | "
+SEPARATOR = " | "
 
 Clock = Callable[[], datetime]
 
 
 class AuditError(ChatmillError):
-    """The audit log cannot be written or continued, and so the run stops."""
+    """The audit log cannot be written or continued; the run stops."""
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a log, parsed; `raw` is all of it but the line's end."""
+    """One parsed line of a log; `raw` is the line without its line break."""
 
     raw: bytes
     time: str
     action: str
     fields: Mapping[str, str]
-    """Every field but the action and the hash of the line before."""
+    """All fields except the action and the previous hash."""
     previous: str
 
     @cached_property
@@ -59,20 +59,20 @@ def now() -> datetime:
 
 
 def write_line(time: datetime, action: str, fields: Mapping[str, Any], previous: str) -> bytes:
-    """A line without its end."""
+    """Format a line, without its line break."""
     stamp = time.astimezone(UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
     parts = [stamp, "TRAINING", "INFO"]
     for name, value in {"action": action, **fields, PREVIOUS: previous}.items():
         if not NAME.match(name):
             raise ValueError(f"{name!r} cannot name a field")
-        parts.append(f"{name}={_escaped(written(value))}")
-    return BETWEEN.join(parts).encode("ascii")
+        parts.append(f"{name}={_escaped(as_text(value))}")
+    return SEPARATOR.join(parts).encode("ascii")
 
 
 def parse_line(raw: bytes) -> LogLine:
-    """The line again, or `DataError`: only what `write_line` writes is one."""
+    """Parse a line; `DataError` unless `write_line` would write exactly these bytes."""
     try:
-        time, category, level, *pairs = raw.decode("ascii").split(BETWEEN)
+        time, category, level, *pairs = raw.decode("ascii").split(SEPARATOR)
         fields = {}
         for pair in pairs:
             name, _, value = pair.partition("=")
@@ -83,7 +83,7 @@ def parse_line(raw: bytes) -> LogLine:
         if not TIME.match(time) or (category, level) != ("TRAINING", "INFO"):
             raise ValueError("it does not begin with time, TRAINING and INFO")
         if not HASH.match(previous):
-            # The last field: a line that breaks off anywhere does not have it whole.
+            # It is the last field, so a line that was cut off anywhere does not have it whole.
             raise ValueError("it does not end with a whole hash")
         if write_line(datetime.fromisoformat(time), action, fields, previous) != raw:
             raise ValueError("it is not written as chatmill writes it")
@@ -94,8 +94,8 @@ def parse_line(raw: bytes) -> LogLine:
     return LogLine(raw, time, action, fields, previous)
 
 
-def written(value: Any) -> str:
-    """A value as text: texts as they are, all else as JSON."""
+def as_text(value: Any) -> str:
+    """The text of a field: a string as it is, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -105,53 +105,53 @@ def _escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class TornLine:
-    """Bytes between two lines, or at the end, that are no line."""
+    """Bytes between two lines, or at the end of the log, that are not a line."""
 
     raw: bytes
     why: str
     breaks_off: bool = False
-    """The log ends within it."""
+    """It is the end of the log, without a line break."""
 
 
 def read_log(path: Path) -> list[LogLine | TornLine]:
-    """A log line by line. Only the end of one that was torn by a crash has no line's end."""
+    """Read a log line by line; what a crash cut off is a `TornLine`."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); expected an audit log") from None
-    *whole, rest = raw.split(b"\n")
-    found: list[LogLine | TornLine] = []
-    for line in whole:
+    *complete, unfinished = raw.split(b"\n")
+    lines: list[LogLine | TornLine] = []
+    for line in complete:
         try:
-            found.append(parse_line(line))
+            lines.append(parse_line(line))
         except DataError as error:
-            found.append(TornLine(line, str(error)))
-    if rest:
-        found.append(TornLine(rest, "breaks off", breaks_off=True))
-    return found
+            lines.append(TornLine(line, str(error)))
+    if unfinished:
+        lines.append(TornLine(unfinished, "breaks off", breaks_off=True))
+    return lines
 
 
 def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
-    """What the line after torn ones says of them."""
+    """The fields with which the next line records torn ones."""
     raw = b"\n".join(part.raw for part in torn)
     return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
 
 
 class AuditLog:
-    """A log that lines are added to, by this process alone. One that cannot be written stops the run."""
+    """A log that this process alone appends to. An error while writing stops the run."""
 
     def __init__(self, path: Path, fd: int, *, head: str, clock: Clock) -> None:
         self.path = path
         self.head = head
-        """The hash of the last line: who knows it knows all lines before."""
+        """The hash of the last line, which stands for all lines before it."""
         self._fd: int | None = fd
         self._clock = clock
-        self._ending = b""
-        """What the last line lacks since a crash; goes before the next one."""
+        self._line_break = b""
+        """The line break that a crash left out after the last line; written before the next one."""
 
     @classmethod
     def create(cls, folder: str | Path, *, clock: Clock = now) -> AuditLog:
-        """A new, empty log, named by the time."""
+        """A new, empty log, named after the time."""
         place = Path(folder)
         stamp = clock().astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
         try:
@@ -168,9 +168,9 @@ class AuditLog:
 
     @classmethod
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
-        """A log that goes on after the line with this hash, and what its next line is to say of what it leaves behind.
+        """Continue a log after the line with this hash; also returns the fields of its next line, `resume`.
 
-        Lines after that one stay where they are, and so does what a crash tore.
+        Lines after that one stay in the file as abandoned, and so do torn lines.
         """
         place = Path(path)
         try:
@@ -181,31 +181,33 @@ class AuditLog:
             ) from None
         log = cls._locked(place, fd, head, clock)
         try:
-            left = log._go_on()
+            fields = log._continue()
         except BaseException:
             log.close()
             raise
-        return log, left
+        return log, fields
 
-    def _go_on(self) -> dict[str, Any]:
-        """Look for the line of `head`; what comes after the last line is torn, unless only its end is missing."""
-        found = read_log(self.path)
-        last = max((number for number, line in enumerate(found) if isinstance(line, LogLine)), default=-1)
-        lines = [line for line in found if isinstance(line, LogLine)]
-        torn = [part for part in found[last + 1 :] if isinstance(part, TornLine)]
+    def _continue(self) -> dict[str, Any]:
+        """Find the line of `head`. What follows the last line is torn, unless only the line break is missing."""
+        lines: list[LogLine] = []
+        torn: list[TornLine] = []
+        for line in read_log(self.path):
+            if isinstance(line, LogLine):
+                lines.append(line)
+                torn = []
+            else:
+                torn.append(line)
         at = next((number for number, line in enumerate(lines) if line.sha256 == self.head), None)
         if at is None:
             raise AuditError(
                 f"{self.path}: no line has the hash {self.head[:12]}… that the checkpoint keeps; it was cut or changed"
             )
-        self._ending = b"\n" if torn and torn[-1].breaks_off else b""
-        if len(torn) == 1 and self._ending and (whole := _next_line(torn[0].raw, lines[-1])) is not None:
+        self._line_break = b"\n" if torn and torn[-1].breaks_off else b""
+        if len(torn) == 1 and self._line_break and (whole := _next_line(torn[0].raw, lines[-1])) is not None:
             lines, torn = [*lines, whole], []
-        said: dict[str, Any] = {"head": self.head, "abandoned": len(lines) - 1 - at}
-        if torn:
-            said |= torn_fields(torn)
+        fields = {"head": self.head, "abandoned": len(lines) - 1 - at, **(torn_fields(torn) if torn else {})}
         self.head = lines[-1].sha256
-        return said
+        return fields
 
     @classmethod
     def _locked(cls, path: Path, fd: int, head: str, clock: Clock) -> AuditLog:
@@ -217,11 +219,11 @@ class AuditLog:
         return cls(path, fd, head=head, clock=clock)
 
     def add(self, action: str, fields: Mapping[str, Any], *, durable: bool = False) -> str:
-        """Write a line; its hash is the new head. `durable` lines outlast a loss of power."""
+        """Write a line and return its hash, the new head. `durable` lines are synced to disk."""
         if self._fd is None:
             raise AuditError(f"{self.path}: the audit log is closed, or could not be written before")
         raw = write_line(self._clock(), action, fields, self.head)
-        data = memoryview(self._ending + raw + b"\n")
+        data = memoryview(self._line_break + raw + b"\n")
         fd, self._fd = self._fd, None
         try:
             while data:
@@ -233,7 +235,7 @@ class AuditLog:
             raise AuditError(
                 f"{self.path}: the audit log cannot be written ({error.strerror}); a run that goes unlogged stops"
             ) from None
-        self._fd, self._ending, self.head = fd, b"", hashlib.sha256(raw).hexdigest()
+        self._fd, self._line_break, self.head = fd, b"", hashlib.sha256(raw).hexdigest()
         return self.head
 
     def close(self) -> None:
@@ -243,7 +245,7 @@ class AuditLog:
 
 
 def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
-    """The line that follows another one, if these bytes are it."""
+    """These bytes as the line after `last`, or None if they are not."""
     try:
         line = parse_line(raw)
     except DataError:

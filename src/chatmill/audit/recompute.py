@@ -1,4 +1,4 @@
-"""What an audit log should say, from the dataset: the runs that it names, and the rows of their steps."""
+"""Recompute what the lines of an audit log should say, from the dataset."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.audit import recorder as audit
-from chatmill.audit.log import LogLine, written
+from chatmill.audit.log import LogLine, as_text
+from chatmill.audit.recorder import dataset_fields
 from chatmill.errors import DataError, one_line
-from chatmill.load.batch_builder import BatchBuilder, as_arrays
+from chatmill.load.batch_builder import BatchBuilder
 from chatmill.load.config import LoadConfig
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep
 from chatmill.load.source import open_sources
 from chatmill.rows import Index
 
 DIGITS = 12
-"""No number of steps, windows or rows in a log has more."""
+"""The most digits of a number of steps, windows or rows in a log."""
 
 
 class MismatchError(DataError):
-    """A line does not say what it should."""
+    """A line differs from what the dataset gives."""
 
 
 class LoggedRun(NamedTuple):
-    """What a dataset_load line says of the lines after it."""
+    """The run that a dataset_load line begins."""
 
     plan: LoadPlan
     every: int
-    """Steps that a digest covers at most."""
+    """The most steps that one digest covers."""
     rows: int | None
-    """Rows of a step that it covers: those of rank 0, or None for all."""
-    said: Mapping[str, str]
+    """Rows of a step that digests cover: those of rank 0, or None for all."""
+    fields: Mapping[str, str]
 
 
 def load_run(line: LogLine, dataset: str | Path | None) -> LoggedRun:
-    """The run that a dataset_load line begins, with the dataset open and found to be the one it names."""
+    """Open the dataset of a dataset_load line, and check the line against it."""
     try:
         values = json.loads(line.fields.get("config", ""))
     except (ValueError, RecursionError) as error:
@@ -55,21 +55,21 @@ def load_run(line: LogLine, dataset: str | Path | None) -> LoggedRun:
     sources, config = open_sources(dataset or line.fields.get("dataset", ""), config)
     splits = [name for name in sources[0].dataset.splits if all(name in source for source in sources)]
     plan = LoadPlan(sources, config, line.fields.get("split", ""))
-    told = {name: line.fields.get(name, "") for name in ("dataset", "world_size", "ranks", "digest_steps")}
-    compare(line, {**audit.dataset_fields(sources, plan, splits), **told})
-    return LoggedRun(plan, every, None if told["ranks"] == "all" else config.batch_size // world, line.fields)
+    unchecked = {name: line.fields.get(name, "") for name in ("dataset", "world_size", "ranks", "digest_steps")}
+    compare(line, {**dataset_fields(sources, plan, splits), **unchecked})
+    return LoggedRun(plan, every, None if unchecked["ranks"] == "all" else config.batch_size // world, line.fields)
 
 
 class Recomputed(NamedTuple):
-    """Steps whose rows were read again, with the digest of the rows that the log covers, and what each source gave."""
+    """Steps whose rows were read again, the digest of the rows that the log covers, and the counts of each source."""
 
     steps: list[PlannedStep]
     digest: NDArray[np.uint64]
-    given: Index | None
+    source_counts: Index | None
 
 
 def recompute(run: LoggedRun, at: Cursor, stop: int) -> Recomputed:
-    """Read the rows from a cursor up to a step, as the run did."""
+    """Build the batches from a cursor up to a step, as the run did."""
     steps: list[PlannedStep] = []
     for step in run.plan.steps(at):
         steps.append(step)
@@ -77,32 +77,31 @@ def recompute(run: LoggedRun, at: Cursor, stop: int) -> Recomputed:
             break
         if step.ends_epoch:
             raise MismatchError(f"holds steps up to {stop}, and the epoch ends with step {step.at.step}")
-    digest: NDArray[np.uint64] = np.zeros(2, dtype=np.uint64)
-    given: Index | None = None
-    rows = run.plan.config.batch_size if run.rows is None else run.rows
-    for slab in BatchBuilder(run.plan, 0, rows, True, as_arrays).slabs(iter(steps)):
-        for item in slab:
-            assert item.digest is not None
-            digest = digest + item.digest
-            if item.given is not None:
-                given = item.given if given is None else given + item.given
-    return Recomputed(steps, digest, given)
+    builder = BatchBuilder(run.plan, 0, run.plan.config.batch_size if run.rows is None else run.rows, has_listener=True)
+    digest: Any = np.zeros(2, dtype=np.uint64)
+    counts: Any = None
+    for item in builder.batches(iter(steps)):
+        digest = digest + item.digest
+        if item.source_counts is not None:
+            counts = item.source_counts + (0 if counts is None else counts)
+    return Recomputed(steps, digest, counts)
 
 
 def compare(line: LogLine, expected: Mapping[str, Any]) -> None:
-    """Raise for the first field that is not what it should be, that is missing, or that is one too many."""
+    """Raise for the first field that differs, is missing, or should not be there."""
     for name, value in expected.items():
         if name not in line.fields:
             raise MismatchError(f"{line.action} has no {name}")
-        if line.fields[name] != written(value):
-            said, right = one_line(line.fields[name]), one_line(written(value))
-            raise MismatchError(f"{line.action} says {name} {said}; the dataset gives {right}")
+        logged, right = line.fields[name], as_text(value)
+        if logged != right:
+            raise MismatchError(f"{line.action} says {name} {one_line(logged)}; the dataset gives {one_line(right)}")
     for name in line.fields:
         if name not in expected:
             raise MismatchError(f"{line.action} has a field {name}, which is not its own")
 
 
 def whole_number(line: LogLine, name: str, least: int) -> int:
+    """The number in a field, which must be at least `least`."""
     text = line.fields.get(name, "")
     if not text.isascii() or not text.isdigit() or len(text) > DIGITS or int(text) < least:
         raise MismatchError(f"{line.action} says {name} {one_line(text)}; expected a whole number from {least} on")

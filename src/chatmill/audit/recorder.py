@@ -1,21 +1,19 @@
-"""The audit: a listener of the loader that writes down what was really handed out.
+"""The audit: a listener of the loader that records which batches it returned.
 
     dataset_load     which dataset, under which config, in which order
     epoch_start      its effective seed and first episodes
-    steps            a digest of the rows of some steps, as they were handed out
+    steps            a digest of the rows of some steps, as the loader returned them
     drop_last        episodes that did not fill a batch
     epoch_complete   how many episodes the epoch had
-    mix              what every source gave, against what was requested
-    checkpoint       where the run stands; its hash, the head, is kept with the checkpoint
-    resume           from which head a run goes on
+    mix              the share of each source, requested and realised
+    checkpoint       the run's cursor; the hash of this line, the head, is kept with the checkpoint
+    resume           the head from which a run is resumed
 
-What a line says is made by pure functions of the plan, so that `audit_check` can say it again from the dataset.
+The fields of a line are pure functions of the plan, so `verify_log` can recompute them from the dataset.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,29 +24,33 @@ from numpy.typing import NDArray
 
 from chatmill.audit.log import AuditError, AuditLog, Clock, now
 from chatmill.load.config import LoadConfig
-from chatmill.load.mix import MixedOrder, shares
+from chatmill.load.mix import shares
 from chatmill.load.order import effective_seed
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep
 from chatmill.load.source import DataSource
+from chatmill.load.state import order_sha256
 
 if TYPE_CHECKING:
     from chatmill.load.loader import EpisodeLoader
 
 EVERY = 100
-"""Steps that one digest covers at most."""
+"""The most steps that one digest covers."""
 SHOWN = 10
-"""Episodes of an epoch that its first line names."""
+"""Episodes that the first line of an epoch names."""
 Numbers = NDArray[np.int64]
 Reduce = Callable[[Numbers], Numbers]
-"""What adds an array up over all ranks, on each of them."""
+"""Sums an array over all ranks (all-reduce)."""
 
 
 class Audit:
-    """Writes the log of a run: `EpisodeLoader(…, listener=Audit("logs/audit"))`. Only rank 0 has a file.
+    """Writes the audit log of a run; give it to `EpisodeLoader` as `listener`. Only rank 0 writes a file.
 
-    `every` is how many steps a digest covers at most. A run that goes on gives the `state` that `checkpoint` returned,
-    and the log goes on too. With `reduce`, which adds an array up over all ranks, digests cover the
-    rows of all ranks, else those of rank 0. A line that cannot be written raises `AuditError`.
+    `every` is the most steps that one digest covers. A resumed run passes the `state` that `checkpoint` returned, and
+    continues the log. With `reduce`, which sums an array over all ranks, digests cover the rows of all ranks, else
+    those of rank 0. A line that cannot be written raises `AuditError`.
+
+        audit = Audit("logs/audit")
+        loader = EpisodeLoader("data/v1", config, listener=audit)
     """
 
     def __init__(
@@ -63,21 +65,21 @@ class Audit:
         self._folder, self._every, self._reduce, self._clock = Path(folder), every, reduce, clock
         self._state = None if state is None else _checked_state(state)
         self._at = Cursor() if self._state is None else Cursor(**self._state["cursor"])
-        """Where the next batch must begin."""
+        """The cursor at which the next batch must begin."""
         self._log: AuditLog | None = None
         self._plan: LoadPlan | None = None
         self._world = 1
         self._pending: list[PlannedStep] = []
         self._digest = np.zeros(2, dtype=np.uint64)
-        self._given: Numbers | None = None
+        self._source_counts: Numbers | None = None
         self._total: dict[str, int] = {} if self._state is None else dict(self._state["given"])
 
     @property
     def path(self) -> Path | None:
-        """The file; None on ranks that have none, and before a loader has told that it is there."""
+        """The log file; None on other ranks than 0, and before a loader uses this."""
         return None if self._log is None else self._log.path
 
-    # What the loader tells.
+    # Calls of the loader.
 
     def loaded(self, loader: EpisodeLoader) -> None:
         if self._plan is not None:
@@ -89,17 +91,20 @@ class Audit:
             self._log = AuditLog.create(self._folder, clock=self._clock)
         else:
             path = self._folder / self._state["log"]
-            self._log, left = AuditLog.reopen(path, head=self._state["head"], clock=self._clock)
-            self._log.add("resume", {**left, **self._at._asdict()}, durable=True)
-        said = dataset_fields(loader.sources, self._plan, loader.splits)
-        said |= {"dataset": str(loader.dataset_dir), **self._covers()}
-        self._log.add("dataset_load", said, durable=True)
+            self._log, fields = AuditLog.reopen(path, head=self._state["head"], clock=self._clock)
+            self._log.add("resume", {**fields, **self._at._asdict()}, durable=True)
+        ranks = "all" if self._reduce is not None or self._world == 1 else "0"
+        covered = {"world_size": self._world, "ranks": ranks, "digest_steps": self._every}
+        loaded = dataset_fields(loader.sources, self._plan, loader.splits)
+        self._log.add("dataset_load", {**loaded, "dataset": str(loader.dataset_dir), **covered}, durable=True)
 
     def epoch_started(self, plan: LoadPlan, epoch: int) -> None:
         if plan is self._plan:
             self._write("epoch_start", start_fields(plan, epoch))
 
-    def delivered(self, plan: LoadPlan, step: PlannedStep, digest: NDArray[np.uint64], given: Numbers | None) -> None:
+    def delivered(
+        self, plan: LoadPlan, step: PlannedStep, digest: NDArray[np.uint64], source_counts: Numbers | None
+    ) -> None:
         if plan is not self._plan:
             return
         if step.at != self._at:
@@ -109,8 +114,8 @@ class Audit:
             )
         self._pending.append(step)
         self._digest = self._digest + digest
-        if given is not None:
-            self._given = given if self._given is None else self._given + given
+        if source_counts is not None:
+            self._source_counts = source_counts + (0 if self._source_counts is None else self._source_counts)
         self._at = step.after
         if len(self._pending) >= self._every or step.ends_epoch:
             self._flush()
@@ -121,12 +126,12 @@ class Audit:
                 self._write("drop_last", drop_fields(epoch, step))
             self._write("epoch_complete", complete_fields(plan, epoch, step), durable=True)
 
-    # What the run asks for.
+    # Calls of the run.
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """Write down where the run stands, durably; what is returned belongs into the checkpoint. None but on rank 0.
+        """Write the run's cursor durably; returns the state to save in the checkpoint, or None on other ranks than 0.
 
-        If there is a `reduce`, all ranks call this, and `close`.
+        With a `reduce`, all ranks must call this and `close`.
         """
         self._flush()
         self._write_mix()
@@ -136,7 +141,7 @@ class Audit:
         return {"log": self._log.path.name, "head": head, "cursor": self._at._asdict(), "given": dict(self._total)}
 
     def close(self) -> None:
-        """Write down the last steps and close the file."""
+        """Write the last steps and close the file."""
         self._flush()
         self._write_mix()
         if self._log is not None:
@@ -145,28 +150,24 @@ class Audit:
     def _flush(self) -> None:
         if not self._pending:
             return
-        plan, digest, given = self._plan, self._digest, self._given
+        plan, digest, counts = self._plan, self._digest, self._source_counts
         assert plan is not None
         if self._reduce is not None:
             digest = self._reduce(digest.view(np.int64)).view(np.uint64)
-            given = None if given is None else self._reduce(given)
-        self._write("steps", steps_fields(plan, self._pending, digest, given))
-        if given is not None and isinstance(plan.order, MixedOrder):
-            self._total = added(self._total, plan.order.sources, given)
-        self._pending, self._digest, self._given = [], np.zeros(2, dtype=np.uint64), None
+            counts = None if counts is None else self._reduce(counts)
+        self._write("steps", steps_fields(plan, self._pending, digest, counts))
+        if counts is not None:
+            self._total = add_counts(self._total, plan, counts)
+        self._pending, self._digest, self._source_counts = [], np.zeros(2, dtype=np.uint64), None
 
     def _write_mix(self) -> None:
         if self._total:
             assert self._plan is not None
             self._write("mix", mix_fields(self._plan, self._total))
 
-    def _write(self, action: str, said: Mapping[str, Any], *, durable: bool = False) -> None:
+    def _write(self, action: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
         if self._log is not None:
-            self._log.add(action, said, durable=durable)
-
-    def _covers(self) -> dict[str, Any]:
-        ranks = "all" if self._reduce is not None or self._world == 1 else "0"
-        return {"world_size": self._world, "ranks": ranks, "digest_steps": self._every}
+            self._log.add(action, fields, durable=durable)
 
 
 def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,29 +181,27 @@ def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
         raise AuditError("the state of the audit log is damaged; expected what checkpoint returned") from None
 
 
-# What lines say, as functions of the plan: the loader's doings are written and recomputed with the same ones.
+# The fields of each line, as functions of the plan: used to write the log and to verify it.
 
 
 def dataset_fields(sources: Sequence[DataSource], plan: LoadPlan, splits: Sequence[str]) -> dict[str, Any]:
-    """What is loaded, and all that decides the order."""
+    """The dataset, the config, and everything that decides the order."""
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
-    order = plan.config.order_part()
     return {
         "epoch_seed": plan.config.epoch_seed,
         "epoch_shuffle": plan.config.epoch_shuffle,
-        **{f"num_{name}_episodes": _stored(sources, name) if name in splits else 0 for name in ("train", "val")},
+        **{
+            f"num_{name}_episodes": sum(len(source.episodes(name)) for source in sources) if name in splits else 0
+            for name in ("train", "val")
+        },
         "num_episodes": plan.num_eligible,
         "num_skipped": len(plan.skipped),
         "split": plan.split,
         "order": plan.order.name,
         "dataset_sha256": plan.sha256,
-        "config_sha256": hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest(),
+        "config_sha256": order_sha256(plan.config.order_part()),
         "config": config,
     }
-
-
-def _stored(sources: Sequence[DataSource], split: str) -> int:
-    return sum(len(source.episodes(split)) for source in sources)
 
 
 def start_fields(plan: LoadPlan, epoch: int) -> dict[str, Any]:
@@ -215,16 +214,13 @@ def start_fields(plan: LoadPlan, epoch: int) -> dict[str, Any]:
 
 
 def steps_fields(
-    plan: LoadPlan, steps: Sequence[PlannedStep], digest: NDArray[np.uint64], given: Numbers | None
+    plan: LoadPlan, steps: Sequence[PlannedStep], digest: NDArray[np.uint64], source_counts: Numbers | None
 ) -> dict[str, Any]:
-    """The steps from the first to before the last, where the first begins, and what was in them."""
-    first, last = steps[0].at, steps[-1].after
-    said: dict[str, Any] = {"first_step": first.step, "stop_step": last.step, **first._asdict()}
-    del said["step"]
-    said["digest"] = digest.astype("<u8").tobytes().hex()
-    if given is not None and isinstance(plan.order, MixedOrder):
-        said["given"] = dict(zip(plan.order.sources, given.tolist(), strict=True))
-    return said
+    """The range of steps, the cursor of the first, the digest of their rows, and what each source contributed."""
+    first, stop = steps[0].at, steps[-1].after.step
+    position = {name: value for name, value in first._asdict().items() if name != "step"}
+    fields = {"first_step": first.step, "stop_step": stop, **position, "digest": digest.astype("<u8").tobytes().hex()}
+    return fields if source_counts is None else {**fields, "given": add_counts({}, plan, source_counts)}
 
 
 def drop_fields(epoch: int, step: PlannedStep) -> dict[str, Any]:
@@ -241,7 +237,7 @@ def complete_fields(plan: LoadPlan, epoch: int, step: PlannedStep) -> dict[str, 
 
 
 def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
-    """The shares that were requested, and those that the sources have had since the first step."""
+    """The shares that were requested, and those realised since the first step."""
     everything = sum(total.values()) or 1
     return {
         "mix_by": plan.config.mix_by,
@@ -250,5 +246,7 @@ def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def added(total: Mapping[str, int], sources: Sequence[str], given: Numbers) -> dict[str, int]:
-    return {name: total.get(name, 0) + int(amount) for name, amount in zip(sources, given, strict=True)}
+def add_counts(total: Mapping[str, int], plan: LoadPlan, counts: Numbers) -> dict[str, int]:
+    """The total of each source with these counts added, in the order of the plan's sources."""
+    names = [source.name for source in plan.sources]
+    return {name: total.get(name, 0) + int(count) for name, count in zip(names, counts, strict=True)}

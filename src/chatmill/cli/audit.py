@@ -10,12 +10,11 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from chatmill.audit.replay import ReplayedStep, replay
-from chatmill.audit.verify import verify_log
+from chatmill.audit import ReplayedStep, replay_step, verify_log
 from chatmill.cli.options import AsJson, counting, echo_json
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.format import load_format
-from chatmill.load.batch import from_the_end
+from chatmill.load.batch import segments_from_end
 from chatmill.load.plan import LoadPlan
 from chatmill.load.source import conversation
 from chatmill.store.primer_cache import PrimerCache
@@ -105,7 +104,7 @@ def replay_command(
       chatmill audit replay logs/audit/audit_20260103T164419Z.log --step 120
       chatmill audit replay logs/audit/audit_20260103T164419Z.log --step 120 --json
     """
-    found = replay(log, step, dataset)
+    found = replay_step(log, step, dataset)
     opened = _tokenizer(found.plan, tokenizer)
     rows = list(_rows(found, opened))
     at = found.step.at
@@ -138,7 +137,7 @@ class Row(NamedTuple):
 
 def _rows(found: ReplayedStep, tokenizer: Tokenizer | None) -> Iterator[Row]:
     batch = found.batch
-    from_end = from_the_end(batch.episode_ids)
+    from_end = segments_from_end(batch.episode_ids)
     for number in range(found.step.num_rows):
         episodes = [episode for episode in batch.episode_ids[number].tolist() if episode >= 0]
         real = batch.segments[number] < len(episodes)

@@ -22,8 +22,8 @@ import numpy as np
 
 from chatmill.cli.rollout_generator import generator_of
 from chatmill.errors import ChatmillError, DataError, UsageError
-from chatmill.load.collation import collate
 from chatmill.load.order import make_order
+from chatmill.load.row_table import collate
 from chatmill.records.files import expand
 from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import GroundTruth, Rollout, RolloutLog, read_truth

@@ -1,4 +1,4 @@
-"""Steps of a plan to batches of one rank, many at a time."""
+"""Planned steps to the batches of one rank, several at a time."""
 
 from __future__ import annotations
 
@@ -11,104 +11,130 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, UsageError
-from chatmill.load.batch import Batch, BatchArrays, BatchCounts, RowTable, row_digests
-from chatmill.load.mix_counts import tally
-from chatmill.load.plan import LoadPlan, PlannedStep, Window, fill, join
-from chatmill.rows import Index
+from chatmill.load.batch import Batch, BatchCounts, row_digests
+from chatmill.load.plan import LoadPlan, PlannedStep, Window, join, pad_rows
+from chatmill.load.row_table import BatchArrays, RowTable
+from chatmill.rows import Index, offsets
 
-LOOKED_UP, MADE = 1 << 19, 1 << 15
-"""Positions of x that are looked up together, and of which arrays are made together; one batch at least."""
-MOST = 64
+LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 19, 1 << 15
+"""Positions of x that are looked up together, and that are copied together as one chunk; one batch at least."""
+LOOKUP_BATCHES = 64
 """Batches that are looked up together at most, however small."""
-
-BYTES = 30
-"""Of a position in the arrays of a batch, at least."""
+BYTES_PER_POSITION = 30
+"""Bytes that the arrays of a batch take for each position, at least."""
 
 Output = Callable[[Batch], tuple[Batch, Callable[[], None] | None]]
-"""Arrays to what is handed out, and what is to be called then, if anything."""
+"""Converts arrays to what the loader returns; the second value, if any, is called when a batch is returned."""
 
 
 class ReadyBatch(NamedTuple):
-    """A batch that is ready, and what is to be told or done when it is handed out."""
+    """A finished batch, with what is reported or done when the loader returns it."""
 
     step: PlannedStep
     batch: Batch
     counts: BatchCounts
     digest: NDArray[np.uint64] | None
-    """The sum of the digests of its rows, for whoever listens."""
-    given: Index | None
-    """What each source has in it, where sources are mixed, for whoever listens."""
-    ready: Callable[[], None] | None
+    """The sum of its row digests; None without a listener."""
+    source_counts: Index | None
+    """What each source contributed; None without a listener or a mix."""
+    on_return: Callable[[], None] | None
 
 
 @dataclass(frozen=True)
 class BatchBuilder:
-    """Makes the batches of one rank. It holds nothing of the loader, so that a thread may run it on its own."""
+    """Builds the batches of one rank. It shares no state with the loader, so a thread can run it."""
 
     plan: LoadPlan
     rank: int
     num_rows: int
     """Rows of a batch on this rank."""
-    listened: bool
-    output: Output
+    has_listener: bool = False
+    output: Output = lambda batch: (batch, None)
 
     def __post_init__(self) -> None:
-        """Refuse batches that no memory holds, before it is filled."""
-        size, room = self.plan.config.block_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if (needed := self.num_rows * size * BYTES) > room:
+        """Refuse batches that do not fit in memory, before any is allocated."""
+        size, memory = self.plan.config.block_size, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if (needed := self.num_rows * size * BYTES_PER_POSITION) > memory:
             raise UsageError(
                 f"{self.num_rows} rows of {size} tokens take {needed / 2**30:,.0f} GiB, "
-                f"the machine has {room / 2**30:,.0f}; lower batch_size or block_size"
+                f"the machine has {memory / 2**30:,.0f}; lower batch_size or block_size"
             )
 
-    def slabs(self, steps: Iterator[PlannedStep]) -> Iterator[list[ReadyBatch]]:
-        """The batches of these steps, some at a time."""
-        positions = self.num_rows * self.plan.config.block_size
-        size = min(MOST, max(1, LOOKED_UP // positions))
-        each = max(1, MADE // positions)
-        for chunk in _chunks(steps, size):
-            parts = [step.rows(self.rank * self.num_rows, (self.rank + 1) * self.num_rows) for step in chunk]
-            together = join([fill(part, self.num_rows) for part in parts])
-            sheet = RowTable(self.plan.reader, together.episodes, together.first, self.plan.layout)
-            counts = sheet.counts(self.num_rows)
-            for at in range(0, len(chunk), each):
-                these = slice(at, at + each)
-                made = sheet.make(at * self.num_rows, min(at + each, len(chunk)) * self.num_rows)
-                yield self._items(chunk[these], parts[these], counts[these], made)
+    def batches(self, steps: Iterator[PlannedStep]) -> Iterator[ReadyBatch]:
+        """The batches of these steps."""
+        for chunk in self.chunks(steps):
+            yield from chunk
 
-    def _items(
-        self, steps: list[PlannedStep], parts: list[Window], counts: list[BatchCounts], made: BatchArrays
+    def chunks(self, steps: Iterator[PlannedStep]) -> Iterator[list[ReadyBatch]]:
+        """The batches of these steps, in lists of batches that are built together."""
+        config, size = self.plan.config, self.num_rows
+        positions = size * config.block_size
+        per_lookup = min(LOOKUP_BATCHES, max(1, LOOKUP_POSITIONS // positions))
+        per_chunk = max(1, CHUNK_POSITIONS // positions)
+        for group in _groups(steps, per_lookup):
+            parts = [step.rows(self.rank * size, (self.rank + 1) * size) for step in group]
+            table = RowTable(
+                self.plan.reader,
+                *join([pad_rows(part, size) for part in parts]),
+                block_size=config.block_size,
+                pad_token_id=self.plan.pad_token_id,
+                use_loss_mask=config.use_loss_mask,
+            )
+            counts = table.counts(size)
+            for at in range(0, len(group), per_chunk):
+                chunk = slice(at, at + per_chunk)
+                arrays = table.arrays(at * size, min(at + per_chunk, len(group)) * size)
+                yield self._ready(group[chunk], parts[chunk], counts[chunk], arrays)
+
+    def _ready(
+        self, steps: list[PlannedStep], parts: list[Window], counts: list[BatchCounts], arrays: BatchArrays
     ) -> list[ReadyBatch]:
         digests: list[NDArray[np.uint64] | None] = [None] * len(steps)
-        given: list[Index | None] = [None] * len(steps)
-        if self.listened:
-            for number, batch in enumerate(made.split(self.num_rows)):
+        source_counts: list[Index | None] = [None] * len(steps)
+        if self.has_listener:
+            for number, batch in enumerate(arrays.split(self.num_rows)):
                 rows = row_digests(batch, step=steps[number].at.step, first_row=self.rank * self.num_rows)
                 digests[number] = rows.sum(axis=0, dtype=np.uint64)
-                given[number] = tally(self.plan, parts[number], batch)
-        arrays, ready = self.output(made.batch)
-        batches = made._replace(batch=arrays).split(self.num_rows)
-        columns = zip(steps, batches, counts, digests, given, strict=True)
-        return [ReadyBatch(*column, ready) for column in columns]
+                source_counts[number] = count_sources(self.plan, parts[number], batch)
+        converted, on_return = self.output(arrays.batch)
+        batches = arrays._replace(batch=converted).split(self.num_rows)
+        columns = zip(steps, batches, counts, digests, source_counts, strict=True)
+        return [ReadyBatch(*column, on_return) for column in columns]
 
 
-def _chunks(steps: Iterator[PlannedStep], size: int) -> Iterator[list[PlannedStep]]:
-    """So many steps at a time. A step that cannot be taken is a fault when it is reached, not when it is looked up."""
-    chunk: list[PlannedStep] = []
+def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index | None:
+    """Rows, tokens or trained tokens that each source has in a batch of these rows; None if nothing is mixed."""
+    if plan.config.mix_sft is None:
+        return None
+    count = len(plan.sources)
+    first = offsets(np.array([len(source.episodes(plan.split)) for source in plan.sources], dtype=np.int64))
+    source = np.searchsorted(first, rows.episodes, side="right") - 1
+    if plan.config.mix_by == "rows":
+        return np.bincount(source, minlength=count)
+    if plan.config.mix_by == "tokens":
+        kept = np.minimum(plan.reader.locate(rows.episodes).length, plan.capacity)
+        return np.bincount(source, weights=kept, minlength=count).astype(np.int64)
+    # The source of each segment; one column more than there are segments, for the padding of a full row.
+    of_segment = np.full((len(batch.x), batch.episode_ids.shape[1] + 1), count, dtype=np.int64)
+    of_segment[:, :-1] = np.where(
+        batch.episode_ids < 0, count, np.searchsorted(first, batch.episode_ids, side="right") - 1
+    )
+    of_token = np.take_along_axis(of_segment, batch.segments.astype(np.int64), axis=1)
+    return np.bincount(of_token[batch.loss_mask], minlength=count + 1)[:count]
+
+
+def _groups(steps: Iterator[PlannedStep], size: int) -> Iterator[list[PlannedStep]]:
+    """Lists of `size` steps. A step that fails raises after the steps before it were yielded."""
+    group: list[PlannedStep] = []
     try:
         for step in steps:
-            chunk.append(step)
-            if len(chunk) == size:
-                yield chunk
-                chunk = []
+            group.append(step)
+            if len(group) == size:
+                yield group
+                group = []
     except ChatmillError:
-        if chunk:
-            yield chunk
+        if group:
+            yield group
         raise
-    if chunk:
-        yield chunk
-
-
-def as_arrays(batch: Batch) -> tuple[Batch, None]:
-    """The output that leaves arrays as they are."""
-    return batch, None
+    if group:
+        yield group

@@ -3,7 +3,8 @@
     loader = EpisodeLoader("data/v1", "config.json")
     for batch in loader: …
 
-What comes when is the plan's; the loader reads it ahead, hands it out, and remembers how far that went.
+`LoadPlan` decides which episodes are in which batch, `BatchBuilder` builds the arrays, and the loader prefetches and
+returns batches and keeps a cursor for each split.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from chatmill.errors import UsageError
 from chatmill.load import state as states
 from chatmill.load.batch import Batch, BatchCounts
-from chatmill.load.batch_builder import BatchBuilder, Output, ReadyBatch, as_arrays
+from chatmill.load.batch_builder import BatchBuilder, ReadyBatch
 from chatmill.load.config import LoadConfig
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep, datasets_hash
 from chatmill.load.prefetch import Prefetcher
@@ -44,30 +45,41 @@ except ImportError:
 
 
 class Listener(Protocol):
-    """What wants to know of a loader's doings, such as an audit log. Called as things are handed out, never before."""
+    """Is told what a loader returns, when it returns it; for example an audit log."""
 
     def loaded(self, loader: EpisodeLoader) -> None:
         """The datasets are open; nothing was read yet."""
 
     def epoch_started(self, plan: LoadPlan, epoch: int) -> None:
-        """The first batch of an epoch is about to be handed out."""
+        """The first batch of an epoch is about to be returned."""
 
-    def delivered(self, plan: LoadPlan, step: PlannedStep, digest: NDArray[np.uint64], given: Index | None) -> None:
-        """A batch is handed out; `digest` is the sum of the digests of this rank's rows, as they really are.
+    def delivered(
+        self, plan: LoadPlan, step: PlannedStep, digest: NDArray[np.uint64], source_counts: Index | None
+    ) -> None:
+        """A batch is returned; `digest` is the sum of the digests of this rank's rows.
 
-        `given` is what each source has in them, where sources are mixed.
+        `source_counts` is what each source contributed to them, where sources are mixed.
         """
 
     def epoch_completed(self, plan: LoadPlan, epoch: int, step: PlannedStep) -> None:
-        """The last batch of an epoch was handed out; `step.dropped` did not fill another."""
+        """The last batch of an epoch was returned; `step.dropped` did not fill another."""
 
 
 class EpisodeLoader(IterableDataset):
-    """Batches of a dataset, a cache, or a folder of caches that are mixed; without end unless `epochs` are given.
+    """Batches of a dataset, a cache, or a folder of caches that are mixed; endless unless `epochs` is given.
 
-    Each rank gets its rows of the global batch, in order: batch_size / world_size of them. Arrays are tensors if
-    torch is installed, unless `tensors` is false; with a `device` they are moved there ahead of time. A thread
-    makes `ahead` slabs of batches ahead, as soon as they are taken more slowly than made; with 0 there is none.
+    Each rank gets its rows of the global batch: batch_size / world_size of them, in order. Arrays are torch tensors if
+    torch is installed, unless `tensors` is false; with a `device` they are copied there ahead of time. A thread
+    prefetches `ahead` chunks of batches once the caller is slower than the loader; 0 disables it.
+
+    >>> from pathlib import Path
+    >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
+    >>> _ = chatmill.prepare_dataset(job, Path("chat_sft"))
+    >>> loader = chatmill.EpisodeLoader("chat_sft", {"batch_size": 4, "block_size": 64, "use_loss_mask": True})
+    >>> batch = loader.get_batch()
+    >>> tuple(batch.x.shape), loader.state_dict()["cursors"]["train"]["step"]
+    ((4, 64), 1)
+    >>> loader.close()
     """
 
     def __init__(
@@ -87,20 +99,23 @@ class EpisodeLoader(IterableDataset):
     ) -> None:
         super().__init__()
         self.dataset_dir = Path(dataset_dir)
-        self.sources, self.config = open_sources(dataset_dir, _config(config))
+        self.sources, self.config = open_sources(dataset_dir, _load_config(config))
         self.split, self.rank, self.world_size, self.epochs = split, rank, world_size, epochs
         self._check_world()
-        self._output = _output(tensors, device, pin_memory)
+        self._options: dict[str, Any] = {}
+        if tensors or pin_memory or device is not None:
+            if not HAS_TORCH:
+                raise UsageError("tensors are asked for, and torch is not installed; pip install 'chatmill[train]'")
+            self._options["output"] = Tensors(device, pin_memory=pin_memory)
         self._ahead, self._listener = ahead, listener
         self._plans: dict[str, LoadPlan] = {}
         self._cursors: dict[str, Cursor] = {}
         self._counts: dict[str, BatchCounts] = {}
-        self._reading: dict[str, _Reading] = {}
+        self._streams: dict[str, _BatchStream] = {}
         self._skip: int | None = None
-        """In a worker: batches that others make before its next; None before the first."""
-        # Batches that no memory holds are refused here, before a run writes anything.
-        self._maker(self.plan(split))
-        order = self.plan(split).order
+        """In a worker: batches that other workers build before its next; None before the first."""
+        # Everything that is wrong with the settings is raised here, not at the first batch.
+        order = self._builder(self.plan(split)).plan.order
         if epochs is not None and order.length is None:
             raise UsageError(f"epochs is {epochs}, and the order {order.name} has none; leave it out")
         if listener is not None:
@@ -116,7 +131,7 @@ class EpisodeLoader(IterableDataset):
                 f"expected a multiple of {self.world_size * steps}"
             )
 
-    # What there is.
+    # The dataset.
 
     @property
     def num_rows(self) -> int:
@@ -131,16 +146,16 @@ class EpisodeLoader(IterableDataset):
 
     @cached_property
     def sha256(self) -> str:
-        """The hash that stands for all that is read."""
+        """The hash that identifies everything the loader reads."""
         return datasets_hash(self.sources)
 
     @property
     def vocab_size(self) -> int | None:
-        """One more than the largest id there may be; None if the dataset does not say."""
+        """One more than the largest possible token id; None if the dataset does not say."""
         return self.sources[0].vocab_size
 
     def plan(self, split: str) -> LoadPlan:
-        """What comes when in a split; `DataError` if the dataset does not have it."""
+        """The plan of a split; `DataError` if the dataset does not have it."""
         if split not in self._plans:
             self._plans[split] = LoadPlan(self.sources, self.config, split)
         return self._plans[split]
@@ -150,7 +165,7 @@ class EpisodeLoader(IterableDataset):
         return self._cursors.get(split or self.split, Cursor())
 
     def counts(self, split: str | None = None) -> BatchCounts:
-        """What became of the tokens of the rows that were handed out on this rank since the loader was made."""
+        """Counts over all rows that this loader returned for a split, on this rank."""
         return self._counts.get(split or self.split, BatchCounts())
 
     # Batches.
@@ -164,47 +179,50 @@ class EpisodeLoader(IterableDataset):
             yield self.get_batch()
 
     def get_batch(self, split: str | None = None) -> Batch:
-        """The next batch of a split, by its own cursor."""
+        """The next batch of a split; each split has its own cursor."""
         name = split or self.split
-        reading = self._reading.get(name)
-        if reading is None or reading.process != os.getpid():
+        stream = self._streams.get(name)
+        if stream is None or stream.process != os.getpid():
             plan = self.plan(name)
-            reading = self._reading[name] = _Reading(self._maker(plan), plan.steps(self.cursor(name)), self._ahead)
+            stream = _BatchStream(self._builder(plan), plan.steps(self.cursor(name)), self._ahead)
+            self._streams[name] = stream
         try:
-            item = next(reading.items)
+            item = next(stream.batches)
         except BaseException:
-            # What failed is tried again, not taken for the end.
-            self._reading.pop(name).close()
+            # A step that failed is tried again at the next call.
+            self._streams.pop(name).close()
             raise
-        return self._hand_out(reading.plan, item)
+        return self._return(stream.plan, item)
 
     def one_pass(self, split: str) -> Iterator[Batch]:
-        """Every eligible episode once, in the order of the files; moves no cursor, and leaves nothing out.
+        """Every eligible episode once, in the order of the files, without moving a cursor or dropping a row.
 
-        The last batch is filled up with empty rows, so that all ranks get equally many.
+        The last batch is padded with empty rows, so that all ranks get the same number of batches.
         """
         plan = LoadPlan(self.sources, self.config, split, in_stored_order=True)
-        reading = _Reading(self._maker(plan, listened=False), plan.one_epoch(), self._ahead)
+        stream = _BatchStream(self._builder(plan, has_listener=False), plan.one_epoch(), self._ahead)
         try:
-            for item in reading.items:
-                if item.ready is not None:
-                    item.ready()
+            for item in stream.batches:
+                if item.on_return is not None:
+                    item.on_return()
                 yield item.batch
         finally:
-            reading.close()
+            stream.close()
 
-    def _maker(self, plan: LoadPlan, *, listened: bool = True) -> BatchBuilder:
-        return BatchBuilder(plan, self.rank, self.num_rows, listened and self._listener is not None, self._output)
+    def _builder(self, plan: LoadPlan, *, has_listener: bool | None = None) -> BatchBuilder:
+        listens = self._listener is not None if has_listener is None else has_listener
+        return BatchBuilder(plan, self.rank, self.num_rows, listens, **self._options)
 
-    def _hand_out(self, plan: LoadPlan, item: ReadyBatch) -> Batch:
+    def _return(self, plan: LoadPlan, item: ReadyBatch) -> Batch:
+        """Report a batch to the listener, move the cursor past it, and return it."""
         split, step = plan.split, item.step
         if self._listener is not None:
             if step.begins_epoch:
                 self._listener.epoch_started(plan, step.at.epoch)
             assert item.digest is not None
-            self._listener.delivered(plan, step, item.digest, item.given)
-        if item.ready is not None:
-            item.ready()
+            self._listener.delivered(plan, step, item.digest, item.source_counts)
+        if item.on_return is not None:
+            item.on_return()
         self._cursors[split] = step.after
         self._counts[split] = self.counts(split).plus(item.counts)
         if self._listener is not None and step.ends_epoch:
@@ -212,16 +230,16 @@ class EpisodeLoader(IterableDataset):
         return item.batch
 
     def _work(self, number: int, workers: int) -> Iterator[Batch]:
-        """Every so-manieth batch, as one of several worker processes whose batches are taken in turn."""
+        """Every `workers`-th batch, as one of several worker processes whose batches are taken in turn."""
         if self._listener is not None:
             raise UsageError("a loader with a listener runs in the process that trains; give DataLoader no workers")
         plan = self.plan(self.split)
         steps = islice(plan.steps(self.cursor()), self._skipped(number), None, workers)
-        for item in chain.from_iterable(self._maker(plan).slabs(steps)):
+        for item in self._builder(plan).batches(steps):
             if self.epochs is not None and item.step.at.epoch >= self.epochs:
                 return
             self._skip = workers - 1
-            yield self._hand_out(plan, item)
+            yield self._return(plan, item)
 
     def _skipped(self, number: int) -> int:
         return number if self._skip is None else self._skip
@@ -229,11 +247,11 @@ class EpisodeLoader(IterableDataset):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every split stands, as JSON holds it; the same on all ranks."""
+        """The cursors of all splits as a JSON value; the same on all ranks."""
         return states.save(self._cursors, **self._identity())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loader stood, at any number of ranks; `UsageError` says what differs."""
+        """Resume from a state, at any number of ranks; `UsageError` names all differences."""
         cursors, skip = states.restore(state, **self._identity())
         for split, cursor in cursors.items():
             self.plan(split).check(cursor)
@@ -249,58 +267,50 @@ class EpisodeLoader(IterableDataset):
         }
 
     def close(self) -> None:
-        """End the threads that read ahead; the loader can go on after it."""
-        for reading in self._reading.values():
-            reading.close()
-        self._reading = {}
+        """End the prefetching threads; the loader can still be used."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process: all but what is being read ahead, and the plans with what they remember."""
-        return {**vars(self), "_reading": {}, "_plans": {}}
+        """What is pickled for another process: everything but threads, and plans with their caches."""
+        return {**vars(self), "_streams": {}, "_plans": {}}
 
 
-class _Reading:
-    """Batches of a split as they are made; by a thread, from when on the caller leaves time for it."""
+class _BatchStream:
+    """The batches of a plan, built by the caller at first, and by a thread once the caller is slower."""
 
-    def __init__(self, maker: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
-        self.plan = maker.plan
-        # Threads do not follow into a forked process.
+    def __init__(self, builder: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
+        self.plan = builder.plan
+        # Threads do not survive a fork.
         self.process = os.getpid()
         self._threads: list[Prefetcher[list[ReadyBatch]]] = []
-        self.items = _items(maker.slabs(steps), ahead, self._threads)
+        self.batches = _prefetched(builder.chunks(steps), ahead, self._threads)
 
     def close(self) -> None:
         for thread in self._threads:
             thread.close()
 
 
-def _items(
-    slabs: Iterator[list[ReadyBatch]], ahead: int, threads: list[Prefetcher[list[ReadyBatch]]]
+def _prefetched(
+    chunks: Iterator[list[ReadyBatch]], ahead: int, threads: list[Prefetcher[list[ReadyBatch]]]
 ) -> Iterator[ReadyBatch]:
-    """All that is in the slabs; a thread that makes them from some time on is put among the threads."""
-    making = taking = 0.0
-    # Where batches are taken as fast as they are made a thread would only be in the way.
-    while not ahead or taking <= making:
+    """All batches of the chunks. A thread that takes over building them is appended to `threads`."""
+    build_time = consume_time = 0.0
+    # A thread would only slow down a caller that takes batches as fast as they are built.
+    while not ahead or consume_time <= build_time:
         started = perf_counter()
-        slab = next(slabs, None)
-        if slab is None:
+        chunk = next(chunks, None)
+        if chunk is None:
             return
-        made = perf_counter()
-        yield from slab
-        making, taking = made - started, perf_counter() - made
-    threads.append(Prefetcher(slabs, ahead))
+        built = perf_counter()
+        yield from chunk
+        build_time, consume_time = built - started, perf_counter() - built
+    threads.append(Prefetcher(chunks, ahead))
     yield from chain.from_iterable(threads[-1])
 
 
-def _output(tensors: bool, device: Any, pin_memory: bool) -> Output:
-    if not (tensors or pin_memory or device is not None):
-        return as_arrays
-    if not HAS_TORCH:
-        raise UsageError("tensors are asked for, and torch is not installed; pip install 'chatmill[train]'")
-    return Tensors(device, pin_memory=pin_memory)
-
-
-def _config(config: LoadConfig | Mapping[str, Any] | str | Path | None) -> LoadConfig:
+def _load_config(config: LoadConfig | Mapping[str, Any] | str | Path | None) -> LoadConfig:
     if isinstance(config, LoadConfig):
         return config
     if isinstance(config, str | Path):

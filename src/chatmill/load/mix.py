@@ -1,7 +1,7 @@
-"""Mixing: which source's turn it is at a position, and the order that several sources make together.
+"""Mixing: which source each position is drawn from, and the order of several sources together.
 
-Weights become whole numbers whose sum is the period of a table; from it any position is answered, so that nothing
-drifts and nothing is remembered. Each source runs through epochs of its own, wherever a batch ends.
+Weights become integers whose sum is the period of a table. The table gives the source of any position, so shares do not
+drift and no state is kept. Each source runs through its own epochs, independent of where batches end.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.load.order import Order
+from chatmill.load.order import Order, check_numbers
 from chatmill.rows import Index, offsets
 
 MIX_SFT: Mapping[str, float] = {"primer": 0.10, "oasst1": 0.70, "dolly15k": 0.20}
-"""How much of each source a fine-tuning run takes if its config does not say."""
+"""The default weights of the sources of a fine-tuning run."""
 PERIOD = 1 << 16
-"""Rows after which the table of turns begins anew, at most."""
+"""The longest period of a schedule, in rows."""
 MixBy = Literal["rows", "tokens", "trained_tokens"]
 MIX_BY: tuple[MixBy, ...] = ("rows", "tokens", "trained_tokens")
 
 
 def shares(weights: Mapping[str, object]) -> dict[str, Fraction]:
-    """What part of the whole each source is to have, from its weight as it is written: 0.1 is a tenth.
+    """Normalise weights to exact fractions that sum to 1; 0.1 counts as one tenth.
 
     All faults of the weights are one error.
+
+    >>> from chatmill.load import shares
+    >>> shares({"a": 0.5, "b": 1.5})
+    {'a': Fraction(1, 4), 'b': Fraction(3, 4)}
     """
     if not weights:
         raise DataError("mix_sft names no source; expected at least one with its weight")
@@ -53,47 +57,53 @@ def _weight_fault(name: str, weight: object) -> str | None:
 
 
 def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fraction] | None = None) -> dict[str, int]:
-    """Whole numbers, with a sum of at most 2^16, in which sources get turns so that shares come out as requested.
+    """Integer row counts per period, with a sum of at most 2^16, that give each source its share.
 
-    `row_size` says how much of what is shared a row of each source holds on average: its tokens, or those
-    that are trained. Without it rows themselves are shared. Exact wherever the sum allows it, else each within one
-    turn in 2^16.
+    `row_size` is the average of what is shared (tokens, or trained tokens) in a row of each source; without it rows are
+    shared. Exact where the sum allows, else each source is within one row in 2^16.
+
+    >>> from chatmill.load import row_weights, shares
+    >>> row_weights(shares({"a": 0.5, "b": 1.5}))
+    {'a': 1, 'b': 3}
     """
-    rows = {name: share / _size(name, row_size) for name, share in requested.items()}
+    rows: dict[str, Fraction] = {}
+    for name, share in requested.items():
+        size = Fraction(1) if row_size is None else row_size[name]
+        if size <= 0:
+            raise DataError(
+                f"mix_sft: {one_line(name)} holds nothing of what is mixed by; mix by rows, or leave it out"
+            )
+        rows[name] = share / size
     total = sum(rows.values())
     parts = {name: Fraction(share, total) for name, share in rows.items()}
     period = math.lcm(*(part.denominator for part in parts.values()))
     if period <= PERIOD:
         return {name: int(part * period) for name, part in parts.items()}
-    turns = {name: math.floor(part * PERIOD) for name, part in parts.items()}
-    # The largest remainders get what rounding down left over.
-    by_rest = sorted(parts, key=lambda name: turns[name] - parts[name] * PERIOD)
-    for name in by_rest[: PERIOD - sum(turns.values())]:
-        turns[name] += 1
-    for name, count in turns.items():
+    counts = {name: math.floor(part * PERIOD) for name, part in parts.items()}
+    # What rounding down left over goes to the largest remainders.
+    by_remainder = sorted(parts, key=lambda name: counts[name] - parts[name] * PERIOD)
+    for name in by_remainder[: PERIOD - sum(counts.values())]:
+        counts[name] += 1
+    for name, count in counts.items():
         if count == 0:
             raise DataError(
                 f"mix_sft: {one_line(name)} comes less than once in {PERIOD} rows; give it more weight, or leave it out"
             )
-    divisor = math.gcd(*turns.values())
-    return {name: count // divisor for name, count in turns.items()}
-
-
-def _size(name: str, row_size: Mapping[str, Fraction] | None) -> Fraction:
-    size = Fraction(1) if row_size is None else row_size[name]
-    if size <= 0:
-        raise DataError(f"mix_sft: {one_line(name)} holds nothing of what is mixed by; mix by rows, or leave it out")
-    return size
+    divisor = math.gcd(*counts.values())
+    return {name: count // divisor for name, count in counts.items()}
 
 
 class MixSchedule:
-    """Turns for sources with whole weights: before every position each has had its share, to less than one row.
+    """Assigns positions to sources by integer weights; at every position each source is within one row of its share.
 
         weights 1 2, one period  ->  sources 1 0 1, ordinals 0 0 1
 
-    Row j of a source with weight w of W in sum may come from one position on and must come by another, such that
-    its count stays within 1 - 1/(2n-2) of its share, n being the number of sources. Tijdeman proved (The chairman
-    assignment problem, 1980) that giving each position to the row which is due first never comes too late.
+    Row j of a source has a first and a last position at which its count stays within 1 - 1/(2n-2) of its share, for n
+    sources. Tijdeman proved (The chairman assignment problem, 1980) that earliest deadline first meets all of them.
+
+    >>> from chatmill.load import MixSchedule
+    >>> MixSchedule([1, 2]).at([0, 1, 2])[0].tolist()
+    [1, 0, 1]
     """
 
     def __init__(self, weights: ArrayLike) -> None:
@@ -103,32 +113,32 @@ class MixSchedule:
         self.period = int(self.weights.sum())
         if self.period > PERIOD:
             raise UsageError(f"weights sum to {self.period}; at most {PERIOD} can be tabulated")
-        self._source = _turns(self.weights)
+        self._source = _sources(self.weights)
         by_source = np.argsort(self._source, kind="stable")
-        self._turns = np.split(by_source, np.cumsum(self.weights)[:-1])
+        self._positions = np.split(by_source, np.cumsum(self.weights)[:-1])
         """The positions of each source within a period."""
         self._ordinal = np.empty(self.period, dtype=np.int64)
         self._ordinal[by_source] = np.concatenate([np.arange(count) for count in self.weights])
 
     def at(self, positions: ArrayLike) -> tuple[Index, Index]:
-        """Whose turn these positions are, and how many turns that source had before."""
+        """The source of each position, and how many rows of that source come before it."""
         periods, within = np.divmod(np.asarray(positions, dtype=np.int64), self.period)
         source = self._source[within]
         return source, periods * self.weights[source] + self._ordinal[within]
 
     def find(self, source: int, ordinal: int) -> int:
-        """The position of a source's turn: the inverse of `at`."""
+        """The position of a row of a source: the inverse of `at`."""
         periods, within = divmod(ordinal, int(self.weights[source]))
-        return periods * self.period + int(self._turns[source][within])
+        return periods * self.period + int(self._positions[source][within])
 
     def counts(self, stop: int) -> Index:
-        """How many turns each source has before this position."""
+        """Rows of each source before this position."""
         periods, within = divmod(stop, self.period)
-        rest = np.array([np.searchsorted(turns, within) for turns in self._turns], dtype=np.int64)
-        return periods * self.weights + rest
+        in_period = [np.searchsorted(positions, within) for positions in self._positions]
+        return periods * self.weights + np.array(in_period, dtype=np.int64)
 
 
-def _turns(weights: Index) -> Index:
+def _sources(weights: Index) -> Index:
     """The source at each position of one period."""
     total, slack = int(weights.sum()), 2 * len(weights) - 2
     if slack == 0:
@@ -141,22 +151,22 @@ def _turns(weights: Index) -> Index:
     due = (slack * (row + 1) - 1) * total // scale
     by_release = np.argsort(release, kind="stable")
     waiting: list[tuple[int, int]] = []
-    turns = np.empty(total, dtype=np.int64)
+    chosen = np.empty(total, dtype=np.int64)
     rows = iter(zip(release[by_release].tolist(), due[by_release].tolist(), source[by_release].tolist(), strict=True))
     coming = next(rows, None)
     for position in range(1, total + 1):
         while coming is not None and coming[0] <= position:
             heapq.heappush(waiting, (coming[1], coming[2]))
             coming = next(rows, None)
-        turns[position - 1] = heapq.heappop(waiting)[1]
-    return turns
+        chosen[position - 1] = heapq.heappop(waiting)[1]
+    return chosen
 
 
-class MixedOrder:
-    """Several sources as one order without end: turns by the schedule, and in each source its own order.
+class MixedOrder(Order):
+    """Several sources as one order without end: the schedule picks the source, the source's own order the episode.
 
-    Episodes are numbered over all sources, one after the other. A source that has come to the end of its
-    epoch begins its next. In a source drawn at random, draw p is that of the mixed position p.
+    Episodes are numbered over all sources. A source at the end of its epoch begins its next one. A source in `random`
+    order uses the draw of the mixed position.
     """
 
     length = None
@@ -169,55 +179,38 @@ class MixedOrder:
         self.schedule = MixSchedule(list(weights.values()))
         self._orders = [orders[name] for name in self.sources]
         self._first = offsets(np.array([order.num_episodes for order in self._orders], dtype=np.int64))
-
-    @property
-    def name(self) -> str:
-        parts = (
-            f"{name}={weight}*{order.name}"
-            for name, weight, order in zip(self.sources, self.schedule.weights, self._orders, strict=True)
-        )
-        return f"mix/1({', '.join(parts)})"
-
-    @property
-    def num_episodes(self) -> int:
-        return int(self._first[-1])
+        self.num_episodes = int(self._first[-1])
+        parts = (f"{name}={weight}*{orders[name].name}" for name, weight in weights.items())
+        self.name = f"mix/1({', '.join(parts)})"
 
     def source_of(self, episodes: ArrayLike) -> Index:
         """Which source each of these episodes belongs to, as its place in `sources`."""
         return np.searchsorted(self._first, np.asarray(episodes, dtype=np.int64), side="right") - 1
 
     def at(self, epoch: int, positions: ArrayLike) -> Index:
-        _only_epoch(epoch)
-        chosen = np.array(positions, dtype=np.int64, ndmin=1)
-        if chosen.size and chosen.min() < 0:
-            raise UsageError(f"position {chosen.min()}; expected one from 0")
+        if epoch != 0:
+            raise UsageError(
+                f"epoch {epoch} of a mixed order; only its sources have epochs, it has positions from 0 on"
+            )
+        chosen = check_numbers("position", positions, None)
         source, ordinal = self.schedule.at(chosen)
         episodes = np.empty(len(chosen), dtype=np.int64)
         for number, order in enumerate(self._orders):
             mine = source == number
-            episodes[mine] = self._first[number] + _running(order, ordinal[mine], chosen[mine])
+            episodes[mine] = self._first[number] + _at_ordinals(order, ordinal[mine], chosen[mine])
         return episodes
-
-    def block(self, epoch: int, start: int, stop: int) -> Index:
-        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
     def find(self, epoch: int, episode: int) -> int:
         """The position at which this episode comes in the given epoch of its own source."""
-        if not 0 <= episode < self.num_episodes:
-            raise UsageError(f"episode {episode}; expected one from 0 to {self.num_episodes - 1}")
+        check_numbers("episode", episode, self.num_episodes)
         number = int(self.source_of([episode])[0])
         order = self._orders[number]
         within = order.find(epoch, episode - int(self._first[number]))
         return self.schedule.find(number, epoch * order.num_episodes + within)
 
 
-def _only_epoch(epoch: int) -> None:
-    if epoch != 0:
-        raise UsageError(f"epoch {epoch} of a mixed order; only its sources have epochs, it has positions from 0 on")
-
-
-def _running(order: Order, ordinals: Index, positions: Index) -> Index:
-    """The episodes of one source at these turns of it, which may lie in several of its epochs."""
+def _at_ordinals(order: Order, ordinals: Index, positions: Index) -> Index:
+    """The episodes of one source at these of its rows, which may lie in several of its epochs."""
     if order.length is None:
         return order.at(0, positions)
     epochs, within = np.divmod(ordinals, order.length)

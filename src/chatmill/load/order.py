@@ -1,14 +1,13 @@
-"""Order: which episode stands at a position of an epoch, as a pure function that anyone can recompute.
+"""Orders: which episode is at which position of an epoch, as a pure function that anyone can recompute.
 
-An order keeps no state: `at` answers for any positions of any epoch, at once. Its name carries a version, and
-what a name means never changes, so that a run's name, seed and number of episodes say its order for good.
+An order keeps no state: `at` computes any positions of any epoch. Its name carries a version and never changes its
+meaning, so the name, the seed and the number of episodes define the order for good.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import isqrt
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,7 +16,7 @@ from chatmill.errors import UsageError, one_line
 from chatmill.rows import Index
 
 EPOCH_LIMIT = 1 << 24
-"""Episodes that `epoch` orders at most: its permutation lies in memory, 8 bytes each, and is drawn in one go."""
+"""The most episodes of the order `epoch`, whose permutation is held in memory, 8 bytes each."""
 EPISODE_LIMIT = 1 << 62
 SEED_LIMIT = 1 << 32
 ROUNDS = 8
@@ -25,38 +24,41 @@ ROUNDS = 8
 Bits = NDArray[np.uint64]
 
 
-class Order(Protocol):
-    """Positions to episodes, by epoch; episodes are numbered from 0."""
+class Order(ABC):
+    """Maps the positions of an epoch to episodes, which are numbered from 0."""
 
-    @property
-    def name(self) -> str:
-        """How the order is written in a run's spec: a name and a version."""
+    name: str
+    """Name and version, as they are written in the audit log."""
+    num_episodes: int
+    length: int | None
+    """Positions in an epoch; None for an order without end, all of which is epoch 0."""
 
-    @property
-    def num_episodes(self) -> int: ...
-
-    @property
-    def length(self) -> int | None:
-        """Positions in an epoch; None for an order that never ends, all of which is epoch 0."""
-
+    @abstractmethod
     def at(self, epoch: int, positions: ArrayLike) -> Index:
         """The episodes at these positions of an epoch."""
 
+    @abstractmethod
+    def find(self, epoch: int, episode: int) -> int:
+        """The position of an episode in an epoch: the inverse of `at`."""
+
     def block(self, epoch: int, start: int, stop: int) -> Index:
         """The episodes at positions start to stop of an epoch."""
-
-    def find(self, epoch: int, episode: int) -> int:
-        """The position of an epoch at which this episode comes: the inverse of `at`."""
+        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
 
 def make_order(mode: str, num_episodes: int, *, seed: int, shuffle: bool = True) -> Order:
-    """The order of a mode: `epoch`, `feistel` or `random`.
+    """Make the order of a sampling mode: `epoch`, `feistel` or `random`.
 
-    Without `shuffle` the modes that have epochs leave episodes as they stand; `random` has none to shuffle.
+    Without `shuffle` the modes with epochs keep the stored order; `random` has no epochs to shuffle.
+
+    >>> from chatmill.load import make_order
+    >>> make_order("epoch", 10, seed=42).block(0, 0, 5).tolist()
+    [8, 1, 5, 0, 7]
     """
     if type(num_episodes) is not int or not 0 < num_episodes <= EPISODE_LIMIT:
         raise UsageError(f"an order of {num_episodes} episodes; expected 1 to {EPISODE_LIMIT}")
-    _check_seed(seed)
+    if type(seed) is not int or not 0 <= seed < SEED_LIMIT:
+        raise UsageError(f"seed {one_line(str(seed))}; expected a whole number from 0 to {SEED_LIMIT - 1}")
     if mode == "random":
         return RandomOrder(num_episodes, seed)
     if mode not in MODES:
@@ -76,7 +78,7 @@ MODES = ("epoch", "feistel", "random")
 
 
 def effective_seed(seed: int, epoch: int) -> int:
-    """What an epoch is shuffled with: its number added to the seed."""
+    """The seed that an epoch is shuffled with: seed + epoch."""
     if type(epoch) is not int or epoch < 0:
         raise UsageError(f"epoch {epoch}; expected a whole number from 0 on")
     if seed + epoch >= SEED_LIMIT:
@@ -84,31 +86,14 @@ def effective_seed(seed: int, epoch: int) -> int:
     return seed + epoch
 
 
-class _Ending(ABC):
-    """What orders share that have epochs of every episode once."""
-
-    def __init__(self, num_episodes: int) -> None:
-        self.num_episodes = num_episodes
-
-    @property
-    def length(self) -> int:
-        return self.num_episodes
-
-    def block(self, epoch: int, start: int, stop: int) -> Index:
-        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
-
-    @abstractmethod
-    def at(self, epoch: int, positions: ArrayLike) -> Index:
-        """The episodes at some positions of an epoch."""
-
-    def _checked(self, what: str, numbers: ArrayLike) -> Index:
-        return _checked(what, numbers, self.num_episodes)
-
-
-class IdentityOrder(_Ending):
-    """Episodes as they stand, in every epoch."""
+class IdentityOrder(Order):
+    """The stored order, in every epoch. Base of the orders whose epochs hold every episode once."""
 
     name = "identity/1"
+
+    def __init__(self, num_episodes: int, seed: int = 0) -> None:
+        self.num_episodes = self.length = num_episodes
+        self._seed = seed
 
     def at(self, epoch: int, positions: ArrayLike) -> Index:
         effective_seed(0, epoch)
@@ -118,15 +103,17 @@ class IdentityOrder(_Ending):
         effective_seed(0, epoch)
         return int(self._checked("episode", episode)[0])
 
+    def _checked(self, what: str, numbers: ArrayLike) -> Index:
+        return check_numbers(what, numbers, self.num_episodes)
 
-class EpochOrder(_Ending):
+
+class EpochOrder(IdentityOrder):
     """`RandomState(seed + epoch).permutation(num_episodes)`, as numpy draws it in every version."""
 
     name = "epoch/1"
 
     def __init__(self, num_episodes: int, seed: int) -> None:
-        super().__init__(num_episodes)
-        self._seed = seed
+        super().__init__(num_episodes, seed)
         self._last: tuple[int, Index] | None = None
 
     def at(self, epoch: int, positions: ArrayLike) -> Index:
@@ -138,7 +125,7 @@ class EpochOrder(_Ending):
 
     def _permutation(self, epoch: int) -> Index:
         seed = effective_seed(self._seed, epoch)
-        # Replaced as one value: a thread that reads ahead may be in another epoch than the one that trains.
+        # Replaced as one value: a prefetching thread may be in another epoch than the caller.
         last = self._last
         if last is None or last[0] != epoch:
             last = epoch, np.random.RandomState(seed).permutation(self.num_episodes).astype(np.int64, copy=False)
@@ -146,19 +133,18 @@ class EpochOrder(_Ending):
         return last[1]
 
 
-class FeistelOrder(_Ending):
-    """A keyed bijection, computed for the positions that are asked for: no memory grows with the episodes.
+class FeistelOrder(IdentityOrder):
+    """A keyed bijection that is computed for the requested positions; its memory does not grow with the episodes.
 
-    A number is written as a pair, n = left * width + right, on a grid as nearly square as covers all episodes.
-    Eight rounds add to one half, modulo its size, a hash of the other; each is undone by subtracting. A result on the
-    few places of the grid past the last episode goes through again until it is an episode.
+    A number is written as a pair, n = left * width + right, on a nearly square grid that covers all episodes. Each of
+    eight rounds adds a hash of one half to the other, modulo its size, and is inverted by subtracting. A result past
+    the last episode goes through the rounds again until it is an episode.
     """
 
     name = "feistel/1"
 
     def __init__(self, num_episodes: int, seed: int) -> None:
-        super().__init__(num_episodes)
-        self._seed = seed
+        super().__init__(num_episodes, seed)
         root = isqrt(num_episodes - 1) + 1
         self._height, self._width = np.uint64(root), np.uint64(-(-num_episodes // root))
 
@@ -179,13 +165,13 @@ class FeistelOrder(_Ending):
         left, right = np.divmod(values, self._width)
         for number in reversed(range(ROUNDS)) if inverse else range(ROUNDS):
             if number % 2 == 0:
-                left = _moved(left, right, keys[number], self._height, inverse)
+                left = _round(left, right, keys[number], self._height, inverse)
             else:
-                right = _moved(right, left, keys[number], self._width, inverse)
+                right = _round(right, left, keys[number], self._width, inverse)
         return np.asarray(left * self._width + right)
 
 
-class RandomOrder:
+class RandomOrder(Order):
     """Uniform with replacement: draw p is a hash of (seed, p), scaled to the episodes. All of it is epoch 0."""
 
     name = "random/1"
@@ -198,22 +184,16 @@ class RandomOrder:
     def at(self, epoch: int, positions: ArrayLike) -> Index:
         if epoch != 0:
             raise UsageError(f"epoch {epoch} of the order random; it has no epochs, only positions from 0 on")
-        return _scaled(_hashed(_checked("position", positions, None).astype(np.uint64), self._key), self.num_episodes)
-
-    def block(self, epoch: int, start: int, stop: int) -> Index:
-        return self.at(epoch, np.arange(start, stop, dtype=np.int64))
+        return _scaled(
+            _hashed(check_numbers("position", positions, None).astype(np.uint64), self._key), self.num_episodes
+        )
 
     def find(self, epoch: int, episode: int) -> int:
         raise UsageError("the order random draws with replacement; an episode has no one position in it")
 
 
-def _check_seed(seed: int) -> None:
-    if type(seed) is not int or not 0 <= seed < SEED_LIMIT:
-        raise UsageError(f"seed {one_line(str(seed))}; expected a whole number from 0 to {SEED_LIMIT - 1}")
-
-
-def _checked(what: str, numbers: ArrayLike, limit: int | None) -> Index:
-    """The numbers as an array, one of them too; `UsageError` for one that is not there."""
+def check_numbers(what: str, numbers: ArrayLike, limit: int | None) -> Index:
+    """One or several numbers as an array; `UsageError` for one outside 0 to limit - 1."""
     chosen = np.array(numbers, dtype=np.int64, ndmin=1)
     if chosen.size and (chosen.min() < 0 or (limit is not None and chosen.max() >= limit)):
         wrong = chosen.min() if chosen.min() < 0 else chosen.max()
@@ -221,11 +201,11 @@ def _checked(what: str, numbers: ArrayLike, limit: int | None) -> Index:
     return chosen
 
 
-# Arithmetic modulo 2^64, which numpy does on arrays without a word, but not on single numbers.
+# Arithmetic modulo 2^64. numpy warns of overflow for single numbers, but not for arrays.
 
 
 def _mixed(values: Bits) -> Bits:
-    """64 bits to 64 bits, one to one, such that each bit depends on all (the finaliser of SplitMix64)."""
+    """The finaliser of SplitMix64: a bijection of 64 bits in which each bit depends on all."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(values ^ (values >> np.uint64(31)))
@@ -237,17 +217,18 @@ def _hashed(values: Bits, key: NDArray[np.uint64] | np.uint64) -> Bits:
 
 
 def _keys(seed: int) -> Bits:
-    """A key for each round."""
+    """The key of each round."""
     return _hashed(np.arange(ROUNDS, dtype=np.uint64), _mixed(np.array([seed], dtype=np.uint64)))
 
 
-def _moved(half: Bits, other: Bits, key: np.uint64, size: np.uint64, back: bool) -> Bits:
+def _round(half: Bits, other: Bits, key: np.uint64, size: np.uint64, inverse: bool) -> Bits:
+    """Add a hash of one half to the other, or subtract it again."""
     step = _hashed(other, key) % size
-    return np.asarray((half + (size - step if back else step)) % size)
+    return np.asarray((half + (size - step if inverse else step)) % size)
 
 
 def _scaled(values: Bits, count: int) -> Index:
-    """The whole part of values / 2^64 * count, exactly: the upper half of a product of 64 by 64 bits."""
+    """floor(values / 2^64 * count), exactly: the upper half of a product of 64 by 64 bits."""
     low_mask, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     high, low = values >> half, values & low_mask
     count_high, count_low = np.uint64(count >> 32), np.uint64(count & 0xFFFFFFFF)

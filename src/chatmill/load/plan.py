@@ -1,25 +1,24 @@
-"""The plan: which episodes stand in which rows of which batch, without a look at a single token.
+"""The plan of a split: which episodes are in which rows of which batch, without reading a token.
 
     order    positions of an epoch -> episodes
-    window   2^16 positions -> rows, one episode each, or packed best fit and permuted by (seed, epoch, window)
-    step     batch_size rows: the global batch, the same at any number of ranks, workers and threads
+    window   2^16 positions -> rows: one episode each, or packed best fit and permuted by (seed, epoch, window)
+    step     batch_size rows: the global batch, the same for any number of ranks, workers and threads
 
-A plan keeps no state. Where a run stands is a `Cursor`, and the step at a cursor says where the next one is.
+A plan is a pure function of a `Cursor`: the step at a cursor names the cursor of the next step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
 from chatmill.errors import DataError, UsageError
 from chatmill.fit.packing import pack_lengths
-from chatmill.load.batch import RowLayout
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MixedOrder, row_weights, shares
 from chatmill.load.order import IdentityOrder, Order, make_order
@@ -29,17 +28,14 @@ from chatmill.load.source_stats import row_size
 from chatmill.rows import Index, offsets
 
 WINDOW = 1 << 16
-"""Positions of an epoch that are laid out as rows together."""
-DRAWN = 1 << 12
-"""Positions that are drawn from the order together."""
-REMEMBERED = 3
-"""Parts of an epoch that a plan keeps besides the last."""
-T = TypeVar("T")
-NONE: Index = np.empty(0, dtype=np.int64)
+"""Positions of an epoch that are arranged into rows together."""
+BLOCK = 1 << 12
+"""Positions whose episodes are looked up in the order together."""
+NO_EPISODES: Index = np.empty(0, dtype=np.int64)
 
 
 class Cursor(NamedTuple):
-    """Where the next batch begins: so many batches were before it, and its first row is this one of this window."""
+    """Where the next batch begins: the number of batches before it, and its first row."""
 
     step: int = 0
     epoch: int = 0
@@ -48,7 +44,7 @@ class Cursor(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Rows that were laid out together: row r holds episodes[first[r]:first[r + 1]]."""
+    """Consecutive rows: row r holds episodes[first[r]:first[r + 1]]."""
 
     episodes: Index
     first: Index
@@ -58,10 +54,12 @@ class Window(NamedTuple):
         return len(self.first) - 1
 
     def rows(self, start: int, stop: int) -> Window:
-        """Some of these rows; those past the last are left out."""
+        """Rows start to stop; those past the last are left out."""
+        if start == 0 and stop >= self.num_rows:
+            return self
         first = self.first[start : stop + 1]
         if not len(first):
-            return Window(NONE, np.zeros(1, dtype=np.int64))
+            return Window(NO_EPISODES, np.zeros(1, dtype=np.int64))
         return Window(self.episodes[first[0] : first[-1]], first - first[0])
 
 
@@ -75,17 +73,16 @@ class PlannedStep(NamedTuple):
     begins_epoch: bool
     ends_epoch: bool
     dropped: Index
-    """Episodes of the rows after it that would not have filled a batch, and are in none of this epoch."""
+    """Episodes after it that fill no further batch, and are in no batch of this epoch."""
 
     @property
     def num_rows(self) -> int:
-        """Rows that hold something; the last batch of an epoch may have fewer than `batch_size`."""
+        """Rows with an episode; the last batch of an epoch may have fewer than `batch_size`."""
         return len(self.first) - 1
 
     def rows(self, start: int, stop: int) -> Window:
-        """Some of its rows; those past the last are left out."""
-        window = Window(self.episodes, self.first)
-        return window if start == 0 and stop >= window.num_rows else window.rows(start, stop)
+        """Rows start to stop; those past the last are left out."""
+        return Window(self.episodes, self.first).rows(start, stop)
 
 
 class LoadPlan:
@@ -101,14 +98,14 @@ class LoadPlan:
         self.reader = EpisodeReader([source.episodes(split) for source in sources])
         self.capacity = config.block_size + 1
         self.drop_last = config.epoch_drop_last and not in_stored_order
-        short = [source.short(split, config.episode_min_tokens) for source in sources]
+        too_short = [source.short(split, config.episode_min_tokens) for source in sources]
         counts = [len(source.episodes(split)) for source in sources]
         self.num_episodes = sum(counts)
         firsts = np.cumsum([0, *counts])
-        self.skipped: Index = np.concatenate([found + first for found, first in zip(short, firsts, strict=False)])
-        """Episodes that are too short, by global number, rising."""
+        self.skipped: Index = np.concatenate([short + first for short, first in zip(too_short, firsts, strict=False)])
+        """Global numbers of episodes below `episode_min_tokens`, ascending."""
         self._before_skipped = self.skipped - np.arange(len(self.skipped))
-        eligible = [count - len(found) for count, found in zip(counts, short, strict=True)]
+        eligible = [count - len(short) for count, short in zip(counts, too_short, strict=True)]
         for source, count in zip(sources, eligible, strict=True):
             if not count:
                 raise DataError(
@@ -119,26 +116,29 @@ class LoadPlan:
             self.order: Order = IdentityOrder(sum(eligible))
         else:
             self.order = _order(self.sources, config, split, eligible)
-        self._kept: dict[tuple[str, int, int], Any] = {}
+        # A prefetching thread may be in another part of the order than the caller: keep a few.
+        self._block = lru_cache(maxsize=4)(self._look_up)
+        self._packed = lru_cache(maxsize=2)(self._pack)
 
     @property
     def num_eligible(self) -> int:
         return self.num_episodes - len(self.skipped)
 
     @property
-    def layout(self) -> RowLayout:
-        """How its rows are filled."""
-        pad = self.config.pad_token_id
-        if pad is None:
+    def pad_token_id(self) -> int:
+        """The token that rows are padded with."""
+        if self.config.pad_token_id is None:
             raise UsageError("pad_token_id is null; a plan takes the config that open_sources gives")
-        return RowLayout(self.config.block_size, pad, self.config.use_loss_mask)
+        return self.config.pad_token_id
 
     @property
     def sha256(self) -> str:
         return datasets_hash(self.sources)
 
+    # Episodes in their order.
+
     def episodes(self, ordinals: Index) -> Index:
-        """The global numbers of eligible episodes, which the order counts from 0."""
+        """The global numbers of eligible episodes, which the order numbers from 0."""
         if not len(self.skipped):
             return ordinals
         return ordinals + np.searchsorted(self._before_skipped, ordinals, side="right")
@@ -154,66 +154,51 @@ class LoadPlan:
         return episode - before
 
     def first_episodes(self, epoch: int, count: int) -> Index:
-        """The first episodes of an epoch, in the order that it draws them."""
-        stop = count if self.order.length is None else min(count, self.order.length)
-        return self.episodes(self.order.block(epoch, 0, stop))
+        """The first episodes of an epoch, in its order."""
+        return self.episodes(self.order.block(epoch, 0, self._limited(count)))
+
+    def _limited(self, position: int) -> int:
+        """The position, or the end of the epoch if that comes first."""
+        return position if self.order.length is None else min(position, self.order.length)
+
+    def _look_up(self, epoch: int, number: int) -> Index:
+        """The episodes of one block of positions."""
+        return self.episodes(self.order.block(epoch, number * BLOCK, self._limited((number + 1) * BLOCK)))
+
+    def _at_positions(self, epoch: int, start: int, stop: int) -> Index:
+        """The episodes at positions start to stop of an epoch."""
+        numbers = range(start // BLOCK, -(-stop // BLOCK))
+        parts = [self._block(epoch, number) for number in numbers]
+        episodes = parts[0] if len(parts) == 1 else np.concatenate([NO_EPISODES, *parts])
+        first = numbers.start * BLOCK
+        return episodes[start - first : stop - first]
+
+    # Rows of windows.
 
     def num_windows(self) -> int | None:
         """Windows in an epoch; None if it never ends."""
         return None if self.order.length is None else -(-self.order.length // WINDOW)
 
-    def _remembered(self, kind: str, epoch: int, number: int, make: Callable[[int, int], T]) -> T:
-        """What `make` gives for a part of an epoch; the last few are kept."""
-        found = self._kept.get((kind, epoch, number))
-        if found is None:
-            found = make(epoch, number)
-            # Replaced as one value: a thread that reads ahead may be elsewhere than the one that asks.
-            self._kept = {**dict(list(self._kept.items())[-REMEMBERED:]), (kind, epoch, number): found}
-        return found
-
-    def _draw(self, epoch: int, number: int) -> Index:
-        """The episodes at so many positions of an epoch."""
-        stop = (number + 1) * DRAWN
-        if self.order.length is not None:
-            stop = min(stop, self.order.length)
-        return self.episodes(self.order.block(epoch, number * DRAWN, stop))
-
-    def _drawn(self, epoch: int, start: int, stop: int) -> Index:
-        """The episodes at positions of an epoch, start to stop, drawn as they are needed."""
-        numbers = range(start // DRAWN, -(-stop // DRAWN))
-        parts = [self._remembered("draw", epoch, number, self._draw) for number in numbers]
-        drawn = parts[0] if len(parts) == 1 else np.concatenate([NONE, *parts])
-        first = numbers.start * DRAWN
-        return drawn[start - first : stop - first]
-
-    def _pack(self, epoch: int, number: int) -> Window:
-        """The rows of one window, packed."""
-        start = number * WINDOW
-        episodes = self._drawn(epoch, start, start + self._positions(number))
+    def _pack(self, epoch: int, window: int) -> Window:
+        start = window * WINDOW
+        episodes = self._at_positions(epoch, start, self._limited(start + WINDOW))
         lengths = np.minimum(self.reader.locate(episodes).length, self.capacity)
-        bins = pack_lengths(lengths, self.capacity, seed=(self.config.epoch_seed, epoch, number))
+        bins = pack_lengths(lengths, self.capacity, seed=(self.config.epoch_seed, epoch, window))
         return Window(episodes[bins.order], bins.first)
 
-    def _positions(self, number: int) -> int:
-        """Positions of an epoch that lie in a window."""
-        return WINDOW if self.order.length is None else max(0, min(WINDOW, self.order.length - number * WINDOW))
-
-    def _count(self, epoch: int, window: int) -> int:
-        """Rows of a window."""
+    def _num_rows(self, epoch: int, window: int) -> int:
         if self.config.packing == "none":
-            return self._positions(window)
-        return self._remembered("pack", epoch, window, self._pack).num_rows
-
-    def window(self, epoch: int, number: int) -> Window:
-        """All rows of one window of an epoch."""
-        return self._rows(epoch, number, 0, self._count(epoch, number))
+            return max(0, self._limited((window + 1) * WINDOW) - window * WINDOW)
+        return self._packed(epoch, window).num_rows
 
     def _rows(self, epoch: int, window: int, start: int, stop: int) -> Window:
-        """Some rows of a window."""
+        """Rows start to stop of a window."""
         if self.config.packing == "none":
             first = window * WINDOW
-            return Window(self._drawn(epoch, first + start, first + stop), _counted(stop - start))
-        return self._remembered("pack", epoch, window, self._pack).rows(start, stop)
+            return Window(self._at_positions(epoch, first + start, first + stop), _one_each(stop - start))
+        return self._packed(epoch, window).rows(start, stop)
+
+    # Steps.
 
     def step(self, at: Cursor) -> PlannedStep:
         """The batch at a cursor."""
@@ -223,10 +208,11 @@ class LoadPlan:
         parts: list[Window] = []
         missing = size
         while missing and (last is None or window < last):
-            stop = min(row + missing, self._count(at.epoch, window))
+            num_rows = self._num_rows(at.epoch, window)
+            stop = min(row + missing, num_rows)
             parts.append(self._rows(at.epoch, window, row, stop))
             missing -= stop - row
-            window, row = (window, stop) if stop < self._count(at.epoch, window) else (window + 1, 0)
+            window, row = (window, stop) if stop < num_rows else (window + 1, 0)
         if missing and self.drop_last:
             raise UsageError(
                 f"{self.split}: an epoch has {size - missing} rows, and a batch {size}; "
@@ -235,29 +221,29 @@ class LoadPlan:
         dropped = self._incomplete(at.epoch, window, row) if self.drop_last and last is not None else None
         ends = dropped is not None or (last is not None and window >= last)
         after = Cursor(at.step + 1, at.epoch + 1) if ends else Cursor(at.step + 1, at.epoch, window, row)
-        return PlannedStep(at, after, *join(parts), begins, ends, NONE if dropped is None else dropped)
+        return PlannedStep(at, after, *join(parts), begins, ends, NO_EPISODES if dropped is None else dropped)
 
     def _incomplete(self, epoch: int, window: int, row: int) -> Index | None:
-        """The episodes of the rows from here to the end of the epoch if they fill no batch, else None."""
-        rest: list[Index] = []
+        """The episodes from this row to the end of the epoch if they fill no batch, else None."""
+        remaining: list[Index] = []
         rows = 0
         for number in range(window, self.num_windows() or 0):
-            start, stop = row if number == window else 0, self._count(epoch, number)
+            start, stop = row if number == window else 0, self._num_rows(epoch, number)
             rows += stop - start
             if rows >= self.config.batch_size:
                 return None
-            rest.append(self._rows(epoch, number, start, stop).episodes)
-        return np.concatenate([NONE, *rest])
+            remaining.append(self._rows(epoch, number, start, stop).episodes)
+        return np.concatenate([NO_EPISODES, *remaining])
 
     def steps(self, at: Cursor) -> Iterator[PlannedStep]:
         """All batches from a cursor on, without end."""
         size = self.config.batch_size
         while True:
-            # Deep inside a window, where another whole batch follows, there is nothing to decide.
-            for row in range(at.row, self._count(at.epoch, at.window) - 2 * size + 1, size):
+            # Inside a window, while another whole batch follows, there is nothing to decide.
+            for row in range(at.row, self._num_rows(at.epoch, at.window) - 2 * size + 1, size):
                 after = Cursor(at.step + 1, at.epoch, at.window, row + size)
-                begins = row == 0 and at.window == 0
-                yield PlannedStep(at, after, *self._rows(at.epoch, at.window, row, row + size), begins, False, NONE)
+                rows = self._rows(at.epoch, at.window, row, row + size)
+                yield PlannedStep(at, after, *rows, row == 0 and at.window == 0, False, NO_EPISODES)
                 at = after
             step = self.step(at)
             yield step
@@ -275,20 +261,20 @@ class LoadPlan:
         last = self.num_windows()
         if min(at) < 0 or (last is None and at.epoch) or (last is not None and at.window >= last):
             raise UsageError(f"{self.split}: no batch begins at epoch {at.epoch}, window {at.window}, row {at.row}")
-        if at.row >= self._count(at.epoch, at.window):
+        if at.row >= self._num_rows(at.epoch, at.window):
             raise UsageError(f"{self.split}: window {at.window} of epoch {at.epoch} has no row {at.row}")
 
 
 @lru_cache(maxsize=8)
-def _counted(rows: int) -> Index:
-    """Where rows of one episode each begin."""
+def _one_each(rows: int) -> Index:
+    """`Window.first` of rows with one episode each."""
     first = np.arange(rows + 1, dtype=np.int64)
     first.flags.writeable = False
     return first
 
 
-def fill(rows: Window, count: int) -> Window:
-    """The same with as many rows without an episode as are missing."""
+def pad_rows(rows: Window, count: int) -> Window:
+    """Append rows without an episode up to `count` rows."""
     missing = count - rows.num_rows
     return rows if not missing else Window(rows.episodes, np.append(rows.first, np.repeat(rows.first[-1:], missing)))
 
@@ -298,27 +284,27 @@ def join(parts: list[Window]) -> Window:
     if len(parts) == 1:
         return parts[0]
     before = offsets(np.array([len(part.episodes) for part in parts], dtype=np.int64))
-    counts = [part.num_rows for part in parts]
     first = np.concatenate([np.zeros(1, dtype=np.int64), *(part.first[1:] for part in parts)])
-    first[1:] += np.repeat(before[:-1], counts)
+    first[1:] += np.repeat(before[:-1], [part.num_rows for part in parts])
     return Window(np.concatenate([part.episodes for part in parts]), first)
 
 
 def _order(sources: tuple[DataSource, ...], config: LoadConfig, split: str, eligible: list[int]) -> Order:
-    def order(count: int) -> Order:
-        return make_order(config.batch_sampling_mode, count, seed=config.epoch_seed, shuffle=config.epoch_shuffle)
-
+    orders = [
+        make_order(config.batch_sampling_mode, count, seed=config.epoch_seed, shuffle=config.epoch_shuffle)
+        for count in eligible
+    ]
     if config.mix_sft is None:
-        return order(eligible[0])
+        return orders[0]
     sizes = None
     if config.mix_by != "rows":
         sizes = {source.name: row_size(source, split, config) for source in sources}
-    orders = {source.name: order(count) for source, count in zip(sources, eligible, strict=True)}
-    return MixedOrder(orders, row_weights(shares(config.mix_sft), row_size=sizes))
+    by_name = {source.name: order for source, order in zip(sources, orders, strict=True)}
+    return MixedOrder(by_name, row_weights(shares(config.mix_sft), row_size=sizes))
 
 
 def datasets_hash(sources: Sequence[DataSource]) -> str:
-    """The hash that stands for all that a run reads."""
+    """The hash that identifies everything a run reads."""
     if len(sources) == 1 and not sources[0].name:
         return sources[0].sha256
     return hashlib.sha256(json.dumps([[source.name, source.sha256] for source in sources]).encode()).hexdigest()

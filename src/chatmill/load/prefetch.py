@@ -1,4 +1,4 @@
-"""Reading ahead: one thread makes what comes next while the caller works on what came last."""
+"""Prefetching: a thread runs an iterator ahead of its consumer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-PATIENCE = 0.1
-"""Seconds after which a waiting thread looks whether it is still wanted."""
+POLL_SECONDS = 0.1
+"""How often a thread that waits for room checks whether it was closed."""
 
 
 class Prefetcher(Generic[T]):
-    """An iterator over another one that a thread runs ahead of, at most `depth` values.
+    """An iterator over `values` that a thread runs ahead of, by at most `depth` values.
 
-    An error of the other iterator is raised where its value would have come. The thread ends with `close`, or when
-    nobody holds the iterator any more.
+    An exception of the other iterator is raised where its value would have come. The thread ends with `close`, or when
+    the prefetcher is garbage-collected.
     """
 
     def __init__(self, values: Iterator[T], depth: int) -> None:
-        self._line = _BoundedQueue[T](depth)
+        self._queue: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(depth)
         self._ended = False
-        thread = threading.Thread(target=_fill, args=(self._line, values), name="chatmill-ahead", daemon=True)
-        self.close = weakref.finalize(self, _end, self._line, thread)
+        closed = threading.Event()
+        # The thread must not refer to this object, or it would never be collected.
+        thread = threading.Thread(
+            target=_fill, args=(self._queue, closed, values), name="chatmill-prefetch", daemon=True
+        )
+        self.close = weakref.finalize(self, _close, closed, thread)
         """End the thread; calling it again does nothing."""
         thread.start()
 
@@ -34,43 +38,33 @@ class Prefetcher(Generic[T]):
     def __next__(self) -> T:
         if self._ended:
             raise StopIteration
-        kind, value = self._line.queue.get()
-        if kind == "value":
-            return value  # type: ignore[return-value]
-        self._ended = True
-        if isinstance(value, BaseException):
-            raise value
-        raise StopIteration
+        value, error = self._queue.get()
+        if error is not None:
+            self._ended = True
+            raise error
+        return value  # type: ignore[return-value]
 
 
-class _BoundedQueue(Generic[T]):
-    def __init__(self, depth: int) -> None:
-        self.queue: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
-        self.stop = threading.Event()
-
-    def put(self, kind: str, value: T | BaseException | None) -> bool:
-        """Wait for room; False if nobody wants it any more."""
-        while not self.stop.is_set():
-            try:
-                self.queue.put((kind, value), timeout=PATIENCE)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-
-def _end(line: _BoundedQueue[T], thread: threading.Thread) -> None:
-    """Wait until the thread is done: one that still runs in torch when the interpreter ends aborts the process."""
-    line.stop.set()
+def _close(closed: threading.Event, thread: threading.Thread) -> None:
+    """Wait until the thread is done: one that still runs in torch when the interpreter exits aborts the process."""
+    closed.set()
     if thread is not threading.current_thread():
         thread.join()
 
 
-def _fill(line: _BoundedQueue[T], values: Iterator[T]) -> None:
-    try:
-        for value in values:
-            if not line.put("value", value):
-                return
-        line.put("end", None)
-    except BaseException as error:
-        line.put("end", error)
+def _fill(
+    values_queue: queue.Queue[tuple[T | None, BaseException | None]], closed: threading.Event, values: Iterator[T]
+) -> None:
+    end: BaseException | None = None
+    while not closed.is_set() and end is None:
+        value = None
+        try:
+            value = next(values)
+        except BaseException as error:
+            end = error
+        while not closed.is_set():
+            try:
+                values_queue.put((value, end), timeout=POLL_SECONDS)
+                break
+            except queue.Full:
+                continue

@@ -1,4 +1,4 @@
-"""Sources: the datasets and caches a run reads, opened and held against what its config asks of them."""
+"""Sources: the datasets and caches that a run reads, opened and checked against its config."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from chatmill.store.read import Dataset, Episodes, is_dataset, open_dataset, sto
 BUILDERS = ("primer", "oasst1", "dolly15k")
 """Sources that have a build command of their own."""
 SCAN = 1 << 20
-"""Index entries that are looked at together."""
+"""Index entries that are scanned together."""
 SAMPLE = 1 << 16
-"""Bytes that a fingerprint takes of the beginning, the middle and the end of a file."""
+"""Bytes that a fingerprint reads at the beginning, the middle and the end of a file."""
 EOT_NAMES = ("eot_token_id", "eot_id", "eot", "eos_token_id", "eos_id", "eos")
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """One dataset or cache, under the name it is mixed by ("" if it is alone)."""
+    """One dataset or cache, with its name in the mix ("" for a single dataset)."""
 
     name: str
     dataset: Dataset
@@ -45,14 +45,14 @@ class DataSource:
 
     def episodes(self, split: str) -> Episodes:
         """The rows of a split; `DataError` if there are none."""
-        found = self.dataset[split]
-        if not len(found):
+        episodes = self.dataset[split]
+        if not len(episodes):
             raise DataError(f"{self.path}: the split {split} holds no episode; build it with some, or use another")
-        return found
+        return episodes
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of the dataset; of one that another program wrote, a fingerprint of sizes and samples."""
+        """The hash of the dataset; for one that another program wrote, a fingerprint of file sizes and samples."""
         return self.dataset.sha256 or _fingerprint(self.dataset)
 
     @property
@@ -64,9 +64,8 @@ class DataSource:
     @property
     def vocab_size(self) -> int | None:
         """One more than the largest id there may be; None if the dataset does not say."""
-        if isinstance(self.dataset, PrimerCache):
-            return self.dataset.meta.vocab_size
-        return None if self.dataset.metadata is None else self.dataset.metadata.vocab_size
+        meta = self.dataset.meta if isinstance(self.dataset, PrimerCache) else self.dataset.metadata
+        return None if meta is None else meta.vocab_size
 
     @property
     def id_limit(self) -> int:
@@ -75,7 +74,7 @@ class DataSource:
 
     @cached_property
     def eot(self) -> int | None:
-        """The token that ends a turn, as far as the dataset says."""
+        """The token that ends a turn, or None if the dataset does not name one."""
         if isinstance(self.dataset, PrimerCache):
             return self.dataset.meta.special_token_ids.get("eot")
         if self.dataset.metadata is not None:
@@ -90,25 +89,21 @@ class DataSource:
         return all(MASK in shard.records for name in self.dataset.splits for shard in self.dataset[name].shards)
 
     def short(self, split: str, least: int) -> Index:
-        """The episodes with fewer tokens, rising. Shards of which the metadata says that none is are not looked at."""
-        episodes = self.dataset[split]
-        found = [np.empty(0, dtype=np.int64)]
+        """Episodes with fewer tokens than `least`, ascending. Shards whose metadata rules them out are not scanned."""
+        episodes, metadata = self.dataset[split], self.dataset.metadata
+        numbers = [np.empty(0, dtype=np.int64)]
         first = 0
-        for number, shard in enumerate(episodes.shards):
-            if least > 0 and self._shortest(split, number) < least:
-                index = episodes.array(number, INDEX)
+        for shard, info in enumerate(episodes.shards):
+            shortest = 0 if metadata is None else metadata.splits[split].shards[shard].shortest
+            if shortest < least:
+                index = episodes.array(shard, INDEX)
                 for start in range(0, len(index), SCAN):
-                    wrong = np.flatnonzero(index["length"][start : start + SCAN] < least)
-                    found.append(wrong + (first + start))
-            first += shard.num_episodes
-        return np.concatenate(found)
-
-    def _shortest(self, split: str, shard: int) -> int:
-        metadata = self.dataset.metadata
-        return 0 if metadata is None else metadata.splits[split].shards[shard].shortest
+                    numbers.append(np.flatnonzero(index["length"][start : start + SCAN] < least) + (first + start))
+            first += info.num_episodes
+        return np.concatenate(numbers)
 
     def longest(self, split: str) -> int | None:
-        """Tokens of the longest episode, if the metadata says."""
+        """Tokens of the longest episode; None without metadata."""
         metadata = self.dataset.metadata
         return None if metadata is None else max((shard.longest for shard in metadata.splits[split].shards), default=0)
 
@@ -118,22 +113,22 @@ class EpisodeSegment(NamedTuple):
 
     source: DataSource
     episode: int
-    """Its number in its source."""
+    """The episode's number in its source."""
     row: Rows
     """The segment as a row of its own."""
 
     @property
     def place(self) -> str | None:
-        """file:line, if it is known."""
+        """file:line, or None if unknown."""
         if not len(self.row.origins) or self.row.origins["file"][0] == NO_FILE:
             return None
         return f"{self.row.files[self.row.origins['file'][0]].path}:{self.row.origins['line'][0]}"
 
 
 def conversation(sources: Sequence[DataSource], split: str, episode: int, segment: int) -> EpisodeSegment | None:
-    """A segment of an episode, counted back from -1, the last; None if there is no such episode.
+    """A segment of an episode, counted from the end (-1 is the last); None if there is no such episode.
 
-    Episodes are numbered over all sources. An episode that stands twice in a row is counted back over both.
+    Episodes are numbered over all sources. In an episode that is twice in a row, segments are counted over both.
     """
     for source in sources:
         episodes = source.episodes(split)
@@ -148,17 +143,18 @@ def conversation(sources: Sequence[DataSource], split: str, episode: int, segmen
 
 
 def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[DataSource, ...], LoadConfig]:
-    """The sources of a run in a fixed order, and the config with what they decide: the mix, and the padding.
+    """Open the sources of a run, and fill in the mix and the padding token of its config from them.
 
-    A folder is a dataset, the cache of one source, or a root whose folders `mix_sft` names.
+    The folder is a dataset, the cache of one source, or a root with the folders that `mix_sft` names. Sources are
+    sorted by name.
     """
     folder = Path(dataset_dir)
-    if is_dataset(folder) or _claims_dataset(folder):
+    # A folder without episodes but with metadata is opened too, for the error that says what is wrong with it.
+    if is_dataset(folder) or (folder.is_dir() and stored_metadata(folder) is not None):
         sources: tuple[DataSource, ...] = (DataSource("", open_dataset(folder)),)
     elif is_cache(folder):
         sources = (DataSource("", open_cache(folder)),)
     else:
-        # By name, so that it does not matter in which order a config names them.
         mix = dict(sorted((config.mix_sft or MIX_SFT).items()))
         config = replace(config, mix_sft=mix)
         sources = _mixed(folder, mix)
@@ -175,11 +171,6 @@ def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Dat
     return sources, config
 
 
-def _claims_dataset(folder: Path) -> bool:
-    """Whether a folder without episodes says that it is a dataset: opening it tells what is wrong."""
-    return folder.is_dir() and stored_metadata(folder) is not None
-
-
 def _mixed(root: Path, mix: Mapping[str, float]) -> tuple[DataSource, ...]:
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; expected a dataset, a cache, or a folder of caches")
@@ -190,30 +181,24 @@ def _mixed(root: Path, mix: Mapping[str, float]) -> tuple[DataSource, ...]:
             "expected a folder that chatmill prepare or chatmill build-sft-… wrote"
         )
     if missing:
-        raise DataError(
-            "; ".join(f"{root}: mix_sft names {one_line(n)}, which is not built" for n in missing)
-            + "; "
-            + _build(missing[0], root)
-        )
-    return tuple(DataSource(name, _open(cache_folder(root, name))) for name in mix)
+        faults = [f"{root}: mix_sft names {one_line(name)}, which is not built" for name in missing]
+        command = f"prepare … -o {root / missing[0]}"
+        if missing[0] in BUILDERS:
+            command = f"build-sft-{missing[0]} --out-dir {root}"
+        raise DataError("; ".join([*faults, f"build it with chatmill {command}"]))
+    folders = {name: cache_folder(root, name) for name in mix}
+    return tuple(
+        DataSource(name, open_cache(folder) if is_cache(folder) else open_dataset(folder))
+        for name, folder in folders.items()
+    )
 
 
 def _is_source(folder: Path) -> bool:
     return folder.is_dir() and (is_cache(folder) or is_dataset(folder))
 
 
-def _open(folder: Path) -> Dataset:
-    return open_cache(folder) if is_cache(folder) else open_dataset(folder)
-
-
-def _build(name: str, root: Path) -> str:
-    if name in BUILDERS:
-        return f"build it with chatmill build-sft-{name} --out-dir {root}"
-    return f"build it with chatmill prepare … -o {root / name}"
-
-
 def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str]:
-    """What the config asks for that the sources do not have."""
+    """Conflicts between the config and the sources, or between the sources."""
     for source in sources:
         if config.use_loss_mask and not source.has_mask:
             yield f"{source.path}: has no mask.bin, and use_loss_mask is true; prepare it with one, or set it to false"
@@ -233,19 +218,19 @@ def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str
 
 
 def _named_eot(state: Any) -> int | None:
-    """The end of turn in what another program wrote about its tokenizer, under one of its usual names."""
+    """The end-of-turn id in the tokenizer state of another program, under one of its usual names."""
     if not isinstance(state, dict):
         return None
     special = state.get("special_token_ids")
     for table in (state, special if isinstance(special, dict) else {}):
         for name in EOT_NAMES:
             if type(table.get(name)) is int and table[name] >= 0:
-                found: int = table[name]
-                return found
+                return int(table[name])
     return None
 
 
 def _fingerprint(dataset: Dataset) -> str:
+    """A hash of the names, sizes and samples of all files."""
     digest = hashlib.sha256()
     for split in dataset.splits:
         for shard in dataset[split].shards:

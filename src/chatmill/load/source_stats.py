@@ -1,4 +1,4 @@
-"""How much of what is mixed a row of a source holds on average: its tokens, or those of them that are trained."""
+"""The average number of tokens, or of trained tokens, in a row of a source."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from fractions import Fraction
 import numpy as np
 
 from chatmill.load.config import LoadConfig
-from chatmill.load.source import DataSource
-from chatmill.rows import Index
+from chatmill.load.source import SCAN, DataSource
 from chatmill.store.layout import INDEX, MASK
 from chatmill.store.primer_cache import PrimerCache
 
-SCAN = 1 << 20
-
 
 def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
-    """Tokens that `mix_by` counts, in the mean over the eligible episodes of a split as they are delivered.
+    """What `mix_by` counts, averaged over the eligible episodes of a split as they are in batches.
 
-    Read off the metadata; only rows that are skipped or cut are looked at, in case there are any. The first token of
-    a row is never trained, for nothing stands before it that could predict it.
+    Totals come from the metadata. The index is scanned only if episodes are skipped or cut, or for the mask of first
+    tokens: the first token of a row is never trained, because nothing predicts it.
     """
     episodes = source.episodes(split)
     by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask
@@ -27,11 +24,9 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
     short = len(source.short(split, config.episode_min_tokens))
     count = len(episodes) - short
     total = _trained(source, split) if by_mask else episodes.num_tokens
-    if short or longest is None or longest > config.block_size + 1:
+    if by_mask or short or longest is None or longest > config.block_size + 1:
         total -= sum(_lost(source, split, shard, config, by_mask=by_mask) for shard in range(len(episodes.shards)))
-    if by_mask:
-        total -= sum(_first_trained(source, split, shard, config) for shard in range(len(episodes.shards)))
-    elif config.mix_by == "trained_tokens":
+    if config.mix_by == "trained_tokens" and not by_mask:
         total -= count
     return Fraction(total, max(1, count))
 
@@ -47,33 +42,23 @@ def _trained(source: DataSource, split: str) -> int:
     return sum(int(np.count_nonzero(episodes.array(shard, MASK))) for shard in range(len(episodes.shards)))
 
 
-def _first_trained(source: DataSource, split: str, shard: int, config: LoadConfig) -> int:
-    """Rows of a shard whose mask marks the first token that a batch will hold of them."""
-    episodes = source.episodes(split)
-    index, mask = episodes.array(shard, INDEX), episodes.array(shard, MASK)
-    found = 0
-    for at in range(0, len(index), SCAN):
-        length = index["length"][at : at + SCAN].astype(np.int64)
-        cut = np.maximum(length - (config.block_size + 1), 0)
-        held = length >= max(1, config.episode_min_tokens)
-        found += int(np.count_nonzero(mask[(index["start"][at : at + SCAN].astype(np.int64) + cut)[held]]))
-    return found
-
-
 def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Tokens of a shard that no batch will hold: of short episodes all, of long ones what is cut from the front."""
+    """Tokens of a shard in no batch: all of a skipped episode, what is cut from the front of a long one.
+
+    `by_mask`: trained tokens instead, and the first token of each row too.
+    """
     episodes = source.episodes(split)
     index = episodes.array(shard, INDEX)
     lost = 0
     for at in range(0, len(index), SCAN):
-        length = index["length"][at : at + SCAN].astype(np.int64)
+        start, length = (index[name][at : at + SCAN].astype(np.int64) for name in ("start", "length"))
         kept = np.where(length < config.episode_min_tokens, 0, np.minimum(length, config.block_size + 1))
-        cut: Index = length - kept
+        cut = length - kept
         if not by_mask:
             lost += int(cut.sum())
             continue
         mask = episodes.array(shard, MASK)
-        for number in np.flatnonzero(cut).tolist():
-            start = int(index["start"][at + number])
-            lost += int(np.count_nonzero(mask[start : start + int(cut[number])]))
+        lost += int(np.count_nonzero(mask[(start + cut)[kept > 0]]))
+        for number in np.flatnonzero(cut):
+            lost += int(np.count_nonzero(mask[start[number] : start[number] + cut[number]]))
     return lost

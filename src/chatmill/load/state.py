@@ -1,4 +1,4 @@
-"""The state of a loader: where each split stands, and what must be the same for that to mean anything."""
+"""The state of a loader: the cursor of each split, and what must be the same to resume from it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ VERSION = 1
 
 
 class WorkerInfo(NamedTuple):
-    """One of several processes that make every so-manieth batch."""
+    """One of several worker processes, which build the batches in turn."""
 
     number: int
     workers: int
     skip: int
-    """Batches from the cursor on that others make before the next of this one."""
+    """Batches from the cursor on that other workers build before this worker's next one."""
 
 
 def save(
     cursors: Mapping[str, Cursor], *, dataset_sha256: str, order: Mapping[str, Any], worker: WorkerInfo | None
 ) -> dict[str, Any]:
-    """The state, as JSON holds it."""
+    """The state as a JSON value."""
     state: dict[str, Any] = {
         "version": VERSION,
         "dataset_sha256": dataset_sha256,
         "config": dict(order),
-        "config_sha256": _sha256(order),
+        "config_sha256": order_sha256(order),
         "cursors": {split: cursor._asdict() for split, cursor in sorted(cursors.items())},
     }
     return state if worker is None else {**state, "worker": worker._asdict()}
@@ -39,7 +39,7 @@ def save(
 def restore(
     state: Mapping[str, Any], *, dataset_sha256: str, order: Mapping[str, Any], worker: WorkerInfo | None
 ) -> tuple[dict[str, Cursor], int | None]:
-    """The cursors of a state, and what its worker skips; `UsageError` says all that differs."""
+    """The cursors of a state, and the batches that its worker skips; `UsageError` names all differences."""
     version = state.get("version") if isinstance(state, Mapping) else None
     if version != VERSION:
         raise UsageError(f"the state of a loader has version {_shown(version)}; this chatmill reads {VERSION}")
@@ -62,9 +62,9 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
         saved = one_line(str(state.get("dataset_sha256")), 12)
         faults.append(f"the dataset was {saved}, now it is {one_line(dataset_sha256, 12)}")
     theirs = state.get("config")
-    if not isinstance(theirs, Mapping) or state.get("config_sha256") != _sha256(theirs):
+    if not isinstance(theirs, Mapping) or state.get("config_sha256") != order_sha256(theirs):
         return [*faults, "its config does not have the hash it names"]
-    # As JSON has them: a list and a tuple are the same there.
+    # Compared as JSON, in which a list equals a tuple.
     mine = json.loads(json.dumps(order))
     for name in sorted(mine.keys() | theirs.keys()):
         if mine.get(name) != theirs.get(name):
@@ -73,7 +73,7 @@ def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[s
 
 
 def _skip(saved: Any, mine: WorkerInfo | None) -> int | None:
-    """Batches to skip before the first of this worker; None if the state is not that of a worker."""
+    """Batches to skip before the first of this worker; None if the state was saved without workers."""
     if saved is None:
         return None
     if not isinstance(saved, Mapping) or mine is None or tuple(map(saved.get, ("number", "workers"))) != mine[:2]:
@@ -88,8 +88,9 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _sha256(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def order_sha256(order: Mapping[str, Any]) -> str:
+    """The hash of the config keys that decide the order."""
+    return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Batches as tensors: as they are, in pinned memory, or on a device, moved there before they are asked for."""
+"""Batches as torch tensors: in pageable or pinned memory, or copied to a device ahead of use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from chatmill.load.batch import Batch
 
 
 class Tensors:
-    """Turns arrays into tensors. For a GPU they are pinned and copied on a stream of their own.
+    """Converts arrays to tensors. For a GPU they are pinned and copied on a separate stream.
 
-    What is called when a batch is handed out makes the stream that computes wait for the copy, and keeps the memory
-    from being reused before that stream is done with it.
+    The function returned with a batch makes the computing stream wait for the copy, and keeps the memory from being
+    reused before that stream is done with it. It is called when the loader returns the batch.
     """
 
     def __init__(self, device: Any = None, *, pin_memory: bool = False) -> None:
@@ -24,28 +24,26 @@ class Tensors:
         self._stream: Any = None
 
     def __call__(self, batch: Batch) -> tuple[Batch, Callable[[], None] | None]:
-        made = batch.each(torch.from_numpy)
+        tensors = batch.each(torch.from_numpy)
         if self._pin:
-            made = made.each(lambda tensor: tensor.pin_memory())
-        if self.device is None:
-            return made, None
+            tensors = tensors.each(lambda tensor: tensor.pin_memory())
         if not self._to_gpu:
-            return made.each(lambda tensor: tensor.to(self.device)), None
+            return tensors.each(lambda tensor: tensor.to(self.device)), None
         with torch.cuda.device(self.device):
             if self._stream is None:
                 self._stream = torch.cuda.Stream()
             with torch.cuda.stream(self._stream):
-                moved = made.each(lambda tensor: tensor.to(self.device, non_blocking=True))
+                moved = tensors.each(lambda tensor: tensor.to(self.device, non_blocking=True))
                 copied = self._stream.record_event()
 
-        def ready() -> None:
+        def on_return() -> None:
             computing = torch.cuda.current_stream(self.device)
             computing.wait_event(copied)
             for tensor in moved:
                 tensor.record_stream(computing)
 
-        return moved, ready
+        return moved, on_return
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process: a stream stays in the one that made it."""
+        """What is pickled for another process: a stream stays in its own."""
         return {**vars(self), "_stream": None}

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.audit.log import LogLine, TornLine, read_log
-from chatmill.audit.replay import replay
+from chatmill.audit import LogLine, TornLine, read_log, replay_step
 from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
 from chatmill.load.plan import WINDOW, Cursor, LoadPlan
@@ -116,7 +115,7 @@ def timeline(log: Path) -> list[dict[str, Any]]:
 
 def rows_at(log: Path, step: int, dataset: Path) -> dict[str, Any]:
     """The episodes of each row of a step, read from the dataset; `line` of the log has their digest."""
-    replayed = replay(log, step, dataset)
+    replayed = replay_step(log, step, dataset)
     rows = [replayed.step.episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]
     epoch, split = replayed.step.at.epoch, replayed.plan.split
     return {"step": step, "epoch": epoch, "split": split, "line": replayed.line, "rows": rows}

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
-from chatmill.rows import NO_FILE, NO_MESSAGE, ORIGIN, OWN_ID, SPAN, Ids, Index, Part, Role, Rows, Rule, Table, offsets
+from chatmill.rows import Index, Part, Role, Rule, Table
 
 UNKNOWN = {
     name: ~np.isin(np.arange(256), [int(code) for code in codes])
@@ -69,23 +69,3 @@ def first_spans(origins: Table, segments: Index, end: int) -> Index:
         return np.full(len(segments), end, dtype=np.int64)
     first = origins["first_span"][np.minimum(segments, len(origins) - 1)].astype(np.int64)
     return np.where(segments < len(origins), first, end)
-
-
-def rows_from_mask(ids: Ids, mask: NDArray[np.uint8], lengths: Index) -> Rows:
-    """Rows that have only a mask: a span is a run of equal mask values within a row."""
-    begins = np.zeros(len(ids) + 1, dtype=np.bool_)
-    trained = mask > 0
-    if len(ids):
-        begins[1:-1] = trained[1:] != trained[:-1]
-    row_start = offsets(lengths)
-    begins[row_start] = True
-    start = np.flatnonzero(begins)
-    spans = np.zeros(len(start) - 1, dtype=SPAN)
-    spans["length"] = np.diff(start)
-    spans["message"], spans["target"] = NO_MESSAGE, OWN_ID
-    spans["role"], spans["part"], spans["rule"] = Role.NONE, Part.CONTENT, Rule.GIVEN
-    spans["weight"] = trained[start[:-1]]
-    origins = np.zeros(len(lengths), dtype=ORIGIN)
-    origins["file"] = NO_FILE
-    first_span = np.searchsorted(start, row_start)
-    return Rows(ids, spans, first_span, origins, np.arange(len(lengths) + 1, dtype=np.int64))

@@ -129,7 +129,7 @@ def unknown_ids(dataset_dir: Path, sources: Sequence[DataSource], model: CausalM
 
 def padding_of(loader: EpisodeLoader) -> int:
     """What rows are filled up with, which need not be a token of the data."""
-    return loader.plan(loader.split).layout.pad_token_id
+    return loader.plan(loader.split).pad_token_id
 
 
 def data_vocab_size(sources: Sequence[DataSource]) -> int:

@@ -16,8 +16,8 @@ from chatmill.errors import DataError
 from chatmill.fit.packing import pack_lengths
 from chatmill.fit.truncate import truncate
 from chatmill.ledger import Ledger
-from chatmill.load.collation import collate
 from chatmill.load.config import LoadConfig
+from chatmill.load.row_table import collate
 from chatmill.load.source import DataSource, open_sources
 from chatmill.rows import Rows
 from chatmill.store.primer_cache import is_cache

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from chatmill.audit.recorder import Audit
+from chatmill.audit import Audit
 from chatmill.errors import UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.train import checkpoint as checkpoints

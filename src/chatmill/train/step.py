@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from chatmill.load.batch import IGNORE_INDEX, Batch, from_the_end
+from chatmill.load.batch import IGNORE_INDEX, Batch, segments_from_end
 from chatmill.train.distributed import World, is_sharded, last_of, whole
 from chatmill.train.loss import by_segment
 from chatmill.train.model import CausalModel, Inputs
@@ -108,7 +108,7 @@ class Pending:
         found = []
         for ids, totals, weights in self._rows:
             trained = (ids >= 0) & (weights > 0)
-            segments = torch.from_numpy(from_the_end(ids.numpy()).copy())
+            segments = torch.from_numpy(segments_from_end(ids.numpy()).copy())
             columns = ids[trained], segments[trained], totals[trained] / weights[trained], weights[trained]
             found += [RowLoss(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
         return StepResult(loss, norm, found)

@@ -39,7 +39,7 @@ def saved(folder: Path) -> Any:
 
 def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: None) -> None:
     """Draw batches from where the saved state stands, for ever or up to a step; `ready` is called before the first."""
-    from chatmill.audit.recorder import Audit
+    from chatmill.audit import Audit
     from chatmill.load.loader import EpisodeLoader
 
     state = saved(folder)
@@ -72,8 +72,7 @@ def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
 
 def look(folder: Path, tally: Tally) -> bool:
     """Hold every log against the dataset and against the saved state; whether the state has one of its own."""
-    from chatmill.audit.log import LogLine, read_log
-    from chatmill.audit.verify import verify_log
+    from chatmill.audit import LogLine, read_log, verify_log
 
     state, agreed = saved(folder), False
     for log in sorted((folder / "logs").glob("audit_*.log")):

@@ -97,7 +97,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally) -> None:
 def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     from train_fixtures import prepare, trained
 
-    from chatmill.audit.verify import verify_log
+    from chatmill.audit import verify_log
 
     load_torch()
     rng, data = random.Random(seed), prepare(folder, "sums", "--val-split", "0.2", seed=seed)

@@ -40,7 +40,7 @@ def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     """A bit of the log is flipped, or two lines change places, or one is gone."""
     from audit_fixtures import make_dataset, run
 
-    from chatmill.audit.verify import verify_log
+    from chatmill.audit import verify_log
 
     rng, data = random.Random(seed), make_dataset(folder / "data", seed=seed)
     _, states = run(data, folder / "logs", 30, checkpoints=(30,))

@@ -42,7 +42,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     from audit_fixtures import SMALL
     from train_fixtures import prepare, trained
 
-    from chatmill.audit.recorder import Audit
+    from chatmill.audit import Audit
     from chatmill.load.loader import EpisodeLoader
 
     load_torch()

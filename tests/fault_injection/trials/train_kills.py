@@ -77,7 +77,7 @@ class Runs:
         """The hashes of its tensors, and its loss curve; the audit log must verify with the last checkpoint's head."""
         import torch
 
-        from chatmill.audit.verify import verify_log
+        from chatmill.audit import verify_log
         from chatmill.train.checkpoint import found, open_checkpoint
         from chatmill.train.distributed import World
         from chatmill.train.metrics_log import read_metrics

@@ -73,7 +73,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     import torch
     from train_fixtures import prepare, trained
 
-    from chatmill.audit.verify import verify_log
+    from chatmill.audit import verify_log
     from chatmill.train.checkpoint import found, open_checkpoint
     from chatmill.train.distributed import World
 

@@ -15,10 +15,7 @@ import numpy as np
 import pytest
 from audit_fixtures import SMALL, make_dataset, rechained, run
 
-from chatmill.audit.log import AuditError, LogLine, read_log
-from chatmill.audit.recorder import Audit
-from chatmill.audit.replay import replay
-from chatmill.audit.verify import verify_log
+from chatmill.audit import Audit, AuditError, LogLine, read_log, replay_step, verify_log
 from chatmill.errors import DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.read import EpisodeReader
@@ -480,7 +477,7 @@ def test_a_step_is_replayed_as_it_was_handed_out(dataset, tmp_path):
     audit, _ = run(dataset, tmp_path, 12, config=config, every=3, saved=states[5])
     loader = EpisodeLoader(dataset, {**SMALL, **config}, tensors=False)
     for step in range(12):
-        delivered, replayed = loader.get_batch(), replay(audit.path, step)
+        delivered, replayed = loader.get_batch(), replay_step(audit.path, step)
         assert replayed.step.at.step == step
         # Lines that were abandoned are not looked at.
         assert (replayed.line > actions(audit.path).index("resume")) == (step >= 5)
@@ -491,12 +488,12 @@ def test_a_step_is_replayed_as_it_was_handed_out(dataset, tmp_path):
 def test_what_cannot_be_replayed_is_one_line(dataset, tmp_path):
     audit, _ = run(dataset, tmp_path / "logs", 12)
     with pytest.raises(UsageError, match="step 12 is not in it; expected one below 12"):
-        replay(audit.path, 12)
+        replay_step(audit.path, 12)
     other = make_dataset(tmp_path / "other", train=50, seed=3)
     with pytest.raises(DataError, match=":3: dataset_load says dataset_sha256"):
-        replay(audit.path, 0, other)
+        replay_step(audit.path, 0, other)
     with pytest.raises(DataError, match="cannot be read"):
-        replay(tmp_path / "none.log", 0)
+        replay_step(tmp_path / "none.log", 0)
 
 
 def test_no_log_at_all_is_one_line(dataset, tmp_path):

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_rows import build, rows_
 
-from chatmill.load.batch import IGNORE_INDEX
-from chatmill.load.collation import collate
+from chatmill.load import IGNORE_INDEX, collate
 from chatmill.rows import OWN_ID
 
 PAD = 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.audit.recorder import Audit
+from chatmill.audit import Audit
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.load.loader import EpisodeLoader
