@@ -9,10 +9,13 @@ import doc_examples
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# Those with the most commands first: with the longest at the end, one process would wait for the other.
 PAGES = [
     page.relative_to(ROOT).as_posix()
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
-    if page.is_file()
+    for page in sorted(
+        (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")),
+        key=lambda page: (-page.read_text("utf-8").count("\n$ "), page),
+    )
 ]
 # A page may run the scripts of the repository as a reader in its root would.
 LINKED = ("scripts", "configs", "train.py")

@@ -84,12 +84,12 @@ def renamed_early() -> None:
     """The folder gets its name before its last file is written."""
     last = pipeline.write_metadata
 
-    def early(folder: Path, **said: Any) -> Any:
+    def early(folder: Path, **fields: Any) -> Any:
         target = folder.with_name(folder.name.removeprefix(".").removesuffix(".building"))
         if target.exists():
             files.remove_tree(target)
         files.disk.rename_new(folder, target)
-        return last(target, **said)
+        return last(target, **fields)
 
     pipeline.write_metadata = early
     pipeline.publish = lambda *args, **options: None
@@ -241,7 +241,7 @@ def bad_bytes_accepted() -> None:
 def faults_forgotten() -> None:
     original = ShapeParser.__call__
     ShapeParser.__call__ = lambda self, line, data: [
-        found for found in original(self, line, data) if not isinstance(found, RecordError)
+        result for result in original(self, line, data) if not isinstance(result, RecordError)
     ]
 
 
@@ -278,13 +278,13 @@ def chain_not_checked() -> None:
     read_log = audit_check.read_log
 
     def believing(path: Path) -> list[LogLine | TornLine]:
-        previous, found = START, []
+        previous, lines = START, []
         for line in read_log(path):
             if isinstance(line, LogLine):
                 line = replace(line, previous=previous)
                 previous = line.sha256
-            found.append(line)
-        return found
+            lines.append(line)
+        return lines
 
     audit_check.read_log = believing
 

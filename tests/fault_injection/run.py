@@ -66,16 +66,16 @@ def tallies(trials: Sequence[Trial], *, short: bool, seed: int, say: Callable[[s
     if len(trials) > 1:
         # Once, for all that train.
         load_torch()
-    found: dict[int, Tally] = {}
+    results: dict[int, Tally] = {}
     for number, ended, seconds in two_at_a_time(works):
         if ended.value is not None:
             ended.value.pop("tried")
             tally = Tally(**ended.value)
         else:
             tally = Tally(trials[number].name, broke=ended.broke or ended.refused or "killed", seconds=seconds)
-        found[number] = tally
+        results[number] = tally
         say(f"{tally.seconds:7.1f} s  {tally.name}: {in_words(tally)}")
-    return [found[number] for number in range(len(trials))]
+    return [results[number] for number in range(len(trials))]
 
 
 def in_words(tally: Tally) -> str:
@@ -92,16 +92,16 @@ def in_words(tally: Tally) -> str:
 HEAD = ("trial", "tried", "survived", "found", "lost", "silently wrong", "seconds")
 
 
-def rows_of(found: Sequence[Tally]) -> list[list[str]]:
-    numbers = [[each.tried, each.survived, each.found, each.lost, each.wrong] for each in found]
+def rows_of(results: Sequence[Tally]) -> list[list[str]]:
+    numbers = [[each.tried, each.survived, each.found, each.lost, each.wrong] for each in results]
     total = [sum(column) for column in zip(*numbers, strict=True)]
-    named = [*zip((each.name for each in found), numbers, (each.seconds for each in found), strict=True)]
-    named.append(("all", total, sum(each.seconds for each in found)))
+    named = [*zip((each.name for each in results), numbers, (each.seconds for each in results), strict=True)]
+    named.append(("all", total, sum(each.seconds for each in results)))
     return [[name, *(f"{number:,}" for number in counts), f"{seconds:.0f}"] for name, counts, seconds in named]
 
 
-def plain_table(found: Sequence[Tally]) -> str:
-    rows = [list(HEAD), *rows_of(found)]
+def plain_table(results: Sequence[Tally]) -> str:
+    rows = [list(HEAD), *rows_of(results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     return "\n".join(
         "  ".join(
@@ -111,28 +111,28 @@ def plain_table(found: Sequence[Tally]) -> str:
     )
 
 
-def page_part(trials: Sequence[Trial], found: Sequence[Tally], *, seed: int, seconds: float) -> str:
+def page_part(trials: Sequence[Trial], results: Sequence[Tally], *, seed: int, seconds: float) -> str:
     """The table for the page, with what each trial does."""
     lines = [
         f"`make gauntlet` (seed {seed}, {os.cpu_count()} cores, {seconds / 60:.0f} minutes):",
         "",
         f"| {' | '.join(HEAD)} |",
         f"|---|{'---:|' * (len(HEAD) - 1)}",
-        *(f"| {' | '.join(row)} |" for row in rows_of(found)),
+        *(f"| {' | '.join(row)} |" for row in rows_of(results)),
         "",
     ]
-    for trial, tally in zip(trials, found, strict=True):
+    for trial, tally in zip(trials, results, strict=True):
         notes = "".join(f" {count:,} {name}." for name, count in tally.notes.items())
         skipped = f" Skipped: {tally.skipped}." if tally.skipped else ""
-        said = f"- **{trial.name}**: {trial.does}.{notes}{skipped}"
-        lines += wrap(said, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        line = f"- **{trial.name}**: {trial.does}.{notes}{skipped}"
+        lines += wrap(line, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
 
 
 def write_page(part: str) -> None:
     text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{part}\n\n{END}{rest.split(END)[1]}")
+    before, after = text.split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{part}\n\n{END}{after.split(END)[1]}")
 
 
 def try_planted(words: Sequence[str], seed: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -145,15 +145,20 @@ def try_planted(words: Sequence[str], seed: int, say: Callable[[str], None]) -> 
 
     if len(chosen) > 1:
         load_torch()
-    found: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, Any]] = {}
     for number, ended, seconds in two_at_a_time([(1, lambda fault=fault: one(fault)) for fault in chosen]):
         fault = chosen[number]
-        tally = ended.value or {"lost": 0, "wrong": 0, "told": [f"broke: {ended.broke or ended.refused}"]}
+        tally = ended.value or {"lost": 0, "wrong": 0, "examples": [f"broke: {ended.broke or ended.refused}"]}
         red = bool(tally["lost"] or tally["wrong"])
-        found[number] = {"fault": fault.name, "trial": fault.trial.name, "noticed": red, "told": tally["told"]}
-        told = tally["told"][0] if tally["told"] else "nothing was lost or wrong"
-        say(f"{seconds:7.1f} s  {'noticed' if red else 'NOT NOTICED'}: {fault.name} ({fault.trial.name}): {told}")
-    return [found[number] for number in range(len(chosen))]
+        results[number] = {
+            "fault": fault.name,
+            "trial": fault.trial.name,
+            "noticed": red,
+            "examples": tally["examples"],
+        }
+        example = tally["examples"][0] if tally["examples"] else "nothing was lost or wrong"
+        say(f"{seconds:7.1f} s  {'noticed' if red else 'NOT NOTICED'}: {fault.name} ({fault.trial.name}): {example}")
+    return [results[number] for number in range(len(chosen))]
 
 
 def _named(name: str, words: Sequence[str]) -> bool:
@@ -188,21 +193,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     trials = [trial for trial in TRIALS if _named(trial.name, args.only)]
     if not trials:
         parser.error(f"no trial is named so; there are: {', '.join(trial.name for trial in TRIALS)}")
-    found = tallies(trials, short=args.short, seed=args.seed, say=say)
+    results = tallies(trials, short=args.short, seed=args.seed, say=say)
     seconds = time.perf_counter() - began
     if args.json:
-        all_of_it = [each.to_json() for each in found]
-        said = {"seed": args.seed, "short": args.short, "seconds": seconds, "trials": all_of_it}
-        print(json.dumps(said, indent=1), file=out, flush=True)
+        all_of_it = [each.to_json() for each in results]
+        report = {"seed": args.seed, "short": args.short, "seconds": seconds, "trials": all_of_it}
+        print(json.dumps(report, indent=1), file=out, flush=True)
     else:
-        print(f"\n{plain_table(found)}\n\n{seconds / 60:.1f} minutes")
-        for each in found:
-            for line in [each.broke] if each.broke else each.told:
+        print(f"\n{plain_table(results)}\n\n{seconds / 60:.1f} minutes")
+        for each in results:
+            for line in [each.broke] if each.broke else each.examples:
                 print(f"{each.name}: {line}")
     if not args.short and not args.only:
-        write_page(page_part(trials, found, seed=args.seed, seconds=seconds))
+        write_page(page_part(trials, results, seed=args.seed, seconds=seconds))
         say(f"written: {PAGE.relative_to(TESTS.parent)}")
-    return 1 if any(each.is_red for each in found) else 0
+    return 1 if any(each.is_red for each in results) else 0
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ RUN = Path(__file__).with_name("run.py")
 pytestmark = pytest.mark.timeout(1800)
 
 
-def said_by(*flags: str) -> Any:
-    """What the runner says as JSON, from a process of its own: it forks, and wants no threads of others around."""
+def run_json(*flags: str) -> Any:
+    """The JSON output of the runner, which is a process of its own: it forks, so it must have no other threads."""
     done = subprocess.run([sys.executable, RUN, *flags, "--json"], capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr
     return json.loads(done.stdout)
@@ -30,12 +30,12 @@ def said_by(*flags: str) -> Any:
 
 @pytest.fixture(scope="module")
 def short() -> dict[str, dict[str, Any]]:
-    return {tally["name"]: tally for tally in said_by("--short")["trials"]}
+    return {tally["name"]: tally for tally in run_json("--short")["trials"]}
 
 
 @pytest.fixture(scope="module")
 def planted() -> dict[str, dict[str, Any]]:
-    return {fault["fault"]: fault for fault in said_by("--planted")}
+    return {fault["fault"]: fault for fault in run_json("--planted")}
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
@@ -43,13 +43,13 @@ def test_nothing_is_lost_and_nothing_silently_wrong(short, trial):
     tally = short[trial.name]
     if tally["skipped"]:
         pytest.skip(tally["skipped"])
-    assert (tally["lost"], tally["wrong"], tally["broke"]) == (0, 0, ""), tally["told"]
+    assert (tally["lost"], tally["wrong"], tally["broke"]) == (0, 0, ""), tally["examples"]
     assert tally["tried"] == tally["survived"] + tally["found"] > 0
 
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_noticed(planted, fault):
-    assert planted[fault.name]["noticed"], planted[fault.name]["told"]
+    assert planted[fault.name]["noticed"], planted[fault.name]["examples"]
 
 
 def test_a_child_that_makes_no_progress_is_ended_with_its_stacks():
@@ -90,7 +90,7 @@ def test_every_attempt_is_counted_once():
     tally.is_wrong("other")
     assert (tally.tried, tally.survived, tally.found, tally.lost, tally.wrong) == (4, 1, 1, 1, 1)
     assert tally.is_red
-    assert tally.told == ["lost: gone", "silently wrong: other"]
+    assert tally.examples == ["lost: gone", "silently wrong: other"]
 
 
 def test_a_trial_that_tries_nothing_is_no_trial():

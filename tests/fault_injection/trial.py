@@ -44,11 +44,11 @@ class Tally:
     """Why nothing was tried, if so."""
     broke: str = ""
     """What ended the trial itself before it was done."""
-    told: list[str] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)
     """What was lost or wrong, the first few."""
     notes: Counter[str] = field(default_factory=Counter)
     """Other figures that make the trial's own more telling."""
-    _said: float = field(default_factory=time.monotonic)
+    _last_line: float = field(default_factory=time.monotonic)
 
     @property
     def tried(self) -> int:
@@ -68,11 +68,11 @@ class Tally:
 
     def loses(self, what: str) -> None:
         self.lost += 1
-        self._tell(f"lost: {what}")
+        self._note_example(f"lost: {what}")
 
     def is_wrong(self, what: str) -> None:
         self.wrong += 1
-        self._tell(f"silently wrong: {what}")
+        self._note_example(f"silently wrong: {what}")
 
     def judge(self, *, survived: bool = False, found: bool = False, lost: str = "") -> None:
         """Count one attempt by what holds of it, the best first."""
@@ -83,21 +83,21 @@ class Tally:
         else:
             self.loses(lost)
 
-    def _tell(self, what: str) -> None:
-        if len(self.told) < KEPT:
-            self.told.append(what)
+    def _note_example(self, what: str) -> None:
+        if len(self.examples) < KEPT:
+            self.examples.append(what)
             print(f"{self.name}: {what}", file=sys.stderr, flush=True)
         self._progress()
 
     def _progress(self) -> None:
-        if time.monotonic() - self._said > QUIET:
-            self._said = time.monotonic()
+        if time.monotonic() - self._last_line > QUIET:
+            self._last_line = time.monotonic()
             of = f" of {self.expected:,}" if self.expected else ""
             print(f"{self.name}: {self.tried:,}{of}", file=sys.stderr, flush=True)
 
     def to_json(self) -> dict[str, Any]:
-        said = {name: value for name, value in asdict(self).items() if name not in ("expected", "_said")}
-        return {**said, "tried": self.tried, "notes": dict(self.notes)}
+        fields = {name: value for name, value in asdict(self).items() if name not in ("expected", "_last_line")}
+        return {**fields, "tried": self.tried, "notes": dict(self.notes)}
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,10 @@ SMALL: dict[str, Any] = {
 
 def run_chatmill(*args: str) -> None:
     """Run a command that must succeed, and keep quiet about it."""
-    said, argv = io.StringIO(), sys.argv
+    output, argv = io.StringIO(), sys.argv
     sys.argv = ["chatmill", *args]
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), contextlib.suppress(SystemExit):
             chatmill()
     finally:
         sys.argv = argv

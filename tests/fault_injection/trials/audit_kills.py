@@ -59,14 +59,14 @@ def loop(folder: Path, steps: int | None, ready: Callable[[], None] = lambda: No
 
 def killed(folder: Path, seconds: float, *, drawing: bool) -> Ended:
     """Run the loop in a process of its own and kill it after a while, counted from its start or its first batch."""
-    told, tell = os.pipe()
-    child = begin(lambda: loop(folder, None, lambda: os.close(tell)))
-    os.close(tell)
+    ready_end, send_ready = os.pipe()
+    child = begin(lambda: loop(folder, None, lambda: os.close(send_ready)))
+    os.close(send_ready)
     if drawing:
         # Nothing is written: it ends when the other side closes it, or dies.
-        os.read(told, 1)
+        os.read(ready_end, 1)
     time.sleep(seconds)
-    os.close(told)
+    os.close(ready_end)
     return child.kill()
 
 

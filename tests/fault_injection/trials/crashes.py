@@ -29,8 +29,8 @@ class Known(dict[tuple[tuple[str, bytes], ...], str]):
     def of(self, path: Path) -> str:
         key = tuple(contents(path).items())
         if key not in self:
-            found = verify_dataset(path, full=True)
-            self[key] = "; ".join(found.faults) or found.sha256 or "no hash"
+            report = verify_dataset(path, full=True)
+            self[key] = "; ".join(report.faults) or report.sha256 or "no hash"
         return self[key]
 
 
@@ -72,9 +72,9 @@ def play(size: int, seed: int, folder: Path, tally: Tally, way: str, *, old: boo
                 tally.is_wrong(f"{where}: there is metadata before all is there: {known.of(staging)}")
                 continue
             recover(at / "x")
-            found = known.of(at / "x") if (at / "x").exists() else ""
+            report = known.of(at / "x") if (at / "x").exists() else ""
             right = {new} if number == len(recorder.steps) else allowed | {new}
-            tally.judge(survived=found in right, lost=f"{where}: {found or 'nothing'}")
+            tally.judge(survived=report in right, lost=f"{where}: {report or 'nothing'}")
 
 
 TRIAL = Trial(

@@ -50,14 +50,14 @@ def audit_logs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     # What comes after the head may be missing: a run that was killed has not written it.
     anchored = whole[: whole.rindex(b"action=checkpoint")]
     for number in range(size):
-        told, what = anchored.split(b"\n"), f"a bit of the log, {number}"
+        lines_of_log, what = anchored.split(b"\n"), f"a bit of the log, {number}"
         if number % 4 == 3:
-            one, other = rng.sample(range(len(told) - 1), 2)
-            told[one], told[other] = told[other], told[one]
-            changed, what = b"\n".join(told), f"lines {one} and {other} of the log swapped"
+            one, other = rng.sample(range(len(lines_of_log) - 1), 2)
+            lines_of_log[one], lines_of_log[other] = lines_of_log[other], lines_of_log[one]
+            changed, what = b"\n".join(lines_of_log), f"lines {one} and {other} of the log swapped"
         elif number % 8 == 6:
-            gone = rng.randrange(len(told) - 1)
-            changed, what = b"\n".join(told[:gone] + told[gone + 1 :]), f"line {gone} of the log gone"
+            gone = rng.randrange(len(lines_of_log) - 1)
+            changed, what = b"\n".join(lines_of_log[:gone] + lines_of_log[gone + 1 :]), f"line {gone} of the log gone"
         else:
             changed = flip(anchored, rng)
         log.write_bytes(changed + whole[len(anchored) :])

@@ -63,8 +63,8 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     def read() -> bool:
         episodes = open_dataset(dataset)["train"]
         for number in range(size):
-            right, found = slab(seed + number), episodes.rows(np.arange(number * ROWS, (number + 1) * ROWS))
-            if not np.array_equal(found.ids, right.ids) or not np.array_equal(found.mask(), right.mask()):
+            right, stored = slab(seed + number), episodes.rows(np.arange(number * ROWS, (number + 1) * ROWS))
+            if not np.array_equal(stored.ids, right.ids) or not np.array_equal(stored.mask(), right.mask()):
                 return False
             for one in np.random.default_rng(number).integers(0, ROWS, 8):
                 wanted = right.ids[one * ROW : (one + 1) * ROW]

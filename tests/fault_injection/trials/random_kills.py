@@ -96,10 +96,10 @@ def state(build: Build, old: str | None) -> str:
     recover(build.target)
     if not build.target.exists():
         return "absent" if old is None else "the old dataset is gone"
-    found = verify_dataset(build.target, full=True)
-    if found.faults:
-        return found.faults[0]
-    return {build.sha256: "new", old: "old"}.get(found.sha256, f"another dataset, {found.sha256}")
+    report = verify_dataset(build.target, full=True)
+    if report.faults:
+        return report.faults[0]
+    return {build.sha256: "new", old: "old"}.get(report.sha256, f"another dataset, {report.sha256}")
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:

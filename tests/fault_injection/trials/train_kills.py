@@ -63,14 +63,14 @@ class Runs:
 
     def killed(self, name: str, after: int, seconds: float) -> Ended:
         """Begin or go on, and kill some seconds after so many of its steps."""
-        told, tell = os.pipe()
-        child = begin(lambda: self.train(name, lambda: os.write(tell, b".")))
-        os.close(tell)
-        while after > 0 and (seen := os.read(told, after)):
+        steps_made, send_step = os.pipe()
+        child = begin(lambda: self.train(name, lambda: os.write(send_step, b".")))
+        os.close(send_step)
+        while after > 0 and (seen := os.read(steps_made, after)):
             after -= len(seen)
         time.sleep(seconds)
         ended = child.kill()
-        os.close(told)
+        os.close(steps_made)
         return ended
 
     def came_to(self, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Two builders of one target at once: one of them builds, the other is told so, and nothing is mixed."""
+"""Two builders of one target at once: one of them builds, the other is refused in one line, and nothing is mixed."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         over, held = number % 2 == 1, number % 3 != 2
         if over:
             build(jobs[1], target)
-        told, tell = os.pipe()
+        reached, send_reached = os.pipe()
         wait, go = os.pipe()
 
-        disk = HeldAt(rng.randrange(10, counter.count) if held else 0, tell, wait)
+        disk = HeldAt(rng.randrange(10, counter.count) if held else 0, send_reached, wait)
 
         def first(target: Path = target, over: bool = over, disk: HeldAt = disk) -> str:
             files.disk = disk
@@ -48,24 +48,24 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         one = begin(first)
         if held:
             # It is in the middle of its build, and stays there.
-            os.read(told, 1)
+            os.read(reached, 1)
         two = begin(lambda target=target, over=over: build(jobs[1], target, overwrite=over).sha256)
         second = two.end() if held else None
         os.write(go, b".")
         ended = [one.end(), second or two.end()]
-        for fd in (told, tell, wait, go):
+        for fd in (reached, send_reached, wait, go):
             os.close(fd)
         where = f"round {number}, {'the first held' if held else 'a race'}{', over an old dataset' if over else ''}"
         broke = [each.broke for each in ended if each.broke]
         done = [each.value is not None for each in ended]
-        found = digests(target) if target.exists() else None
+        stored = digests(target) if target.exists() else None
         if broke:
             tally.loses(f"{where}: {broke[0]}")
         elif held and done != [True, False]:
             tally.is_wrong(f"{where}: the second did not keep out: {ended}")
         elif not any(done) or (all(done) and not over):
             tally.loses(f"{where}: {[each.refused or 'done' for each in ended]}")
-        elif found not in [digest for digest, was in zip(right, done, strict=True) if was]:
+        elif stored not in [digest for digest, was in zip(right, done, strict=True) if was]:
             tally.is_wrong(f"{where}: what is there is of neither who was done")
         elif left_beside(target):
             tally.loses(f"{where}: left {left_beside(target)}")
