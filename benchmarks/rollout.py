@@ -18,7 +18,7 @@ import msgspec
 from measure import interleaved, machine, own_peak, report, versions
 
 from chatmill.format import load_format
-from chatmill.rollout.scan import scan
+from chatmill.rollout.scan import scan_rollout
 from chatmill.rollout.target import build_answer, build_target
 from chatmill.rollout.vocabulary import COORDINATES, vocabulary_of
 from chatmill.tokenizer import Tokenizer, open_tokenizer, train_bpe
@@ -61,7 +61,7 @@ def main() -> int:
 
     def scans() -> None:
         for ids, _ in work:
-            scan(ids, vocabulary)
+            scan_rollout(ids, vocabulary)
 
     texts = [tokenizer.decode(ids) for ids, _ in work]
 

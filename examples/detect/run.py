@@ -25,19 +25,23 @@ import torch
 from scenes import records
 
 from chatmill.cli.rollout import answers
-from chatmill.cli.rollout_train import train_rollouts
 from chatmill.format import load_format
-from chatmill.rollout.config import RolloutConfig
-from chatmill.rollout.files import read_truth
-from chatmill.rollout.score import DetectionScore, score_objects
-from chatmill.rollout.target import build_target, serialize_append
-from chatmill.rollout.task import Task, answer_rows, open_task, prompt_lists, task_prompts
+from chatmill.rollout import (
+    DetectionScore,
+    RolloutConfig,
+    Task,
+    answer_rows,
+    build_target,
+    open_task,
+    prompt_lists,
+    read_truth,
+    score_objects,
+    serialize_append,
+    task_prompts,
+    train_rollouts,
+)
 from chatmill.tokenizer import train_bpe
-from chatmill.train.checkpoint import model_folder
-from chatmill.train.config import TrainConfig
-from chatmill.train.generate import generate
-from chatmill.train.load_model import open_model
-from chatmill.train.loop import train_model
+from chatmill.train import TrainConfig, generate, model_folder, open_model, train_model
 
 FORMAT = "primer"
 MODEL = {"n_layer": 3, "n_embd": 64, "n_head": 4, "max_positions": 256, "rope_theta": 200.0, "qk_norm": True}

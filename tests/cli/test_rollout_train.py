@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from chatmill.cli.rollout_generator import ModelGenerator
-from chatmill.cli.rollout_train import train_rollouts
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.format import load_format
 from chatmill.rollout.config import RolloutConfig
+from chatmill.rollout.generators import ModelGenerator
+from chatmill.rollout.loop import train_rollouts
 from chatmill.rollout.vocabulary import COORDINATES
 from chatmill.tokenizer import open_tokenizer, train_bpe
+from chatmill.train import GPT, GPTSizes
 from chatmill.train.checkpoint import model_folder
-from chatmill.train.gpt import GPT, GPTSizes
 from chatmill.train.load_model import open_model
 
 torch.set_num_threads(1)

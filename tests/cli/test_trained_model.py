@@ -13,13 +13,13 @@ import torch
 from trained_model import ESCAPE, TALKS, chatmill, train_small
 
 from chatmill.cli import chat
-from chatmill.cli.chat_model import ChatModel, open_speaker
 from chatmill.format import TurnRenderer, load_format, open_renderer
 from chatmill.records import Message, Record
 from chatmill.show.dataset import open_view
 from chatmill.show.text import visible
 from chatmill.tokenizer import open_tokenizer, train_bpe
-from chatmill.train.generate import Sampling
+from chatmill.train.chat_model import ChatModel, ChatSession, open_chat_model
+from chatmill.train.generation import Sampling
 from chatmill.train.metrics_log import read_metrics
 
 torch.set_num_threads(1)
@@ -69,21 +69,21 @@ def test_an_answer_without_an_end_is_cut_and_that_is_said(run):
 
 def test_a_conversation_goes_on_with_all_that_was_said(made, monkeypatch):
     monkeypatch.chdir(made)
-    speaker = open_speaker("checkpoints/small")
+    model = open_chat_model("checkpoints/small")
     asked = []
-    answer = speaker.answer
+    answer = model.answer
     monkeypatch.setattr(
-        type(speaker), "answer", lambda self, messages, **kw: asked.append(messages) or answer(messages, **kw)
+        type(model), "answer", lambda self, messages, **kw: asked.append(messages) or answer(messages, **kw)
     )
-    talk = chat.ChatSession(speaker, 20, Sampling())
-    talk.begin("S")
+    talk = ChatSession(model, 20, Sampling())
+    talk.reset("S")
     pieces: list[str] = []
-    first, second = talk.say("a?", pieces.append), talk.say("x", pieces.append, role="tool")
+    first, second = talk.send("a?", pieces.append), talk.send("x", pieces.append, role="tool")
     history = [Message("system", "S"), Message("user", "a?"), Message("assistant", first.text), Message("tool", "x")]
     assert asked == [history[:2], history]
-    assert "".join(pieces) == visible(first.text + second.text)
-    talk.begin()
-    talk.say("a?", pieces.append)
+    assert "".join(pieces) == first.text + second.text
+    talk.reset()
+    talk.send("a?", pieces.append)
     assert asked[-1] == [Message("user", "a?")]
 
 
@@ -91,13 +91,13 @@ def test_a_conversation_goes_on_with_all_that_was_said(made, monkeypatch):
 def test_the_prompt_is_that_of_training(made, monkeypatch, format):
     monkeypatch.chdir(made)
     messages = [Message("user", "a?"), Message("assistant", "b"), Message("tool", "c"), Message("user", "<|eot|>")]
-    speaker = open_speaker("checkpoints/small")
+    model = open_chat_model("checkpoints/small")
     if format != "primer":
         chosen = load_format(format)
         tokenizer = open_tokenizer("data/tokenizer.json", control=chosen.tokens, add_tokens=True)
-        speaker = ChatModel(speaker.model, TurnRenderer(chosen, tokenizer))
-    wanted = TurnRenderer(load_format(format), speaker.tokenizer).prompt_ids(Record(messages))
-    assert speaker.prompt(messages) == wanted
+        model = ChatModel(model.model, TurnRenderer(chosen, tokenizer))
+    wanted = TurnRenderer(load_format(format), model.tokenizer).prompt_ids(Record(messages))
+    assert model.prompt(messages) == wanted
 
 
 def test_the_prompt_of_a_chat_template_is_what_transformers_gives(made, monkeypatch, tmp_path):
@@ -111,12 +111,12 @@ def test_the_prompt_of_a_chat_template_is_what_transformers_gives(made, monkeypa
     config = {"chat_template": template, "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.chdir(made)
-    speaker = ChatModel(open_speaker("checkpoints/small").model, open_renderer("template", str(tmp_path)))
+    model = ChatModel(open_chat_model("checkpoints/small").model, open_renderer("template", str(tmp_path)))
     talk = [("system", "s"), ("user", "who are you?"), ("assistant", "who?"), ("user", "you")]
     peer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=template)
     asked = [{"role": role, "content": text} for role, text in talk]
     wanted = peer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    assert speaker.prompt([Message(*turn) for turn in talk]) == wanted
+    assert model.prompt([Message(*turn) for turn in talk]) == wanted
 
 
 def test_lines_are_answered_and_commands_are_followed(run, monkeypatch):
@@ -144,8 +144,8 @@ def test_a_full_conversation_that_nobody_types_is_one_line(run, monkeypatch):
 
 def test_ctrl_c_cuts_an_answer_and_not_the_conversation(made, monkeypatch):
     monkeypatch.chdir(made)
-    speaker = open_speaker("checkpoints/small")
-    talk = chat.ChatSession(speaker, 20, Sampling())
+    model = open_chat_model("checkpoints/small")
+    talk = ChatSession(model, 20, Sampling())
     pieces: list[str] = []
 
     def show(piece: str) -> None:
@@ -153,17 +153,17 @@ def test_ctrl_c_cuts_an_answer_and_not_the_conversation(made, monkeypatch):
         if len(pieces) == 2:
             raise KeyboardInterrupt
 
-    said = talk.say("a?", show)
+    said = talk.send("a?", show)
     assert (said.text, said.tokens, said.stopped, pieces) == ("al", 2, False, ["a", "l", " …"])
     assert talk.messages == [Message("user", "a?"), Message("assistant", "al")]
 
 
 def test_characters_of_several_tokens_appear_when_they_are_whole(made, monkeypatch):
     monkeypatch.chdir(made)
-    speaker = open_speaker("checkpoints/small")
-    ids = speaker.tokenizer.encode("a€\x07\n")
-    assert [piece for piece in chat.shown_pieces(speaker, ids) if piece] == ["a", "€", "\\x07", "\n"]
-    assert list(chat.shown_pieces(speaker, ids[1:3]))[-1] == "\\xe2\\x82"
+    model = open_chat_model("checkpoints/small")
+    ids = model.tokenizer.encode("a€\x07\n")
+    assert [piece for piece in model.text_pieces(ids) if piece] == ["a", "€", "\x07", "\n"]
+    assert list(model.text_pieces(ids[1:3]))[-1] == "\\xe2\\x82"
 
 
 def test_sampling_with_a_seed_says_the_same_again(run):

@@ -12,7 +12,7 @@ from rollout_fixtures import EOS, Toy, box, thing
 from chatmill.errors import UsageError
 from chatmill.fit.packing import pack
 from chatmill.load.batch import IGNORE_INDEX, shift
-from chatmill.rollout.loss import TERMS, Axis, LossTerms, rollout_loss
+from chatmill.rollout.loss import TERMS, Axis, TermWeights, rollout_loss
 from chatmill.rollout.target import build_target
 from chatmill.rollout.vocabulary import vocabulary_of
 from chatmill.rows import concat
@@ -44,7 +44,7 @@ def reference(logits, ids, weights, terms):
     return sums, sum(getattr(terms, name) * value for name, value in sums.items())
 
 
-@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(0.5, 2.0, 3.0, 0.25, 0.7), LossTerms(soft=0, sigma=9)])
+@pytest.mark.parametrize("terms", [TermWeights(), TermWeights(0.5, 2.0, 3.0, 0.25, 0.7), TermWeights(soft=0, sigma=9)])
 def test_every_term_is_what_its_definition_says(terms):
     draw = np.random.default_rng(3)
     logits = draw.normal(0, 3, (30, VOCABULARY)).astype(np.float32)
@@ -55,7 +55,7 @@ def test_every_term_is_what_its_definition_says(terms):
         torch.tensor(ids),
         torch.tensor(weights),
         axis=Axis.of(list(range(FIRST, FIRST + PLACES)), VOCABULARY),
-        terms=terms,
+        term_weights=terms,
     )
     sums, total = reference(logits, ids, weights, terms)
     assert found.terms.tolist() == pytest.approx([sums[name] for name in TERMS], rel=1e-5)
@@ -68,14 +68,14 @@ def test_wasserstein_is_the_distance_where_all_probability_stands_elsewhere():
     axis = Axis.of(list(range(1000)), 1000)
     logits = torch.full((1, 1000), -1e4)
     logits[0, 300] = 0
-    found = rollout_loss(logits, torch.tensor([50]), torch.ones(1), axis=axis, terms=LossTerms(sigma=1e-3))
+    found = rollout_loss(logits, torch.tensor([50]), torch.ones(1), axis=axis, term_weights=TermWeights(sigma=1e-3))
     assert found.terms[TERMS.index("wasserstein")].item() == pytest.approx(250 / 999, rel=1e-5)
 
 
 def test_without_an_axis_all_is_text():
     logits = torch.randn(5, VOCABULARY)
     ids = torch.randint(0, VOCABULARY, (5,))
-    found = rollout_loss(logits, ids, torch.ones(5), axis=None, terms=LossTerms())
+    found = rollout_loss(logits, ids, torch.ones(5), axis=None, term_weights=TermWeights())
     assert found.total.item() == pytest.approx(
         float(torch.nn.functional.cross_entropy(logits, ids, reduction="sum")), rel=1e-5
     )
@@ -86,12 +86,12 @@ def test_gradients_are_finite_and_lead_to_the_true_place(scale):
     axis = Axis.of(list(range(FIRST, FIRST + PLACES)), VOCABULARY)
     logits = (scale * torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(0))).requires_grad_()
     ids = torch.tensor([1, 2, FIRST, FIRST + 5, FIRST + PLACES - 1, 3])
-    rollout_loss(logits, ids, torch.ones(6), axis=axis, terms=LossTerms()).total.backward()
+    rollout_loss(logits, ids, torch.ones(6), axis=axis, term_weights=TermWeights()).total.backward()
     assert torch.isfinite(logits.grad).all()
     steps = torch.zeros(6, VOCABULARY, requires_grad=True)
     for _ in range(400):
         (gradient,) = torch.autograd.grad(
-            rollout_loss(steps, ids, torch.ones(6), axis=axis, terms=LossTerms(sigma=0.5)).total, steps
+            rollout_loss(steps, ids, torch.ones(6), axis=axis, term_weights=TermWeights(sigma=0.5)).total, steps
         )
         steps = (steps - gradient).detach().requires_grad_()
     assert steps.argmax(1).tolist() == ids.tolist()
@@ -100,7 +100,9 @@ def test_gradients_are_finite_and_lead_to_the_true_place(scale):
 def test_weights_of_nothing_lose_nothing():
     axis = Axis.of(list(range(FIRST, FIRST + PLACES)), VOCABULARY)
     logits = torch.randn(4, VOCABULARY, requires_grad=True)
-    found = rollout_loss(logits, torch.tensor([1, 2, FIRST, FIRST]), torch.zeros(4), axis=axis, terms=LossTerms())
+    found = rollout_loss(
+        logits, torch.tensor([1, 2, FIRST, FIRST]), torch.zeros(4), axis=axis, term_weights=TermWeights()
+    )
     found.total.backward()
     assert found.total.item() == 0
     assert not logits.grad.any()
@@ -109,7 +111,7 @@ def test_weights_of_nothing_lose_nothing():
 @pytest.mark.parametrize("wrong", [{"soft": -1}, {"sigma": 0}, {"text": math.nan}, {"outside": math.inf}])
 def test_terms_that_cannot_be_are_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
-        LossTerms(**wrong)
+        TermWeights(**wrong)
 
 
 # Packed rows, through a model whose attention keeps segments apart.
@@ -153,7 +155,7 @@ def loss_of(rows, model, axis):
         torch.tensor(y).flatten()[flat],
         torch.tensor(weights[:, 1:]).flatten()[flat],
         axis=axis,
-        terms=LossTerms(),
+        term_weights=TermWeights(),
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from rollout_fixtures import FIRST_COORDINATE, Toy, box
 
-from chatmill.rollout.scan import scan
+from chatmill.rollout.scan import scan_rollout
 from chatmill.rollout.vocabulary import Vocabulary
 
 
 def read(toy, ids, **options):
-    return scan(ids, Vocabulary(toy), **options)
+    return scan_rollout(ids, Vocabulary(toy), **options)
 
 
 def test_entries_come_in_order_with_their_places_in_characters_and_tokens():

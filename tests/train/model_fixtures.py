@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chatmill.load.batch import Batch
-from chatmill.train.gpt import GPT, GPTSizes
+from chatmill.train import GPT, GPTSizes
 from chatmill.train.model import CausalModel, Inputs
 
 # Models this small are slower with more threads, and many tests run beside each other.

@@ -13,7 +13,7 @@ from model_fixtures import SIZES, VOCAB, conversation, gradients, inputs, packed
 from torch import Tensor
 
 from chatmill.errors import DataError
-from chatmill.train.gpt import GPT, GPTSizes
+from chatmill.train import GPT, GPTSizes
 from chatmill.train.load_model import open_model
 
 CHATS = [conversation(length, seed=length) for length in (6, 11, 9)]

@@ -9,7 +9,7 @@ import torch
 from model_fixtures import SIZES, VOCAB, conversation, inputs, packed, small_gpt
 
 from chatmill.train.attention import attend, block_mask, dense_mask, segment_start
-from chatmill.train.generate import generate
+from chatmill.train.generation import generate
 from chatmill.train.loss import LMHead, TrainedPositions, entropy, weighted_loss
 from chatmill.train.model import Inputs
 

@@ -12,8 +12,7 @@ import torch
 from model_fixtures import VOCAB, conversation, gradients, inputs, packed, plain_loss
 
 from chatmill.errors import DataError
-from chatmill.train.beam_search import beam_search
-from chatmill.train.generate import Sampling, generate, prefill
+from chatmill.train.generation import Sampling, beam_search, generate, prefill
 from chatmill.train.hf import HFModel
 from chatmill.train.load_model import open_model
 from chatmill.train.loss import LMHead

@@ -27,14 +27,13 @@ from chatmill.audit import verify_log
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.store import files
-from chatmill.train.checkpoint import found, model_folder
+from chatmill.train.checkpoint import list_checkpoints, model_folder
 from chatmill.train.gpt import GPT
 from chatmill.train.load_model import open_model
-from chatmill.train.loop import NotFiniteError, OutOfMemoryError, train_model
+from chatmill.train.loop import OutOfMemoryError, StepRecord, train_model
 from chatmill.train.metrics_log import read_metrics, read_rows
-from chatmill.train.run_dir import StepRecord
-from chatmill.train.score import score
-from chatmill.train.step import Stepper
+from chatmill.train.score import score_model
+from chatmill.train.step import NotFiniteError, Stepper
 
 
 def test_a_run_leaves_its_config_metrics_picture_and_checkpoint(sums_data, tmp_path):
@@ -57,7 +56,12 @@ def test_a_run_leaves_its_config_metrics_picture_and_checkpoint(sums_data, tmp_p
     assert sum(line["tokens"] for line in steps) == result.tokens
     assert sum(line["trained"] for line in steps) == result.trained
     assert result.loss == steps[-1]["loss"] < steps[0]["loss"]
-    assert (result.step, result.total, result.stopped_by, result.checkpoint) == (8, 8, None, found(result.folder)[-1])
+    assert (result.step, result.total, result.stopped_by, result.checkpoint) == (
+        8,
+        8,
+        None,
+        list_checkpoints(result.folder)[-1],
+    )
     picture = ElementTree.fromstring((result.folder / "loss.svg").read_text())
     assert picture.tag.endswith("svg")
     assert len([part for part in picture if part.tag.endswith("polyline")]) == 2
@@ -158,9 +162,9 @@ def test_sample_answers_are_those_of_the_model_and_leave_training_as_it_is(sums_
     seen = []
 
     def watched(model, step):
-        asked = score(model, sums_data, limit=count, max_tokens=40)
-        ends = asked.answers[0].question.answer[-1:]
-        seen.append([(each.exact, each.said[-1:] == ends) for each in asked.answers])
+        asked = score_model(model, sums_data, limit=count, max_tokens=40)
+        ends = asked.answers[0].prompt.answer[-1:]
+        seen.append([(each.exact, each.ids[-1:] == ends) for each in asked.answers])
         return {}
 
     settings = {"eval_interval": 8, "max_iters": 24, "learning_rate": 0.03}
@@ -325,7 +329,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(sums_data, tmp_path):
     (one, why), (other, _) = ranks(2, run)
     assert one == other < 10
     assert why == "a signal to another rank"
-    assert found(tmp_path / "run")[-1].name == f"step_{one:08d}"
+    assert list_checkpoints(tmp_path / "run")[-1].name == f"step_{one:08d}"
 
 
 def test_a_second_signal_ends_at_once(sums_data, tmp_path):
@@ -363,14 +367,14 @@ def test_a_loss_that_is_no_number_stops_and_names_the_episodes(sums_data, tmp_pa
     assert said.startswith("step 1: the loss is nan; its episodes are " + ", ".join(map(str, episodes)) + "; ")
     assert "\n" not in said
     # Nothing that is broken is ever saved.
-    assert found(tmp_path / "run") == []
+    assert list_checkpoints(tmp_path / "run") == []
 
 
 def test_a_run_that_breaks_later_names_that_step_and_the_last_good_checkpoint(sums_data, tmp_path):
     with pytest.raises(NotFiniteError, match=r"^step \d+: .* go on from .*step_0000000\d$") as error:
         trained(sums_data, tmp_path, learning_rate=1e30, warmup_iters=0, grad_clip=0, weight_decay=0, save_interval=1)
     step = int(str(error.value).split()[1].rstrip(":"))
-    assert found(tmp_path / "run")[-1].name == f"step_{step - 1:08d}"
+    assert list_checkpoints(tmp_path / "run")[-1].name == f"step_{step - 1:08d}"
 
 
 def test_a_batch_without_trained_tokens_changes_nothing_to_nan(tmp_path):
@@ -608,6 +612,6 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(sums_data, tmp_pa
         patch.setattr(files, "disk", Full())
         with pytest.raises((ChatmillError, OSError), match="No space left on device"):
             trained(sums_data, tmp_path, resume="auto")
-    assert [path.name for path in found(tmp_path / "run")] == ["step_00000004"]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_00000004"]
     assert trained(sums_data, tmp_path, resume="auto").step == 8
     assert not list((tmp_path / "run").glob(".*"))

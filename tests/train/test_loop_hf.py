@@ -12,7 +12,7 @@ from model_fixtures import save_qwen
 from train_fixtures import curve, prepare, ranks, run_chatmill, sums, trained
 
 from chatmill.errors import DataError, UsageError
-from chatmill.train.checkpoint import found
+from chatmill.train.checkpoint import list_checkpoints
 from chatmill.train.load_model import open_model
 
 with warnings.catch_warnings():
@@ -40,7 +40,7 @@ def test_a_run_that_goes_on_ends_with_the_same_bits_dropout_included(base, sums_
     settings = {"init_from_model": str(base), "save_interval": 3, "keep_checkpoints": 9, **way}
     whole = trained(sums_data, tmp_path, name="whole", **settings)
     shutil.copytree(whole.folder, tmp_path / "parts")
-    for path in found(tmp_path / "parts")[1:]:
+    for path in list_checkpoints(tmp_path / "parts")[1:]:
         shutil.rmtree(path)
     parts = trained(sums_data, tmp_path, name="parts", resume="auto", **settings)
     assert contents(parts.checkpoint) == contents(whole.checkpoint)

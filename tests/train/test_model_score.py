@@ -18,8 +18,8 @@ from chatmill.format import TurnRenderer, load_format
 from chatmill.records import read_records
 from chatmill.store.read import open_dataset
 from chatmill.tokenizer import open_tokenizer
-from chatmill.train.gpt import GPT, GPTSizes
-from chatmill.train.score import EvalScore, check_tokenizer, open_all, score
+from chatmill.train import GPT, GPTSizes
+from chatmill.train.score import EvalScore, check_tokenizer, open_all, score_model
 
 PRIMER = load_format("primer")
 BYTES = open_tokenizer("bytes", control=PRIMER.tokens)
@@ -125,7 +125,7 @@ def test_losses_and_answers_are_those_of_one_conversation_and_token_at_a_time(da
     model = GPT(SIZES)
     teach(model, dataset, range(5, 14))
     wanted = oracle(model, files, dataset, 12)
-    found = score(model, dataset, split="train", max_tokens=12)
+    found = score_model(model, dataset, split="train", max_tokens=12)
     same(found.sources, wanted)
     # Something was learned and something not, or nothing would be shown here.
     assert 0 < found.all.exact < found.all.questions == 19
@@ -138,31 +138,31 @@ def test_losses_and_answers_are_those_of_one_conversation_and_token_at_a_time(da
 def test_conversations_that_were_packed_are_scored_as_those_that_were_not(dataset, files, model, size):
     packed = prepared(files, f"packed{size}", "--pack", str(size))
     assert len(open_dataset(packed)["train"]) < 14
-    found = score(model, packed, split="train", max_tokens=6)
-    same(found.sources, score(model, dataset, split="train", max_tokens=6).sources)
+    found = score_model(model, packed, split="train", max_tokens=6)
+    same(found.sources, score_model(model, dataset, split="train", max_tokens=6).sources)
     assert (found.cut, found.left_out) == (0, Counter())
 
 
 def test_a_limit_chooses_questions_evenly_and_says_how_many_are_left(dataset, model):
-    found = score(model, dataset, split="train", max_tokens=2, limit=4)
+    found = score_model(model, dataset, split="train", max_tokens=2, limit=4)
     assert found.left_out == {"over_the_limit": 15}
-    everything = score(model, dataset, split="train", max_tokens=2)
-    assert [answer.question for answer in found.answers] == [everything.answers[at].question for at in (0, 4, 9, 14)]
+    everything = score_model(model, dataset, split="train", max_tokens=2)
+    assert [answer.prompt for answer in found.answers] == [everything.answers[at].prompt for at in (0, 4, 9, 14)]
     assert found.all.loss_sum == everything.all.loss_sum
 
 
 def test_what_is_longer_than_the_model_is_cut_and_not_asked(dataset):
     short = small_gpt(GPTSizes(vocab_size=BYTES.vocab_size, n_layer=1, n_embd=32, n_head=2, max_positions=40))
-    found = score(short, dataset, split="train", max_tokens=100)
+    found = score_model(short, dataset, split="train", max_tokens=100)
     assert (found.cut, found.left_out) == (5, {"too_long": 5})
-    assert max(len(answer.question.prompt) + len(answer.said) for answer in found.answers) <= 40
+    assert max(len(answer.prompt.prompt) + len(answer.ids) for answer in found.answers) <= 40
 
 
 @pytest.mark.parametrize("flags", [(), ("--pack", "400"), ("--pack", "100")])
 def test_of_a_conversation_that_is_cut_the_last_tokens_count_for_its_own_source(dataset, files, flags):
     short = small_gpt(GPTSizes(vocab_size=BYTES.vocab_size, n_layer=1, n_embd=32, n_head=2, max_positions=40))
     episodes = open_dataset(dataset)["train"]
-    found = score(short, prepared(files, f"cut{''.join(flags)}", *flags), split="train", limit=0)
+    found = score_model(short, prepared(files, f"cut{''.join(flags)}", *flags), split="train", limit=0)
     wanted = {"long": EvalScore(), "short": EvalScore()}
     for number in range(14):
         last = [values.tolist()[-41:] for values in (episodes.tokens(number), episodes.mask(number))]
@@ -173,7 +173,7 @@ def test_of_a_conversation_that_is_cut_the_last_tokens_count_for_its_own_source(
 
 def test_a_dataset_that_does_not_say_what_ends_a_turn_has_losses_alone(tmp_path, model):
     folder = write_files(tmp_path / "x", [[5, 6, 9, 7, 8, 9], [1, 9]], [[0, 1, 1, 0, 1, 1], [1, 1]])
-    found = score(model, folder, split="train")
+    found = score_model(model, folder, split="train")
     wanted = [plain_losses(model, [5, 6, 9, 7, 8, 9], [0, 1, 1, 0, 1, 1]), plain_losses(model, [1, 9], [0, 1])]
     same(found.sources, {"x": EvalScore(2, *np.sum(wanted, axis=0))})
     assert found.left_out == {"unfinished": 3}
@@ -181,7 +181,7 @@ def test_a_dataset_that_does_not_say_what_ends_a_turn_has_losses_alone(tmp_path,
 
 def test_episodes_without_a_token_are_no_conversations(tmp_path, model):
     folder = write_files(tmp_path / "x", [[], [5, 6, 9], [], [1], []], [[], [0, 1, 1], [], [1], []])
-    found = score(model, folder, split="train")
+    found = score_model(model, folder, split="train")
     same(found.sources, {"x": EvalScore(2, *plain_losses(model, [5, 6, 9], [0, 1, 1]))})
 
 
@@ -206,7 +206,7 @@ def test_ids_that_the_model_does_not_know_are_one_line(dataset, tmp_path):
     strange = write_files(tmp_path / "strange", [[5, 6, 9], [1, 100]], [[0, 1, 1], [1, 1]])
     for folder, largest in ((dataset, BYTES.vocab_size - 1), (strange, 100)):
         with pytest.raises(DataError, match=f"{folder}: has token ids up to {largest}, the model knows 100; use the"):
-            score(small, folder, split="train")
+            score_model(small, folder, split="train")
 
 
 def test_every_cache_of_a_folder_is_scored_under_its_name(dataset, files, model):
@@ -214,7 +214,7 @@ def test_every_cache_of_a_folder_is_scored_under_its_name(dataset, files, model)
     for name, path in zip(("a", "b"), files, strict=True):
         prepared([path], f"root/{name}")
     (root / "notes.txt").write_text("not a cache")
-    alone = score(model, dataset, split="train", max_tokens=6)
-    found = score(model, root, split="train", max_tokens=6)
+    alone = score_model(model, dataset, split="train", max_tokens=6)
+    found = score_model(model, root, split="train", max_tokens=6)
     same(found.sources, {"a": alone.sources["long"], "b": alone.sources["short"]})
-    assert [answer.said for answer in found.answers] == [answer.said for answer in alone.answers]
+    assert [answer.ids for answer in found.answers] == [answer.ids for answer in alone.answers]

@@ -12,9 +12,9 @@ from model_fixtures import small_gpt
 from train_fixtures import curve, prepare, ranks, trained, weights
 
 from chatmill.errors import ChatmillError, DataError, UsageError
-from chatmill.train.checkpoint import found, model_folder, save
+from chatmill.train.checkpoint import list_checkpoints, model_folder, save
 from chatmill.train.distributed import World
-from chatmill.train.score import open_ready
+from chatmill.train.load_model import open_ready
 from chatmill.train.step import make_optimizer
 
 OFTEN = {"save_interval": 1, "keep_checkpoints": 8}
@@ -32,7 +32,7 @@ def files(folder) -> dict[str, bytes]:
 @pytest.mark.parametrize("step", [1, 2, 5, 7])
 def test_a_run_that_goes_on_from_any_step_ends_with_the_same_bits(undisturbed, sums_data, tmp_path, step):
     shutil.copytree(undisturbed.folder, tmp_path / "run")
-    for path in found(tmp_path / "run")[step:]:
+    for path in list_checkpoints(tmp_path / "run")[step:]:
         shutil.rmtree(path)
     again = trained(sums_data, tmp_path, resume="auto", **OFTEN)
     assert files(again.checkpoint) == files(undisturbed.checkpoint)
@@ -66,7 +66,7 @@ def test_a_run_is_not_overwritten(undisturbed, sums_data):
 
 def test_only_the_last_checkpoints_are_kept(sums_data, tmp_path):
     result = trained(sums_data, tmp_path, save_interval=2, keep_checkpoints=2)
-    assert [path.name for path in found(result.folder)] == ["step_00000006", "step_00000008"]
+    assert [path.name for path in list_checkpoints(result.folder)] == ["step_00000006", "step_00000008"]
     assert sorted(path.name for path in result.folder.iterdir() if path.name.startswith(".")) == []
 
 
@@ -194,15 +194,15 @@ def test_two_ranks_go_on_after_one_and_one_after_two(undisturbed, sums_data, tmp
 
     # One rank makes three steps, two make three more, and one the rest.
     shutil.copytree(undisturbed.folder, tmp_path / "run")
-    for path in found(tmp_path / "run")[3:]:
+    for path in list_checkpoints(tmp_path / "run")[3:]:
         shutil.rmtree(path)
     losses = ranks(2, go_on)
     assert losses[0] == losses[1]
     # However it was saved, a run that is done has a model.
-    assert weights(found(tmp_path / "run")[-1]).keys() == weights(undisturbed.checkpoint).keys()
-    states = sorted(path.name for path in found(tmp_path / "run")[-1].glob("state-*"))
+    assert weights(list_checkpoints(tmp_path / "run")[-1]).keys() == weights(undisturbed.checkpoint).keys()
+    states = sorted(path.name for path in list_checkpoints(tmp_path / "run")[-1].glob("state-*"))
     assert len(states) == (2 if "checkpoint" in way else 1)
-    for path in found(tmp_path / "run")[6:]:
+    for path in list_checkpoints(tmp_path / "run")[6:]:
         shutil.rmtree(path)
     result = trained(sums_data, tmp_path, resume="auto")
     mine, theirs = weights(model_folder(result.folder).parent), weights(undisturbed.checkpoint)

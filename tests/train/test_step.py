@@ -11,7 +11,7 @@ from train_fixtures import ranks
 from chatmill.load.batch import Batch
 from chatmill.train.distributed import World, whole
 from chatmill.train.gpt import GPT
-from chatmill.train.step import StepCounts, Stepper, counts_of, make_optimizer, parts_of, seed_draws
+from chatmill.train.step import StepCounts, Stepper, count_batch, make_optimizer, micro_batches, seed_step
 
 CPU = torch.device("cpu")
 LENGTH = 40
@@ -38,7 +38,7 @@ def uneven(per_rank: int = 2) -> Batch:
 
 def a_stepper(model: GPT, world: World | None = None, *, sharded: bool = False, grad_clip: float = 0.0) -> Stepper:
     world = world or World(0, 1, CPU)
-    module = world.spread(model, sharded=sharded, compute=None)
+    module = world.distribute(model, sharded=sharded, compute=None)
     optimizer = make_optimizer(model, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     return Stepper(model, module, optimizer, world, grad_clip=grad_clip)
 
@@ -55,8 +55,8 @@ def test_gradients_do_not_depend_on_the_parts_of_a_batch(count):
     batch = a_batch()
     loss, expected = reference(batch)
     stepper = a_stepper(small_gpt())
-    parts = parts_of(batch, count, CPU)
-    found, _ = stepper.gradients(parts, weight=counts_of(batch, parts).weight)
+    parts = micro_batches(batch, count, CPU)
+    found, _ = stepper.gradients(parts, weight=count_batch(batch, parts).weight)
     assert abs(float(found) - loss) < 1e-5
     for parameter, gradient in zip(stepper.model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5)
@@ -72,8 +72,8 @@ def test_gradients_do_not_depend_on_the_ranks_even_if_one_trains_nothing(sharded
         world = World(rank, 3, CPU)
         stepper = a_stepper(small_gpt(), world, sharded=sharded)
         mine = batch.split(3)[rank]
-        parts = parts_of(mine, count, CPU)
-        weight, *_ = world.sums(counts_of(mine, parts))
+        parts = micro_batches(mine, count, CPU)
+        weight, *_ = world.sums(count_batch(mine, parts))
         found, _ = stepper.gradients(parts, weight=weight)
         return [float(found), [whole(parameter.grad).tolist() for parameter in stepper.model.parameters()]]
 
@@ -90,8 +90,8 @@ def test_three_ranks_step_as_one_does(sharded):
     def after(world: World, rows: Batch) -> list[list]:
         stepper = a_stepper(small_gpt(), world, sharded=sharded, grad_clip=0.5)
         for lr in (0.01, 0.02):
-            parts = parts_of(rows, 2, CPU)
-            weight, *_ = world.sums(counts_of(rows, parts))
+            parts = micro_batches(rows, 2, CPU)
+            weight, *_ = world.sums(count_batch(rows, parts))
             norm = stepper.step(parts, weight=weight, lr=lr).read().grad_norm
         return [norm, *(whole(parameter.detach()).tolist() for parameter in stepper.model.parameters())]
 
@@ -105,8 +105,8 @@ def test_three_ranks_step_as_one_does(sharded):
 def test_a_batch_without_trained_tokens_has_a_gradient_of_zero():
     batch = packed([[([1, 2, 3], [0.0] * 3)], [([4, 5], [0.0] * 2)]], 8)
     stepper = a_stepper(small_gpt())
-    parts = parts_of(batch, 2, CPU)
-    assert counts_of(batch, parts) == StepCounts(weight=0.0, trained=0, tokens=5, untrained_rows=2)
+    parts = micro_batches(batch, 2, CPU)
+    assert count_batch(batch, parts) == StepCounts(weight=0.0, trained=0, tokens=5, untrained_rows=2)
     loss, _ = stepper.gradients(parts, weight=0.0)
     assert float(loss) == 0.0
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in stepper.model.parameters())
@@ -118,7 +118,7 @@ def test_a_batch_without_trained_tokens_has_a_gradient_of_zero():
 def test_what_a_batch_holds_is_counted():
     rows = [[([1, 2, 3], [0.0, 1.0, 0.5])], [([4, 5], [0.0, 0.0]), ([6, 7, 8], [1.0, 0.0, 0.0])], []]
     batch = packed(rows, 9)
-    counts = counts_of(batch, parts_of(batch, 3, CPU))
+    counts = count_batch(batch, micro_batches(batch, 3, CPU))
     # The first token of a conversation is never predicted, so the second row trains nothing; the third is empty.
     assert counts == StepCounts(weight=1.5, trained=2, tokens=8, untrained_rows=1)
 
@@ -126,7 +126,7 @@ def test_what_a_batch_holds_is_counted():
 def test_every_conversation_has_its_own_loss():
     batch = a_batch()
     stepper = a_stepper(small_gpt())
-    parts = parts_of(batch, 2, CPU)
+    parts = micro_batches(batch, 2, CPU)
     rows = stepper.step(parts, weight=1.0, lr=0.0, rows=True).read().rows
     found = {}
     model = small_gpt()
@@ -151,7 +151,7 @@ def test_matrices_decay_and_vectors_do_not():
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     stepper = a_stepper(model)
     batch = packed([[([1, 2], [0.0, 0.0])]], 4)
-    stepper.step(parts_of(batch, 1, CPU), weight=0.0, lr=0.5)
+    stepper.step(micro_batches(batch, 1, CPU), weight=0.0, lr=0.5)
     for name, parameter in model.named_parameters():
         expected = before[name] * (1 - 0.5 * 0.1) if parameter.ndim > 1 else before[name]
         torch.testing.assert_close(parameter.detach(), expected)
@@ -161,8 +161,8 @@ def test_gradients_longer_than_asked_for_are_shortened():
     batch = a_batch()
     stepper = a_stepper(small_gpt(), grad_clip=1e-3)
     free = a_stepper(small_gpt())
-    parts = parts_of(batch, 1, CPU)
-    weight = counts_of(batch, parts).weight
+    parts = micro_batches(batch, 1, CPU)
+    weight = count_batch(batch, parts).weight
     norm = stepper.step(parts, weight=weight, lr=0.0).read().grad_norm
     _, expected = reference(batch)
     length = torch.stack([gradient.square().sum() for gradient in expected]).sum().sqrt()
@@ -176,7 +176,7 @@ def test_gradients_longer_than_asked_for_are_shortened():
 
 def test_what_is_drawn_depends_on_seed_step_and_rank_alone():
     def draw(*place: int) -> float:
-        seed_draws(*place)
+        seed_step(*place)
         return float(torch.rand(()))
 
     assert draw(1, 2, 3) == draw(1, 2, 3)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import codecs
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from chatmill.cli.chat_model import ChatModel, open_speaker
 from chatmill.cli.options import AsJson, echo_json
 from chatmill.errors import ChatmillError, UsageError
-from chatmill.records import Message
 from chatmill.show.text import visible
 
 if TYPE_CHECKING:
-    from chatmill.train.generate import Sampling
+    from chatmill.train.chat_model import ChatSession, Reply
 
 HELP = """\
   /system TEXT   begin a new conversation with this system message
@@ -71,85 +66,32 @@ def chat(
     """
     if as_json and not prompt:
         raise UsageError("--json is for what --prompt says; give one")
-    speaker = open_speaker(model, tokenizer=tokenizer, format=format, device=device)
-    from chatmill.train.generate import Sampling
+    from chatmill.train.chat_model import ChatSession, open_chat_model
+    from chatmill.train.generation import Sampling
 
-    talk = ChatSession(speaker, max_tokens, Sampling(temperature, top_k, top_p, seed))
-    talk.begin(system)
+    chat_model = open_chat_model(model, tokenizer=tokenizer, format=format, device=device)
+    session = ChatSession(chat_model, max_tokens, Sampling(temperature, top_k, top_p, seed))
+    session.reset(system)
     if prompt:
-        _say(talk, prompt, as_json=as_json)
+        _send_all(session, prompt, as_json=as_json)
     else:
-        _converse(talk)
+        _converse(session)
 
 
-@dataclass
-class Reply:
-    """An answer: its text, its tokens, and whether it came to its end by itself."""
-
-    text: str
-    tokens: int
-    stopped: bool
-
-
-class ChatSession:
-    """A conversation with a model, as far as it has come."""
-
-    def __init__(self, speaker: ChatModel, max_tokens: int, sampling: Sampling) -> None:
-        self.speaker, self.max_tokens, self.sampling = speaker, max_tokens, sampling
-        self.messages: list[Message] = []
-
-    def begin(self, system: str | None = None) -> None:
-        """Forget what was said; a new conversation has this system message, or none."""
-        self.messages = [] if system is None else [Message("system", system)]
-
-    def say(self, text: str, show: Callable[[str], None], *, role: Literal["user", "tool"] = "user") -> Reply:
-        """Say something as the user, or as a tool, and hear the answer; `show` is given its text piece by piece.
-
-        A `KeyboardInterrupt` while it is made cuts the answer short: it stays in the conversation as far as it came.
-        """
-        asked = [*self.messages, Message(role, text)]
-        ids: list[int] = []
-
-        def heard() -> Iterator[int]:
-            for id in self.speaker.answer(asked, max_tokens=self.max_tokens, sampling=self.sampling):
-                ids.append(id)
-                if id != self.speaker.end:
-                    yield id
-
-        try:
-            for piece in shown_pieces(self.speaker, heard()):
-                show(piece)
-        except KeyboardInterrupt:
-            show(" …")
-        stopped = bool(ids) and ids[-1] == self.speaker.end
-        answer = self.speaker.tokenizer.decode(ids[:-1] if stopped else ids)
-        self.messages = [*asked, Message("assistant", answer)]
-        return Reply(answer, len(ids), stopped)
-
-
-def shown_pieces(speaker: ChatModel, ids: Iterable[int]) -> Iterator[str]:
-    """Tokens as text that is safe to print, as soon as whole characters are there."""
-    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-    for id in ids:
-        yield visible(decoder.decode(speaker.tokenizer.piece(id)), keep="\n\t")
-    yield visible(decoder.decode(b"", final=True), keep="\n\t")
-
-
-def _say(talk: ChatSession, prompts: list[str], *, as_json: bool) -> None:
-    """Say what was given on the command line; the answers are all that is printed."""
-    found: list[dict[str, Any]] = []
+def _send_all(session: ChatSession, prompts: list[str], *, as_json: bool) -> None:
+    """Send the prompts of the command line; only the answers are printed."""
+    answers: list[dict[str, Any]] = []
     for text in prompts:
-        said = talk.say(text, _ignore if as_json else _write)
-        found.append({"prompt": text, "answer": said.text, "tokens": said.tokens, "stopped": said.stopped})
+        reply = session.send(text, _ignore if as_json else _write)
+        answers.append({"prompt": text, "answer": reply.text, "tokens": reply.tokens, "stopped": reply.stopped})
         if not as_json:
-            _write("\n")
-            _tell_cut(said)
+            _end_reply(reply)
     if as_json:
-        echo_json({"answers": found})
+        echo_json({"answers": answers})
 
 
-def _converse(talk: ChatSession) -> None:
-    """Ask a person, answer, and so on."""
+def _converse(session: ChatSession) -> None:
+    """Read lines from a person or a pipe, and answer each."""
     interactive = sys.stdin.isatty()
     if interactive:
         typer.echo(f"Say something. {'/help':<6} lists what else you can type.", err=True)
@@ -161,37 +103,39 @@ def _converse(talk: ChatSession) -> None:
             return
         except UnicodeDecodeError:
             raise UsageError("what was typed is not UTF-8; expected text") from None
-        command, _, rest = line.strip().partition(" ")
+        command, _, argument = line.strip().partition(" ")
         if command == "/quit":
             return
         if command == "/help":
             typer.echo(HELP, err=True)
         elif command in ("/new", "/system"):
-            talk.begin(rest if command == "/system" else None)
+            session.reset(argument if command == "/system" else None)
         elif command.startswith("/") and command != "/tool":
             typer.echo(f"no command {visible(command, limit=40)}; /help lists them", err=True)
         elif line.strip():
             try:
-                said = talk.say(rest, _write, role="tool") if command == "/tool" else talk.say(line, _write)
+                is_tool = command == "/tool"
+                reply = session.send(argument, _write, role="tool") if is_tool else session.send(line, _write)
             except ChatmillError as error:
-                # What a person said is not in the conversation then, which can go on or begin anew.
+                # The message is not in the conversation then; a person can continue it or start a new one.
                 if not interactive:
                     raise
                 typer.echo(str(error), err=True)
                 continue
-            _write("\n")
-            _tell_cut(said)
+            _end_reply(reply)
 
 
-def _tell_cut(said: Reply) -> None:
-    if not said.stopped:
-        typer.echo(f"(cut after {said.tokens:,} tokens: no end token came)", err=True)
+def _end_reply(reply: Reply) -> None:
+    _write("\n")
+    if not reply.stopped:
+        typer.echo(f"(cut after {reply.tokens:,} tokens: no end token came)", err=True)
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    """Print text without control characters."""
+    sys.stdout.write(visible(text, keep="\n\t"))
     sys.stdout.flush()
 
 
 def _ignore(text: str) -> None:
-    """Of an answer that is printed whole at the end."""
+    """For an answer that is printed whole at the end."""

@@ -1,4 +1,4 @@
-"""`chatmill eval`: what a model makes of a dataset, source by source."""
+"""`chatmill eval`: score a model on a dataset, source by source."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ def eval_command(
       chatmill eval checkpoints/my_sft_model data/chat_sft --wrong 5
       chatmill eval checkpoints/my_sft_model data/chat_sft --split train --limit 200 --json
     """
-    from chatmill.train.score import check_tokenizer, end_ids, open_all, open_ready, score
+    from chatmill.train.load_model import open_ready
+    from chatmill.train.score import check_tokenizer, end_ids, open_all, score_model
 
     sources = open_all(dataset)
     check_tokenizer(Path(model), sources[0])
     if not end_ids(sources):
         typer.echo(f"chatmill: {dataset} does not say which token ends a turn: no question is asked", err=True)
     with counting("conversations and answers") as advance:
-        report = score(
+        report = score_model(
             open_ready(model, device), dataset, split=split, max_tokens=max_tokens, limit=limit, progress=advance
         )
     if as_json:
@@ -130,6 +131,6 @@ def _share(part: int, whole: int) -> str:
 def _tell_wrong(answer: ScoredAnswer, text: TokenText) -> None:
     typer.echo(
         f"{one_line(answer.place, 200)}\n"
-        f"  expected {text.text(answer.question.answer, limit=300)}\n"
-        f"  said     {text.text(answer.said, limit=300)}"
+        f"  expected {text.text(answer.prompt.answer, limit=300)}\n"
+        f"  said     {text.text(answer.ids, limit=300)}"
     )

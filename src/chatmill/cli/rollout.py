@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json, progress
+from chatmill.cli.options import AsJson, counting, echo_json
 from chatmill.cli.render_options import AddTokens, FormatName, TokenizerName
-from chatmill.errors import DataError, RecordError
-from chatmill.ledger import Ledger
 from chatmill.prepare.job import SHARD_TOKENS
-from chatmill.rollout.files import GroundTruth, Rollout, read_rollouts, read_truth
+from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
 from chatmill.rollout.health import Health
 from chatmill.rollout.match import GATE
-from chatmill.rollout.task import Task, answer_rows, open_task, target_rows
-from chatmill.rows import Rows
-from chatmill.store.layout import METADATA
-from chatmill.store.metadata import Metadata, write_metadata
-from chatmill.store.publish import building
-from chatmill.store.write import SplitWriter
+from chatmill.rollout.task import open_task
+from chatmill.store.metadata import Metadata
 
 app = typer.Typer(help="Train on the model's own answers.", no_args_is_help=True, rich_markup_mode=None)
-CHUNK = 256
 
 TruthFile = Annotated[
     Path, typer.Argument(metavar="TRUTH", help="A .jsonl of records: id, messages, objects.", show_default=False)
@@ -84,29 +76,12 @@ def build(
       chatmill rollout build rollouts.jsonl truth.jsonl -o data/people --fields name,born
     """
     task = open_task(tokenizer, format, fields=_names(fields), gate=gate, add_tokens=add_tokens)
-    known = {found.record.id or "": found for found in read_truth(truth)}
-    health, ledger = Health(), Ledger()
-
-    def rows() -> Iterator[Rows]:
-        stream = progress(_pairs(rollouts, known), "rollouts")
-        while chunk := list(islice(stream, CHUNK)):
-            yield target_rows(chunk, task, health, train_values=train_values, train_cut=train_cut)
-        if not health.rollouts:
-            raise DataError(f"{rollouts}: holds no rollout; expected at least one")
-        for reason, count in {"truncated": health.truncated, "broken": health.broken, **health.fallback}.items():
-            if count:
-                ledger.add("noted", reason, rows=count)
-
-    config = {"gate": gate, "train_values": train_values, "train_cut": train_cut, "shard_tokens": shard_tokens}
-    metadata = _write(
-        output,
-        rows(),
-        task,
-        ledger,
-        config={"made_by": "rollout build", "fields": fields, **config},
-        source=truth,
-        overwrite=overwrite,
-    )
+    options = {"gate": gate, "train_values": train_values, "train_cut": train_cut, "shard_tokens": shard_tokens}
+    config = {"made_by": "rollout build", "fields": fields, **options}
+    with counting("rollouts") as advance:
+        metadata, health = build_target_dataset(
+            rollouts, truth, output, task, config=config, overwrite=overwrite, progress=advance
+        )
     _tell(output, metadata, health, as_json=as_json)
 
 
@@ -132,18 +107,9 @@ def answers(
       chatmill rollout answers truth.jsonl -o data/stage1 --add-tokens
     """
     task = open_task(tokenizer, format, fields=_names(fields), add_tokens=add_tokens)
-
-    def rows() -> Iterator[Rows]:
-        stream = progress(read_truth(truth), "records")
-        seen = False
-        while chunk := list(islice(stream, CHUNK)):
-            seen = True
-            yield answer_rows(chunk, task)
-        if not seen:
-            raise DataError(f"{truth}: holds no record; expected at least one")
-
     config = {"made_by": "rollout answers", "fields": fields, "shard_tokens": shard_tokens}
-    metadata = _write(output, rows(), task, Ledger(), config=config, source=truth, overwrite=overwrite)
+    with counting("records") as advance:
+        metadata = build_answer_dataset(truth, output, task, config=config, overwrite=overwrite, progress=advance)
     _tell(output, metadata, None, as_json=as_json)
 
 
@@ -166,8 +132,8 @@ def train(
       chatmill rollout train stage2.json -o runs/stage2
       chatmill rollout train stage2.json -o runs/stage2 --resume auto
     """
-    from chatmill.cli.rollout_train import train_rollouts
     from chatmill.rollout.config import RolloutConfig
+    from chatmill.rollout.loop import train_rollouts
 
     result = train_rollouts(RolloutConfig.from_file(config), output, resume=resume, quiet=as_json)
     if as_json:
@@ -202,52 +168,8 @@ def keys(as_json: AsJson = False) -> None:
         typer.echo(f"{name:<28} {json.dumps(default):<10} {doc}")
 
 
-def _write(
-    output: Path,
-    parts: Iterable[Rows],
-    task: Task,
-    ledger: Ledger,
-    *,
-    config: Mapping[str, Any],
-    source: Path,
-    overwrite: bool,
-) -> Metadata:
-    """All rows as the split `train` of a dataset, which appears whole or not at all."""
-    tokenizer, special = task.tokenizer, task.tokenizer.special_token_ids()
-    with building(output, "rollout", overwrite=overwrite, marker=METADATA, source=source) as staging:
-        shard_tokens = config["shard_tokens"]
-        with SplitWriter(staging / "train", vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens) as writer:
-            for rows in parts:
-                writer.append(rows)
-                counts = {"rows": len(rows), "tokens": len(rows.ids), "trained": int(rows.mask().sum())}
-                ledger.add("read", rows=len(rows))
-                ledger.add("rendered", "", **counts)
-                ledger.add("stored", "", **counts)
-            split = writer.close()
-        return write_metadata(
-            staging,
-            vocab_size=tokenizer.vocab_size,
-            format=task.format.to_json(),
-            tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
-            tokenizer_state=tokenizer.state(added_tokens=task.add_tokens),
-            special_token_ids=special,
-            pad_token_id=special[task.format.eot],
-            splits={"train": split},
-            ledger=ledger,
-            config=config,
-        )
-
-
 def _names(fields: str | None) -> tuple[str, ...] | None:
     return None if fields is None else tuple(name.strip() for name in fields.split(","))
-
-
-def _pairs(path: Path, known: dict[str, GroundTruth]) -> Iterator[tuple[GroundTruth, Rollout]]:
-    for line, rollout in read_rollouts(path):
-        if rollout.id not in known:
-            right = "expected the id of a record of the truth"
-            raise RecordError("the rollout is of an unknown record", right, kind="id").at(str(path), line, rollout.id)
-        yield known[rollout.id], rollout
 
 
 def _tell(output: Path, metadata: Metadata, health: Health | None, *, as_json: bool) -> None:

@@ -1,12 +1,65 @@
 """Training on the model's own answers: what it found is kept, what it missed is appended.
 
-vocabulary  a tokenizer as bytes a token
-scan        the entries of an answer, where they stand, and where the answer may be cut
-schema      what an entry must be, read strictly and written in one way
-match       found objects to true ones
-target      one row: the kept prefix, what was missed, the end, and which of it is trained
-prompt      what an answer follows, the same for generation and training
-loss        one number from one forward pass
-generate    who answers: a model here, or a server
-task        conversations and true objects in, rows out; files of them and of rollouts, and how those do
+    build_target, Target, build_answer            one row: the kept prefix, what was missed, the end, and their weights
+    serialize_append                              the text that is appended
+    scan_rollout, Scan                            the entries of an answer, and where it may be cut
+    Detection, Fields, Schema                     what an entry must be, read strictly and written in one way
+    match_objects, match_equal, Matching          predicted objects to true ones
+    score_objects, DetectionScore                 recall, precision and F1 of answers
+    open_task, Task, task_prompts, prompt_lists   conversations and true objects in, rows out
+    target_rows, answer_rows, Health              rows of many records, and counts over their rollouts
+    read_truth, read_rollouts, GroundTruth        files of records and of rollouts
+    build_target_dataset, build_answer_dataset    datasets of both
+    RolloutConfig, train_rollouts, RolloutResult  the training loop
+    RolloutLoss, TermWeights, Axis                its loss, from one forward pass
+    Generator, CompletionServer                   what answers: the model itself, or a server
+    COORDINATES                                   the tokens of coordinates, <|coord_0|> to <|coord_999|>
+
+A name is imported when it is first used: targets and datasets are made without torch.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from chatmill._exports import lazy_exports as _lazy_exports
+
+if _TYPE_CHECKING:
+    from chatmill.rollout.config import RolloutConfig as RolloutConfig
+    from chatmill.rollout.dataset import build_answer_dataset as build_answer_dataset
+    from chatmill.rollout.dataset import build_target_dataset as build_target_dataset
+    from chatmill.rollout.files import GroundTruth as GroundTruth
+    from chatmill.rollout.files import Rollout as Rollout
+    from chatmill.rollout.files import read_rollouts as read_rollouts
+    from chatmill.rollout.files import read_truth as read_truth
+    from chatmill.rollout.generators import CompletionServer as CompletionServer
+    from chatmill.rollout.generators import Generator as Generator
+    from chatmill.rollout.health import Health as Health
+    from chatmill.rollout.loop import RolloutResult as RolloutResult
+    from chatmill.rollout.loop import train_rollouts as train_rollouts
+    from chatmill.rollout.loss import Axis as Axis
+    from chatmill.rollout.loss import RolloutLoss as RolloutLoss
+    from chatmill.rollout.loss import TermWeights as TermWeights
+    from chatmill.rollout.match import Matching as Matching
+    from chatmill.rollout.match import match_equal as match_equal
+    from chatmill.rollout.match import match_objects as match_objects
+    from chatmill.rollout.scan import Scan as Scan
+    from chatmill.rollout.scan import scan_rollout as scan_rollout
+    from chatmill.rollout.schema import Detection as Detection
+    from chatmill.rollout.schema import Fields as Fields
+    from chatmill.rollout.schema import Schema as Schema
+    from chatmill.rollout.score import DetectionScore as DetectionScore
+    from chatmill.rollout.score import score_objects as score_objects
+    from chatmill.rollout.target import Target as Target
+    from chatmill.rollout.target import build_answer as build_answer
+    from chatmill.rollout.target import build_target as build_target
+    from chatmill.rollout.target import serialize_append as serialize_append
+    from chatmill.rollout.task import Task as Task
+    from chatmill.rollout.task import answer_rows as answer_rows
+    from chatmill.rollout.task import open_task as open_task
+    from chatmill.rollout.task import prompt_lists as prompt_lists
+    from chatmill.rollout.task import target_rows as target_rows
+    from chatmill.rollout.task import task_prompts as task_prompts
+    from chatmill.rollout.vocabulary import COORDINATES as COORDINATES
+
+__all__, __getattr__, __dir__ = _lazy_exports(__name__)

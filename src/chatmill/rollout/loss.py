@@ -1,29 +1,30 @@
-"""Loss: one number from the logits of the trained positions, whatever they are trained on.
+"""The loss of rollout targets: one number from the logits of the trained positions, text and coordinates.
 
-Text is trained by cross entropy. A coordinate is a place on an axis of 1000, where near is nearly right:
+Text is trained by cross entropy. A coordinate is a place on an axis of 1000, where a near miss costs little:
 
     soft         cross entropy toward a Gaussian around the true place, among coordinates
-    wasserstein  how far probability must be carried to become that Gaussian; all of the axis is 1
-    outside      -log of the probability that all coordinates have together
+    wasserstein  Wasserstein-1 distance to that Gaussian; the length of the axis is 1
+    outside      -log of the total probability of all coordinates
 
-Sums are returned, not means, so that rows may be packed or cut into batches in any way.
+Sums are returned, not means, so that rows may be packed or split into batches in any way.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from chatmill.errors import UsageError
+from chatmill.train.loss import LMHead, Losses, TrainedPositions, trained_states
 
 
 @dataclass(frozen=True)
-class LossTerms:
-    """How much each term counts, and how wide the Gaussian is, in places of the axis."""
+class TermWeights:
+    """The weight of each term, and the standard deviation of the Gaussian in places of the axis."""
 
     text: float = 1.0
     soft: float = 1.0
@@ -39,15 +40,15 @@ class LossTerms:
                 raise UsageError(f"{field.name} is {value}; expected {right}")
 
 
-class RolloutLoss(NamedTuple):
-    """What the trained positions lose."""
+class TermLosses(NamedTuple):
+    """The losses of the trained positions, and the terms they are made of."""
 
     total: Tensor
-    """Σ weight · (the terms as they count): the one number that is trained."""
+    """Σ weight · (weighted sum of the terms): what is trained."""
     tokens: Tensor
-    """What is lost at each position, by itself; carries no gradient."""
+    """The loss of each position; carries no gradient."""
     terms: Tensor
-    """Σ weight · text, soft, wasserstein and outside, each uncounted; carries no gradient."""
+    """Σ weight · text, soft, wasserstein and outside, each without its term weight; carries no gradient."""
 
 
 TERMS = ("text", "soft", "wasserstein", "outside")
@@ -68,76 +69,48 @@ class Axis(NamedTuple):
         return cls(ids.to(device), places.to(device))
 
 
-def rollout_loss(logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | None, terms: LossTerms) -> RolloutLoss:
-    """The loss of logits (positions, vocabulary) against the ids that should come there.
+def rollout_loss(
+    logits: Tensor, ids: Tensor, weights: Tensor, *, axis: Axis | None, term_weights: TermWeights
+) -> TermLosses:
+    """The loss of logits (positions, vocabulary) against the target ids.
 
-    A position whose id is a coordinate of the axis is trained as one; without an axis all are text.
+    A position whose target is a coordinate of the axis is trained as one; without an axis all are text.
     """
     logits = logits.float()
-    everything = torch.logsumexp(logits, dim=1)
+    log_total = torch.logsumexp(logits, dim=1)
     places = torch.full_like(ids, -1) if axis is None else axis.places[ids]
     each = torch.zeros(len(TERMS), len(ids), device=logits.device)
-    each[0] = (everything - logits.gather(1, ids[:, None]).squeeze(1)) * (places < 0)
+    each[0] = (log_total - logits.gather(1, ids[:, None]).squeeze(1)) * (places < 0)
     chosen = (places >= 0).nonzero().squeeze(1)
     if axis is not None and len(chosen):
-        along = logits[chosen][:, axis.ids]
-        inside = torch.logsumexp(along, dim=1)
-        log_share = along - inside[:, None]
-        wanted = gaussian(places[chosen], len(axis.ids), terms.sigma)
-        # On a line, what must be carried past a point is the difference of what lies before it.
-        carried = (log_share.exp() - wanted).cumsum(1)[:, :-1].abs().sum(1) / (len(axis.ids) - 1)
-        of_coordinates = torch.stack([-(wanted * log_share).sum(1), carried, everything[chosen] - inside])
-        each[1:, chosen] = of_coordinates
-    counts = torch.tensor([getattr(terms, name) for name in TERMS], device=logits.device)
-    tokens = counts @ each
-    return RolloutLoss((tokens * weights).sum(), tokens.detach(), (each.detach() * weights).sum(1))
+        axis_logits = logits[chosen][:, axis.ids]
+        log_inside = torch.logsumexp(axis_logits, dim=1)
+        logprobs = axis_logits - log_inside[:, None]
+        wanted = gaussian(places[chosen], len(axis.ids), term_weights.sigma)
+        # In one dimension the distance is the integral of the difference of the cumulative distributions.
+        distance = (logprobs.exp() - wanted).cumsum(1)[:, :-1].abs().sum(1) / (len(axis.ids) - 1)
+        each[1:, chosen] = torch.stack([-(wanted * logprobs).sum(1), distance, log_total[chosen] - log_inside])
+    tokens = torch.tensor([getattr(term_weights, name) for name in TERMS], device=logits.device) @ each
+    return TermLosses((tokens * weights).sum(), tokens.detach(), (each.detach() * weights).sum(1))
 
 
-class LogitsHead(Protocol):
-    def logits(self, hidden: Tensor) -> Tensor: ...
+class RolloutLoss:
+    """The loss function of rollout targets, and the sums of its terms over the passes of a step."""
 
+    def __init__(self, axis: Axis | None, weights: TermWeights) -> None:
+        self._axis, self._weights = axis, weights
+        self._sums: Tensor | None = None
 
-class Model(Protocol):
-    """What is needed of a model: hidden states of a batch, and how logits come from them."""
-
-    def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor: ...
-
-    def head(self) -> LogitsHead: ...
-
-
-class TargetPositions(Protocol):
-    """The trained positions of a batch: where they are among all, what should come there, and how much it counts."""
-
-    @property
-    def index(self) -> Tensor: ...
-
-    @property
-    def ids(self) -> Tensor: ...
-
-    @property
-    def weights(self) -> Tensor: ...
-
-
-class WithRolloutLoss(nn.Module):
-    """A model that is called for the loss of rollout targets: one forward pass, the head where something counts."""
-
-    def __init__(self, model: Model, axis: Axis | None, terms: LossTerms) -> None:
-        super().__init__()
-        self.model, self._axis, self._terms = model, axis, terms
-        self._seen: Tensor | None = None
-
-    def forward(self, x: Tensor, positions: Tensor, segments: Tensor, targets: TargetPositions) -> RolloutLoss:
-        hidden = self.model.hidden(x, positions, segments)
-        picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
-        logits = self.model.head().logits(picked)
-        loss = rollout_loss(logits, targets.ids, targets.weights, axis=self._axis, terms=self._terms)
-        self._seen = loss.terms if self._seen is None else self._seen + loss.terms
-        return loss
+    def __call__(self, hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Losses:
+        logits = head.logits(trained_states(hidden, targets))
+        losses = rollout_loss(logits, targets.ids, targets.weights, axis=self._axis, term_weights=self._weights)
+        self._sums = losses.terms if self._sums is None else self._sums + losses.terms
+        return Losses(losses.total, losses.tokens)
 
     def take_terms(self) -> dict[str, float]:
-        """Σ weight · each term, over the passes since this was last asked."""
-        seen, self._seen = self._seen, None
-        return dict(zip(TERMS, [0.0] * len(TERMS) if seen is None else seen.tolist(), strict=True))
+        """Σ weight · each term since the last call."""
+        sums, self._sums = self._sums, None
+        return dict(zip(TERMS, [0.0] * len(TERMS) if sums is None else sums.tolist(), strict=True))
 
 
 def gaussian(places: Tensor, size: int, sigma: float) -> Tensor:

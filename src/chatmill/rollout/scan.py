@@ -89,7 +89,7 @@ class Scan:
         return first, first + len(self.data[start:stop].decode("utf-8", "replace"))
 
 
-def scan(
+def scan_rollout(
     ids: Sequence[int],
     vocabulary: Vocabulary,
     *,

@@ -19,7 +19,7 @@ import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.rollout.match import Matching
-from chatmill.rollout.scan import JSON, STOP_TEXTS, ParsedEntry, Scan, parse_json, scan
+from chatmill.rollout.scan import JSON, STOP_TEXTS, ParsedEntry, Scan, parse_json, scan_rollout
 from chatmill.rollout.schema import AppendPiece, Detection, Object, Schema, UnfitError, read_body
 from chatmill.rollout.vocabulary import RolloutTokenizer, Vocabulary, vocabulary_of
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Part, Role, Rows, Rule, Table
@@ -97,7 +97,7 @@ def build_target(
     truth = [schema.check(thing) for thing in objects]
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
     ids = list(map(int, rollout_ids))
-    found = scan(ids, vocabulary, stop_ids={eos} if stop_ids is None else stop_ids, stop_texts=stop_texts)
+    found = scan_rollout(ids, vocabulary, stop_ids={eos} if stop_ids is None else stop_ids, stop_texts=stop_texts)
     cut = _cut(ids, found, vocabulary)
     entries, valid, dropped = _read(found, schema, cut)
     matching = schema.match(valid, truth)

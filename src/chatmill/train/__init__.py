@@ -1,18 +1,50 @@
-"""Training: the model, its loss, and what surrounds them. Needs numpy, torch and safetensors, nothing more.
+"""Training: models, losses, the optimizer step, the loop and its checkpoints.
 
-port       what every model offers; called, it gives the losses of a batch
-gpt        chatmill's own GPT
-hf, lora   any Hugging Face causal model, and adapters on it
-attention  a token sees its own conversation alone
-loss       the weighted loss of the trained tokens, without the logits of all
-generate   answers, greedy or sampled; beams: the best of several
-folder     open_model: a model from its folder, whoever's it is
+    TrainConfig, train_model, TrainResult         all keys of a run; run it
+    GPT, GPTSizes, CausalModel, MODEL_FAMILIES    chatmill's own model; the interface of a family, and all families
+    LossFunction, weighted_loss, Losses, LMHead   the interface of a loss, and the cross entropy that is the default
+    Inputs, TrainedPositions, by_segment          a batch on the model's device; the loss of each conversation
+    open_model, model_folder                      load a model from its folder, a checkpoint or a run
+    generate, generate_steps, beam_search         answers; Sampling says how they are decoded
+    score_model, read_metrics, read_rows          a model's loss and answers on a dataset; the logs of a run
+    open_chat_model, ChatModel, ChatSession       chat with a trained model
 
-config     all keys of a run; schedule: the learning rate
-loop       train: batches in, checkpoints out; command: the same from a shell
-opening    data, model and optimizer, new or as a checkpoint left them; start: what must fit
-step       one optimizer step on the global batch; world: the ranks that share it
-checkpoint whole or not at all; pieces: tensors in rows for any number of ranks
-evaluate   the exact loss of a split
-output     what a run writes: journal, progress, plot
+Needs numpy, torch and safetensors alone (transformers for Hugging Face models, peft for adapters); only the chat model
+needs the packages that render text. A name is imported when it is first used.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from chatmill._exports import lazy_exports as _lazy_exports
+
+if _TYPE_CHECKING:
+    from chatmill.train.chat_model import ChatModel as ChatModel
+    from chatmill.train.chat_model import ChatSession as ChatSession
+    from chatmill.train.chat_model import open_chat_model as open_chat_model
+    from chatmill.train.checkpoint import model_folder as model_folder
+    from chatmill.train.config import GPTSizes as GPTSizes
+    from chatmill.train.config import TrainConfig as TrainConfig
+    from chatmill.train.generation import Sampling as Sampling
+    from chatmill.train.generation import beam_search as beam_search
+    from chatmill.train.generation import generate as generate
+    from chatmill.train.generation import generate_steps as generate_steps
+    from chatmill.train.gpt import GPT as GPT
+    from chatmill.train.load_model import MODEL_FAMILIES as MODEL_FAMILIES
+    from chatmill.train.load_model import open_model as open_model
+    from chatmill.train.loop import TrainResult as TrainResult
+    from chatmill.train.loop import train_model as train_model
+    from chatmill.train.loss import LMHead as LMHead
+    from chatmill.train.loss import Losses as Losses
+    from chatmill.train.loss import LossFunction as LossFunction
+    from chatmill.train.loss import TrainedPositions as TrainedPositions
+    from chatmill.train.loss import by_segment as by_segment
+    from chatmill.train.loss import weighted_loss as weighted_loss
+    from chatmill.train.metrics_log import read_metrics as read_metrics
+    from chatmill.train.metrics_log import read_rows as read_rows
+    from chatmill.train.model import CausalModel as CausalModel
+    from chatmill.train.model import Inputs as Inputs
+    from chatmill.train.score import score_model as score_model
+
+__all__, __getattr__, __dir__ = _lazy_exports(__name__)

@@ -1,7 +1,7 @@
-"""Attention within segments: a token sees the tokens before it in its own conversation, and no others.
+"""Causal attention within segments: a token attends to itself and earlier tokens of its own conversation.
 
 One mask serves all layers of a forward pass. On a GPU it is a FlexAttention block mask, so that blocks of other
-conversations are never visited; elsewhere it is a plain boolean mask for SDPA.
+conversations are skipped; elsewhere it is a boolean mask for SDPA.
 """
 
 from __future__ import annotations
@@ -16,43 +16,48 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128
-"""Tokens on a side of FlexAttention's blocks."""
+"""Side of FlexAttention's blocks in tokens."""
 
-NARROWEST = 16
-"""The narrowest heads that FlexAttention takes."""
+MIN_HEAD_SIZE = 16
+"""The smallest heads that FlexAttention accepts."""
 
 Mask: TypeAlias = Tensor | BlockMask
 
 
 def segment_mask(segments: Tensor, *, head_size: int) -> Mask:
-    """Who may see whom in rows of these segments (rows, length); tokens of one segment stand together."""
+    """The attention mask of rows with these segments (rows, length); a segment is contiguous."""
     start = segment_start(segments)
-    return block_mask(start) if segments.is_cuda and head_size >= NARROWEST else dense_mask(start)
+    return block_mask(start) if segments.is_cuda and head_size >= MIN_HEAD_SIZE else dense_mask(start)
 
 
 def segment_start(segments: Tensor) -> Tensor:
-    """For each token the place in its row where its segment begins.
+    """For each token the index in its row where its segment starts.
 
     segments  0 0 0 1 1 2        start  0 0 0 3 3 5
     """
     places = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    return torch.where(segment_begins(segments), places, 0).cummax(dim=1).values
+
+
+def segment_begins(segments: Tensor) -> Tensor:
+    """Whether each token is the first of its segment."""
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return torch.where(begins, places, 0).cummax(dim=1).values
+    return begins
 
 
 def dense_mask(start: Tensor) -> Tensor:
-    """(rows, 1, length, length), true where a query may see a key."""
+    """(rows, 1, length, length), true where a query attends to a key."""
     places = torch.arange(start.shape[1], device=start.device)
     return ((places <= places[:, None]) & (places >= start[:, :, None]))[:, None]
 
 
 def block_mask(start: Tensor) -> BlockMask:
-    """The same as `dense_mask` in blocks, without looking at every pair of tokens.
+    """The same as `dense_mask` in blocks, computed without a matrix of all pairs.
 
-    A query sees the keys from the start of its segment to itself, and starts only rise along a row. So the keys that
-    a block of queries needs are one run of blocks, of which those before the last segment's first whole block need
-    the mask, as does the block on the diagonal; the others are seen in full.
+    A query attends to the keys from the start of its segment to itself, and starts only rise along a row. So the keys
+    that a block of queries needs are one range of blocks. Blocks before the last segment's first whole block need the
+    mask, as does the block on the diagonal; the others are attended to in full.
 
                  first   whole     own
         blocks     | mask  | full   | mask
@@ -80,7 +85,7 @@ def block_mask(start: Tensor) -> BlockMask:
 
 def _blocks(number: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     number, which = (
-        # Copied: the kernel counts on strides that `contiguous` leaves as they are where a size is 1.
+        # Copied: the kernel relies on strides that `contiguous` leaves unchanged where a size is 1.
         part[:, None].to(torch.int32, copy=True, memory_format=torch.contiguous_format)
         for part in (number, which)
     )
@@ -101,5 +106,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention for a caller that is not compiled itself; without a compiler it would hold all scores."""
+    """FlexAttention for a caller that is not compiled; uncompiled it would materialize all scores."""
     return torch.compile(flex_attention, dynamic=False)

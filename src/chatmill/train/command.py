@@ -15,7 +15,7 @@ from chatmill.config import flag_spellings, from_environment, from_flags, keys_o
 from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.train.checkpoint import step_name
 from chatmill.train.config import RunFlags, TrainConfig, layered, size_keys, with_bare_switches
-from chatmill.train.loop import OutOfMemoryError, TrainResult, Words, train_model
+from chatmill.train.loop import OpenText, OutOfMemoryError, TrainResult, train_model
 from chatmill.train.run_dir import CONFIG
 
 EXAMPLES = """\
@@ -80,7 +80,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run_and_print(
-    flags: Mapping[str, str], unknown: Sequence[str], *, prog: str, as_json: bool, words: Words | None = None
+    flags: Mapping[str, str], unknown: Sequence[str], *, prog: str, as_json: bool, words: OpenText | None = None
 ) -> None:
     """Train as the flags say and print the result; sample answers are shown if `words` says how tokens read."""
     if unknown:
@@ -90,7 +90,7 @@ def run_and_print(
         print(json.dumps(result.to_json()) if as_json else summary(result))
 
 
-def run(flags: Mapping[str, str], *, words: Words | None = None) -> TrainResult:
+def run(flags: Mapping[str, str], *, words: OpenText | None = None) -> TrainResult:
     """The run that these flags ask for, given as text by their names."""
     where = RunFlags(**{name: text for name, text in flags.items() if name in keys_of(RunFlags)})
     if where.model_name is None:

@@ -1,4 +1,4 @@
-"""The ranks of a run: who we are, what is agreed on, and how a model is spread over them.
+"""Distributed training: the ranks of a run, what they exchange, and models with DDP or FSDP.
 
 Numbers that the host needs go over gloo, beside the GPUs' own traffic, so that no GPU is waited for.
 """
@@ -23,8 +23,8 @@ from chatmill.errors import ChatmillError, UsageError
 from chatmill.train.model import CausalModel
 
 T = TypeVar("T")
-PATIENCE = timedelta(minutes=30)
-"""How long ranks wait for one that writes a checkpoint."""
+TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for another one, such as rank 0 while it writes a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,8 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    # What ranks tell each other.
-
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value added up over all ranks, on each of them."""
+        """Each value summed over all ranks, on every rank."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -50,14 +48,14 @@ class World:
         return tensor.tolist()
 
     def add(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same for an array of whole numbers, modulo 2^64."""
+        """An array of integers summed over all ranks, modulo 2^64."""
         tensor = torch.from_numpy(numbers.copy())
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor.numpy()
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, as JSON holds it, on each of them."""
+        """The JSON values of all ranks, on every rank."""
         if self.size == 1:
             return [value]
         raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -69,7 +67,7 @@ class World:
         return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=True)]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something on every rank; if it fails on one, it fails on all with what that one says."""
+        """Call a function on every rank; an error on one rank is raised on all of them."""
         result, fault = None, None
         try:
             result = work()
@@ -77,17 +75,16 @@ class World:
             fault = error
         except OSError as error:
             fault = ChatmillError(f"{error.filename or 'input or output'}: {error.strerror or error}")
-        said = [found for found in self.gather(None if fault is None else [str(fault), fault.exit_code]) if found]
+        faults = [each for each in self.gather(None if fault is None else [str(fault), fault.exit_code]) if each]
         if fault is not None:
             raise fault
-        if said:
-            raise (UsageError if said[0][1] == UsageError.exit_code else ChatmillError)(said[0][0])
+        if faults:
+            text, code = faults[0]
+            raise (UsageError if code == UsageError.exit_code else ChatmillError)(text)
         return result  # type: ignore[return-value]
 
-    # Models.
-
-    def spread(self, model: CausalModel, *, sharded: bool, compute: torch.dtype | None) -> nn.Module:
-        """Put a model on the device; what is given is called in its place, and averages gradients over all ranks."""
+    def distribute(self, model: CausalModel, *, sharded: bool, compute: torch.dtype | None) -> nn.Module:
+        """Move a model to the device; the module to call in its place, which averages gradients over all ranks."""
         if sharded and dist.is_initialized():
             return _shard(model, self, compute)
         model.to(self.device)
@@ -102,7 +99,7 @@ def _shard(model: CausalModel, world: World, compute: torch.dtype | None) -> nn.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
-    # Layers are sent in the precision they compute in; embedding, head and the last norm stay float32. Angles too.
+    # Layers are gathered in compute precision; embedding, head, the last norm and rotary angles stay float32.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -111,34 +108,34 @@ def _shard(model: CausalModel, world: World, compute: torch.dtype | None) -> nn.
 
 
 @contextmanager
-def last_of(module: nn.Module, is_last: bool) -> Iterator[None]:
-    """A backward pass whose gradients are exchanged only if it is the last one of its step."""
+def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
+    """A backward pass whose gradients are exchanged between ranks only if `enabled`."""
     if hasattr(module, "set_requires_gradient_sync"):
-        module.set_requires_gradient_sync(is_last)
+        module.set_requires_gradient_sync(enabled)
         yield
     else:
-        silent = isinstance(module, nn.parallel.DistributedDataParallel) and not is_last
-        with module.no_sync() if silent else nullcontext():
+        skip = isinstance(module, nn.parallel.DistributedDataParallel) and not enabled
+        with module.no_sync() if skip else nullcontext():
             yield
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor; asked without importing them, which takes seconds."""
+    """Whether a tensor is a DTensor, without importing that class, which takes seconds."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank."""
+    """This rank's shard of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with the parts of all ranks, which all call this."""
+    """A tensor gathered from all ranks, which all call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int]:
-    """Which rows of a tensor lie on this rank: shards are even runs of rows, the last ones shorter."""
+    """Which rows of a tensor are on this rank: shards are equal ranges of rows, the last ones shorter."""
     if not is_sharded(tensor):
         return 0, len(tensor) if tensor.ndim else 1
     mesh = tensor.device_mesh
@@ -150,30 +147,30 @@ def rows_of(tensor: Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[World]:
-    """The world that torchrun started, or a world of one."""
+def init_world(device: str) -> Iterator[World]:
+    """The process group that torchrun started, or a world of one rank."""
     chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device is cuda, and torch finds no GPU; expected cpu or auto")
     if dist.is_initialized():
-        # Whoever made the group ends it.
-        yield World(dist.get_rank(), dist.get_world_size(), _own(chosen))
+        # Whoever created the group destroys it.
+        yield World(dist.get_rank(), dist.get_world_size(), _local_gpu(chosen))
         return
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         yield World(0, 1, chosen)
         return
-    chosen = _own(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
+    chosen = _local_gpu(chosen)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=TIMEOUT)
     try:
         yield World(dist.get_rank(), dist.get_world_size(), chosen)
     finally:
         dist.destroy_process_group()
 
 
-def _own(device: torch.device) -> torch.device:
+def _local_gpu(device: torch.device) -> torch.device:
     """The GPU of this rank, among those of its machine."""
     if device.type != "cuda":
         return device
-    own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(own)
-    return own
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(gpu)
+    return gpu

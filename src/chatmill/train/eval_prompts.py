@@ -1,7 +1,7 @@
-"""Questions: the answers of stored conversations, each with the ids that stood before it in training.
+"""Evaluation prompts: the trained answers of stored conversations, each with the ids before it.
 
-Nothing is rendered anew. A model is asked with the very prompt it was trained behind, whatever format, template or
-program wrote it.
+Nothing is rendered again. A model gets the exact prompt it was trained with, whatever format, template or program
+wrote it.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from chatmill.rows import NO_FILE, OWN_ID, Part, Role, Rows, Table
 
 
 class EvalPrompt(NamedTuple):
-    """What a model is to say after a prompt."""
+    """A prompt and the answer expected after it."""
 
     prompt: list[int]
     answer: list[int]
-    """The ids that were trained, up to the end token, which is the last."""
+    """The trained ids, up to and including the end token."""
     segment: int
-    """The conversation, counted over the rows it was taken from."""
+    """The index of the conversation among those of the rows."""
 
 
-def questions(rows: Rows, ends: Collection[int], left_out: Counter[str] | None = None) -> Iterator[EvalPrompt]:
-    """Every answer that is trained from its first token to an end token.
+def eval_prompts(rows: Rows, end_ids: Collection[int], left_out: Counter[str] | None = None) -> Iterator[EvalPrompt]:
+    """A prompt for every answer that is trained from its first token to an end token.
 
     segment   <usr> Hi <eot> <asst>   Hello <eot>
               prompt -------------    answer ----
 
-    Others are counted in `left_out` by their reason: partly trained, unfinished, or with nothing before them.
+    Others are counted in `left_out` by reason: partly trained, unfinished, or with nothing before them.
     """
     reasons = left_out if left_out is not None else Counter()
     for segment in range(len(rows.origins)):
         first, last = rows.first_span[segment], rows.first_span[segment + 1]
         begin = int(rows.span_start[first])
-        for one, other in _answers(rows.spans[first:last]):
-            start, stop = int(rows.span_start[first + one]), int(rows.span_start[first + other])
-            spans = rows.spans[first + one : first + other]
+        for first_span, last_span in _answers(rows.spans[first:last]):
+            start, stop = (int(rows.span_start[first + span]) for span in (first_span, last_span))
+            spans = rows.spans[first + first_span : first + last_span]
             answer = rows.ids[start:stop].tolist()
-            size = next((at for at, id in enumerate(answer, 1) if id in ends), None)
+            size = next((at for at, id in enumerate(answer, 1) if id in end_ids), None)
             if not (spans["weight"] > 0).all() or (spans["target"] != OWN_ID).any():
                 reasons["partly_trained"] += 1
             elif size is None:
@@ -53,9 +53,9 @@ def questions(rows: Rows, ends: Collection[int], left_out: Counter[str] | None =
 
 
 def _answers(spans: Table) -> Iterator[tuple[int, int]]:
-    """Where the trained answers of a conversation lie among its spans: what an assistant says, without its opener.
+    """The span ranges of a conversation's trained answers: assistant turns without their header.
 
-    Where nobody is said to speak, in what other programs wrote, every trained span is one.
+    In data without roles, which other programs wrote, every trained span is an answer.
     """
     trained = np.flatnonzero(spans["weight"] > 0)
     if not len(trained):
@@ -68,10 +68,10 @@ def _answers(spans: Table) -> Iterator[tuple[int, int]]:
         of_turn = np.flatnonzero(turn == number)
         if spans["role"][of_turn[0]] not in (Role.ASSISTANT, Role.NONE):
             continue
-        said = of_turn[spans["part"][of_turn] != Part.OPEN]
+        body = of_turn[spans["part"][of_turn] != Part.OPEN]
         ending = trained[turn[trained] == number][-1]
-        if len(said) and said[0] <= ending:
-            yield int(said[0]), int(ending) + 1
+        if len(body) and body[0] <= ending:
+            yield int(body[0]), int(ending) + 1
 
 
 class RowOrigin(NamedTuple):
@@ -79,13 +79,13 @@ class RowOrigin(NamedTuple):
 
     source: str
     place: str
-    """file:line, or nothing where that is not known."""
+    """file:line, or empty if unknown."""
 
 
 def origins(rows: Rows, unnamed: str) -> list[RowOrigin | None]:
     """The origin of each conversation; None for padding and for one without a token.
 
-    Those that are not known are of the source `unnamed`.
+    Conversations of unknown origin get the source `unnamed`.
     """
     first, last = rows.first_span[:-1], rows.first_span[1:]
     nothing = first == last

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import NamedTuple
 
@@ -14,11 +12,11 @@ from torch import nn
 
 from chatmill.load.loader import EpisodeLoader
 from chatmill.train.distributed import World
-from chatmill.train.model import Inputs
+from chatmill.train.model import Inputs, eval_mode
 
 
 class Evaluation(NamedTuple):
-    """What a model makes of a split."""
+    """The loss of a model on a split."""
 
     loss: float | None
     """The weighted mean over trained tokens; None if there are none."""
@@ -41,7 +39,7 @@ def evaluate(
     """The loss of a split in the order of its files, or of its first batches; moves no cursor. All ranks call this."""
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     weight, trained = 0.0, 0
-    with without_training(module):
+    with eval_mode(module), torch.no_grad():
         for batch in islice(loader.one_pass(split), batches):
             for part in batch.split(loader.config.gradient_accumulation_steps):
                 inputs = Inputs.of(part, world.device)
@@ -52,15 +50,3 @@ def evaluate(
         dist.all_reduce(total)
     weights, counts = world.sums([weight, trained])
     return Evaluation(float(total) / weights if weights else None, int(counts))
-
-
-@contextmanager
-def without_training(module: nn.Module) -> Iterator[None]:
-    """No gradients and no dropout."""
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(training)

@@ -1,7 +1,7 @@
-"""chatmill's own GPT: RMSNorm before each part, rotary positions, grouped queries, SwiGLU.
+"""chatmill's own GPT: pre-RMSNorm, rotary position embeddings, grouped-query attention, SwiGLU.
 
-Parameters keep the precision they were made in; the hidden states have `compute` precision, and each weight is taken
-to it where it is used. So float32 parameters with bfloat16 states are bf16 training with float32 master weights.
+Parameters keep the precision they were created in; hidden states have `compute` precision, and each weight is cast to
+it where it is used. So float32 parameters with bfloat16 states are bf16 training with float32 master weights.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ from chatmill.train.model import CausalModel, DecodingCache, usable_precision
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KIND = "chatmill-gpt"
-"""What `model_type` says in the config of a saved model."""
+"""The `model_type` in the config of a saved model."""
 REQUIRED = ("vocab_size", "n_layer", "n_embd", "n_head")
 """Keys that the config of a saved model must have."""
 
 
 class GPT(CausalModel):
-    """A decoder of `sizes`, with fresh weights."""
+    """A decoder-only transformer with fresh weights.
+
+    >>> GPT(GPTSizes(vocab_size=64, n_layer=2, n_embd=32, n_head=4)).num_parameters
+    34976
+    """
 
     def __init__(self, sizes: GPTSizes, *, compute: torch.dtype | None = None) -> None:
         super().__init__()
@@ -49,7 +53,7 @@ class GPT(CausalModel):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew from torch's generator: normal, and smaller where layers write to the residual."""
+        """Initialize all weights from torch's generator: normal, smaller for projections into the residual stream."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1)
@@ -66,15 +70,15 @@ class GPT(CausalModel):
     def _run(self, x: Tensor, positions: Tensor, mask: Mask, cache: KVCache | None) -> Tensor:
         h = self.embedding(x)
         h = h.to(self.compute or h.dtype)
-        turns = rotations(positions, self.sizes.head_size, self.sizes.rope_theta)
+        rotary = rotations(positions, self.sizes.head_size, self.sizes.rope_theta)
         for depth, block in enumerate(self.layers):
             if cache is not None:
-                # Generation has a shape of its own at every step: never through what was compiled for training.
-                h = block.forward(h, *turns, mask, cache.layers[depth])
+                # Shapes change at every step of generation: do not use the layer compiled for training.
+                h = block.forward(h, *rotary, mask, cache.layers[depth])
             elif self._checkpointed and torch.is_grad_enabled():
-                h = checkpoint(block, h, *turns, mask, use_reentrant=False)
+                h = checkpoint(block, h, *rotary, mask, use_reentrant=False)
             else:
-                h = block(h, *turns, mask)
+                h = block(h, *rotary, mask)
         return self.norm(h)
 
     def blocks(self) -> list[nn.Module]:
@@ -86,17 +90,17 @@ class GPT(CausalModel):
     def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
         rows, length = ids.shape
         cache = KVCache.empty(self, rows, length + room)
-        hidden = self._seen(ids, torch.arange(length, device=ids.device).expand(rows, -1), cache)
+        hidden = self._cached(ids, torch.arange(length, device=ids.device).expand(rows, -1), cache)
         cache.lengths = lengths.clone()
         return self.head().logits(hidden[torch.arange(rows, device=ids.device), lengths - 1]), cache
 
     def step(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         assert isinstance(cache, KVCache)
-        hidden = self._seen(tokens[:, None], cache.lengths[:, None], cache)
+        hidden = self._cached(tokens[:, None], cache.lengths[:, None], cache)
         cache.lengths = cache.lengths + 1
         return self.head().logits(hidden[:, 0])
 
-    def _seen(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    def _cached(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         cache.positions = positions
         slots = torch.arange(cache.size, device=ids.device)
         return self._run(ids, positions, (slots <= positions[:, :, None])[:, None], cache)
@@ -140,7 +144,7 @@ def read_sizes(folder: Path) -> GPTSizes:
 
 
 class Block(nn.Module):
-    """Attention, then the gated layer, each added to what came in."""
+    """A transformer layer: attention and MLP, each with a residual connection."""
 
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
@@ -177,7 +181,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
-        # Two products: the gradients of one would have to be joined again, which costs more than it saves.
+        # Two products: concatenating the gradients of one would cost more than it saves.
         self.gate = Linear(sizes.n_embd, sizes.ffn)
         self.up = Linear(sizes.n_embd, sizes.ffn)
         self.down = Linear(sizes.ffn, sizes.n_embd)
@@ -187,7 +191,7 @@ class MLP(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A product with a weight of any precision, in the precision of what comes in."""
+    """A linear layer without bias that computes in the precision of its input."""
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__(width_in, width_out, bias=False)
@@ -209,7 +213,7 @@ class Norm(nn.Module):
 
 
 def rotations(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (rows, length, 1, size) by which heads are turned at these positions."""
+    """Cosines and signed sines (rows, length, 1, size) of the rotary embedding at these positions."""
     rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
     angles = positions[:, :, None, None].float() * rates
     cos, sin = angles.cos(), angles.sin()
@@ -217,7 +221,7 @@ def rotations(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tenso
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + size / 2) of each head."""
+    """Apply the rotary embedding to the pairs (i, i + size / 2) of each head."""
     h = heads.float()
     return (h * cos + h.roll(h.shape[-1] // 2, dims=-1) * sin).to(heads.dtype)
 
@@ -237,8 +241,7 @@ class LayerCache:
 
 
 class KVCache:
-    """What generation has seen. Rows need no padding at their front: what lies behind a row's end is never looked at,
-    and is overwritten as the row grows."""
+    """Keys and values of generation. Rows are right-padded: slots after a row's end are masked, then overwritten."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,7 +1,7 @@
-"""Any Hugging Face causal model from a folder, behind the same port as chatmill's own.
+"""Any Hugging Face causal model as a `CausalModel`.
 
-transformers builds its masks from positions that begin anew with each conversation. Whether an architecture really
-keeps conversations apart, and whether its logits are what its head says, is tried out when a model is opened.
+transformers builds its masks from position ids that restart with each conversation. Whether an architecture really
+separates conversations, and whether its logits are those of its head, is tested when a model is opened.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from chatmill.errors import DataError, UsageError
+from chatmill.train.attention import segment_begins
 from chatmill.train.loss import LMHead
-from chatmill.train.model import CausalModel, DecodingCache, usable_precision
+from chatmill.train.model import CausalModel, DecodingCache, eval_mode, usable_precision
+
+if TYPE_CHECKING:
+    from chatmill.train.config import LoraSizes
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -28,13 +32,13 @@ TOKENIZER_FILES = (
     "*.jinja",
     "*.model",
 )
-"""What is copied from the folder a model came from to the folder it is saved in."""
+"""Copied from the folder that a model was loaded from to the folder it is saved in."""
 CLOSE = 1e-3
-"""Largest difference of logits, beside their size, that is rounding."""
+"""Largest relative difference of logits that counts as rounding."""
 
 
 class HFModel(CausalModel):
-    """A causal model of transformers. Parameters stay float32; with `compute` the forward pass is autocast to it."""
+    """A causal model of transformers. Parameters stay float32; the forward pass is autocast to `compute`."""
 
     def __init__(self, lm: Any, *, source: Path | None = None, compute: torch.dtype | None = None) -> None:
         super().__init__()
@@ -47,11 +51,11 @@ class HFModel(CausalModel):
         self.max_positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
         self._check_head()
         self.separates = self._separates()
-        """Whether the architecture keeps the conversations of a packed row apart; if not, rows are taken apart."""
+        """Whether the architecture separates the conversations of a packed row; if not, rows are unpacked."""
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> HFModel:
-        """Read a folder that `save_pretrained` wrote; code that comes with a model is not run."""
+        """Read a folder that `save_pretrained` wrote; remote code is not run."""
         try:
             from transformers import AutoModelForCausalLM
         except ImportError:
@@ -70,7 +74,7 @@ class HFModel(CausalModel):
         self._attend_by(self._training_attention(x))
         if self.separates:
             return self._states(x, positions)
-        index, lengths = _apart(segments)
+        index, lengths = _unpacked(segments)
         states = self._states(x.flatten()[index], positions.flatten()[index])
         inside = torch.arange(index.shape[1], device=x.device) < lengths[:, None]
         return states[inside].view(*x.shape, -1)
@@ -105,10 +109,10 @@ class HFModel(CausalModel):
         from transformers import DynamicCache
 
         if getattr(self.lm, "_is_stateful", False):
-            replay = RecomputeCache(ids, lengths)
-            return self._replayed(replay), replay
+            recompute = RecomputeCache(ids, lengths)
+            return self._recomputed(recompute), recompute
         length = ids.shape[1]
-        # transformers wants prompts that end together.
+        # transformers expects left-padded prompts.
         places = torch.arange(length, device=ids.device) - (length - lengths[:, None])
         cache = HFCache(DynamicCache(config=self.lm.config), lengths, seen=places >= 0)
         ids = ids.gather(1, places.clamp(min=0))
@@ -117,7 +121,7 @@ class HFModel(CausalModel):
     def step(self, tokens: Tensor, cache: DecodingCache) -> Tensor:
         if isinstance(cache, RecomputeCache):
             cache.append(tokens)
-            return self._replayed(cache)
+            return self._recomputed(cache)
         assert isinstance(cache, HFCache)
         positions = cache.lengths[:, None]
         cache.lengths = cache.lengths + 1
@@ -137,10 +141,15 @@ class HFModel(CausalModel):
             )
         return out.logits[:, -1].float()
 
-    def _replayed(self, cache: RecomputeCache) -> Tensor:
+    def _recomputed(self, cache: RecomputeCache) -> Tensor:
         positions = torch.arange(cache.ids.shape[1], device=cache.ids.device).expand_as(cache.ids)
         states = self._states(cache.ids, positions)
         return self.head().logits(states[torch.arange(len(states), device=states.device), cache.lengths - 1])
+
+    def with_lora(self, sizes: LoraSizes, folder: Path) -> CausalModel:
+        from chatmill.train.lora import LoraModel
+
+        return LoraModel.on(self, sizes)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         weights = None if state is None else {name.removeprefix("lm."): tensor for name, tensor in state.items()}
@@ -164,7 +173,7 @@ class HFModel(CausalModel):
         if self.lm.config._attn_implementation not in (name, "eager"):
             self.lm.set_attn_implementation(name)
 
-    # What is tried out.
+    # Tests of the architecture.
 
     def _check_head(self) -> None:
         layer = self.lm.get_output_embeddings()
@@ -172,11 +181,11 @@ class HFModel(CausalModel):
             raise DataError(
                 f"{self._name}: its head is a {type(layer).__name__}; only a plain linear head can be trained"
             )
-        with _Trying(self.lm), torch.inference_mode():
+        with eval_mode(self.lm), torch.inference_mode():
             x = torch.arange(4)[None] % self.vocab_size
-            whole = self.lm(input_ids=x).logits
+            expected = self.lm(input_ids=x).logits
             ours = self.head().logits(self.lm.base_model(input_ids=x).last_hidden_state)
-        if not _close(whole, ours):
+        if not _close(expected, ours):
             raise DataError(
                 f"{self._name}: its logits are not those of its head; this architecture cannot be trained here"
             )
@@ -184,7 +193,7 @@ class HFModel(CausalModel):
     def _separates(self) -> bool:
         x = torch.tensor([[1, 2, 3, 0, 3, 2, 1]]) % self.vocab_size
         positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-        with _Trying(self.lm), torch.inference_mode():
+        with eval_mode(self.lm), torch.inference_mode():
             packed = self._states(x, positions)[:, 3:]
             alone = self._states(x[:, 3:], positions[:, 3:])
         return _close(packed, alone)
@@ -195,7 +204,7 @@ class HFModel(CausalModel):
 
 
 class HFCache:
-    """transformers' cache; prompts stand at the right, so which places hold tokens is kept beside it."""
+    """transformers' cache; prompts are left-padded, so it has a mask of the places that hold tokens."""
 
     def __init__(self, past: Any, lengths: Tensor, *, seen: Tensor) -> None:
         self.past, self.lengths, self.seen = past, lengths, seen
@@ -206,7 +215,7 @@ class HFCache:
 
 
 class RecomputeCache:
-    """For models that keep a state instead of keys and values: the tokens themselves, read again at every step."""
+    """For models with a recurrent state instead of keys and values: the tokens, recomputed at every step."""
 
     def __init__(self, ids: Tensor, lengths: Tensor) -> None:
         self.ids, self.lengths = ids, lengths
@@ -220,22 +229,9 @@ class RecomputeCache:
         self.ids, self.lengths = self.ids[rows], self.lengths[rows]
 
 
-class _Trying:
-    """Without dropout for a moment."""
-
-    def __init__(self, lm: Any) -> None:
-        self._lm, self._training = lm, lm.training
-
-    def __enter__(self) -> None:
-        self._lm.eval()
-
-    def __exit__(self, *_: object) -> None:
-        self._lm.train(self._training)
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars of transformers: chatmill shows its own."""
+    """Without the progress bars of transformers."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -251,18 +247,16 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= CLOSE * b.abs().max())
 
 
-def _apart(segments: Tensor) -> tuple[Tensor, Tensor]:
-    """For each segment the places of its tokens in the flattened rows, filled up at the end, and its length."""
-    begins = torch.ones_like(segments, dtype=torch.bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    start = begins.flatten().nonzero().squeeze(1)
+def _unpacked(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """For each segment the indices of its tokens in the flattened rows, padded at the end, and its length."""
+    start = segment_begins(segments).flatten().nonzero().squeeze(1)
     lengths = torch.diff(start, append=start.new_tensor([segments.numel()]))
     index = start[:, None] + torch.arange(int(lengths.max()), device=segments.device)
     return index.clamp(max=segments.numel() - 1), lengths
 
 
 def _registered_flex() -> str:
-    """The name under which transformers finds FlexAttention that takes what autocast left in several precisions."""
+    """Register FlexAttention that accepts the mixed precisions of autocast; its name in transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.masking_utils import flex_attention_mask

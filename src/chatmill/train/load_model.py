@@ -1,45 +1,72 @@
-"""A model from a folder: chatmill's own, or any Hugging Face causal model."""
+"""Load a model from a folder, whatever its family."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from chatmill.errors import DataError
-from chatmill.train.checkpoint import check_model
-from chatmill.train.gpt import CONFIG, GPT, KIND
+from chatmill.train.checkpoint import check_model, model_folder
 from chatmill.train.model import CausalModel
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+HUGGING_FACE = "chatmill.train.hf:HFModel"
+"""The family of every `model_type` that has none of its own."""
+ADAPTERS = "chatmill.train.lora:LoraModel"
+
+Load = Callable[..., CausalModel]
+MODEL_FAMILIES: dict[str, str | Load] = {"chatmill-gpt": "chatmill.train.gpt:GPT"}
+"""Model families by the `model_type` of a folder's config.json: a class with `load`, named as MODULE:CLASS so that it
+is imported when it is used, or a function `load(folder, *, compute)`. To add a family, add it here."""
 
 
 def open_model(folder: Path, *, compute: torch.dtype | None = None) -> CausalModel:
-    """The model that a folder holds, in float32 on the CPU; its hidden states have `compute` precision.
+    """The model in a folder, in float32 on the CPU; its hidden states have `compute` precision.
 
-    A folder of adapters gives the model under them with the adapters on it.
-    The model of a checkpoint is opened only if it is as it was written.
+    A folder of adapters gives the model they were trained on with the adapters applied. The model of a checkpoint is
+    opened only if its files have the hashes they were written with.
+
+    >>> import tempfile
+    >>> from chatmill.train import GPT, GPTSizes
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> GPT(GPTSizes(vocab_size=8, n_layer=1, n_embd=16, n_head=2)).save(folder)
+    >>> type(open_model(folder)).__name__
+    'GPT'
     """
     check_model(folder)
-    if (folder / "adapter_config.json").exists():
-        from chatmill.train.lora import LoraModel
+    is_adapter = (folder / ADAPTER_CONFIG).exists()
+    family = ADAPTERS if is_adapter else MODEL_FAMILIES.get(model_type(folder), HUGGING_FACE)
+    if isinstance(family, str):
+        module, _, name = family.partition(":")
+        family = getattr(import_module(module), name).load
+    return family(folder, compute=compute)
 
-        return LoraModel.load(folder, compute=compute)
-    if model_type(folder) == KIND:
-        return GPT.load(folder, compute=compute)
-    from chatmill.train.hf import HFModel
 
-    return HFModel.load(folder, compute=compute)
+def open_ready(path: str | Path, device: str = "auto") -> CausalModel:
+    """The model of a folder, a checkpoint or a run, on its device in eval mode."""
+    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    return open_model(model_folder(path), compute=compute_dtype("auto", chosen)).to(chosen).eval()
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
-    """What `dtype` of a config means on a device, for hidden states; None is float32."""
+    """The precision of hidden states for the `dtype` of a config on a device; None is float32."""
     half = device.type == "cuda" if dtype == "auto" else dtype == "bfloat16"
     return torch.bfloat16 if half else None
 
 
+def check_is_model(folder: Path) -> None:
+    """Raise `DataError` if a folder holds neither a model nor adapters."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        model_type(folder)
+
+
 def model_type(folder: Path) -> str:
-    """What `config.json` of a model folder calls the model."""
+    """The `model_type` of a model folder's config.json."""
     path = folder / CONFIG
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())

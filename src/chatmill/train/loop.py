@@ -1,14 +1,13 @@
 """The training loop: batches in, checkpoints out.
 
-    train(config, model_name="my_sft_model", dataset_dir="data/chat_sft")
+    train_model(config, model_name="my_sft_model", dataset_dir="data/chat_sft")
 
-A run that is stopped at any moment and goes on from its last checkpoint computes what an undisturbed one does: the
-batches are a function of the loader's cursor, the learning rate and all that is drawn one of the step.
+A run that is stopped at any moment and resumes from its last checkpoint computes the same as an undisturbed one: the
+batches are a function of the loader's cursor, the learning rate and all random numbers one of the step.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -21,70 +20,89 @@ import torch
 
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.load.plan import Cursor
+from chatmill.train import checkpoint as checkpoints
 from chatmill.train.config import TrainConfig
-from chatmill.train.distributed import World, joined
+from chatmill.train.distributed import World, init_world
 from chatmill.train.evaluate import Evaluation, evaluate
+from chatmill.train.loss import LossFunction
+from chatmill.train.metrics_log import RowsData
 from chatmill.train.model import CausalModel
-from chatmill.train.run_dir import CONFIG as CONFIG
-from chatmill.train.run_dir import RunDir, StepRecord
-from chatmill.train.samples import Read, Samples
+from chatmill.train.preflight import about_model
+from chatmill.train.run_dir import RunDir
+from chatmill.train.samples import Samples, TokenText
 from chatmill.train.setup import RunState, open_run
-from chatmill.train.signals import noted
-from chatmill.train.step import Pending, StepCounts, counts_of, parts_of, seed_draws
+from chatmill.train.signals import stop_on_signal
+from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step
 
-HOST_IS_FULL = ("DefaultCPUAllocator", "Storage size calculation overflowed")
-"""What torch says of it."""
-SHOWN = 20
-"""Episodes that a fault names, at most."""
+HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
+"""Parts of torch's messages when the host is out of memory; torch has no error class for it."""
+SHOWN_EPISODES = 20
+"""An error names at most this many episodes."""
 
-Watch = Callable[[StepRecord], None]
-"""Called on every rank with each step, when it is done."""
+
+class StepRecord(NamedTuple):
+    """The metrics of one step."""
+
+    step: int
+    """Steps of the run, this one included."""
+    loss: float | None
+    """The mean over the trained tokens of the global batch; None if there are none."""
+    grad_norm: float
+    lr: float
+    tokens: int
+    """Tokens without padding."""
+    trained: int
+    untrained_rows: int
+    seconds: float
+    """From the end of the step before to the end of this one."""
+    data_wait: float
+    """Seconds spent waiting for the batch."""
+
+
+OnStep = Callable[[StepRecord], None]
+"""Called on every rank after each step."""
 OnEval = Callable[[CausalModel, int], Mapping[str, float]]
-"""Called on rank 0 after an evaluation with the model and the step; what it gives goes into the metrics."""
-Words = Callable[[Path], Read | None]
-"""How the tokens of a dataset read, for sample answers that are shown; None if its tokenizer is not there."""
-
-
-class NotFiniteError(ChatmillError):
-    """The loss is no number any more, and so the run stops."""
+"""Called on rank 0 after an evaluation with the model and the step; the result goes into the metrics."""
+OpenText = Callable[[Path], TokenText | None]
+"""Opens what turns the tokens of a dataset into text, to show sample answers; None if it has no tokenizer."""
 
 
 class OutOfMemoryError(ChatmillError):
-    """The memory of a GPU or of the host is full, perhaps that of one rank alone."""
+    """A GPU or the host is out of memory, perhaps on one rank alone."""
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What became of a run."""
+    """The result of a run."""
 
     folder: Path
     checkpoint: Path | None
     step: int
     total: int
-    """Steps the run is to have."""
+    """Steps of the whole run."""
     loss: float | None
-    """Of the last step that trained anything; None if there was none."""
+    """Of the last step with a trained token; None if there was none."""
     val_loss: float | None
     val_perplexity: float | None
     tokens: int
     trained: int
     untrained_rows: int
-    """Rows of which nothing was trained: they count for nothing."""
+    """Rows without a trained token, which do not count."""
     cut_episodes: int
-    """Conversations that were longer than a row, and lost their beginning."""
+    """Conversations longer than a row, which lost their beginning."""
     cut_tokens: int
     skipped_steps: int
-    """Steps of post-training that had nothing to train at all."""
+    """Steps of post-training without a trained token."""
     seconds: float
-    """Of the steps that this process made, without evaluations and checkpoints."""
+    """Of the steps of this process, without evaluations and checkpoints."""
     data_wait: float
-    """Seconds of them in which batches were waited for."""
+    """Seconds of them spent waiting for batches."""
     stopped_by: str | None
     """The signal that ended the run early, if one did."""
 
     def to_json(self) -> dict[str, Any]:
-        said = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {**said, "finished": self.step >= self.total}
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return {**values, "finished": self.step >= self.total}
 
 
 def train_model(
@@ -95,16 +113,25 @@ def train_model(
     out_dir: str | Path = "checkpoints",
     resume: str | None = None,
     model: CausalModel | None = None,
-    watch: Watch | None = None,
+    loss: LossFunction | None = None,
+    watch: OnStep | None = None,
     on_eval: OnEval | None = None,
-    words: Words | None = None,
+    words: OpenText | None = None,
     quiet: bool = False,
 ) -> TrainResult:
-    """Train a model on a dataset, that of the config if none is given, and write all about it to out_dir/model_name.
+    """Train a model on a dataset, by default that of the config, and write the run to out_dir/model_name.
 
-    `resume` is `auto`, which goes on with the newest checkpoint if there is one, or the folder of a checkpoint.
-    `model` stands in for the one that the config would make. Sample answers are shown if `words` says how their
-    tokens read. `quiet` runs tell nothing on standard error.
+    `resume` is `auto`, the newest checkpoint if there is one, or the folder of a checkpoint. `model` replaces the one
+    that the config would make, and `loss` the weighted cross entropy. `watch` is called after every step, `on_eval`
+    after every evaluation. Sample answers are shown if `words` turns their tokens into text. `quiet` prints nothing.
+
+    >>> from chatmill import InputSource, Job, TrainConfig, prepare_dataset, train_model
+    >>> job = Job(sources=[InputSource(["data/conversations.jsonl"])], output="sft", tokenizer="bytes")
+    >>> _ = prepare_dataset(job)
+    >>> config = TrainConfig(max_iters=2, n_layer=1, n_embd=16, n_head=2, eval_interval=0, device="cpu", audit_dir=None)
+    >>> result = train_model(config, model_name="mine", dataset_dir="sft", quiet=True)
+    >>> result.step, str(result.checkpoint)
+    (2, 'checkpoints/mine/step_00000002')
     """
     is_name = model_name and Path(model_name).name == model_name and not model_name.startswith(".")
     if not is_name or not model_name.isprintable():
@@ -112,220 +139,262 @@ def train_model(
     if (chosen := dataset_dir or config.dataset_dir) is None:
         raise UsageError("dataset_dir is missing; expected the folder of a dataset")
     folder, data = Path(out_dir) / model_name, Path(chosen)
-    with joined(config.device) as world:
+    with init_world(config.device) as world:
         try:
-            with open_run(config, data, folder, world, resume=resume, model=model) as opened:
-                return Loop(opened, RunDir(folder, data, opened, quiet=quiet), watch, on_eval, words).run()
+            with open_run(config, data, folder, world, resume=resume, model=model) as state:
+                if loss is not None:
+                    state.stepper.model.loss = loss
+                return _Loop(state, _run_dir(state, folder, data, quiet=quiet), watch, on_eval, words).run()
         except torch.OutOfMemoryError:
-            raise _out_of_memory(config, world) from None
+            raise _gpu_out_of_memory(config, world) from None
         except (MemoryError, RuntimeError) as error:
-            # torch has no error of its own for a host that is full.
-            if isinstance(error, RuntimeError) and not any(words in str(error) for words in HOST_IS_FULL):
+            if isinstance(error, RuntimeError) and not any(part in str(error) for part in HOST_MEMORY_ERRORS):
                 raise
-            raise OutOfMemoryError(_host_is_full(config, world)) from None
+            raise _host_out_of_memory(config, world) from None
 
 
-class _Behind(NamedTuple):
-    """A step that was handed to the device and not yet looked at."""
+def _run_dir(state: RunState, folder: Path, dataset_dir: Path, *, quiet: bool) -> RunDir:
+    config = state.config
+    rows = RowsData(str(dataset_dir), state.stage.dataset_sha256, state.loader.config.mix_sft)
+    run_dir = RunDir(
+        folder,
+        {**config.to_json(), "dataset_dir": str(dataset_dir)},
+        state.world,
+        step=state.step,
+        total=state.stage.stop,
+        log_interval=config.log_interval,
+        quiet=quiet,
+        tensorboard=config.tensorboard,
+        rows=rows if config.log_rows else None,
+    )
+    later = [f"a later checkpoint stays as {path}; it is not used any more" for path in run_dir.set_aside]
+    for note in state.notes + later:
+        run_dir.print(note)
+    return run_dir
+
+
+class _Launched(NamedTuple):
+    """A step that was launched on the device and whose result has not been read."""
 
     step: int
-    at: Cursor
+    cursor: Cursor
     lr: float
     counts: StepCounts
-    waited: float
+    data_wait: float
     pending: Pending | None
     """None if there was nothing to train."""
 
 
-class Loop:
-    """The steps of a run that are left to be made."""
+class _Loop:
+    """The remaining steps of a run."""
 
     def __init__(
         self,
-        opened: RunState,
-        output: RunDir,
-        watch: Watch | None = None,
-        on_eval: OnEval | None = None,
-        words: Words | None = None,
+        state: RunState,
+        run_dir: RunDir,
+        watch: OnStep | None,
+        on_eval: OnEval | None,
+        open_text: OpenText | None,
     ) -> None:
-        self._o, self._output, self._watch, self._on_eval, self._words = opened, output, watch, on_eval, words
-        self._behind: _Behind | None = None
+        self._state, self._run_dir = state, run_dir
+        self._watch, self._on_eval, self._open_text = watch, on_eval, open_text
+        self._launched: _Launched | None = None
         self._ended = 0.0
-        """When the last step that was looked at ended."""
-        self._seconds = self._waited = 0.0
+        """When the last step whose result was read ended."""
+        self._seconds = self._data_wait = 0.0
         self._loss: float | None = None
         self._evaluation: Evaluation | None = None
 
     def run(self) -> TrainResult:
-        """Make all steps that are left, or those before a signal; save, and say what became of it."""
-        opened, config, began = self._o, self._o.config, self._o.step
+        """Take all remaining steps, or those before a signal; save, and return the result."""
+        state, config, began = self._state, self._state.config, self._state.step
         try:
-            with noted() as asked:
+            with stop_on_signal() as request:
                 self._ended = time.perf_counter()
                 stop = False
-                while opened.step < opened.stage.stop and not stop:
-                    stop = self._step(asked_to_stop=asked.by is not None)
-                    last = opened.step == opened.stage.stop
-                    evaluates = config.eval_interval and (opened.step % config.eval_interval == 0 or last)
-                    saves = config.save_interval and opened.step % config.save_interval == 0
+                while state.step < state.stage.stop and not stop:
+                    stop = self._step(stop_requested=request.by is not None)
+                    last = state.step == state.stage.stop
+                    evaluates = config.eval_interval and (state.step % config.eval_interval == 0 or last)
+                    saves = config.save_interval and (state.step % config.save_interval == 0 or stop or last)
                     if evaluates or saves or stop or last:
-                        self._catch_up()
+                        self._finish_step()
                         if evaluates:
                             self._evaluate()
-                        if saves or (config.save_interval and (stop or last)):
-                            self._output.save()
+                        if saves:
+                            self._save()
                         self._ended = time.perf_counter()
-            if opened.step > began:
-                self._output.plot()
-            early = stop and opened.step < opened.stage.stop
-            return self._result((asked.by or "a signal to another rank") if early else None)
+            if state.step > began:
+                self._run_dir.plot()
+            early = stop and state.step < state.stage.stop
+            return self._result((request.by or "a signal to another rank") if early else None)
         finally:
-            self._output.close()
+            self._run_dir.close()
 
-    def _step(self, *, asked_to_stop: bool) -> bool:
-        """Hand one step to the device and look at the one before; whether any rank was asked to stop."""
-        opened, config, world = self._o, self._o.config, self._o.world
+    def _step(self, *, stop_requested: bool) -> bool:
+        """Launch one step and read the result of the one before; whether a stop was requested on any rank."""
+        state, config, world = self._state, self._state.config, self._state.world
         before = time.perf_counter()
-        at, cut = opened.loader.cursor(), opened.loader.counts()
-        batch = opened.loader.get_batch()
-        parts = parts_of(batch, config.gradient_accumulation_steps, world.device)
-        waited = time.perf_counter() - before
-        counts = counts_of(batch, parts)._replace(
-            cut_episodes=opened.loader.counts().cut_episodes - cut.cut_episodes,
-            cut_tokens=opened.loader.counts().cut_tokens - cut.cut_tokens,
-            stop=float(asked_to_stop),
+        cursor, cut = state.loader.cursor(), state.loader.counts()
+        batch = state.loader.get_batch()
+        parts = micro_batches(batch, config.gradient_accumulation_steps, world.device)
+        data_wait = time.perf_counter() - before
+        counts = count_batch(batch, parts)._replace(
+            cut_episodes=state.loader.counts().cut_episodes - cut.cut_episodes,
+            cut_tokens=state.loader.counts().cut_tokens - cut.cut_tokens,
+            stop=float(stop_requested),
         )
         counts = StepCounts(*world.sums(counts))
-        lr = opened.stage.lr(opened.step)
+        lr = state.stage.lr(state.step)
         pending = None
         if counts.weight or not config.post_training:
-            seed_draws(config.seed, opened.step, world.rank)
-            pending = opened.stepper.step(parts, weight=counts.weight, lr=lr, rows=config.log_rows)
-        opened.step += 1
-        now = _Behind(opened.step, at, lr, counts, waited, pending)
-        self._catch_up()
-        self._behind = now
+            seed_step(config.seed, state.step, world.rank)
+            pending = state.stepper.step(parts, weight=counts.weight, lr=lr, rows=config.log_rows)
+        state.step += 1
+        launched = _Launched(state.step, cursor, lr, counts, data_wait, pending)
+        self._finish_step()
+        self._launched = launched
         return counts.stop > 0
 
-    def _catch_up(self) -> None:
-        """Look at the step that was handed out last, when it is done."""
-        behind, self._behind = self._behind, None
-        if behind is None:
+    def _finish_step(self) -> None:
+        """Wait for the launched step, and log it."""
+        launched, self._launched = self._launched, None
+        if launched is None:
             return
-        counts, totals = behind.counts, self._o.totals
+        counts, totals = launched.counts, self._state.totals
         totals.add(counts)
-        read = None if behind.pending is None else behind.pending.read()
+        result = None if launched.pending is None else launched.pending.read()
         now = time.perf_counter()
         seconds, self._ended = now - self._ended, now
         self._seconds += seconds
-        self._waited += behind.waited
-        if read is None:
+        self._data_wait += launched.data_wait
+        if result is None:
             totals.skipped_steps += 1
-            self._output.skipped(behind.step, untrained_rows=int(counts.untrained_rows))
+            self._run_dir.log({"step": launched.step, "skipped": 1, "untrained_rows": int(counts.untrained_rows)})
             return
-        if not (math.isfinite(read.loss) and math.isfinite(read.grad_norm)):
-            raise self._not_finite(behind, read.loss, read.grad_norm)
-        loss = read.loss if counts.weight else None
+        result.check_finite(launched.step, self._state.saved, lambda: self._advice(launched.cursor))
+        loss = result.loss if counts.weight else None
         self._loss = self._loss if loss is None else loss
-        step = StepRecord(
-            step=behind.step,
+        record = StepRecord(
+            step=launched.step,
             loss=loss,
-            grad_norm=read.grad_norm,
-            lr=behind.lr,
+            grad_norm=result.grad_norm,
+            lr=launched.lr,
             tokens=int(counts.tokens),
             trained=int(counts.trained),
             untrained_rows=int(counts.untrained_rows),
             seconds=seconds,
-            data_wait=behind.waited,
+            data_wait=launched.data_wait,
         )
-        self._output.step(step, read.rows)
+        speed = {"tokens_per_second": record.tokens / seconds, "trained_per_second": record.trained / seconds}
+        self._run_dir.log({**record._asdict(), **speed})
+        self._run_dir.log_rows(record.step, result.rows)
+        self._run_dir.show_step(record.step, loss=loss, seconds=seconds, tokens=record.tokens, trained=record.trained)
         if self._watch is not None:
-            self._watch(step)
+            self._watch(record)
 
-    def _not_finite(self, behind: _Behind, loss: float, norm: float) -> NotFiniteError:
-        loader = self._o.loader
-        episodes = loader.plan(loader.split).step(behind.at).episodes.tolist()
-        rest = f" and {len(episodes) - SHOWN} more" if len(episodes) > SHOWN else ""
-        what = f"the length of the gradient is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
-        saved = self._o.saved
-        return NotFiniteError(
-            f"step {behind.step}: {what}; its episodes are {', '.join(map(str, episodes[:SHOWN]))}{rest}; "
-            f"look at them or lower learning_rate, and go on from {saved or 'the beginning, no checkpoint was written'}"
-        )
+    def _advice(self, cursor: Cursor) -> str:
+        """Which episodes a step at this cursor trains, for the error about a loss that is not finite."""
+        loader = self._state.loader
+        episodes = loader.plan(loader.split).step(cursor).episodes.tolist()
+        more = f" and {len(episodes) - SHOWN_EPISODES} more" if len(episodes) > SHOWN_EPISODES else ""
+        shown = ", ".join(map(str, episodes[:SHOWN_EPISODES]))
+        return f"its episodes are {shown}{more}; look at them or lower learning_rate"
 
     def _evaluate(self) -> None:
-        opened = self._o
-        if "val" not in opened.loader.splits:
+        state, model = self._state, self._state.stepper.model
+        if "val" not in state.loader.splits:
             return
-        model = opened.stepper.model
-        found = evaluate(model, opened.loader, opened.world, batches=opened.config.eval_iters)
-        self._evaluation = found
+        evaluation = evaluate(model, state.loader, state.world, batches=state.config.eval_iters)
+        self._evaluation = evaluation
         more: dict[str, float] = {}
-        shown: list[str] = []
-        # A model in shards answers only if all ranks ask.
-        if opened.world.is_first and opened.stepper.is_whole:
+        lines: list[str] = []
+        # A sharded model generates only if all ranks take part.
+        if state.world.is_first and state.stepper.is_whole:
             if self._samples is not None:
-                said = self._samples.ask(model)
-                more |= self._samples.rates(said)
-                shown = [] if self._read is None else self._samples.told(said, self._read)
+                answers = self._samples.answer(model)
+                more |= self._samples.rates(answers)
+                lines = [] if self._text is None else self._samples.lines(answers, self._text)
             if self._on_eval is not None:
-                more |= self._on_eval(model, opened.step)
-        self._output.evaluation(opened.step, found, more, shown)
+                more |= self._on_eval(model, state.step)
+        values = {"val_loss": evaluation.loss, "val_perplexity": evaluation.perplexity}
+        self._run_dir.log({"step": state.step, **values, "val_trained": evaluation.trained, **more})
+        shown = "".join(f", {name} {value:.4g}" for name, value in more.items())
+        self._run_dir.print("\n".join([f"step {state.step:,}: {evaluation}{shown}", *lines]))
 
     @cached_property
     def _samples(self) -> Samples | None:
-        opened = self._o
-        count = opened.config.eval_samples
-        return Samples(opened.loader.sources, count, opened.stepper.model) if count else None
+        state, count = self._state, self._state.config.eval_samples
+        return Samples(state.loader.sources, count, state.stepper.model) if count else None
 
     @cached_property
-    def _read(self) -> Read | None:
-        if self._words is None:
+    def _text(self) -> TokenText | None:
+        if self._open_text is None:
             return None
-        folder = self._o.loader.sources[0].path
-        read = self._words(folder)
-        if read is None:
-            self._output.say(f"sample answers are counted and not shown: the tokenizer of {folder} is not beside it")
-        return read
+        folder = self._state.loader.sources[0].path
+        text = self._open_text(folder)
+        if text is None:
+            self._run_dir.print(f"sample answers are counted and not shown: the tokenizer of {folder} is not beside it")
+        return text
+
+    def _save(self) -> None:
+        """Write a checkpoint; all ranks call this."""
+        state, config = self._state, self._state.config
+        sharded = config.checkpoint == "sharded"
+        # Sharded checkpoints hold a model folder, for which ranks gather all weights, only at the end.
+        usable = not sharded or state.step == state.stage.stop
+        state.saved = checkpoints.save(
+            self._run_dir.folder,
+            state.to_json(),
+            state.stepper.model,
+            state.stepper.optimizer,
+            state.world,
+            sharded=sharded,
+            keep=config.keep_checkpoints,
+            about=about_model(state.loader, step=state.step) if usable else None,
+        )
 
     def _result(self, stopped_by: str | None) -> TrainResult:
-        opened, found = self._o, self._evaluation
+        state, evaluation = self._state, self._evaluation
         return TrainResult(
-            folder=self._output.folder,
-            checkpoint=opened.saved,
-            step=opened.step,
-            total=opened.stage.stop,
+            folder=self._run_dir.folder,
+            checkpoint=state.saved,
+            step=state.step,
+            total=state.stage.stop,
             loss=self._loss,
-            val_loss=found and found.loss,
-            val_perplexity=found and found.perplexity,
-            **asdict(opened.totals),
+            val_loss=evaluation and evaluation.loss,
+            val_perplexity=evaluation and evaluation.perplexity,
+            **asdict(state.totals),
             seconds=self._seconds,
-            data_wait=self._waited,
+            data_wait=self._data_wait,
             stopped_by=stopped_by,
         )
 
 
-def _host_is_full(config: TrainConfig, world: World) -> str:
+def _rows_at_a_time(config: TrainConfig, world: World) -> str:
     rows = config.batch_size // world.size // config.gradient_accumulation_steps
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return (
-        f"{_rank(world)}the host is out of memory (it has {size:.1f} GiB) with {rows} rows of {config.block_size} "
-        "tokens at a time; lower batch_size, block_size or max_positions, or take a smaller model"
-    )
+    return f"with {rows} rows of {config.block_size} tokens at a time"
 
 
 def _rank(world: World) -> str:
     return f"rank {world.rank}: " if world.size > 1 else ""
 
 
-def _out_of_memory(config: TrainConfig, world: World) -> OutOfMemoryError:
-    rows = config.batch_size // world.size // config.gradient_accumulation_steps
+def _host_out_of_memory(config: TrainConfig, world: World) -> OutOfMemoryError:
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return OutOfMemoryError(
+        f"{_rank(world)}the host is out of memory (it has {size:.1f} GiB) {_rows_at_a_time(config, world)}; "
+        "lower batch_size, block_size or max_positions, or take a smaller model"
+    )
+
+
+def _gpu_out_of_memory(config: TrainConfig, world: World) -> OutOfMemoryError:
     taken = ""
     if world.device.type == "cuda":
         free, size = torch.cuda.mem_get_info(world.device)
         taken = f" ({(size - free) / 2**30:.1f} of {size / 2**30:.1f} GiB are taken)"
     lower = "lower batch_size or block_size" if config.activation_checkpointing else "set activation_checkpointing"
     return OutOfMemoryError(
-        f"{_rank(world)}the GPU is out of memory{taken} with {rows} rows of {config.block_size} tokens at a time; "
+        f"{_rank(world)}the GPU is out of memory{taken} {_rows_at_a_time(config, world)}; "
         f"raise gradient_accumulation_steps from {config.gradient_accumulation_steps}, or {lower}"
     )

@@ -1,4 +1,4 @@
-"""Adapters on a Hugging Face model: few weights are trained beside the frozen ones, and can be merged into them."""
+"""LoRA adapters on a Hugging Face model, with peft."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from chatmill.errors import DataError, UsageError, one_line
 from chatmill.train.checkpoint import check_model
 from chatmill.train.config import LoraSizes
 from chatmill.train.hf import HFModel, quiet
-
-ADAPTER_CONFIG = "adapter_config.json"
+from chatmill.train.load_model import ADAPTER_CONFIG
+from chatmill.train.model import CausalModel
 
 
 class LoraModel(HFModel):
     """A Hugging Face model of which only the adapters are trained."""
 
+    with_lora = CausalModel.with_lora
+
     def __init__(self, base: HFModel, peft_model: Any) -> None:
-        # peft puts its layers into the model that it is given: base.lm has them from here on.
+        # peft inserts its layers into the model that it is given: base.lm has them from here on.
         super().__init__(base.lm, source=base.source, compute=base.compute)
         # In a tuple, so that torch does not count the same weights twice.
         self._peft = (peft_model,)
 
     @classmethod
     def on(cls, base: HFModel, sizes: LoraSizes) -> LoraModel:
-        """Fresh adapters on a model, whose own weights are frozen; they change nothing until they are trained."""
+        """Fresh adapters on a model, whose own weights are frozen; untrained adapters change no output."""
         peft = _peft(str(base.source))
         targets = sizes.targets if isinstance(sizes.targets, str) else list(sizes.targets)
         head = next(name for name, module in base.lm.named_modules() if module is base.lm.get_output_embeddings())
@@ -49,11 +51,11 @@ class LoraModel(HFModel):
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> LoraModel:
-        """Read adapters that `save` wrote, and the model under them from the folder that they name."""
+        """Read adapters that `save` wrote, and their base model from the folder that they name."""
         peft = _peft(str(folder))
         try:
             name = json.loads((folder / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"]
-            base = _under(folder, name, compute)
+            base = _load_base(folder, name, compute)
             return cls(base, peft.PeftModel.from_pretrained(base.lm, str(folder), is_trainable=True))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, DataError):
@@ -67,17 +69,17 @@ class LoraModel(HFModel):
         )
         with quiet():
             self._peft[0].save_pretrained(str(folder), state_dict=weights)
-        # A model card to be filled in by hand, which nobody asked for.
+        # An empty model card.
         (folder / "README.md").unlink(missing_ok=True)
 
     def merge(self) -> HFModel:
-        """The model with the adapters added to its weights; this one is used up."""
+        """The model with the adapters merged into its weights; this object cannot be used afterwards."""
         merged = self._peft[0].merge_and_unload()
         return HFModel(merged, source=self.source, compute=self.compute)
 
 
-def _under(folder: Path, name: str, compute: torch.dtype | None) -> HFModel:
-    """The model that adapters name."""
+def _load_base(folder: Path, name: str, compute: torch.dtype | None) -> HFModel:
+    """The base model of adapters."""
     check_model(Path(name))
     try:
         return HFModel.load(Path(name), compute=compute)

@@ -1,15 +1,15 @@
-"""The loss of the trained tokens: the head runs on their positions alone, some at a time, so that the logits of a
-whole batch are never held.
+"""Losses: the interface that a loss function implements, and the weighted cross entropy of the trained tokens.
 
-Sums are returned, not means: the loop divides by the weight of the whole global batch, so that the result does not
-depend on how the batch is cut into micro-batches and ranks.
+The head runs on the trained positions alone, a chunk at a time, so that the logits of a whole batch never exist. Sums
+are returned, not means: the loop divides by the weight of the whole global batch, so that the result does not depend
+on how the batch is split into micro-batches and ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,29 +20,29 @@ from torch.autograd.function import once_differentiable
 from chatmill.load.batch import IGNORE_INDEX
 
 LOGIT_BYTES = 1 << 26
-"""Logits that are held at a time, at most: few enough for a CPU's caches …"""
+"""The most bytes of logits that exist at a time on a CPU: they fit its caches."""
 GPU_LOGIT_BYTES = 1 << 31
-"""… and enough to keep a GPU busy."""
+"""The same on a GPU: enough to keep it busy."""
 MULTIPLE = 128
-"""Positions come in multiples of this, for matrix products that run well."""
+"""Positions are padded to a multiple of this, for efficient matrix products."""
 
 
 @dataclass(frozen=True)
 class TrainedPositions:
-    """The trained positions of a batch, found where the batch is made so that the device is never waited for.
+    """The trained positions of a batch, computed on the host so that the device is never waited for.
 
-    Positions of no weight fill them up to a multiple, and there is always one: a batch in which nothing is trained has
-    a loss of zero and zero gradients like any other.
+    They are padded with positions of weight 0 to a multiple, and there is always at least one: a batch in which
+    nothing is trained has a loss of zero and zero gradients like any other.
     """
 
     index: Tensor
     """int64[N]: row * length + place of each trained position."""
     ids: Tensor
-    """int64[N]: the token that is to be predicted there."""
+    """int64[N]: the token to predict there."""
     weights: Tensor
-    """float32[N]: how much it counts; 0 for what only fills up."""
+    """float32[N]: its weight; 0 for padding."""
     count: int
-    """Trained positions, without those that fill up."""
+    """Trained positions, without padding."""
     weight: float
     """The sum of the weights."""
 
@@ -50,12 +50,12 @@ class TrainedPositions:
     def of(cls, y: Tensor, weights: Tensor, *, multiple: int = MULTIPLE) -> TrainedPositions:
         """Of targets and weights (rows, length); y is -100 where nothing is trained."""
         flat = y.cpu().numpy().ravel()
-        found = np.flatnonzero(flat != IGNORE_INDEX)
-        count = len(found)
+        trained = np.flatnonzero(flat != IGNORE_INDEX)
+        count = len(trained)
         index = np.zeros(max(1, -(-count // multiple)) * multiple, dtype=np.int64)
         ids, weight = np.zeros_like(index), np.zeros(len(index), dtype=np.float32)
-        index[:count], ids[:count] = found, flat[found]
-        weight[:count] = weights.cpu().numpy().ravel()[found]
+        index[:count], ids[:count] = trained, flat[trained]
+        weight[:count] = weights.cpu().numpy().ravel()[trained]
         total = float(weight.sum(dtype=np.float64))
         return cls(torch.from_numpy(index), torch.from_numpy(ids), torch.from_numpy(weight), count, total)
 
@@ -67,30 +67,30 @@ class TrainedPositions:
 
 def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
     """A tensor on another device."""
-    # From memory that is not pinned, the host would wait until the GPU has done all the work it was given.
+    # A copy from unpinned memory would make the host wait until the GPU has finished all queued work.
     if torch.device(device).type == "cuda" and not tensor.is_cuda and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class Losses(NamedTuple):
-    """What a forward pass says about its trained positions."""
+    """The losses of the trained positions of a forward pass."""
 
     total: Tensor
-    """Σ weight · loss, a float32 scalar to be divided by the weight of the whole batch."""
+    """Σ weight · loss, a float32 scalar; the loop divides it by the weight of the global batch."""
     tokens: Tensor
-    """float32[N]: the loss of each position of the targets, by itself; carries no gradient."""
+    """float32[N]: the loss of each target position; carries no gradient."""
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """How logits come from hidden states: cap(scale · (h Wᵀ + bias))."""
+    """How logits are computed from hidden states: cap(scale · (h Wᵀ + bias))."""
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     cap: float | None = None
-    """Logits are bent to stay within ±cap: cap · tanh(z / cap)."""
+    """Soft cap: cap · tanh(z / cap)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits of a few hidden states."""
@@ -99,8 +99,22 @@ class LMHead:
         return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
 
 
+class LossFunction(Protocol):
+    """Turns hidden states (rows, length, width) into the losses of the trained positions.
+
+    `weighted_loss` is one, `chatmill.rollout.RolloutLoss` another. `train_model(loss=...)` takes any.
+    """
+
+    def __call__(self, hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Losses: ...
+
+
+def trained_states(hidden: Tensor, targets: TrainedPositions) -> Tensor:
+    """The hidden states (N, width) of the trained positions."""
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
+
+
 def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Σ weight · loss and Σ weight of each segment, (rows, count): divided, the loss of each conversation by itself."""
+    """Σ weight · loss and Σ weight of each segment, (rows, count); their quotient is the loss of each conversation."""
     place = targets.index
     cell = place // segments.shape[1] * count + segments.flatten()[place]
     sums = (values.new_zeros(len(segments) * count) for values in (losses.tokens, targets.weights))
@@ -111,20 +125,20 @@ def by_segment(losses: Losses, targets: TrainedPositions, segments: Tensor, coun
 
 def weighted_loss(hidden: Tensor, head: LMHead, targets: TrainedPositions) -> Losses:
     """Σ weight · cross entropy over the targets, from hidden states (rows, length, width)."""
-    picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, targets.index)
+    picked = trained_states(hidden, targets)
     if torch.is_grad_enabled():
         return Losses(*_LinearCrossEntropy.apply(picked, head.weight, head.bias, head, targets))
-    return _sweep(picked, head, targets, needed=(False, False, False))[0]
+    return _chunked_loss(picked, head, targets, needed=(False, False, False))[0]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Head and cross entropy in one step of the graph, with gradients that were made on the way forward."""
+    """Head and cross entropy as one autograd function, with gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LMHead, targets: TrainedPositions
     ) -> tuple[Tensor, Tensor]:
-        losses, gradients = _sweep(hidden, head, targets, needed=ctx.needs_input_grad[:3])
+        losses, gradients = _chunked_loss(hidden, head, targets, needed=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         ctx.mark_non_differentiable(losses.tokens)
@@ -140,12 +154,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None)
 
 
-def _sweep(
+def _chunked_loss(
     hidden: Tensor, head: LMHead, targets: TrainedPositions, *, needed: tuple[bool, bool, bool]
 ) -> tuple[Losses, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Losses of the picked positions, and the gradients of their sum for hidden states, weight and bias as needed.
+    """Losses of the trained positions, and the gradients of their sum for hidden states, weight and bias as needed.
 
-    Gradients are made while a chunk's logits exist, in their place.
+    The gradients of a chunk overwrite its logits.
     """
     matrix = head.weight.to(hidden.dtype)
     bias = None if head.bias is None else head.bias.to(hidden.dtype)
@@ -154,7 +168,7 @@ def _sweep(
         torch.zeros_like(tensor, dtype=torch.float32) if need and tensor is not None else None
         for tensor, need in zip((hidden, head.weight, head.bias), needed, strict=True)
     )
-    entropy_in_place = _on_gpu() if hidden.is_cuda else entropy
+    entropy_in_place = _gpu_entropy() if hidden.is_cuda else entropy
     for start, stop in _chunks(len(tokens), matrix):
         h = hidden[start:stop]
         logits = h @ matrix.T if bias is None else torch.addmm(bias, h, matrix.T)
@@ -171,16 +185,16 @@ def _sweep(
 
 
 def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:
-    """Runs of positions whose logits fit, as even as multiples allow."""
-    held = GPU_LOGIT_BYTES if matrix.is_cuda else LOGIT_BYTES
-    most = max(1, held // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
+    """Ranges of positions whose logits fit, as even as multiples allow."""
+    limit = GPU_LOGIT_BYTES if matrix.is_cuda else LOGIT_BYTES
+    most = max(1, limit // (matrix.element_size() * matrix.shape[0] * MULTIPLE)) * MULTIPLE
     number = -(-count // most)
     size = -(-count // (number * MULTIPLE)) * MULTIPLE
     return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def entropy(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: float | None) -> Tensor:
-    """Cross entropy of each row of logits; the logits are overwritten by the gradient of Σ weight · loss."""
+    """Cross entropy of each row of logits; overwrites the logits with the gradient of Σ weight · loss."""
     z = logits.float() * scale
     if cap is not None:
         z = cap * torch.tanh(z / cap)
@@ -194,7 +208,7 @@ def entropy(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: flo
     return losses
 
 
-def _on_gpu() -> Callable[..., Tensor]:
+def _gpu_entropy() -> Callable[..., Tensor]:
     from chatmill.train.entropy_kernel import entropy_in_place
 
     return entropy_in_place

@@ -1,6 +1,6 @@
-"""What a run writes line by line: its metrics, and the losses of single conversations.
+"""Line logs of a run: its metrics, and the losses of single conversations.
 
-A line is a JSON object with its step. A run that goes on from a checkpoint first takes back what came after it.
+A line is a JSON object with its step. A run that resumes first removes the lines after its checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLUMNS = ("episodes", "segments", "losses", "weights")
 
 
 class MetricsLog:
-    """A file that lines are added to."""
+    """A file that JSON lines are appended to."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
@@ -36,11 +36,10 @@ class MetricsLog:
 
 
 def rewind(path: Path, step: int) -> None:
-    """Take back the lines of a file that come after a step, and what a kill left of a line."""
-    if not path.is_file():
-        return
-    kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
-    files.write_file(path, b"".join(kept), overwrite=True)
+    """Remove the lines of a file after a step, and an incomplete last line that a killed run left."""
+    if path.is_file():
+        kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
+        files.write_file(path, b"".join(kept), overwrite=True)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -53,7 +52,7 @@ def rows_file(folder: Path, rank: int) -> Path:
 
 
 class RowsData(NamedTuple):
-    """What the numbers of episodes count in: a run may go on with other data."""
+    """The data that episode numbers refer to: a run may resume with other data."""
 
     dataset_dir: str
     dataset_sha256: str
@@ -61,7 +60,7 @@ class RowsData(NamedTuple):
 
 
 def rows_line(step: int, rows: Sequence[RowLoss], data: RowsData) -> dict[str, Any]:
-    """The losses of one step: columns, because most of a line is numbers."""
+    """The losses of one step, in columns: most of a line is numbers."""
     columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
     return {"step": step, "data": data._asdict(), **dict(zip(COLUMNS, columns, strict=True))}
 
@@ -72,7 +71,7 @@ def read_rows(folder: Path, step: int) -> list[RowLoss]:
 
 
 def rows_data(folder: Path, step: int) -> RowsData:
-    """What the episodes of a step are of; `DataError` if the run did not write it."""
+    """The data that the episodes of a step are of; `DataError` if the run did not write it."""
     return _of_step(folder, step)[0][0]
 
 
@@ -80,8 +79,8 @@ def _of_step(folder: Path, step: int) -> list[tuple[RowsData, list[RowLoss]]]:
     paths = sorted((folder / ROWS).glob("rank_*.jsonl"))
     if not paths:
         raise DataError(f"{folder}: holds no losses of conversations; train with --log_rows")
-    wanted = b'{"step": %d,' % step
-    lines = [_read_rows(line) for path in paths for line in _lines(path) if line.raw.startswith(wanted)]
+    start = b'{"step": %d,' % step
+    lines = [_read_rows(line) for path in paths for line in _lines(path) if line.raw.startswith(start)]
     if not lines:
         raise DataError(f"{folder}: has no losses of step {step}; see {METRICS} for the steps there are")
     return lines
@@ -89,10 +88,10 @@ def _of_step(folder: Path, step: int) -> list[tuple[RowsData, list[RowLoss]]]:
 
 def _read_rows(line: MetricsLine) -> tuple[RowsData, list[RowLoss]]:
     try:
-        said = line.read()
-        data = RowsData(**said["data"])
+        values = line.read()
+        data = RowsData(**values["data"])
         Path(data.dataset_dir), bytes.fromhex(data.dataset_sha256)
-        episodes, segments, losses, weights = (said[name] for name in COLUMNS)
+        episodes, segments, losses, weights = (values[name] for name in COLUMNS)
         columns = map(int, episodes), map(int, segments), map(float, losses), map(float, weights)
         return data, [RowLoss(*row) for row in zip(*columns, strict=True)]
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -100,27 +99,28 @@ def _read_rows(line: MetricsLine) -> tuple[RowsData, list[RowLoss]]:
 
 
 class MetricsLine(NamedTuple):
-    """A line of a file as it lies there; one without an end is what a kill left, and is no line."""
+    """A complete line of a file."""
 
     path: Path
     number: int
     raw: bytes
 
     def read(self) -> dict[str, Any]:
-        """The object that it holds, which has a step."""
+        """The JSON object of the line, which has a step."""
         try:
-            found = json.loads(self.raw)
+            values = json.loads(self.raw)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or type(found.get("step")) is not int:
+            values = None
+        if not isinstance(values, dict) or type(values.get("step")) is not int:
             raise self.fault("an object with its step")
-        return found
+        return values
 
     def fault(self, right: str) -> DataError:
         return DataError(f"{self.path}:{self.number}: is damaged; expected {right}; remove the line")
 
 
 def _lines(path: Path) -> Iterator[MetricsLine]:
+    """The complete lines of a file."""
     try:
         with path.open("rb") as file:
             yield from (MetricsLine(path, number, raw) for number, raw in enumerate(file, 1) if raw.endswith(b"\n"))
@@ -129,7 +129,7 @@ def _lines(path: Path) -> Iterator[MetricsLine]:
 
 
 class TensorBoardLog:
-    """TensorBoard's file of the same metrics."""
+    """The same metrics as TensorBoard scalars."""
 
     def __init__(self, folder: Path) -> None:
         try:

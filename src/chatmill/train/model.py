@@ -1,21 +1,31 @@
-"""What the loop, evaluation and generation know of a model: chatmill's own GPT and Hugging Face ones look alike."""
+"""The model interface: what the loop, evaluation and generation need of a model, whatever its family.
+
+A batch becomes a loss in two steps, and each can be replaced: a model family computes hidden states and names its
+head (`CausalModel`), and a loss function turns both into a number (`LossFunction` in loss.py).
+"""
 
 from __future__ import annotations
 
 import platform
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from chatmill.errors import UsageError
 from chatmill.load.batch import Batch
-from chatmill.train.loss import LMHead, Losses, TrainedPositions, moved, weighted_loss
+from chatmill.train.loss import LMHead, Losses, LossFunction, TrainedPositions, moved, weighted_loss
+
+if TYPE_CHECKING:
+    from chatmill.train.config import LoraSizes
 
 
 class Inputs(NamedTuple):
-    """What a model is called with: `model(*inputs)`."""
+    """The arguments of a forward pass: `model(*inputs)`."""
 
     x: Tensor
     positions: Tensor
@@ -24,7 +34,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device | str) -> Inputs:
-        """A batch from the loader, which lies in the host's memory, on the model's device."""
+        """A batch from the loader, which is in host memory, on the model's device."""
         x, y, weights, positions, segments = (
             torch.as_tensor(part) for part in (batch.x, batch.y, batch.weights, batch.positions, batch.segments)
         )
@@ -45,41 +55,47 @@ def usable_precision(compute: torch.dtype | None) -> torch.dtype | None:
 
 
 class DecodingCache(Protocol):
-    """Keys and values of the tokens that were seen, row by row, while answers are generated."""
+    """Keys and values of the tokens seen so far, row by row, during generation."""
 
     def take(self, rows: Tensor) -> None:
-        """Go on with these rows in this order; a row may come twice, or no more."""
+        """Continue with these rows in this order; a row may be repeated or left out."""
 
 
 class CausalModel(nn.Module):
     """A model that predicts the next token from those before it in the same segment.
 
-    Called as a module it gives losses, so that what wraps modules (DDP, FSDP) sees the whole forward pass.
+    Called as a module it returns losses, so that what wraps modules (DDP, FSDP) sees the whole forward pass. A new
+    family subclasses this and adds its `load` to `MODEL_FAMILIES` (load_model.py).
     """
 
     vocab_size: int
     max_positions: int
-    """Tokens of one conversation, at most."""
+    """The longest conversation in tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss: LossFunction = weighted_loss
+        """How hidden states and targets become losses; `train_model(loss=...)` sets it."""
 
     def forward(self, x: Tensor, positions: Tensor, segments: Tensor, targets: TrainedPositions) -> Losses:
         """Losses of the targets in a batch; x, positions and segments are (rows, length)."""
-        return weighted_loss(self.hidden(x, positions, segments), self.head(), targets)
+        return self.loss(self.hidden(x, positions, segments), self.head(), targets)
 
     @abstractmethod
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """Hidden states (rows, length, width), ready for the head; no token sees another segment."""
+        """Hidden states (rows, length, width), ready for the head; no token attends to another segment."""
 
     @abstractmethod
     def head(self) -> LMHead:
-        """How logits come from hidden states."""
+        """How logits are computed from hidden states."""
 
     def logits(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
-        """All logits (rows, length, vocabulary) in float32: for tests and small questions, not for training."""
+        """All logits (rows, length, vocabulary) in float32: for tests and small batches, not for training."""
         return self.head().logits(self.hidden(x, positions, segments))
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
-        """Logits (rows, vocabulary) after prompts (rows, length) filled up at their ends, and what was seen.
+        """Logits (rows, vocabulary) after right-padded prompts (rows, length), and the cache.
 
         `room` is how many tokens may follow a prompt.
         """
@@ -90,22 +106,26 @@ class CausalModel(nn.Module):
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
-        """The repeated layers: what is compiled, checkpointed and sharded one by one."""
+        """The repeated layers, which are compiled, checkpointed and sharded one by one."""
 
     @abstractmethod
     def checkpoint_blocks(self) -> None:
-        """From now on keep only what enters each block for the backward pass, and compute the rest again."""
+        """Turn on activation checkpointing: keep only the input of each block for the backward pass."""
 
     @abstractmethod
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the model into a folder that exists: safetensors and JSON. `state` stands for its own weights."""
+        """Write the model into an existing folder: safetensors and JSON. `state` replaces its own weights."""
+
+    def with_lora(self, sizes: LoraSizes, folder: Path) -> CausalModel:
+        """This model with fresh adapters, and its own weights frozen; `folder` is where it was read from."""
+        raise UsageError(f"{folder}: is no Hugging Face model, and lora is given; adapters go onto one")
 
     def trained_state(self) -> dict[str, Tensor]:
         """The weights that training changes, by name: all of them, or the adapters of a model that has some."""
         return {name: parameter.detach() for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def compile_blocks(self) -> None:
-        """Compile each block; they share one compilation. Shapes are taken as fixed."""
+        """Compile each block; they share one compilation. Shapes are static."""
         for block in self.blocks():
             block.compile(dynamic=False)
 
@@ -117,3 +137,14 @@ class CausalModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """A module in eval mode (no dropout); afterwards it is in the mode it was in."""
+    training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)

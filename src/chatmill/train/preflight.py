@@ -1,7 +1,4 @@
-"""Before the first step: the data held against the model, and the model made or opened.
-
-What does not fit is one line, before anything is computed.
-"""
+"""Preflight checks: make or open the model, and check that the data fits it before anything is computed."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import DataError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.plan import Cursor, LoadPlan
 from chatmill.load.source import DataSource
@@ -28,7 +25,7 @@ from chatmill.train.model import CausalModel
 from chatmill.train.sharded_tensors import file_info
 
 TRAINING = "training.json"
-"""What a model's folder says of how the model was trained: with which tokenizer, format and data."""
+"""The file in a model folder that says how the model was trained: tokenizer, format and data."""
 TOKENIZER_JSON = "tokenizer.json"
 WEIGHTS = (".safetensors", ".bin")
 SCAN = 1 << 24
@@ -37,7 +34,7 @@ SCAN = 1 << 24
 def make_model(
     config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None, device: torch.device
 ) -> CausalModel:
-    """The model that a config asks for, in float32 on the CPU: fresh, opened, or with fresh adapters.
+    """The model of a config, in float32 on the CPU: fresh, from a folder, or with fresh adapters.
 
     `MemoryError` if the host cannot hold a fresh one, with gradients and optimizer where `device` is the host.
     """
@@ -52,14 +49,7 @@ def make_model(
     folder = model_folder(config.init_from_model)
     model = open_model(folder, compute=compute)
     adapters = config.lora_sizes()
-    if adapters is None:
-        return model
-    from chatmill.train.hf import HFModel
-    from chatmill.train.lora import LoraModel
-
-    if type(model) is not HFModel:
-        raise UsageError(f"{folder}: is no Hugging Face model, and lora is given; adapters go onto one")
-    return LoraModel.on(model, adapters)
+    return model if adapters is None else model.with_lora(adapters, folder)
 
 
 def available_memory() -> float:
@@ -72,16 +62,16 @@ def available_memory() -> float:
 
 
 def weights_hash(folder: Path) -> str:
-    """The hash that stands for all files of weights in a model's folder."""
+    """One hash over all weight files of a model folder."""
     paths = sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS)
-    said = [[path.name, file_info(path).sha256] for path in paths]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    hashes = [[path.name, file_info(path).sha256] for path in paths]
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *, tokenizer_sha256: str | None) -> None:
-    """Raise `DataError` for data that the model cannot be trained on, with all that is wrong.
+    """Raise `DataError` with everything that keeps the model from being trained on this data.
 
-    `tokenizer_sha256` is what is known of the tokenizer that the model was trained with.
+    `tokenizer_sha256` is the tokenizer that the model was trained with, if known.
     """
     faults = list(unknown_ids(loader.dataset_dir, loader.sources, model))
     if not faults and (pad := padding_of(loader)) >= model.vocab_size:
@@ -102,23 +92,22 @@ def check_fit(config: TrainConfig, loader: EpisodeLoader, model: CausalModel, *,
 
 
 def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
-    """The hash of the tokenizer of the model that a config begins with, as far as it can be told."""
+    """The hash of the tokenizer of the model that a config starts from, if known."""
     if config.init_from_model is None:
         return None
     folder = model_folder(config.init_from_model)
-    said = trained_with(folder)
-    if said:
-        return said.get("tokenizer_sha256")
+    if training := trained_with(folder):
+        return training.get("tokenizer_sha256")
     metadata = loader.sources[0].dataset.metadata
     own = folder / TOKENIZER_JSON
     if metadata is None or not own.is_file() or loader.sources[0].dataset.tokenizer_state().get("added_tokens"):
-        # Tokens that were added for the data make its tokenizer another one than the model's, and are right there.
+        # Tokens added for the data change the hash of its tokenizer, and that is intended.
         return None
     return file_info(own).sha256
 
 
 def unknown_ids(dataset_dir: Path, sources: Sequence[DataSource], model: CausalModel) -> Iterator[str]:
-    """What is wrong with data that has ids which the model does not know."""
+    """The fault of data with ids outside the model's vocabulary, if it has some."""
     size = data_vocab_size(sources)
     if size > model.vocab_size:
         yield (
@@ -128,12 +117,12 @@ def unknown_ids(dataset_dir: Path, sources: Sequence[DataSource], model: CausalM
 
 
 def padding_of(loader: EpisodeLoader) -> int:
-    """What rows are filled up with, which need not be a token of the data."""
+    """The padding token, which need not be a token of the data."""
     return loader.plan(loader.split).pad_token_id
 
 
 def data_vocab_size(sources: Sequence[DataSource]) -> int:
-    """One more than the largest id of the data: as it says, else as all its tokens do."""
+    """The vocabulary size of the data: from its metadata, else from its largest token id."""
     if sources[0].vocab_size is not None:
         return sources[0].vocab_size
     return 1 + max(_largest(source) for source in sources)
@@ -151,21 +140,21 @@ def _largest(source: DataSource) -> int:
 
 
 def trained_with(folder: Path) -> dict[str, Any]:
-    """What a model's folder says of its training; nothing if another program wrote it."""
+    """What a model folder says of its training; empty if another program wrote it."""
     path = folder / TRAINING
     try:
-        found = json.loads(path.read_bytes())
+        training = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error}); remove it, or save the model again") from None
-    if not isinstance(found, dict) or not isinstance(found.get("tokenizer_sha256"), str | None):
+    if not isinstance(training, dict) or not isinstance(training.get("tokenizer_sha256"), str | None):
         raise DataError(f"{path}: is no object with a text as tokenizer_sha256; remove it, or save the model again")
-    return found
+    return training
 
 
 def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:
-    """Files that go with a model, so that its answers are asked for just as it was trained."""
+    """Files for a model folder, from which prompts can be written just as in training."""
     source = loader.sources[0]
     about: dict[str, Any] = {
         "dataset": str(loader.dataset_dir),
@@ -183,13 +172,13 @@ def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:
             "tokenizer": dict(metadata.tokenizer),
             "special_token_ids": dict(metadata.special_token_ids),
         }
-    found = {TRAINING: (json.dumps(about, indent=1) + "\n").encode()}
+    about_files = {TRAINING: (json.dumps(about, indent=1) + "\n").encode()}
     state = source.path / TOKENIZER_STATE
-    return {**found, TOKENIZER_STATE: state.read_bytes()} if state.is_file() else found
+    return {**about_files, TOKENIZER_STATE: state.read_bytes()} if state.is_file() else about_files
 
 
 class EpochSteps(NamedTuple):
-    """One epoch of an order."""
+    """The length of an epoch."""
 
     steps: int
     left_out: int
@@ -197,7 +186,7 @@ class EpochSteps(NamedTuple):
 
 
 def one_pass(plan: LoadPlan) -> EpochSteps | None:
-    """One pass over the data; None for an order that has none. `UsageError` if it does not fill a batch."""
+    """One epoch of the data; None for an order that has none. `UsageError` if it does not fill a batch."""
     if plan.order.length is None:
         return None
     plan.step(Cursor())
@@ -206,5 +195,5 @@ def one_pass(plan: LoadPlan) -> EpochSteps | None:
         for step in plan.one_epoch():
             steps, left_out = steps + 1, len(step.dropped)
         return EpochSteps(steps, left_out)
-    steps, rest = divmod(plan.order.length, plan.config.batch_size)
-    return EpochSteps(steps, rest) if plan.drop_last else EpochSteps(steps + (rest > 0), 0)
+    steps, remainder = divmod(plan.order.length, plan.config.batch_size)
+    return EpochSteps(steps, remainder) if plan.drop_last else EpochSteps(steps + (remainder > 0), 0)

@@ -1,18 +1,22 @@
-"""The folder of a run: what it was started with, its metrics line by line, its progress, and its loss as a picture.
+"""The folder of a run: its config, its metrics line by line, its checkpoints, and its loss curve.
 
 checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  step_00000500/
+
+The training loop and the rollout loop begin, resume and write their runs with the same functions.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from chatmill.errors import UsageError
 from chatmill.store import files
 from chatmill.train import checkpoint as checkpoints
-from chatmill.train.evaluate import Evaluation
+from chatmill.train.checkpoint import Checkpoint
+from chatmill.train.distributed import World
 from chatmill.train.metrics_log import (
     METRICS,
     ROWS,
@@ -25,124 +29,117 @@ from chatmill.train.metrics_log import (
     rows_line,
 )
 from chatmill.train.plot import loss_plot
-from chatmill.train.preflight import about_model
 from chatmill.train.progress import TrainProgress
-from chatmill.train.setup import RunState
 from chatmill.train.step import RowLoss
 
 CONFIG, PLOT = "config.json", "loss.svg"
 
 
-class StepRecord(NamedTuple):
-    """What one step was."""
+def open_resumed(folder: Path, resume: str | None, world: World, *, otherwise: str) -> Checkpoint | None:
+    """The checkpoint that a run resumes from; None for a new run, whose folder must not hold a run yet.
 
-    step: int
-    """Steps of the run, this one included."""
-    loss: float | None
-    """The mean over the trained tokens of the global batch; None if there were none."""
-    grad_norm: float
-    lr: float
-    tokens: int
-    """Tokens that were read, without padding."""
-    trained: int
-    untrained_rows: int
-    seconds: float
-    """From the end of the step before to its own."""
-    data_wait: float
-    """Seconds in which its batch was waited for."""
+    `otherwise` is what the error suggests instead of `--resume auto`. All ranks call this.
+    """
+
+    def choose() -> Path | None:
+        if resume is not None:
+            return checkpoints.choose(folder, resume)
+        if checkpoints.list_checkpoints(folder) or (folder / METRICS).exists():
+            raise UsageError(f"{folder}: holds a run already; --resume auto goes on with it, or give {otherwise}")
+        return None
+
+    path = world.together(choose)
+    return None if path is None else checkpoints.open_checkpoint(path, world)
+
+
+def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """What differs in these keys between the config of a checkpoint and that of the run."""
+    old, new = checkpoint.state["config"], json.loads(json.dumps(config))
+    return [
+        f"{name} was {json.dumps(old.get(name))}, now it is {json.dumps(new[name])}"
+        for name in names
+        if new[name] != old.get(name)
+    ]
 
 
 class RunDir:
-    """What rank 0 writes, and every rank of its own rows. Opened by all ranks together."""
+    """The line logs and the progress of a run, written by rank 0; every rank writes its own rows."""
 
-    def __init__(self, folder: Path, dataset_dir: Path, opened: RunState, *, quiet: bool) -> None:
-        self.folder, self._opened = folder, opened
-        config, world = opened.config, opened.world
-        self._first = world.is_first
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        world: World,
+        *,
+        step: int,
+        total: int,
+        log_interval: int,
+        quiet: bool = False,
+        tensorboard: bool = False,
+        rows: RowsData | None = None,
+        rewinds: Mapping[str, int] | None = None,
+    ) -> None:
+        """Make the folder, or rewind it to `step`; all ranks call this.
+
+        `rows` is the data of per-conversation losses, if they are logged; `rewinds` are further line logs, each with
+        the last step that is kept.
+        """
+        self.folder, self._first = folder, world.is_first
         self._progress: TrainProgress | None = None
         self._metrics: list[MetricsLog | TensorBoardLog] = []
         self._rows: MetricsLog | None = None
-        self._data = RowsData(str(dataset_dir), opened.stage.dataset_sha256, opened.loader.config.mix_sft)
+        self._data = rows
+        self.set_aside: list[Path] = []
+        """Checkpoints later than `step`, under the names that they were given."""
+
+        def begin() -> None:
+            if tensorboard:
+                # First: if it is not installed, nothing has been changed.
+                self._metrics.append(TensorBoardLog(folder))
+            files.make_folder(folder)
+            checkpoints.clean(folder)
+            self.set_aside = checkpoints.set_aside_later(folder, step)
+            for path in [folder / METRICS, *(folder / ROWS).glob("rank_*.jsonl")]:
+                rewind(path, step)
+            for name, last in (rewinds or {}).items():
+                rewind(folder / name, last)
+            files.write_file(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode(), overwrite=True)
+            if rows is not None:
+                files.make_folder(folder / ROWS)
+            self._metrics.append(MetricsLog(folder / METRICS))
+
         try:
-            world.together(lambda: self._begin(dataset_dir) if self._first else None)
-            if config.log_rows:
+            world.together(lambda: begin() if world.is_first else None)
+            if rows is not None:
                 self._rows = MetricsLog(rows_file(folder, world.rank))
         except BaseException:
             self.close()
             raise
-        if self._first and not quiet:
-            self._progress = TrainProgress(opened.step, opened.stage.stop, every=config.log_interval)
-        for note in opened.notes:
-            self.say(note)
+        if world.is_first and not quiet:
+            self._progress = TrainProgress(step, total, every=log_interval)
 
-    def _begin(self, dataset_dir: Path) -> None:
-        """Make the folder as it was when the run stood where it goes on, and open what is written line by line."""
-        opened, folder = self._opened, self.folder
-        if opened.config.tensorboard:
-            # First: where it is not installed, nothing was done.
-            self._metrics.append(TensorBoardLog(folder))
-        files.make_folder(folder)
-        checkpoints.clean(folder)
-        for left in checkpoints.leave_later(folder, opened.step):
-            opened.notes.append(f"a later checkpoint stays as {left}; it is not used any more")
-        for path in [folder / METRICS, *(folder / ROWS).glob("rank_*.jsonl")]:
-            rewind(path, opened.step)
-        said = {**opened.config.to_json(), "dataset_dir": str(dataset_dir)}
-        files.write_file(folder / CONFIG, (json.dumps(said, indent=1) + "\n").encode(), overwrite=True)
-        if opened.config.log_rows:
-            files.make_folder(folder / ROWS)
-        self._metrics.append(MetricsLog(folder / METRICS))
-
-    def say(self, text: str) -> None:
-        """A line for who looks on."""
+    def print(self, text: str) -> None:
+        """Print a line on standard error."""
         if self._progress is not None:
             self._progress.say(text)
 
-    def step(self, step: StepRecord, rows: list[RowLoss] | None) -> None:
-        self._measure(
-            {
-                **step._asdict(),
-                "tokens_per_second": step.tokens / step.seconds,
-                "trained_per_second": step.trained / step.seconds,
-            }
-        )
-        if self._rows is not None:
-            self._rows.add(rows_line(step.step, rows or [], self._data))
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Add a line to the metrics."""
+        for each in self._metrics:
+            each.add(line)
+
+    def log_rows(self, step: int, rows: Sequence[RowLoss] | None) -> None:
+        """Add the losses of a step's conversations, if they are logged."""
+        if self._rows is not None and self._data is not None:
+            self._rows.add(rows_line(step, rows or [], self._data))
+
+    def show_step(self, step: int, *, loss: float | None, seconds: float, tokens: float, trained: float) -> None:
+        """Show the progress of a finished step."""
         if self._progress is not None:
-            self._progress.step(
-                step.step, loss=step.loss, seconds=step.seconds, tokens=step.tokens, trained=step.trained
-            )
-
-    def skipped(self, step: int, *, untrained_rows: int) -> None:
-        """Tell of a step that had nothing to train."""
-        self._measure({"step": step, "skipped": 1, "untrained_rows": untrained_rows})
-
-    def evaluation(self, step: int, found: Evaluation, more: Mapping[str, float], shown: Sequence[str]) -> None:
-        """Tell of an evaluation, with what was found besides it and lines to be shown below it."""
-        said = {"val_loss": found.loss, "val_perplexity": found.perplexity, "val_trained": found.trained}
-        self._measure({"step": step, **said, **more})
-        rest = "".join(f", {name} {value:.4g}" for name, value in more.items())
-        self.say("\n".join([f"step {step:,}: {found}{rest}", *shown]))
-
-    def save(self) -> None:
-        """Write a checkpoint; all ranks call this."""
-        opened, config = self._opened, self._opened.config
-        sharded = config.checkpoint == "sharded"
-        # Ranks that write their shards meet for a whole model only once.
-        usable = not sharded or opened.step == opened.stage.stop
-        opened.saved = checkpoints.save(
-            self.folder,
-            opened.state(),
-            opened.stepper.model,
-            opened.stepper.optimizer,
-            opened.world,
-            sharded=sharded,
-            keep=config.keep_checkpoints,
-            about=about_model(opened.loader, step=opened.step) if usable else None,
-        )
+            self._progress.step(step, loss=loss, seconds=seconds, tokens=tokens, trained=trained)
 
     def plot(self) -> None:
-        """Draw the loss."""
+        """Draw the loss curve."""
         if self._first:
             picture = loss_plot(read_metrics(self.folder), title=self.folder.name)
             files.write_file(self.folder / PLOT, picture.encode(), overwrite=True)
@@ -151,7 +148,3 @@ class RunDir:
         for each in [*self._metrics, self._rows, self._progress]:
             if each is not None:
                 each.close()
-
-    def _measure(self, line: Mapping[str, Any]) -> None:
-        for each in self._metrics:
-            each.add(line)

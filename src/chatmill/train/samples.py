@@ -1,4 +1,4 @@
-"""Sample answers: a few questions of val, the same ones at every evaluation, and how their answers are shown."""
+"""Sample answers: a few prompts of val, the same ones at every evaluation, and how their answers are shown."""
 
 from __future__ import annotations
 
@@ -6,69 +6,68 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 
 from chatmill.load.source import DataSource
-from chatmill.train.eval_prompts import EvalPrompt, questions
+from chatmill.train.eval_prompts import EvalPrompt, eval_prompts
 from chatmill.train.model import CausalModel
-from chatmill.train.score import ScoredAnswer, answers, end_ids
+from chatmill.train.score import ScoredAnswer, end_ids, greedy_answers
 
-LONGEST = 256
-"""Tokens of the longest answer that is asked for."""
-MORE = 32
-"""Tokens that an answer may have more than the longest of those asked for, before it is cut."""
+MAX_ANSWER = 256
+"""Prompts with a longer expected answer are not used."""
+MARGIN = 32
+"""An answer is cut at the length of the longest expected answer plus this many tokens."""
 SHOWN = 100
-"""Characters that are shown of a question's end, and of an answer."""
+"""Characters shown of the end of a prompt, and of an answer."""
 
-Read = Callable[[Sequence[int]], str]
+TokenText = Callable[[Sequence[int]], str]
 """Tokens as text that is safe to print."""
 
 
 class Samples:
-    """So many questions of each source, spread evenly over a split."""
+    """`count` prompts of each source, spread evenly over a split."""
 
     def __init__(self, sources: Sequence[DataSource], count: int, model: CausalModel, *, split: str = "val") -> None:
-        self.ends = end_ids(sources)
-        self._asked = [
-            question for source in sources for question in _spread(source, split, count, self.ends, model.max_positions)
+        self.end_ids = end_ids(sources)
+        self._prompts = [
+            prompt for source in sources for prompt in _spread(source, split, count, self.end_ids, model.max_positions)
         ]
 
-    def ask(self, model: CausalModel) -> list[ScoredAnswer]:
-        """What the model says to each of them, greedily."""
-        most = MORE + max((len(question.answer) for question in self._asked), default=0)
-        said = answers(model, self._asked, self.ends, most)
-        return [ScoredAnswer(question, ids, "") for question, ids in zip(self._asked, said, strict=True)]
+    def answer(self, model: CausalModel) -> list[ScoredAnswer]:
+        """Greedy answers of the model to each prompt."""
+        max_tokens = MARGIN + max((len(prompt.answer) for prompt in self._prompts), default=0)
+        answers = greedy_answers(model, self._prompts, self.end_ids, max_tokens)
+        return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
 
-    def rates(self, found: Sequence[ScoredAnswer]) -> Mapping[str, float]:
-        """What part of the answers is exact, and what part came to its end by itself; nothing if none was asked for."""
-        if not found:
+    def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
+        """The shares of answers that are exact, and that reached an end token; empty without answers."""
+        if not answers:
             return {}
-        exact, stopped = (sum(each) / len(found) for each in zip(*map(self._of, found), strict=True))
-        return {"val_exact_rate": exact, "val_stop_rate": stopped}
+        exact = sum(answer.exact for answer in answers) / len(answers)
+        return {"val_exact_rate": exact, "val_stop_rate": sum(map(self._stopped, answers)) / len(answers)}
 
-    def told(self, found: Sequence[ScoredAnswer], read: Read) -> list[str]:
-        """A few lines for each answer: how its question ends, what was said, and what was meant if that is other."""
+    def lines(self, answers: Sequence[ScoredAnswer], text: TokenText) -> list[str]:
+        """Lines to print for each answer: the end of its prompt, the answer, and the expected one if it differs."""
         lines = []
-        for answer in found:
-            exact, stopped = self._of(answer)
-            # The end of a long prompt: a character has four tokens at most.
-            asked = read(answer.question.prompt[-4 * SHOWN :])
-            lines.append(f"  asked  {asked if len(asked) <= SHOWN else '…' + asked[-SHOWN:]}")
-            ended = "" if stopped else f"  (no end after {len(answer.said):,} tokens)"
-            lines.append(f"  said   {_beginning(read(answer.said))}{ended}")
-            if not exact:
-                lines.append(f"  meant  {_beginning(read(answer.question.answer))}")
+        for answer in answers:
+            # Only the end of a long prompt is decoded: a character has four tokens at most.
+            prompt = text(answer.prompt.prompt[-4 * SHOWN :])
+            lines.append(f"  asked  {prompt if len(prompt) <= SHOWN else '…' + prompt[-SHOWN:]}")
+            ended = "" if self._stopped(answer) else f"  (no end after {len(answer.ids):,} tokens)"
+            lines.append(f"  said   {_shortened(text(answer.ids))}{ended}")
+            if not answer.exact:
+                lines.append(f"  meant  {_shortened(text(answer.prompt.answer))}")
         return lines
 
-    def _of(self, answer: ScoredAnswer) -> tuple[bool, bool]:
-        return answer.exact, answer.said[-1] in self.ends
+    def _stopped(self, answer: ScoredAnswer) -> bool:
+        return answer.ids[-1] in self.end_ids
 
 
 def _spread(source: DataSource, split: str, count: int, ends: Sequence[int], positions: int) -> Iterator[EvalPrompt]:
-    """The first question that is short enough of each of so many equal parts of a split."""
+    """The first prompt that is short enough from each of `count` equal parts of a split."""
     episodes = source.episodes(split)
     for start, stop in pairwise(len(episodes) * part // count for part in range(count + 1)):
-        found = (question for number in range(start, stop) for question in questions(episodes.rows([number]), ends))
-        short = (q for q in found if len(q.answer) <= LONGEST and len(q.prompt) + len(q.answer) <= positions)
+        prompts = (each for number in range(start, stop) for each in eval_prompts(episodes.rows([number]), ends))
+        short = (p for p in prompts if len(p.answer) <= MAX_ANSWER and len(p.prompt) + len(p.answer) <= positions)
         yield from islice(short, 1)
 
 
-def _beginning(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,18 @@ class LRSchedule:
     shape: str
     """cosine, linear or constant."""
 
+    @classmethod
+    def of(cls, settings: Any, *, warmup: int, total: int) -> Self:
+        """The schedule of a config that has the keys of one."""
+        peak = settings.learning_rate
+        return cls(peak, peak * settings.min_lr_ratio, warmup, total, settings.lr_schedule)
+
     def __call__(self, step: int) -> float:
-        """The rate of a step; the first is 0."""
+        """The learning rate of a step; the first is 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if self.shape == "constant":
             return self.peak
-        way = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
-        left = 1 - way if self.shape == "linear" else (1 + math.cos(math.pi * way)) / 2
-        return self.floor + (self.peak - self.floor) * left
+        progress = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
+        factor = 1 - progress if self.shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.floor + (self.peak - self.floor) * factor

@@ -1,4 +1,4 @@
-"""What a model makes of a dataset: the loss of its trained tokens and the answers it gives, source by source."""
+"""Score a model on a dataset: the loss of the trained tokens and the answers it gives, source by source."""
 
 from __future__ import annotations
 
@@ -23,32 +23,30 @@ from chatmill.rows import Rows
 from chatmill.store.primer_cache import is_cache
 from chatmill.store.read import is_dataset
 from chatmill.train.checkpoint import model_folder
-from chatmill.train.eval_prompts import EvalPrompt, RowOrigin, origins, questions
-from chatmill.train.evaluate import without_training
-from chatmill.train.generate import generate
-from chatmill.train.load_model import open_model
+from chatmill.train.eval_prompts import EvalPrompt, RowOrigin, eval_prompts, origins
+from chatmill.train.generation import generate
 from chatmill.train.loss import by_segment
-from chatmill.train.model import CausalModel, Inputs
+from chatmill.train.model import CausalModel, Inputs, eval_mode
 from chatmill.train.preflight import trained_with, unknown_ids
 
 BATCH_TOKENS = 1 << 13
-"""Tokens of a batch that losses are computed of."""
-ASKED = 64
-"""Questions that are asked together."""
+"""Tokens of a batch for losses."""
+BATCH_PROMPTS = 64
+"""Prompts of a batch for answers."""
 
 
 @dataclass
 class EvalScore:
-    """Sums over some conversations."""
+    """Counts and sums over conversations."""
 
     conversations: int = 0
     loss_sum: float = 0.0
     weight: float = 0.0
     questions: int = 0
     exact: int = 0
-    """Answers that are, to the last token, what was trained for."""
+    """Answers equal to the trained ones, to the last token."""
     stopped: int = 0
-    """Answers that came to their end by themselves."""
+    """Answers that reached an end token."""
 
     @property
     def loss(self) -> float:
@@ -62,16 +60,17 @@ class EvalScore:
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """A question with what the model said to it."""
+    """A prompt with the model's answer."""
 
-    question: EvalPrompt
-    said: list[int]
+    prompt: EvalPrompt
+    ids: list[int]
+    """The generated tokens."""
     place: str
     """Where the conversation came from."""
 
     @property
     def exact(self) -> bool:
-        return self.said == self.question.answer
+        return self.ids == self.prompt.answer
 
 
 @dataclass
@@ -81,9 +80,9 @@ class EvalReport:
     sources: dict[str, EvalScore] = field(default_factory=dict)
     answers: list[ScoredAnswer] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    """Answers that were not asked for, by reason."""
+    """Trained answers without a prompt in the report, by reason."""
     cut: int = 0
-    """Conversations longer than the model's positions, of which the last tokens were read."""
+    """Conversations longer than the model's positions, which were cut at the beginning."""
 
     @property
     def all(self) -> EvalScore:
@@ -93,14 +92,7 @@ class EvalReport:
         return total
 
 
-def open_ready(path: str | Path, device: str = "auto") -> CausalModel:
-    """The model of a folder, a checkpoint or a run, on its device and ready to answer."""
-    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    compute = torch.bfloat16 if chosen.type == "cuda" else None
-    return open_model(model_folder(path), compute=compute).to(chosen).eval()
-
-
-def score(
+def score_model(
     model: CausalModel,
     dataset: str | Path,
     *,
@@ -109,43 +101,44 @@ def score(
     limit: int | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> EvalReport:
-    """Losses and answers of a split; `limit` bounds the questions, chosen evenly over the split.
+    """Losses and greedy answers on a split; `limit` is the number of prompts, chosen evenly over the split.
 
-    In a folder of caches every cache is a source. `progress` is told of conversations that were read and questions
-    that were answered.
+    In a folder of caches every cache is a source. `progress` is called with the number of conversations that were
+    read, and of prompts that were answered.
     """
     sources = open_all(dataset)
     for fault in unknown_ids(Path(dataset), sources, model):
         raise DataError(fault)
     report = EvalReport()
-    known: list[RowOrigin | None] = []
-    asked: list[EvalPrompt] = []
+    places: list[RowOrigin | None] = []
+    prompts: list[EvalPrompt] = []
     ends = end_ids(sources)
-    # A row never needs more; of one shape all batches are computed by the same kernels.
+    # No row is longer, and with one shape all batches run the same kernels.
     longest = max(int(source.episodes(split).lengths.max()) for source in sources)
     block = min(max(2, longest) - 1, model.max_positions)
     for source, rows in ((each, rows) for each in sources for rows in each.episodes(split).sweep()):
-        found = questions(rows, ends, report.left_out)
-        asked += [question._replace(segment=question.segment + len(known)) for question in found]
+        new_prompts = eval_prompts(rows, ends, report.left_out)
+        prompts += [prompt._replace(segment=prompt.segment + len(places)) for prompt in new_prompts]
         of_rows = origins(rows, source.path.name)
         if source.name:
             of_rows = [origin and origin._replace(source=source.name) for origin in of_rows]
-        known += of_rows
-        talks = np.flatnonzero([origin is not None for origin in of_rows])
-        apart = replace(rows, first_segment=np.arange(len(of_rows) + 1)).take(talks)
-        report.cut += int((apart.lengths > block + 1).sum())
-        sums = conversation_losses(model, apart, block, progress)
-        for number, total, weight in zip(talks.tolist(), *sums.tolist(), strict=True):
+        places += of_rows
+        numbers = np.flatnonzero([origin is not None for origin in of_rows])
+        conversations = replace(rows, first_segment=np.arange(len(of_rows) + 1)).take(numbers)
+        report.cut += int((conversations.lengths > block + 1).sum())
+        sums = conversation_losses(model, conversations, block, progress)
+        for number, total, weight in zip(numbers.tolist(), *sums.tolist(), strict=True):
             report.sources.setdefault(of_rows[number].source, EvalScore()).add(EvalScore(1, total, weight))
-    fitting = [q for q in asked if len(q.prompt) + len(q.answer) <= model.max_positions]
-    report.left_out["too_long"] += len(asked) - len(fitting)
-    chosen = fitting if limit is None else _evenly(fitting, limit)
-    report.left_out["over_the_limit"] += len(fitting) - len(chosen)
-    for question, said in zip(chosen, answers(model, chosen, ends, max_tokens, progress), strict=True):
-        origin = known[question.segment]
+    fitting = [prompt for prompt in prompts if len(prompt.prompt) + len(prompt.answer) <= model.max_positions]
+    report.left_out["too_long"] += len(prompts) - len(fitting)
+    count = len(fitting) if limit is None else min(limit, len(fitting))
+    chosen = [fitting[number * len(fitting) // count] for number in range(count)]
+    report.left_out["over_the_limit"] += len(fitting) - count
+    for prompt, ids in zip(chosen, greedy_answers(model, chosen, ends, max_tokens, progress), strict=True):
+        origin = places[prompt.segment]
         assert origin is not None
-        answer = ScoredAnswer(question, said, origin.place)
-        one = EvalScore(questions=1, exact=int(answer.exact), stopped=int(said[-1] in ends))
+        answer = ScoredAnswer(prompt, ids, origin.place)
+        one = EvalScore(questions=1, exact=int(answer.exact), stopped=int(ids[-1] in ends))
         report.sources[origin.source].add(one)
         report.answers.append(answer)
     report.left_out = +report.left_out
@@ -153,7 +146,7 @@ def score(
 
 
 def open_all(dataset: str | Path) -> Sequence[DataSource]:
-    """A dataset, a cache, or all that lie in a folder, to be read without a config; all are of one tokenizer."""
+    """A dataset, a cache, or all of those in a folder, without a config; all have one tokenizer."""
     inside = [path.name for path in Path(dataset).glob("[!.]*") if _is_source(path)]
     mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(Path(dataset)) else None
     return open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix))[0]
@@ -164,12 +157,12 @@ def _is_source(folder: Path) -> bool:
 
 
 def end_ids(sources: Sequence[DataSource]) -> list[int]:
-    """The tokens that end a turn, as far as the sources say."""
+    """The tokens that end a turn, of the sources that name one."""
     return sorted({source.eot for source in sources if source.eot is not None})
 
 
 def check_tokenizer(model: Path, source: DataSource) -> None:
-    """Raise `DataError` for data whose ids mean something else to the model."""
+    """Raise `DataError` for data made with another tokenizer than the model's."""
     theirs, mine = trained_with(model_folder(model)).get("tokenizer_sha256"), source.tokenizer_sha256
     if theirs is not None and mine is not None and theirs != mine:
         raise DataError(
@@ -181,46 +174,40 @@ def check_tokenizer(model: Path, source: DataSource) -> None:
 def conversation_losses(
     model: CausalModel, rows: Rows, block_size: int, progress: Callable[[int], None]
 ) -> NDArray[np.float64]:
-    """Σ weight · loss and Σ weight of every conversation, (2, rows); each row is one, of which the last tokens stay."""
+    """Σ weight · loss and Σ weight of every row, (2, rows); a row is one conversation, whose last tokens stay."""
     kept = truncate(rows, block_size + 1, "tail", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     bins = pack_lengths(kept.lengths, block_size + 1)
     size = max(1, BATCH_TOKENS // block_size)
     empty = np.repeat(bins.first[-1:], -len(bins) % size)
     packed = replace(kept.take(bins.order), first_segment=np.append(bins.first, empty))
-    found = np.zeros((2, len(rows)))
-    with without_training(model):
+    losses = np.zeros((2, len(rows)))
+    with eval_mode(model), torch.no_grad():
         for start in range(0, len(packed), size):
             batch = collate(packed[start : start + size], pad_token_id=0, length=block_size + 1)
             inputs = Inputs.of(batch, model.device)
             count = batch.episode_ids.shape[1]
-            # One column more for padding, which is no conversation.
+            # One more column for padding, which is no conversation.
             sums = by_segment(model(*inputs), inputs.targets, inputs.segments, count + 1)
             where = bins.order[slice(*packed.first_segment[[start, start + size]])]
-            for out, values in zip(found, sums, strict=True):
+            for out, values in zip(losses, sums, strict=True):
                 out[where] = values[:, :count].double().cpu().numpy()[batch.episode_ids >= 0]
             progress(len(where))
-    return found
+    return losses
 
 
-def answers(
+def greedy_answers(
     model: CausalModel,
-    asked: Sequence[EvalPrompt],
+    prompts: Sequence[EvalPrompt],
     ends: Sequence[int],
     max_tokens: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """What the model says to each question, greedily; those of like length are asked together."""
-    order = sorted(range(len(asked)), key=lambda number: len(asked[number].prompt))
-    said: dict[int, list[int]] = {}
-    for start in range(0, len(order), ASKED):
-        group = order[start : start + ASKED]
-        prompts = [asked[number].prompt for number in group]
-        said.update(zip(group, generate(model, prompts, max_tokens=max_tokens, end_ids=ends), strict=True))
+    """The model's answer to each prompt; prompts of similar length share a batch."""
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
+    answers: dict[int, list[int]] = {}
+    for start in range(0, len(order), BATCH_PROMPTS):
+        group = order[start : start + BATCH_PROMPTS]
+        ids = generate(model, [prompts[number].prompt for number in group], max_tokens=max_tokens, end_ids=ends)
+        answers.update(zip(group, ids, strict=True))
         progress(len(group))
-    return [said[number] for number in range(len(asked))]
-
-
-def _evenly(things: list[EvalPrompt], count: int) -> list[EvalPrompt]:
-    if len(things) <= count:
-        return things
-    return [things[number * len(things) // count] for number in range(count)]
+    return [answers[number] for number in range(len(prompts))]

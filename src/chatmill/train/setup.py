@@ -1,7 +1,7 @@
-"""From a config to a run that can take its first step, or the one after its checkpoint.
+"""Set up a run: open its data, model and optimizer, from the start or from a checkpoint.
 
-A run has stages: from the step at which it began with a dataset, or changed from plain training to post-training, to
-the last step on it. The order of the data and the schedule count from there.
+A run has stages. A stage starts with the first step on a dataset, or when post-training is turned on or off; the order
+of the data and the learning rate schedule count from there.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from chatmill.audit import Audit
 from chatmill.errors import UsageError
 from chatmill.load.loader import EpisodeLoader
@@ -22,6 +20,7 @@ from chatmill.train import checkpoint as checkpoints
 from chatmill.train.checkpoint import Checkpoint
 from chatmill.train.config import TrainConfig, model_keys
 from chatmill.train.distributed import World
+from chatmill.train.load_model import compute_dtype
 from chatmill.train.metrics_log import METRICS
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import (
@@ -34,8 +33,9 @@ from chatmill.train.preflight import (
     tokenizer_of,
     weights_hash,
 )
+from chatmill.train.run_dir import config_changes, open_resumed
 from chatmill.train.schedule import LRSchedule
-from chatmill.train.step import StepCounts, Stepper, make_optimizer
+from chatmill.train.step import StepCounts, Stepper, make_stepper
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Stage:
     dataset_sha256: str
     post_training: bool
     left_out: int = 0
-    """Episodes that fill no batch at the end of it, if it is one pass."""
+    """Episodes at its end that fill no batch, if it is one epoch."""
 
     @property
     def stop(self) -> int:
         return self.start + self.length
 
     def lr(self, step: int) -> float:
-        """The learning rate of the run's step, counted from 0."""
+        """The learning rate of a step of the run; the first is 0."""
         return self.schedule(step - self.start)
 
     def to_json(self) -> dict[str, Any]:
@@ -65,17 +65,17 @@ class Stage:
 
 @dataclass
 class Totals:
-    """What a run has seen since its first step."""
+    """Counts over all steps of a run."""
 
     tokens: int = 0
     trained: int = 0
     untrained_rows: int = 0
-    """Rows that hold something, of which nothing was trained."""
+    """Rows that are not empty, and had no trained token."""
     cut_episodes: int = 0
-    """Conversations that were longer than a row, and lost their beginning."""
+    """Conversations longer than a row, which lost their beginning."""
     cut_tokens: int = 0
     skipped_steps: int = 0
-    """Steps of post-training that had nothing to train at all."""
+    """Steps of post-training without a trained token."""
 
     def add(self, counts: StepCounts) -> None:
         for name in ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens"):
@@ -84,7 +84,7 @@ class Totals:
 
 @dataclass
 class RunState:
-    """All that the loop needs."""
+    """Data, model and counters of a run."""
 
     config: TrainConfig
     world: World
@@ -93,17 +93,17 @@ class RunState:
     stepper: Stepper
     stage: Stage
     step: int = 0
-    """Steps that were made."""
+    """Finished steps."""
     totals: Totals = field(default_factory=Totals)
     saved: Path | None = None
     """The last checkpoint."""
     base: Mapping[str, str] | None = None
-    """On rank 0, of a run that trains adapters: the folder of the model under them, and the hash of its weights."""
+    """On rank 0, of a run that trains adapters: the folder of the base model, and the hash of its weights."""
     notes: list[str] = field(default_factory=list)
-    """What somebody who starts the run should know."""
+    """Messages to the user who starts the run."""
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint says of the run. All ranks call this, if there is an audit log."""
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint stores of the run. All ranks call this, if there is an audit log."""
         return {
             "step": self.step,
             "stage": self.stage.to_json(),
@@ -111,7 +111,7 @@ class RunState:
             "config": self.config.to_json(),
             "loader": self.loader.state_dict(),
             "audit": None if self.audit is None else self.audit.checkpoint(),
-            # What is drawn in a step is a function of the seed, the step and the rank.
+            # Random numbers in a step are a function of the seed, the step and the rank.
             "seed": self.config.seed,
             "vocab_size": self.stepper.model.vocab_size,
             "tokenizer_sha256": self.loader.sources[0].tokenizer_sha256,
@@ -124,68 +124,63 @@ class RunState:
 def open_run(
     config: TrainConfig, dataset_dir: Path, folder: Path, world: World, *, resume: str | None, model: CausalModel | None
 ) -> Iterator[RunState]:
-    """Open data and model, and put both where the checkpoint stands that the run goes on from, if it does."""
-    path = world.together(lambda: _chosen(folder, resume))
-    found = None if path is None else checkpoints.open_checkpoint(path, world)
-    if found is not None and "stage" not in found.said:
+    """Open data and model, both as the checkpoint left them if the run resumes."""
+    checkpoint = open_resumed(folder, resume, world, otherwise="another --model_name")
+    if checkpoint is not None and "stage" not in checkpoint.state:
         raise UsageError(
-            f"{found.path}: was written by chatmill rollout train, which goes on with it; "
-            f"to train its model, give --init_from_model {found.path}"
+            f"{checkpoint.path}: was written by chatmill rollout train, which goes on with it; "
+            f"to train its model, give --init_from_model {checkpoint.path}"
         )
-    loader, audit, same_data = _open_data(config, dataset_dir, world, found)
-    ended_well = False
+    loader, audit, same_data = _open_data(config, dataset_dir, world, checkpoint)
+    succeeded = False
     try:
-        base = world.together(lambda: _base(config, found) if world.is_first and model is None else None)
-        stepper = _open_model(config, loader, world, found, model)
-        start = 0 if found is None else found.said["stage"]["start"] if same_data else found.step
-        opened = RunState(config, world, loader, audit, stepper, world.together(lambda: _stage(config, loader, start)))
-        opened.base = base
-        if found is None and (folder / METRICS).exists():
-            opened.notes.append(
-                f"{folder} holds no checkpoint: the run begins again, and what it measured is taken back"
-            )
-        if found is not None:
-            opened.step, opened.saved = found.step, found.path
-            opened.totals = Totals(**found.said["totals"])
-            opened.notes.append(f"goes on from {found.path}")
-            if opened.step >= opened.stage.stop:
-                opened.notes.append(
-                    f"nothing is left to be done: it has {opened.step:,} steps; {_further(config, opened.stage)}"
-                )
-            if not same_data:
-                opened.notes.append(
-                    f"{_change(found.said['stage'], opened.stage)}: its order begins at the beginning, "
-                    f"and the learning rate rises again over {opened.stage.schedule.warmup:,} steps"
-                )
-        if (left := opened.stage.left_out) and not same_data:
-            # Within a stage it was said, and the order cannot be another one any more.
-            opened.notes.append(
-                f"{left:,} of {loader.plan(loader.split).num_eligible:,} episodes fill no batch at the end of the pass "
-                "and are left out; set epoch_drop_last to false to train them too"
-            )
+        base = world.together(lambda: _base(config, checkpoint) if world.is_first and model is None else None)
+        stepper = _open_model(config, loader, world, checkpoint, model)
+        start = 0 if checkpoint is None else checkpoint.state["stage"]["start"] if same_data else checkpoint.step
+        stage = world.together(lambda: _stage(config, loader, start))
+        state = RunState(config, world, loader, audit, stepper, stage, base=base)
+        if checkpoint is not None:
+            state.step, state.saved = checkpoint.step, checkpoint.path
+            state.totals = Totals(**checkpoint.state["totals"])
+        state.notes += _notes(state, checkpoint, folder, same_data=same_data)
         if config.eval_interval and "val" not in loader.splits:
-            opened.notes.append(f"{dataset_dir} has no episodes in val: nothing is evaluated")
-        yield opened
-        ended_well = True
+            state.notes.append(f"{dataset_dir} has no episodes in val: nothing is evaluated")
+        yield state
+        succeeded = True
     finally:
         loader.close()
-        # To close it ranks must meet, which they may not do any more if one of them failed.
-        if audit is not None and (ended_well or world.size == 1):
+        # Closing it synchronizes all ranks, which is not possible after one of them failed.
+        if audit is not None and (succeeded or world.size == 1):
             audit.close()
 
 
-def _chosen(folder: Path, resume: str | None) -> Path | None:
-    if resume is not None:
-        return checkpoints.choose(folder, resume)
-    if checkpoints.found(folder) or (folder / METRICS).exists():
-        raise UsageError(f"{folder}: holds a run already; --resume auto goes on with it, or give another --model_name")
-    return None
+def _notes(state: RunState, checkpoint: Checkpoint | None, folder: Path, *, same_data: bool) -> Iterator[str]:
+    """What the user should know when the run starts or resumes."""
+    stage, loader = state.stage, state.loader
+    if checkpoint is None:
+        if (folder / METRICS).exists():
+            yield f"{folder} holds no checkpoint: the run begins again, and what it measured is taken back"
+    else:
+        yield f"goes on from {checkpoint.path}"
+        if state.step >= stage.stop:
+            yield f"nothing is left to be done: it has {state.step:,} steps; {_further(state.config, stage)}"
+        if not same_data:
+            yield (
+                f"{_change(checkpoint.state['stage'], stage)}: its order begins at the beginning, "
+                f"and the learning rate rises again over {stage.schedule.warmup:,} steps"
+            )
+    if (left := stage.left_out) and not same_data:
+        # Within a stage this was said before, and the order cannot change any more.
+        yield (
+            f"{left:,} of {loader.plan(loader.split).num_eligible:,} episodes fill no batch at the end of the pass "
+            "and are left out; set epoch_drop_last to false to train them too"
+        )
 
 
 def _open_data(
-    config: TrainConfig, dataset_dir: Path, world: World, found: Checkpoint | None
+    config: TrainConfig, dataset_dir: Path, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, Audit | None, bool]:
-    """The loader, where the checkpoint left it if that was in the same stage; and whether it was."""
+    """The loader, at the checkpoint's position if the stage is the same; and whether it is."""
 
     def open_loader(listener: Audit | None) -> EpisodeLoader:
         return EpisodeLoader(
@@ -198,108 +193,83 @@ def _open_data(
         )
 
     loader = world.together(lambda: open_loader(None))
-    said = {} if found is None else found.said
-    mine = {"dataset_sha256": loader.sha256, "post_training": config.post_training}
-    same = bool(said) and all(said["stage"][name] == value for name, value in mine.items())
+    saved = {} if checkpoint is None else checkpoint.state
+    stage = {"dataset_sha256": loader.sha256, "post_training": config.post_training}
+    same = bool(saved) and all(saved["stage"][name] == value for name, value in stage.items())
     audit = None
     if config.audit_dir is not None:
-        if same and said["audit"] is None:
+        if same and saved["audit"] is None:
             raise UsageError(
                 f"audit_dir is {config.audit_dir}, and the run began without an audit log; set it to null to go on"
             )
         reduce = world.add if world.size > 1 else None
-        audit = Audit(config.audit_dir, state=said["audit"] if same else None, reduce=reduce)
+        audit = Audit(config.audit_dir, state=saved["audit"] if same else None, reduce=reduce)
         loader = world.together(lambda: open_loader(audit))
     if same:
-        world.together(lambda: loader.load_state_dict(said["loader"]))
+        world.together(lambda: loader.load_state_dict(saved["loader"]))
     return loader, audit, same
 
 
 def _open_model(
-    config: TrainConfig, loader: EpisodeLoader, world: World, found: Checkpoint | None, given: CausalModel | None
+    config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None, given: CausalModel | None
 ) -> Stepper:
-    """The model on its device and on all ranks, with its optimizer, as the checkpoint left them."""
-    compute = torch.bfloat16 if _is_bfloat16(config, world) else None
-    if found is not None and given is None:
-        world.together(lambda: _check_same_model(config, found))
-    known = (
-        found.said["vocab_size"] if found is not None else max(data_vocab_size(loader.sources), padding_of(loader) + 1)
-    )
-    model = given or world.together(lambda: make_model(config, known, compute=compute, device=world.device))
-    theirs = tokenizer_of(config, loader) if found is None else found.said["tokenizer_sha256"]
-    world.together(lambda: check_fit(config, loader, model, tokenizer_sha256=theirs))
+    """The model and its optimizer on all ranks, as the checkpoint left them."""
+    compute = compute_dtype(config.dtype, world.device)
+    if checkpoint is not None and given is None:
+        changes = config_changes(checkpoint, config.to_json(), model_keys())
+        if changes:
+            raise UsageError(f"{checkpoint.path}: {'; '.join(changes)}; a run goes on with the model it began with")
+    saved = None if checkpoint is None else checkpoint.state
+    vocab_size = saved["vocab_size"] if saved else max(data_vocab_size(loader.sources), padding_of(loader) + 1)
+    model = given or world.together(lambda: make_model(config, vocab_size, compute=compute, device=world.device))
+    tokenizer_sha256 = saved["tokenizer_sha256"] if saved else tokenizer_of(config, loader)
+    world.together(lambda: check_fit(config, loader, model, tokenizer_sha256=tokenizer_sha256))
     model.train()
     if config.activation_checkpointing:
         model.checkpoint_blocks()
     if config.compile if config.compile is not None else world.device.type == "cuda":
         model.compile_blocks()
-    module = world.spread(model, sharded=config.parallel == "fsdp", compute=compute)
-    optimizer = make_optimizer(
-        model,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-    )
-    if found is not None:
-        world.together(lambda: checkpoints.restore(found, model, optimizer))
-    return Stepper(model, module, optimizer, world, grad_clip=config.grad_clip)
+    module = world.distribute(model, sharded=config.parallel == "fsdp", compute=compute)
+    stepper = make_stepper(model, module, world, config)
+    if checkpoint is not None:
+        world.together(lambda: checkpoints.restore(checkpoint, model, stepper.optimizer))
+    return stepper
 
 
-def _is_bfloat16(config: TrainConfig, world: World) -> bool:
-    return world.device.type == "cuda" if config.dtype == "auto" else config.dtype == "bfloat16"
-
-
-def _check_same_model(config: TrainConfig, found: Checkpoint) -> None:
-    theirs, mine = found.said["config"], json.loads(json.dumps(config.to_json()))
-    differ = [
-        f"{name} was {json.dumps(theirs.get(name))}, now it is {json.dumps(mine[name])}"
-        for name in model_keys()
-        if mine[name] != theirs.get(name)
-    ]
-    if differ:
-        raise UsageError(f"{found.path}: {'; '.join(differ)}; a run goes on with the model it began with")
-
-
-def _base(config: TrainConfig, found: Checkpoint | None) -> dict[str, str] | None:
-    """What adapters stand on; `UsageError` if it is another model than the one that a checkpoint's were trained on."""
+def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] | None:
+    """The base model of adapters; `UsageError` if it differs from the one that the checkpoint was trained on."""
     if config.lora is None:
         return None
     folder = checkpoints.model_folder(config.init_from_model or "")
     mine = {"folder": str(folder), "sha256": weights_hash(folder)}
-    theirs = None if found is None else found.said.get("base")
-    if found is not None and theirs is not None and theirs["sha256"] != mine["sha256"]:
+    theirs = None if checkpoint is None else checkpoint.state.get("base")
+    if checkpoint is not None and theirs is not None and theirs["sha256"] != mine["sha256"]:
         raise UsageError(
-            f"{found.path}: its adapters were trained on {theirs['folder']} with weights {theirs['sha256'][:12]}…, "
-            f"init_from_model is {folder} with {mine['sha256'][:12]}…; adapters go on with the model they began on"
+            f"{checkpoint.path}: its adapters were trained on {theirs['folder']} "
+            f"with weights {theirs['sha256'][:12]}…, init_from_model is {folder} with {mine['sha256'][:12]}…; "
+            "adapters go on with the model they began on"
         )
     return mine
 
 
 def _stage(config: TrainConfig, loader: EpisodeLoader, start: int) -> Stage:
     length, left_out = _steps(config, loader)
-    schedule = LRSchedule(
-        peak=config.learning_rate,
-        floor=config.learning_rate * config.min_lr_ratio,
-        warmup=config.warmup_steps(length),
-        total=length,
-        shape=config.lr_schedule,
-    )
+    schedule = LRSchedule.of(config, warmup=config.warmup_steps(length), total=length)
     return Stage(start, length, schedule, loader.sha256, config.post_training, left_out)
 
 
 def _steps(config: TrainConfig, loader: EpisodeLoader) -> EpochSteps:
-    """Steps on this data: as many as asked for; one pass if none are, and in post-training at most."""
+    """Steps on this data: max_iters, or one epoch if that is not set; in post-training at most one epoch."""
     if config.max_iters is not None and not config.post_training:
         return EpochSteps(config.max_iters, 0)
-    whole = one_pass(loader.plan(loader.split))
-    if whole is None:
+    epoch = one_pass(loader.plan(loader.split))
+    if epoch is None:
         why = "post_training is one pass" if config.post_training else "max_iters is null, which is one pass"
         order = loader.plan(loader.split).order.name
         raise UsageError(
             f"{why}, and the order {order} has none; {_instead(config, mixed=loader.config.mix_sft is not None)}"
         )
-    return whole if config.max_iters is None or config.max_iters >= whole.steps else EpochSteps(config.max_iters, 0)
+    return epoch if config.max_iters is None or config.max_iters >= epoch.steps else EpochSteps(config.max_iters, 0)
 
 
 def _instead(config: TrainConfig, *, mixed: bool) -> str:

@@ -1,14 +1,14 @@
-"""Tensors in files, whole or in runs of rows, so that any number of ranks can write and any other number read them.
+"""Tensors in safetensors files, whole or as ranges of rows, so that any number of ranks can write or read them.
 
-Files are safetensors. Where a tensor is in pieces, the header says for each which row it begins with and how many
-rows there are.
+The header of a file says for each part of a tensor its first row and how many rows the whole tensor has.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,26 +20,26 @@ from chatmill.errors import DataError
 from chatmill.store import files
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
-KINDS = {name: dtype for dtype, name in DTYPES.items()}
-PIECES = "pieces"
-"""The key of a file's own metadata under which its pieces are."""
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+PARTS = "pieces"
+"""The key of a file's metadata that lists its partial tensors."""
 
 
 class TensorRows(NamedTuple):
-    """Some rows of a tensor: `start` is the first, `rows` how many the tensor has."""
+    """A range of rows of a tensor: the first, and how many the whole tensor has."""
 
     start: int
     rows: int
 
 
 class TensorEntry(NamedTuple):
-    """What a file is to hold under a name; its values are asked for when they are written."""
+    """Name, shape and type of one tensor of a file; its values come when they are written."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    piece: TensorRows | None = None
-    """None if it is the whole tensor."""
+    rows: TensorRows | None = None
+    """Which rows of the tensor; None for the whole tensor."""
 
 
 class FileHash(NamedTuple):
@@ -48,18 +48,14 @@ class FileHash(NamedTuple):
 
 
 def write_tensors(path: Path, entries: Sequence[TensorEntry], values: Iterator[Tensor]) -> FileHash:
-    """A safetensors file of these entries, one tensor in memory at a time; not synced."""
+    """Write a safetensors file of these entries, one tensor in memory at a time; not synced."""
     header: dict[str, Any] = {
-        "__metadata__": {PIECES: json.dumps({entry.name: entry.piece for entry in entries if entry.piece})}
+        "__metadata__": {PARTS: json.dumps({entry.name: entry.rows for entry in entries if entry.rows})}
     }
     at = 0
     for entry in entries:
-        size = _num_bytes(entry)
-        header[entry.name] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": [at, at + size],
-        }
+        size = entry.dtype.itemsize * math.prod(entry.shape)
+        header[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -77,24 +73,13 @@ def write_tensors(path: Path, entries: Sequence[TensorEntry], values: Iterator[T
         for entry, value in zip(entries, values, strict=True):
             if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
                 raise ValueError(f"{entry.name}: {tuple(value.shape)} {value.dtype}; the header says {entry}")
-            put(_bytes(value))
+            flat = value.detach().to("cpu").contiguous().reshape(-1)
+            put(memoryview(flat.view(torch.uint8).numpy()))
     return FileHash(total, digest.hexdigest())
 
 
-def _num_bytes(entry: TensorEntry) -> int:
-    size = entry.dtype.itemsize
-    for length in entry.shape:
-        size *= length
-    return size
-
-
-def _bytes(value: Tensor) -> memoryview:
-    flat = value.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
-
-
 def file_info(path: Path) -> FileHash:
-    """Size and hash of a file as it lies there."""
+    """Size and hash of a file."""
     with path.open("rb") as file:
         return FileHash(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -103,46 +88,41 @@ class ShardedTensors:
     """The tensors of several files, by name and rows."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._places: dict[str, list[tuple[TensorRows, Any]]] = {}
+        self._parts: dict[str, list[tuple[TensorRows, Any]]] = {}
         for path in paths:
             try:
                 file: Any = safe_open(path, framework="pt")
-                pieces = json.loads((file.metadata() or {}).get(PIECES, "{}"))
+                partial = json.loads((file.metadata() or {}).get(PARTS, "{}"))
             except (OSError, SafetensorError, ValueError, RecursionError) as error:
                 raise DataError(f"{path}: cannot be read ({error}); go on from another checkpoint") from None
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 part = file.get_slice(name)
-                piece = TensorRows(*pieces[name]) if name in pieces else TensorRows(0, *part.get_shape()[:1] or [1])
-                self._places.setdefault(name, []).append((piece, part))
+                rows = TensorRows(*partial[name]) if name in partial else TensorRows(0, *part.get_shape()[:1] or [1])
+                self._parts.setdefault(name, []).append((rows, part))
 
     @property
     def names(self) -> set[str]:
-        return set(self._places)
+        return set(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        piece, part = self._places[name][0]
+        rows, part = self._parts[name][0]
         shape = part.get_shape()
-        return (piece.rows, *shape[1:]) if shape else ()
+        return (rows.rows, *shape[1:]) if shape else ()
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Some rows of a tensor; a scalar is read as it is."""
-        places = sorted(self._places[name], key=lambda place: place[0].start)
-        _, part = places[0]
-        if not part.get_shape():
-            return part[...]
-        # Of no rows: a rank may hold none of a short tensor.
-        found = [torch.empty(0, *part.get_shape()[1:], dtype=KINDS[part.get_dtype()])]
-        for piece, part in places:
-            first, last = (min(max(edge - piece.start, 0), part.get_shape()[0]) for edge in (start, stop))
+        parts = sorted(self._parts[name], key=lambda part: part[0].start)
+        _, first_part = parts[0]
+        if not first_part.get_shape():
+            return first_part[...]
+        # Starts with no rows: a rank may hold none of a short tensor.
+        slices = [torch.empty(0, *first_part.get_shape()[1:], dtype=TORCH_DTYPES[first_part.get_dtype()])]
+        for rows, part in parts:
+            first, last = (min(max(edge - rows.start, 0), part.get_shape()[0]) for edge in (start, stop))
             if first < last:
-                found.append(part[first:last])
-        together = torch.cat(found)
-        if len(together) != stop - start:
+                slices.append(part[first:last])
+        tensor = torch.cat(slices)
+        if len(tensor) != stop - start:
             raise DataError(f"{name}: rows {start} to {stop} are not all there; the checkpoint lacks a file")
-        return together
-
-
-def named(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of several kinds under one name each: kind/name."""
-    return {f"{kind}/{name}": tensor for kind, group in tensors.items() for name, tensor in group.items()}
+        return tensor

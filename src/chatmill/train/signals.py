@@ -1,4 +1,4 @@
-"""Being asked to stop: the first SIGINT or SIGTERM is noted, and the run ends when it has saved."""
+"""Stop requests: the first SIGINT or SIGTERM is noted, and the run ends after saving a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any
 
 
 class StopRequest:
-    """Whether somebody asked to stop, and by which signal."""
+    """Whether a signal requested the end of the run, and which one."""
 
     by: str | None = None
 
 
 @contextmanager
-def noted() -> Iterator[StopRequest]:
-    """Note the first signal; the second does what signals always do."""
-    asked = StopRequest()
-    usual: dict[signal.Signals, Any] = {}
+def stop_on_signal() -> Iterator[StopRequest]:
+    """Note the first signal; the second has its usual effect."""
+    request = StopRequest()
+    previous: dict[signal.Signals, Any] = {}
 
     def restore() -> None:
-        while usual:
-            signal.signal(*usual.popitem())
+        while previous:
+            signal.signal(*previous.popitem())
 
     def note(number: int, _: Any) -> None:
-        asked.by = signal.Signals(number).name
+        request.by = signal.Signals(number).name
         restore()
 
     try:
         for each in (signal.SIGINT, signal.SIGTERM):
-            usual[each] = signal.signal(each, note)
+            previous[each] = signal.signal(each, note)
     except ValueError:
-        # Only the main thread hears signals; in another one they are somebody else's.
-        usual.clear()
+        # Only the main thread can handle signals; in another one they are left to the main thread.
+        previous.clear()
     try:
-        yield asked
+        yield request
     finally:
         restore()

@@ -1,12 +1,13 @@
-"""One optimizer step: the gradient of the mean loss over all trained tokens of the global batch, however it is cut.
+"""One optimizer step: the gradient of the mean loss over all trained tokens of the global batch, however it is split.
 
-What a step gives is read one step later, so that the host never waits for work that it has just handed out.
+The result of a step is read one step later, so that the host never waits for work that it has just launched.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,28 +15,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from chatmill.errors import ChatmillError
 from chatmill.load.batch import IGNORE_INDEX, Batch, segments_from_end
-from chatmill.train.distributed import World, is_sharded, last_of, whole
+from chatmill.train.distributed import World, gradient_sync, is_sharded, whole
 from chatmill.train.loss import by_segment
 from chatmill.train.model import CausalModel, Inputs
 
 
+class NotFiniteError(ChatmillError):
+    """A loss or gradient norm is NaN or infinite; the run stops."""
+
+
 class StepCounts(NamedTuple):
-    """What a global batch holds."""
+    """Counts of a global batch."""
 
     weight: float = 0.0
-    """The sum of the weights of what is trained: what the loss is divided by."""
+    """The sum of the weights of the trained tokens: the divisor of the loss."""
     trained: float = 0.0
     """Trained tokens."""
     tokens: float = 0.0
-    """Tokens that are read, without padding."""
+    """Tokens without padding."""
     untrained_rows: float = 0.0
-    """Rows that hold something, of which nothing is trained."""
+    """Rows that are not empty, and have no trained token."""
     cut_episodes: float = 0.0
-    """Episodes that are longer than a row, and lose their beginning."""
+    """Episodes longer than a row, which lose their beginning."""
     cut_tokens: float = 0.0
     stop: float = 0.0
-    """Ranks that were asked to stop."""
+    """Ranks that received a stop request."""
 
 
 class RowLoss(NamedTuple):
@@ -49,31 +55,42 @@ class RowLoss(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step came to."""
+    """Loss and gradient norm of a step."""
 
     loss: float
     """The weighted mean over the trained tokens of the global batch; 0 if there are none."""
     grad_norm: float
     rows: list[RowLoss] | None
-    """Of this rank's rows, if they were asked for."""
+    """Of this rank's rows, if requested."""
+
+    def check_finite(self, step: int, saved: Path | None, advice: Callable[[], str]) -> None:
+        """Raise `NotFiniteError` with an advice if the loss or the gradient norm is NaN or infinite."""
+        if math.isfinite(self.loss) and math.isfinite(self.grad_norm):
+            return
+        norm = f"the length of the gradient is {self.grad_norm}"
+        raise NotFiniteError(
+            f"step {step}: {norm if math.isfinite(self.loss) else f'the loss is {self.loss}'}; {advice()}, "
+            f"and go on from {saved or 'the beginning, no checkpoint was written'}"
+        )
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass reads, and whose it is."""
+    """The input of one forward pass, and the episodes it comes from."""
 
     inputs: Inputs
     episode_ids: Tensor
 
 
-def parts_of(batch: Batch, count: int, device: torch.device) -> list[MicroBatch]:
-    """A rank's rows of a batch in so many parts, on its device."""
+def micro_batches(batch: Batch, count: int, device: torch.device) -> list[MicroBatch]:
+    """A rank's rows of a batch in `count` micro-batches, on its device."""
     return [MicroBatch(Inputs.of(part, device), part.episode_ids) for part in batch.split(count)]
 
 
-def counts_of(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
-    """What a rank's rows of a batch hold; read on the host."""
+def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
+    """The counts of a rank's rows of a batch, computed on the host."""
     real = batch.episode_ids[:, 0] >= 0
-    tokens = (batch.segments < _segments(batch.episode_ids)[:, None]).sum()
+    # Segments after a row's episodes are padding.
+    tokens = (batch.segments < (batch.episode_ids >= 0).sum(dim=1)[:, None]).sum()
     return StepCounts(
         weight=math.fsum(part.inputs.targets.weight for part in parts),
         trained=sum(part.inputs.targets.count for part in parts),
@@ -82,15 +99,14 @@ def counts_of(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
     )
 
 
-def _segments(episode_ids: Tensor) -> Tensor:
-    """How many segments of each row are episodes; what is behind them is padding."""
-    return (episode_ids >= 0).sum(dim=1)
+RowSums = list[tuple[Tensor, Tensor, Tensor]]
+"""For each micro-batch: episode ids, Σ weight · loss and Σ weight of each conversation."""
 
 
 class Pending:
-    """What a step comes to, on its way from the device."""
+    """The result of a step while it is copied from the device."""
 
-    def __init__(self, device: torch.device, numbers: Tensor, rows: list[tuple[Tensor, Tensor, Tensor]] | None) -> None:
+    def __init__(self, device: torch.device, numbers: Tensor, rows: RowSums | None) -> None:
         self._numbers = _to_host(numbers)
         self._rows = None if rows is None else [(ids, _to_host(t), _to_host(w)) for ids, t, w in rows]
         self._done = None
@@ -99,19 +115,19 @@ class Pending:
             self._done.record()
 
     def read(self) -> StepResult:
-        """Wait for it."""
+        """Wait for the result."""
         if self._done is not None:
             self._done.synchronize()
         loss, norm = self._numbers.tolist()
         if self._rows is None:
             return StepResult(loss, norm, None)
-        found = []
+        losses = []
         for ids, totals, weights in self._rows:
             trained = (ids >= 0) & (weights > 0)
             segments = torch.from_numpy(segments_from_end(ids.numpy()).copy())
             columns = ids[trained], segments[trained], totals[trained] / weights[trained], weights[trained]
-            found += [RowLoss(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
-        return StepResult(loss, norm, found)
+            losses += [RowLoss(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+        return StepResult(loss, norm, losses)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -119,12 +135,12 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class Stepper:
-    """A model with its optimizer, spread over a world."""
+    """A model with its optimizer, on all ranks."""
 
     def __init__(
         self, model: CausalModel, module: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, grad_clip: float
     ) -> None:
-        """`module` is called in place of the model and exchanges gradients; `grad_clip` 0 leaves them as they are."""
+        """`module` is called in place of the model and averages gradients; `grad_clip` 0 disables clipping."""
         self.model, self.module, self.optimizer, self.world = model, module, optimizer, world
         self._grad_clip = grad_clip
         self.is_whole = not any(is_sharded(parameter) for parameter in model.parameters())
@@ -132,7 +148,7 @@ class Stepper:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step(self, parts: Sequence[MicroBatch], *, weight: float, lr: float, rows: bool = False) -> Pending:
-        """Change the weights by one step; `weight` is that of the global batch."""
+        """Take one optimizer step; `weight` is that of the global batch."""
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)
         if self._grad_clip:
             norm = nn.utils.clip_grad_norm_(self._parameters, self._grad_clip)
@@ -146,16 +162,16 @@ class Stepper:
 
     def gradients(
         self, parts: Sequence[MicroBatch], *, weight: float, rows: bool = False
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]] | None]:
-        """Leave the gradient of the global batch in the parameters; its mean loss, and sums by episode."""
+    ) -> tuple[Tensor, RowSums | None]:
+        """Compute the gradient of the global batch; its mean loss, and sums by conversation."""
         # Ranks average their gradients, and each has only its part of the sum.
-        share = self.world.size / weight if weight else 0.0
+        scale = self.world.size / weight if weight else 0.0
         total: Any = 0.0
-        by_row: list[tuple[Tensor, Tensor, Tensor]] | None = [] if rows else None
+        by_row: RowSums | None = [] if rows else None
         for number, part in enumerate(parts):
-            with last_of(self.module, number == len(parts) - 1):
+            with gradient_sync(self.module, number == len(parts) - 1):
                 losses = self.module(*part.inputs)
-                (losses.total * share).backward()
+                (losses.total * scale).backward()
             total = total + losses.total.detach()
             if by_row is not None:
                 count = part.episode_ids.shape[1]
@@ -167,20 +183,32 @@ class Stepper:
         return total / weight if weight else total, by_row
 
 
-def seed_draws(*place: int) -> None:
-    """Let what is drawn in a step be a function of (seed, step, rank) alone."""
-    torch.manual_seed(int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1))
+def seed_step(*key: int) -> None:
+    """Seed torch's generators with (seed, step, rank): dropout in a step depends on nothing else."""
+    torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
 def make_optimizer(
     model: CausalModel, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, vectors do not."""
+    """Fused AdamW; weight decay for matrices, none for vectors."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    # A config may say 0 for 0.0, which AdamW does not take.
+    # AdamW refuses an int, and a config may hold 0 for 0.0.
     rates = {"lr": float(lr), "betas": (float(betas[0]), float(betas[1])), "eps": float(eps)}
     return torch.optim.AdamW([group for group in groups if group["params"]], **rates, fused=True)
+
+
+def make_stepper(model: CausalModel, module: nn.Module, world: World, settings: Any) -> Stepper:
+    """A stepper with a fresh optimizer; `settings` is a config that has the keys of one."""
+    optimizer = make_optimizer(
+        model,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.adam_eps,
+        weight_decay=settings.weight_decay,
+    )
+    return Stepper(model, module, optimizer, world, grad_clip=settings.grad_clip)

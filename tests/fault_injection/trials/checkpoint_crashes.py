@@ -41,7 +41,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     import torch
     from model_fixtures import small_gpt
 
-    from chatmill.train.checkpoint import clean, found, open_checkpoint, restore, save
+    from chatmill.train.checkpoint import clean, list_checkpoints, open_checkpoint, restore, save
     from chatmill.train.distributed import World
     from chatmill.train.step import make_optimizer
 
@@ -63,7 +63,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     def newest() -> int:
         """The step of the newest checkpoint, all of whose weights say so."""
-        checkpoint = open_checkpoint(found(at / "run")[-1], alone)
+        checkpoint = open_checkpoint(list_checkpoints(at / "run")[-1], alone)
         model, optimizer = made()
         restore(checkpoint, model, optimizer)
         assert all(torch.all(parameter == checkpoint.step) for parameter in model.parameters()), "other weights"
@@ -82,7 +82,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     with in_place(Unsynced()):
         for number, kind in crashes(at, model, recorder):
             # Removing an old one may be cut short: only then is it not whole, and a newer one is there.
-            kept = sorted(path for path in found(at / "run")[-1].rglob("*.*") if path.is_file())
+            kept = sorted(path for path in list_checkpoints(at / "run")[-1].rglob("*.*") if path.is_file())
             key = tuple((path.relative_to(at), path.read_bytes()) for path in kept)
             if key not in read:
                 read[key] = outcome(newest)

@@ -78,14 +78,14 @@ class Runs:
         import torch
 
         from chatmill.audit import verify_log
-        from chatmill.train.checkpoint import found, open_checkpoint
+        from chatmill.train.checkpoint import list_checkpoints, open_checkpoint
         from chatmill.train.distributed import World
         from chatmill.train.metrics_log import read_metrics
         from chatmill.train.sharded_tensors import file_info
 
         run = self.folder / "out" / name
-        last = open_checkpoint(found(run)[-1], World(0, 1, torch.device("cpu")))
-        said = last.said["audit"]
+        last = open_checkpoint(list_checkpoints(run)[-1], World(0, 1, torch.device("cpu")))
+        said = last.state["audit"]
         log = self.folder / f"logs-{name}" / said["log"]
         checked = verify_log(log, self.folder / "data", heads={"the checkpoint": said["head"]})
         assert checked.fault is None, checked.fault

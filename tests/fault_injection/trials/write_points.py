@@ -74,7 +74,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     from train_fixtures import prepare, trained
 
     from chatmill.audit import verify_log
-    from chatmill.train.checkpoint import found, open_checkpoint
+    from chatmill.train.checkpoint import list_checkpoints, open_checkpoint
     from chatmill.train.distributed import World
 
     load_torch()
@@ -86,7 +86,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     def came_to(name: str) -> dict[str, str]:
         """The weights and moments of the last checkpoint; `DataError` if the audit log is not of them."""
-        last = found(folder / name)[-1]
+        last = list_checkpoints(folder / name)[-1]
         said = open_checkpoint(last, World(0, 1, torch.device("cpu"))).said["audit"]
         checked = verify_log(folder / f"logs-{name}" / said["log"], data, heads={"the checkpoint": said["head"]})
         assert checked.fault is None, checked.fault

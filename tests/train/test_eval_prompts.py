@@ -15,7 +15,7 @@ from chatmill.records import Message, Record
 from chatmill.rows import Rows
 from chatmill.store.read import open_dataset
 from chatmill.tokenizer import open_tokenizer
-from chatmill.train.eval_prompts import EvalPrompt, RowOrigin, origins, questions
+from chatmill.train.eval_prompts import EvalPrompt, RowOrigin, eval_prompts, origins
 
 FORMATS = {name: load_format(name) for name in ("chatml", "ngpt", "primer", "post-training")}
 TOKENIZERS = {name: open_tokenizer("bytes", control=format.tokens) for name, format in FORMATS.items()}
@@ -49,7 +49,7 @@ def test_the_prompt_of_every_answer_is_what_a_server_would_be_asked_with(name, b
                 prompt = TurnRenderer(FORMATS[name], TOKENIZERS[name]).prompt_ids(Record(messages[:at]))
                 answer = [*TOKENIZERS[name].encode(message.content), EOT[name]]
                 wanted.append(EvalPrompt(prompt, answer, segment))
-    assert list(questions(rendered(name, conversation, other), [EOT[name]])) == wanted
+    assert list(eval_prompts(rendered(name, conversation, other), [EOT[name]])) == wanted
 
 
 def test_answers_that_no_model_can_be_asked_for_are_counted_by_their_reason():
@@ -62,29 +62,29 @@ def test_answers_that_no_model_can_be_asked_for_are_counted_by_their_reason():
     left_out: Counter[str] = Counter()
     rows = rendered("primer", said, [Message("user", "c"), Message("assistant", "d")])
     rows.spans["weight"][rows.spans["length"] == len("never ends")] = 1
-    assert [q.answer for q in questions(rows, [EOT["primer"]], left_out)] == [[*b"d", EOT["primer"]]]
+    assert [q.answer for q in eval_prompts(rows, [EOT["primer"]], left_out)] == [[*b"d", EOT["primer"]]]
     assert left_out == {"unfinished": 1}
 
     rows = rendered("primer", [Message("user", "c"), Message("assistant", "d")])
     rows.spans["weight"][-2] = 0
-    assert list(questions(rows, [EOT["primer"]], left_out)) == []
+    assert list(eval_prompts(rows, [EOT["primer"]], left_out)) == []
     assert left_out == {"unfinished": 1, "partly_trained": 1}
 
     rows.spans["weight"][-2], rows.spans["target"][-1] = 1, 7
-    assert list(questions(rows, [EOT["primer"]], left_out)) == []
+    assert list(eval_prompts(rows, [EOT["primer"]], left_out)) == []
     assert left_out == {"unfinished": 1, "partly_trained": 2}
 
 
 def test_what_users_say_is_no_answer_even_if_it_is_trained():
     rows = rendered("primer", [Message("user", "c"), Message("assistant", "d")], train_on="all")
-    assert [q.answer for q in questions(rows, [EOT["primer"]])] == [[*b"d", EOT["primer"]]]
+    assert [q.answer for q in eval_prompts(rows, [EOT["primer"]])] == [[*b"d", EOT["primer"]]]
 
 
 def test_of_what_another_program_wrote_every_trained_run_is_an_answer(tmp_path):
     folder = write_files(tmp_path / "x", [[5, 6, 9, 7, 8, 9], [1, 9]], [[0, 1, 1, 0, 1, 1], [1, 1]])
     left_out: Counter[str] = Counter()
     rows = open_dataset(folder)["train"].rows([0, 1])
-    assert list(questions(rows, [9], left_out)) == [EvalPrompt([5], [6, 9], 0), EvalPrompt([5, 6, 9, 7], [8, 9], 0)]
+    assert list(eval_prompts(rows, [9], left_out)) == [EvalPrompt([5], [6, 9], 0), EvalPrompt([5, 6, 9, 7], [8, 9], 0)]
     assert left_out == {"nothing_before": 1}
     assert origins(rows, "x") == [RowOrigin("x", ""), RowOrigin("x", "")]
 
@@ -93,7 +93,7 @@ def test_of_what_another_program_wrote_every_trained_run_is_an_answer(tmp_path):
 def test_without_its_end_token_no_answer_is_finished(ends):
     left_out: Counter[str] = Counter()
     rows = rendered("chatml", [Message("user", "c"), Message("assistant", "d")])
-    assert list(questions(rows, ends, left_out)) == []
+    assert list(eval_prompts(rows, ends, left_out)) == []
     assert left_out == {"unfinished": 1}
 
 

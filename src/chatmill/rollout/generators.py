@@ -1,7 +1,7 @@
-"""Generators: who answers prompts. A model that is trained here is joined from outside; a server is asked here.
+"""Generators: what answers the prompts of a rollout run. The model itself, a server, or the log of an earlier run.
 
-A generator gives ids for ids. What it draws depends on its seed, the step and the row alone, so that a step can be
-generated again by itself.
+A generator maps token ids to token ids. Sampling depends on the seed, the step and the row alone, so that a step can
+be generated again by itself.
 """
 
 from __future__ import annotations
@@ -19,32 +19,38 @@ from typing import Any, Protocol
 import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
+from chatmill.rollout.config import RolloutConfig
+from chatmill.rollout.files import RolloutReplay
+from chatmill.train.generation import Sampling, beam_search, generate
+from chatmill.train.model import CausalModel
 
-AGAIN = {408, 429, 500, 502, 503, 504}
-"""What a server answers that may be otherwise in a moment."""
+RETRIED = {408, 429, 500, 502, 503, 504}
+"""HTTP status codes after which a request is sent again."""
 
 
 class Generator(Protocol):
+    """Generates an answer to each prompt."""
+
     def __call__(self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
-        """An answer to each prompt, as ids; prompt i is row `first_row` + i of the step."""
+        """The ids of an answer to each prompt; prompt i is row `first_row` + i of the step."""
 
 
 @dataclass(frozen=True)
 class CompletionServer:
     """A server that completes token ids and returns token ids: OpenAI's `completions`, with `return_token_ids`.
 
-    vLLM is one. Requests are sent `together` at a time; one that fails for a reason that may pass is sent again.
+    vLLM is one. `concurrency` requests are sent at a time; a temporary failure is retried.
     """
 
     url: str
-    """Up to and with the version, as in http://localhost:8000/v1."""
+    """The base URL with the version, as in http://localhost:8000/v1."""
     model: str
     max_tokens: int
     end_ids: tuple[int, ...] = ()
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
-    together: int = 16
+    concurrency: int = 16
     timeout: float = 600.0
     attempts: int = 4
     pause: float = 0.5
@@ -57,16 +63,16 @@ class CompletionServer:
             raise UsageError(f'"{one_line(self.url)}" is no server; expected http://… or https://…')
 
     def __call__(self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
-        with ThreadPoolExecutor(max(1, min(self.together, len(prompts)))) as pool:
-            asked = [
+        with ThreadPoolExecutor(max(1, min(self.concurrency, len(prompts)))) as pool:
+            futures = [
                 pool.submit(self._answer, [int(id) for id in prompt], step, first_row + row)
                 for row, prompt in enumerate(prompts)
             ]
             try:
-                return [answer.result() for answer in asked]
+                return [future.result() for future in futures]
             except BaseException:
-                for answer in asked:
-                    answer.cancel()
+                for future in futures:
+                    future.cancel()
                 raise
 
     def _answer(self, prompt: list[int], step: int, row: int) -> list[int]:
@@ -95,7 +101,7 @@ class CompletionServer:
         return ids
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The reply to one request; `DataError` with what the server said if there is none."""
+        """The reply to one request; `DataError` with the server's message if there is none."""
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/completions",
             data=json.dumps(body).encode(),
@@ -106,11 +112,11 @@ class CompletionServer:
                 with urllib.request.urlopen(request, timeout=self.timeout) as response:
                     return self._object(response.read())
             except urllib.error.HTTPError as error:
-                said = one_line(error.read(500).decode("utf-8", "replace"), 200)
-                what, may_pass = f"status {error.code}: {said}", error.code in AGAIN
+                body_start = one_line(error.read(500).decode("utf-8", "replace"), 200)
+                what, temporary = f"status {error.code}: {body_start}", error.code in RETRIED
             except (OSError, http.client.HTTPException) as error:
-                what, may_pass = one_line(str(getattr(error, "reason", error)) or type(error).__name__, 200), True
-            if not may_pass or attempt == self.attempts:
+                what, temporary = one_line(str(getattr(error, "reason", error)) or type(error).__name__, 200), True
+            if not temporary or attempt == self.attempts:
                 raise DataError(f"{self.url}: no answer ({what}); check the server, and that it serves {self.model}")
             time.sleep(self.pause * 2 ** (attempt - 1))
         raise AssertionError
@@ -123,3 +129,43 @@ class CompletionServer:
         if not isinstance(reply, dict):
             raise DataError(f"{self.url}: the server returned no JSON object; expected a completion")
         return reply
+
+
+def generator_of(config: RolloutConfig, model: CausalModel, end_id: int) -> Generator:
+    """The generator that a config names: a log, a server, or the model."""
+    if config.replay is not None:
+        return RolloutReplay(config.replay)
+    if config.server is None:
+        return ModelGenerator(model, config, end_id)
+    return CompletionServer(
+        config.server,
+        config.server_model or "",
+        config.max_new_tokens,
+        end_ids=(end_id,),
+        temperature=config.temperature if config.decoding == "sample" else 0.0,
+        top_p=config.top_p,
+        seed=config.seed,
+    )
+
+
+class ModelGenerator:
+    """Answers of the model that is being trained, with its current weights."""
+
+    def __init__(self, model: CausalModel, config: RolloutConfig, end_id: int) -> None:
+        self._model, self._config, self._end_ids = model, config, (end_id,)
+
+    def __call__(self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
+        config = self._config
+        limits: dict[str, Any] = {"max_tokens": config.max_new_tokens, "end_ids": self._end_ids}
+        if config.decoding == "beam":
+            size = max(1, config.generate_batch_size // config.beams)
+            return beam_search(self._model, prompts, beams=config.beams, batch_size=size, **limits)
+        temperature = config.temperature if config.decoding == "sample" else 0.0
+        return generate(
+            self._model,
+            prompts,
+            sampling=Sampling(temperature, config.top_k, config.top_p, config.seed, step),
+            first_row=first_row,
+            batch_size=config.generate_batch_size,
+            **limits,
+        )

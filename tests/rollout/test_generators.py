@@ -11,7 +11,7 @@ import pytest
 
 from chatmill.errors import DataError, UsageError
 from chatmill.rollout.files import RolloutLog, RolloutReplay
-from chatmill.rollout.generate import CompletionServer
+from chatmill.rollout.generators import CompletionServer
 
 
 def completion(request):

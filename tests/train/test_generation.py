@@ -10,9 +10,8 @@ import torch
 from model_fixtures import small_gpt
 
 from chatmill.errors import DataError
-from chatmill.train.beam_search import beam_search
-from chatmill.train.generate import Sampling, choose, generate, generate_steps, prefill
-from chatmill.train.gpt import GPT, GPTSizes
+from chatmill.train import GPT, GPTSizes
+from chatmill.train.generation import Sampling, beam_search, choose, generate, generate_steps, prefill
 from chatmill.train.model import CausalModel
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 1, 2, 3, 1]]

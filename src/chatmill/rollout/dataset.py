@@ -1,0 +1,126 @@
+"""Datasets of rollout targets and of true answers, from files of rollouts and of records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from chatmill.errors import DataError, RecordError
+from chatmill.ledger import Ledger
+from chatmill.rollout.files import GroundTruth, Rollout, read_rollouts, read_truth
+from chatmill.rollout.health import Health
+from chatmill.rollout.task import Task, answer_rows, target_rows
+from chatmill.rows import Rows
+from chatmill.store.layout import METADATA
+from chatmill.store.metadata import Metadata, write_metadata
+from chatmill.store.publish import building
+from chatmill.store.write import SplitWriter
+
+CHUNK = 256
+"""Rows that are made at a time."""
+Progress = Callable[[int], None]
+T = TypeVar("T")
+
+
+def build_target_dataset(
+    rollouts: Path,
+    truth: Path,
+    output: Path,
+    task: Task,
+    *,
+    config: Mapping[str, Any],
+    overwrite: bool = False,
+    progress: Progress = lambda count: None,
+) -> tuple[Metadata, Health]:
+    """A dataset of the targets of stored rollouts, and the health of the rollouts.
+
+    `config` has shard_tokens, train_values and train_cut, and is stored in the dataset.
+    """
+    truths = {each.record.id or "": each for each in read_truth(truth)}
+    health, ledger = Health(), Ledger()
+    options = {name: config[name] for name in ("train_values", "train_cut")}
+
+    def rows() -> Iterator[Rows]:
+        for chunk in _chunks(_pairs(rollouts, truths), progress):
+            yield target_rows(chunk, task, health, **options)
+        if not health.rollouts:
+            raise DataError(f"{rollouts}: holds no rollout; expected at least one")
+        for reason, count in {"truncated": health.truncated, "broken": health.broken, **health.fallback}.items():
+            if count:
+                ledger.add("noted", reason, rows=count)
+
+    return _write(output, rows(), task, ledger, config=config, source=truth, overwrite=overwrite), health
+
+
+def build_answer_dataset(
+    truth: Path,
+    output: Path,
+    task: Task,
+    *,
+    config: Mapping[str, Any],
+    overwrite: bool = False,
+    progress: Progress = lambda count: None,
+) -> Metadata:
+    """A dataset of the true answers; `config` has shard_tokens, and is stored in the dataset."""
+
+    def rows() -> Iterator[Rows]:
+        chunk = None
+        for chunk in _chunks(read_truth(truth), progress):
+            yield answer_rows(chunk, task)
+        if chunk is None:
+            raise DataError(f"{truth}: holds no record; expected at least one")
+
+    return _write(output, rows(), task, Ledger(), config=config, source=truth, overwrite=overwrite)
+
+
+def _chunks(items: Iterable[T], progress: Progress) -> Iterator[list[T]]:
+    stream = iter(items)
+    while chunk := list(islice(stream, CHUNK)):
+        yield chunk
+        progress(len(chunk))
+
+
+def _pairs(path: Path, truths: Mapping[str, GroundTruth]) -> Iterator[tuple[GroundTruth, Rollout]]:
+    for line, rollout in read_rollouts(path):
+        if rollout.id not in truths:
+            right = "expected the id of a record of the truth"
+            raise RecordError("the rollout is of an unknown record", right, kind="id").at(str(path), line, rollout.id)
+        yield truths[rollout.id], rollout
+
+
+def _write(
+    output: Path,
+    parts: Iterable[Rows],
+    task: Task,
+    ledger: Ledger,
+    *,
+    config: Mapping[str, Any],
+    source: Path,
+    overwrite: bool,
+) -> Metadata:
+    """Write all rows as the split `train` of a dataset, and publish it."""
+    tokenizer, special = task.tokenizer, task.tokenizer.special_token_ids()
+    with building(output, "rollout", overwrite=overwrite, marker=METADATA, source=source) as staging:
+        shard_tokens = config["shard_tokens"]
+        with SplitWriter(staging / "train", vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens) as writer:
+            for rows in parts:
+                writer.append(rows)
+                counts = {"rows": len(rows), "tokens": len(rows.ids), "trained": int(rows.mask().sum())}
+                ledger.add("read", rows=len(rows))
+                ledger.add("rendered", "", **counts)
+                ledger.add("stored", "", **counts)
+            split = writer.close()
+        return write_metadata(
+            staging,
+            vocab_size=tokenizer.vocab_size,
+            format=task.format.to_json(),
+            tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+            tokenizer_state=tokenizer.state(added_tokens=task.add_tokens),
+            special_token_ids=special,
+            pad_token_id=special[task.format.eot],
+            splits={"train": split},
+            ledger=ledger,
+            config=config,
+        )

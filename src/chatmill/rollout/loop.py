@@ -1,0 +1,277 @@
+"""The rollout training loop: the model answers, its answers become targets, and it is trained on them.
+
+    every K steps    prompts ── generate ──▶ rollouts ── match, append ──▶ K batches
+    every step       batch ──▶ one forward pass, one loss, one backward pass
+
+The order of the prompts is a pure function of the seed, and the sampling of a rollout depends on (seed, step, row)
+alone. Every rollout is logged, so that a run can be replayed from its log.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chatmill.errors import DataError, UsageError
+from chatmill.load.order import make_order
+from chatmill.load.row_table import collate
+from chatmill.records.files import expand
+from chatmill.rollout.config import RolloutConfig
+from chatmill.rollout.files import Rollout, RolloutLog, read_truth
+from chatmill.rollout.generators import Generator, generator_of
+from chatmill.rollout.health import Health
+from chatmill.rollout.loss import Axis, RolloutLoss, TermWeights
+from chatmill.rollout.task import Task, open_task, prompt_lists, target_rows, task_prompts
+from chatmill.rollout.vocabulary import vocabulary_of
+from chatmill.rows import Rows
+from chatmill.store.layout import TOKENIZER_STATE
+from chatmill.train import checkpoint as checkpoints
+from chatmill.train.distributed import World, init_world
+from chatmill.train.load_model import compute_dtype, open_model
+from chatmill.train.model import CausalModel
+from chatmill.train.preflight import TRAINING, trained_with
+from chatmill.train.run_dir import RunDir, config_changes, open_resumed
+from chatmill.train.schedule import LRSchedule
+from chatmill.train.sharded_tensors import file_info
+from chatmill.train.signals import stop_on_signal
+from chatmill.train.step import make_stepper, micro_batches, seed_step
+
+ROLLOUTS = "rollouts.jsonl"
+MAY_CHANGE = {"max_iters", "save_interval", "keep_checkpoints", "log_interval", "device", "replay"}
+"""Keys of the config that may differ when a run resumes."""
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """The result of a run."""
+
+    folder: Path
+    checkpoint: Path | None
+    step: int
+    total: int
+    loss: float | None
+    """Of the last step."""
+    health: Health
+    """Of all rollouts since the run started or resumed."""
+    stopped_by: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        return {**values, "health": self.health.to_json()}
+
+
+def train_rollouts(
+    config: RolloutConfig,
+    folder: Path,
+    *,
+    resume: str | None = None,
+    model: CausalModel | None = None,
+    generator: Generator | None = None,
+    quiet: bool = False,
+) -> RolloutResult:
+    """Train a model on its own answers, and write the run to `folder`.
+
+    `resume` is `auto`, the newest checkpoint if there is one, or the folder of a checkpoint. `model` replaces the one
+    that the config names, and `generator` the one that would answer.
+    """
+    with init_world(config.device) as world:
+        if world.size > 1:
+            raise UsageError(f"{world.size} processes; stage 2 runs in one")
+        run = _RolloutRun(config, folder, world, model)
+        run.resume(resume)
+        generator = generator or generator_of(config, run.model, run.task.eos_id)
+        run_dir = RunDir(
+            folder,
+            config.to_json(),
+            world,
+            step=run.step,
+            total=config.max_iters,
+            log_interval=config.log_interval,
+            quiet=quiet,
+            # A round is logged under its first step, and a checkpoint is written after a round's last.
+            rewinds={ROLLOUTS: run.step - 1},
+        )
+        log = RolloutLog(folder / ROLLOUTS)
+        try:
+            return run.train(generator, run_dir, log)
+        finally:
+            log.close()
+            run_dir.close()
+
+
+class _RolloutRun:
+    """Data, model and counters of a run."""
+
+    def __init__(self, config: RolloutConfig, folder: Path, world: World, model: CausalModel | None) -> None:
+        self.config, self.folder, self.world = config, folder, world
+        fields = None if config.fields is None else tuple(config.fields)
+        self.task = open_task(
+            config.tokenizer, config.format, fields=fields, gate=config.gate, add_tokens=config.add_tokens
+        )
+        self.truths = list(read_truth(config.truth or ""))
+        self.truth_sha256 = file_info(expand([config.truth or ""])[0]).sha256
+        if not self.truths:
+            raise DataError(f"{config.truth}: holds no record; expected at least one")
+        self.model = (model or _open_model(config, self.task, world)).to(world.device)
+        _check_vocabulary(self.model, self.task, config)
+        self.order = make_order("epoch", len(self.truths), seed=config.seed)
+        axis = None
+        if self.task.schema.uses_coordinates:
+            ids = vocabulary_of(self.task.tokenizer).coordinate_ids
+            axis = Axis.of(ids, self.model.vocab_size, world.device)
+        weights = config.text_weight, config.soft_weight, config.wasserstein_weight, config.outside_weight
+        self.loss_function = self.model.loss = RolloutLoss(axis, TermWeights(*weights, config.sigma))
+        self.stepper = make_stepper(self.model, self.model, world, config)
+        self.lr = LRSchedule.of(config, warmup=config.warmup_iters, total=config.max_iters)
+        self.step = 0
+        self.health = Health()
+        self.saved: Path | None = None
+        self.loss: float | None = None
+
+    def resume(self, resume: str | None) -> None:
+        """Load the checkpoint to resume from, if there is one."""
+        checkpoint = open_resumed(self.folder, resume, self.world, otherwise="another folder")
+        if checkpoint is None:
+            return
+        config = self.config.to_json()
+        changes = config_changes(checkpoint, config, [name for name in config if name not in MAY_CHANGE])
+        if (theirs := checkpoint.state.get("truth_sha256")) != self.truth_sha256:
+            changes.append(f"{self.config.truth} was {str(theirs)[:12]}…, now it is {self.truth_sha256[:12]}…")
+        if changes:
+            raise UsageError(f"{checkpoint.path}: {'; '.join(changes)}; a run goes on as it began")
+        checkpoints.restore(checkpoint, self.model, self.stepper.optimizer)
+        self.step, self.saved = checkpoint.step, checkpoint.path
+
+    def train(self, generator: Generator, run_dir: RunDir, log: RolloutLog) -> RolloutResult:
+        """Take all remaining steps; after a signal those of the round, after which a run can resume."""
+        config = self.config
+        rows: list[Rows] = []
+        with stop_on_signal() as request:
+            stop = False
+            while self.step < config.max_iters and not stop:
+                if self.step % config.rollout_every == 0 or not rows:
+                    rows = self._round(generator, run_dir, log)
+                self._train_step(rows.pop(0), run_dir)
+                last = self.step == config.max_iters
+                stop = request.by is not None and self.step % config.rollout_every == 0
+                if config.save_interval and (self.step % config.save_interval == 0 or last or stop):
+                    self._save()
+        stopped = request.by if self.step < config.max_iters else None
+        return RolloutResult(self.folder, self.saved, self.step, config.max_iters, self.loss, self.health, stopped)
+
+    def _round(self, generator: Generator, run_dir: RunDir, log: RolloutLog) -> list[Rows]:
+        """Answer the prompts of the next steps; the rows of each step."""
+        config, began = self.config, time.perf_counter()
+        steps = min(config.rollout_every, config.max_iters - self.step)
+        numbers = self._record_numbers(self.step, self.step + steps)
+        all_prompts = prompt_lists(task_prompts([self.truths[number] for number in numbers], self.task))
+        # A prompt that leaves no position for an answer is left out, like a target that is too long.
+        places = [place for place, prompt in enumerate(all_prompts) if len(prompt) < self.model.max_positions]
+        truths, prompts = [self.truths[numbers[place]] for place in places], [all_prompts[place] for place in places]
+        answers = generator(prompts, step=self.step)
+        log.add(self.step, [truth.record.id or "" for truth in truths], prompts, answers)
+        generated = time.perf_counter()
+        health = Health()
+        pairs = [
+            (truth, Rollout(truth.record.id or "", answer, prompt))
+            for truth, prompt, answer in zip(truths, prompts, answers, strict=True)
+        ]
+        rows = target_rows(pairs, self.task, health, train_values=config.train_values, train_cut=config.train_cut)
+        fits = rows.lengths <= self.model.max_positions
+        health.too_long = len(all_prompts) - int(np.count_nonzero(fits))
+        self.health.merge(health)
+        seconds = {"generate_seconds": generated - began, "target_seconds": time.perf_counter() - generated}
+        run_dir.log({"step": self.step + 1, "rollouts": health.to_json(), **seconds})
+        step_of = np.array(places, dtype=np.int64) // config.batch_size
+        return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
+
+    def _record_numbers(self, first: int, last: int) -> list[int]:
+        """The records of a range of steps: epoch after epoch, each in its order."""
+        places = np.arange(first * self.config.batch_size, last * self.config.batch_size)
+        epochs, inside = np.divmod(places, len(self.truths))
+        numbers = [self.order.at(epoch, inside[epochs == epoch]) for epoch in np.unique(epochs).tolist()]
+        return [int(number) for number in np.concatenate(numbers)]
+
+    def _train_step(self, rows: Rows, run_dir: RunDir) -> None:
+        """One optimizer step on the rows of one batch."""
+        config, began = self.config, time.perf_counter()
+        count = min(config.gradient_accumulation_steps, max(1, len(rows)))
+        cuts = np.linspace(0, len(rows), count + 1).astype(int).tolist()
+        parts = [
+            part
+            for start, stop in pairwise(cuts)
+            if start < stop
+            for part in micro_batches(collate(rows[start:stop], pad_token_id=self.task.eos_id), 1, self.world.device)
+        ]
+        weight = math.fsum(part.inputs.targets.weight for part in parts)
+        lr = self.lr(self.step)
+        self.step += 1
+        if not weight:
+            run_dir.log({"step": self.step, "skipped": 1})
+            return
+        seed_step(config.seed, self.step)
+        result = self.stepper.step(parts, weight=weight, lr=lr).read()
+        result.check_finite(self.step, self.saved, lambda: "lower learning_rate")
+        self.loss = result.loss
+        terms = {name: value / weight for name, value in self.loss_function.take_terms().items()}
+        tokens, trained = len(rows.ids), sum(part.inputs.targets.count for part in parts)
+        seconds = time.perf_counter() - began
+        metrics = {"step": self.step, "loss": result.loss, **terms, "grad_norm": result.grad_norm, "lr": lr}
+        run_dir.log({**metrics, "tokens": tokens, "trained": trained, "seconds": seconds})
+        run_dir.show_step(self.step, loss=result.loss, seconds=seconds, tokens=tokens, trained=trained)
+
+    def _save(self) -> None:
+        tokenizer = self.task.tokenizer
+        about = {
+            "truth": self.config.truth,
+            "tokenizer_sha256": tokenizer.sha256,
+            "step": self.step,
+            "format": self.task.format.to_json(),
+            "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
+            "special_token_ids": tokenizer.special_token_ids(),
+        }
+        state = tokenizer.state(added_tokens=self.task.add_tokens)
+        self.saved = checkpoints.save(
+            self.folder,
+            {"step": self.step, "config": self.config.to_json(), "truth_sha256": self.truth_sha256},
+            self.model,
+            self.stepper.optimizer,
+            self.world,
+            sharded=False,
+            keep=self.config.keep_checkpoints,
+            about={
+                TRAINING: json.dumps(about, indent=1).encode(),
+                TOKENIZER_STATE: json.dumps(state, indent=1).encode(),
+            },
+        )
+
+
+def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
+    folder = checkpoints.model_folder(config.init_from_model or "")
+    training, format = trained_with(folder), task.format
+    theirs = training.get("format")
+    for what, trained, given in (
+        ("tokenizer", training.get("tokenizer_sha256"), task.tokenizer.sha256),
+        ("format", theirs, format.name if isinstance(theirs, str) else format.to_json()),
+    ):
+        if trained is not None and trained != given:
+            raise UsageError(
+                f"{folder}: was trained with another {what} than the config names; "
+                "give the tokenizer, the format and add_tokens that it was trained with"
+            )
+    return open_model(folder, compute=compute_dtype(config.dtype, world.device))
+
+
+def _check_vocabulary(model: CausalModel, task: Task, config: RolloutConfig) -> None:
+    if task.tokenizer.vocab_size > model.vocab_size:
+        raise UsageError(
+            f"{config.init_from_model}: knows {model.vocab_size} tokens, the tokenizer {task.tokenizer.vocab_size}; "
+            "train it with this tokenizer first, as `chatmill rollout answers` prepares it"
+        )

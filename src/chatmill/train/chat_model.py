@@ -1,0 +1,220 @@
+"""Chat with a trained model, with the tokenizer and the chat format that it was trained with.
+
+The one module of train/ that renders text: it needs the records, tokenizer and format packages besides torch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.format import (
+    TEMPLATE,
+    Renderer,
+    control_tokens_from_json,
+    has_template,
+    open_renderer,
+    renderer_from_json,
+)
+from chatmill.records import Message, Record
+from chatmill.store.layout import TOKENIZER_STATE
+from chatmill.tokenizer import Tokenizer, open_tokenizer
+from chatmill.train.checkpoint import model_folder
+from chatmill.train.generation import Sampling, generate_steps
+from chatmill.train.load_model import check_is_model, open_ready
+from chatmill.train.model import CausalModel
+from chatmill.train.preflight import trained_with
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """A model and the renderer of its conversations."""
+
+    model: CausalModel
+    renderer: Renderer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.renderer.tokenizer
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends an answer."""
+        return self.tokenizer.special_token_ids()[self.renderer.eot]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids that come before an answer to these messages in training."""
+        return self.renderer.prompt_ids(Record(list(messages)))
+
+    def answer(self, messages: Sequence[Message], *, max_tokens: int, sampling: Sampling) -> Iterator[int]:
+        """The next answer, token by token, including its end token if it reaches one."""
+        prompt = self.prompt(messages)
+        most = self.model.max_positions
+        if len(prompt) >= most:
+            raise DataError(
+                f"the conversation has {len(prompt):,} tokens, the model {most:,} positions; begin a new one"
+            )
+        limit = min(max_tokens, most - len(prompt))
+        for tokens in generate_steps(self.model, [prompt], max_tokens=limit, end_ids=[self.end_id], sampling=sampling):
+            yield tokens[0]
+
+    def text_pieces(self, ids: Iterable[int]) -> Iterator[str]:
+        """The text of tokens as they come; a character appears when its last byte is there."""
+        decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        for id in ids:
+            yield decoder.decode(self.tokenizer.piece(id))
+        yield decoder.decode(b"", final=True)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer: its text, its number of tokens, and whether it reached the end token."""
+
+    text: str
+    tokens: int
+    stopped: bool
+
+
+@dataclass
+class ChatSession:
+    """A conversation with a model so far."""
+
+    model: ChatModel
+    max_tokens: int
+    sampling: Sampling
+    messages: list[Message] = field(default_factory=list)
+
+    def reset(self, system: str | None = None) -> None:
+        """Start a new conversation, with a system message if one is given."""
+        self.messages = [] if system is None else [Message("system", system)]
+
+    def send(self, text: str, show: Callable[[str], None], *, role: Literal["user", "tool"] = "user") -> Reply:
+        """Add a message of the user or a tool, and generate the answer; `show` gets its text piece by piece.
+
+        A `KeyboardInterrupt` during generation cuts the answer, which stays in the conversation as far as it came.
+        """
+        messages = [*self.messages, Message(role, text)]
+        ids: list[int] = []
+
+        def content() -> Iterator[int]:
+            for id in self.model.answer(messages, max_tokens=self.max_tokens, sampling=self.sampling):
+                ids.append(id)
+                if id != self.model.end_id:
+                    yield id
+
+        try:
+            for piece in self.model.text_pieces(content()):
+                show(piece)
+        except KeyboardInterrupt:
+            show(" …")
+        stopped = bool(ids) and ids[-1] == self.model.end_id
+        answer = self.model.tokenizer.decode(ids[:-1] if stopped else ids)
+        self.messages = [*messages, Message("assistant", answer)]
+        return Reply(answer, len(ids), stopped)
+
+
+def open_chat_model(
+    path: str | Path, *, tokenizer: str | None = None, format: str | None = None, device: str = "auto"
+) -> ChatModel:
+    """The model of a folder, a checkpoint or a run, with the tokenizer and format it was trained with.
+
+    `tokenizer` and `format` override what the model folder says. A folder that does not say its format is a Hugging
+    Face model, which has a chat template.
+    """
+    folder = model_folder(path)
+    # First: it is quick, and its error is clearer than those of the tokenizer or format.
+    check_is_model(folder)
+    renderer = _open_renderer(folder, trained_with(folder), tokenizer, format)
+    model = open_ready(folder, device)
+    if renderer.tokenizer.vocab_size > model.vocab_size:
+        raise DataError(
+            f"{renderer.tokenizer.name}: has {renderer.tokenizer.vocab_size:,} tokens, the model {folder} knows "
+            f"{model.vocab_size:,}; name the tokenizer it was trained with"
+        )
+    return ChatModel(model, renderer)
+
+
+def _open_renderer(folder: Path, training: Mapping[str, Any], tokenizer: str | None, format: str | None) -> Renderer:
+    stored = training.get("format")
+    if format is None and stored is None:
+        return _open_template(folder, tokenizer or str(folder))
+    spec, opened = find_tokenizer(folder, training, control_tokens_from_json(stored), tokenizer)
+    if format == TEMPLATE:
+        return _open_template(folder, spec)
+    if format is not None:
+        return open_renderer(format, spec, add_tokens=True)
+    return renderer_from_json(stored, opened, spec=spec, where=str(folder))
+
+
+def _open_template(folder: Path, spec: str) -> Renderer:
+    """The chat template of a tokenizer's folder."""
+    if (spec == "bytes" or Path(spec).exists()) and not has_template(spec):
+        raise UsageError(
+            f"{one_line(spec, 300)}: has no chat template, and {folder} names no other format; "
+            "give the one it was trained in with --format, or a folder that has a template with --tokenizer"
+        )
+    return open_renderer(TEMPLATE, spec)
+
+
+def find_tokenizer(
+    folder: Path, training: Mapping[str, Any], control: Mapping[str, str], named: str | None
+) -> tuple[str, Tokenizer]:
+    """The tokenizer that a model was trained with, and what it was opened from.
+
+    That is the one named, or the one with the right hash in one of the usual places.
+    """
+    state = _tokenizer_state(folder)
+    besides = [str(token) for token in state.get("besides", ())]
+    sha256 = training.get("tokenizer_sha256")
+
+    def opened(spec: str) -> Tokenizer:
+        # Tokens added in training are added again; the hash tells whether that gives the same tokenizer.
+        return open_tokenizer(spec, control=control, besides=besides, add_tokens=True)
+
+    if named is not None:
+        tokenizer = opened(named)
+        if sha256 not in (None, tokenizer.sha256):
+            raise DataError(
+                f"{folder}: trained with tokenizer {str(sha256)[:12]}…, {one_line(named, 300)} is "
+                f"{tokenizer.sha256[:12]}…; name the one it was trained with"
+            )
+        return named, tokenizer
+    places = dict.fromkeys(_places(folder, training, state.get("name")))
+    for place in places:
+        try:
+            tokenizer = opened(place)
+        except ChatmillError:
+            continue
+        if sha256 in (None, tokenizer.sha256):
+            return place, tokenizer
+    looked = ", ".join(one_line(place, 200) for place in places)
+    raise UsageError(f"{folder}: its tokenizer is in none of {looked}; name it with --tokenizer")
+
+
+def _places(folder: Path, training: Mapping[str, Any], name: Any) -> Iterator[str]:
+    """Where the tokenizer of a model may be: with the model, with its data, beside its data, or here."""
+    if name == "bytes":
+        yield "bytes"
+        return
+    yield str(folder)
+    if isinstance(name, str) and Path(name).name == name:
+        data = Path(str(training.get("dataset", ".")))
+        yield from (str(place / name) for place in (folder, data, data.parent, Path()))
+
+
+def _tokenizer_state(folder: Path) -> dict[str, Any]:
+    path = folder / TOKENIZER_STATE
+    try:
+        state = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}); remove it and name the tokenizer with --tokenizer"
+        ) from None
+    return dict(state) if isinstance(state, dict) else {}

@@ -1,0 +1,272 @@
+"""Generate answers: greedy decoding, sampling, and beam search.
+
+A sampled token depends on its row's key (seed, step, row) and its place in the answer, never on what else is in the
+batch, so an answer can be drawn again by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from chatmill.errors import DataError
+from chatmill.train.model import CausalModel, DecodingCache, eval_mode
+
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Temperature 0 is greedy decoding."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0: from all."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens whose probabilities add up to this."""
+    seed: int = 0
+    step: int = 0
+
+
+def generate(
+    model: CausalModel,
+    prompts: Prompts,
+    *,
+    max_tokens: int,
+    end_ids: Sequence[int],
+    sampling: Sampling | None = None,
+    first_row: int = 0,
+    batch_size: int = 64,
+) -> list[list[int]]:
+    """Token ids of an answer to each prompt, including the end token if the answer reaches one.
+
+    Prompt i has row `first_row` + i as its key. Answers end at `max_tokens`, or where the model's positions do.
+
+    >>> import torch
+    >>> from chatmill.train import GPT, GPTSizes
+    >>> model = GPT(GPTSizes(vocab_size=8, n_layer=1, n_embd=16, n_head=2))
+    >>> answers = generate(model, [[1, 2, 3], [4]], max_tokens=5, end_ids=[0])
+    >>> len(answers)
+    2
+    """
+    answers: list[list[int]] = [[] for _ in prompts]
+    for start in range(0, len(prompts), batch_size):
+        for tokens in generate_steps(
+            model,
+            prompts[start : start + batch_size],
+            max_tokens=max_tokens,
+            end_ids=end_ids,
+            sampling=sampling or Sampling(),
+            first_row=first_row + start,
+        ):
+            for row, token in tokens.items():
+                answers[start + row].append(token)
+    return answers
+
+
+def generate_steps(
+    model: CausalModel,
+    prompts: Prompts,
+    *,
+    max_tokens: int,
+    end_ids: Sequence[int],
+    sampling: Sampling,
+    first_row: int = 0,
+) -> Iterator[dict[int, int]]:
+    """The next token of every unfinished row, step by step; all prompts are one batch."""
+    # A prompt that is itself too long is refused by `prefill`.
+    max_tokens = min(max_tokens, max(1, model.max_positions - min(map(len, prompts))))
+    rows = np.arange(len(prompts))
+    draws = np.stack([_draws(sampling, first_row + row, max_tokens) for row in rows.tolist()])
+    limits = np.array([min(max_tokens, model.max_positions - len(prompt)) for prompt in prompts])
+    with inference(model):
+        logits, cache = prefill(model, prompts, max_tokens)
+        for at in range(max_tokens):
+            tokens = choose(logits, sampling, draws[rows, at])
+            chosen = tokens.cpu().numpy()
+            yield dict(zip(rows.tolist(), chosen.tolist(), strict=True))
+            unfinished = np.flatnonzero(~np.isin(chosen, list(end_ids)) & (limits[rows] > at + 1))
+            if not len(unfinished):
+                return
+            if len(unfinished) < len(rows):
+                rows = rows[unfinished]
+                kept = torch.from_numpy(unfinished).to(logits.device)
+                cache.take(kept)
+                tokens = tokens[kept]
+            logits = model.step(tokens, cache)
+
+
+def choose(logits: Tensor, sampling: Sampling, draws: NDArray[np.float64]) -> Tensor:
+    """One token a row from logits (rows, vocabulary) and a uniform draw from [0, 1) a row."""
+    if sampling.temperature == 0:
+        return logits.argmax(dim=1)
+    exact = logits.double()
+    # Relative to the largest, which stays finite however small the temperature is.
+    scaled = (exact - exact.amax(dim=1, keepdim=True)) / sampling.temperature
+    ordered, ids = scaled.sort(dim=1, descending=True, stable=True)
+    if sampling.top_k:
+        ordered, ids = ordered[:, : sampling.top_k], ids[:, : sampling.top_k]
+    probs = ordered.softmax(dim=1)
+    cumulative = probs.cumsum(dim=1)
+    if sampling.top_p < 1:
+        # A token is kept as long as those before it have less than top_p; the first always is.
+        probs = torch.where(cumulative - probs < sampling.top_p, probs, 0)
+        probs[:, 0] = ordered.softmax(dim=1)[:, 0]
+        cumulative = probs.cumsum(dim=1)
+    wanted = torch.from_numpy(draws).to(cumulative.device)[:, None] * cumulative[:, -1:]
+    # Rounding may bring a draw to the very end; then it selects the last token with any probability.
+    last = (probs > 0).sum(dim=1, keepdim=True) - 1
+    place = torch.minimum(torch.searchsorted(cumulative, wanted, right=True), last)
+    return ids.gather(1, place).squeeze(1)
+
+
+def _draws(sampling: Sampling, row: int, count: int) -> NDArray[np.float64]:
+    """The uniform draws of one row, one for each place in its answer."""
+    key = np.random.SeedSequence((sampling.seed, sampling.step, row))
+    return np.random.Generator(np.random.Philox(key)).random(count)
+
+
+def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, DecodingCache]:
+    """Logits after each prompt, and a cache with room for `room` more tokens."""
+    lengths = [len(prompt) for prompt in prompts]
+    if min(lengths) < 1:
+        raise DataError(f"prompt {lengths.index(0)} is empty; an answer needs at least one token to follow")
+    if max(lengths) >= model.max_positions:
+        number = int(np.argmax(lengths))
+        most = model.max_positions
+        raise DataError(f"prompt {number} has {lengths[number]} tokens; it and its answer have {most} positions")
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    return model.prefill(ids.to(model.device), torch.tensor(lengths, device=model.device), room)
+
+
+@contextmanager
+def inference(model: CausalModel) -> Iterator[None]:
+    """Inference mode: no gradients, no dropout, and compiled layers run eagerly."""
+    with eval_mode(model), torch.inference_mode(), _eager(model):
+        yield
+
+
+def _eager(model: CausalModel) -> AbstractContextManager[Any]:
+    """Layers compiled for training run eagerly: the shapes change with every generated token."""
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+# Beam search.
+
+
+def beam_search(
+    model: CausalModel,
+    prompts: Prompts,
+    *,
+    beams: int,
+    max_tokens: int,
+    end_ids: Sequence[int],
+    length_penalty: float = 1.0,
+    batch_size: int = 16,
+) -> list[list[int]]:
+    """The best answer to each prompt, including its end token if it reaches one.
+
+    Answers are ranked by log-likelihood / length ** length_penalty. A prompt is searched until none of its beams
+    can beat the best finished answer; beams cut off by `max_tokens` compete as they are.
+    """
+    answers: list[list[int]] = []
+    with inference(model):
+        for start in range(0, len(prompts), batch_size):
+            group = prompts[start : start + batch_size]
+            room = min(max_tokens, model.max_positions - max(map(len, group)))
+            answers += _search(model, group, _BeamOptions(beams, room, frozenset(end_ids), length_penalty))
+    return answers
+
+
+class _BeamOptions(NamedTuple):
+    beams: int
+    max_tokens: int
+    end_ids: frozenset[int]
+    length_penalty: float
+
+    def rank(self, score: float, length: int) -> float:
+        return score / length**self.length_penalty
+
+    def best_reachable(self, score: float, length: int) -> float:
+        """The best rank that a beam of this score and length can still reach: scores only fall."""
+        return max(self.rank(score, length + 1), self.rank(score, self.max_tokens))
+
+
+class _Beam(NamedTuple):
+    score: float
+    """Log-likelihood."""
+    ids: list[int]
+    parent: int
+    """Which beam of its prompt it extends."""
+
+
+class _Best(NamedTuple):
+    """The best finished answer so far."""
+
+    rank: float = -math.inf
+    ids: list[int] = []  # noqa: RUF012 (never changed)
+
+    def or_better(self, beam: _Beam, options: _BeamOptions) -> _Best:
+        rank = options.rank(beam.score, len(beam.ids))
+        return _Best(rank, beam.ids) if rank > self.rank else self
+
+
+def _search(model: CausalModel, prompts: Prompts, options: _BeamOptions) -> list[list[int]]:
+    """Search for all prompts in one batch; a prompt leaves the batch when its best answer is certain."""
+    logits, cache = prefill(model, prompts, options.max_tokens)
+    device = logits.device
+    best = [_Best()] * len(prompts)
+    # A prompt starts with one beam; the others fill up the batch and rank below everything.
+    start = [_Beam(0.0, [], 0)] + [_Beam(-math.inf, [], 0)] * (options.beams - 1)
+    active = dict.fromkeys(range(len(prompts)), start)
+    places = torch.arange(len(prompts), device=device).repeat_interleave(options.beams)
+    cache.take(places)
+    logits = logits[places]
+    for length in range(1, options.max_tokens + 1):
+        kept: dict[int, list[_Beam]] = {}
+        parents: list[int] = []
+        for at, (row, candidates) in enumerate(_candidates(logits, active, options).items()):
+            for candidate in candidates[: options.beams]:
+                if candidate.ids[-1] in options.end_ids:
+                    best[row] = best[row].or_better(candidate, options)
+            alive = [beam for beam in candidates if beam.ids[-1] not in options.end_ids][: options.beams]
+            if length == options.max_tokens:
+                for beam in alive:
+                    best[row] = best[row].or_better(beam, options)
+            elif options.best_reachable(alive[0].score, length) > best[row].rank:
+                kept[row] = alive
+                parents += [at * options.beams + beam.parent for beam in alive]
+        if not kept:
+            break
+        active = kept
+        cache.take(torch.tensor(parents, device=device))
+        tokens = [beam.ids[-1] for beams in kept.values() for beam in beams]
+        logits = model.step(torch.tensor(tokens, device=device), cache)
+    return [answer.ids for answer in best]
+
+
+def _candidates(logits: Tensor, active: dict[int, list[_Beam]], options: _BeamOptions) -> dict[int, list[_Beam]]:
+    """The best continuations of each prompt's beams: enough to keep all beams alive even if the others end."""
+    scores = [[beam.score for beam in beams] for beams in active.values()]
+    logprobs = logits.double().log_softmax(dim=1).unflatten(0, (len(active), options.beams))
+    logprobs = logprobs + torch.tensor(scores, dtype=torch.float64, device=logits.device)[:, :, None]
+    top = logprobs.flatten(1).topk(min(options.beams * (1 + len(options.end_ids)), logprobs[0].numel()), dim=1)
+    candidates: dict[int, list[_Beam]] = {}
+    for (row, beams), values, places in zip(active.items(), top.values.tolist(), top.indices.tolist(), strict=True):
+        pairs = [divmod(place, logprobs.shape[2]) for place in places]
+        candidates[row] = [
+            _Beam(score, [*beams[parent].ids, token], parent)
+            for score, (parent, token) in zip(values, pairs, strict=True)
+        ]
+    return candidates
