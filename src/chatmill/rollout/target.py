@@ -92,6 +92,16 @@ def build_target(
     at the end of the prefix that are not the rollout's own, which stand for one that the cut went through or for
     all of it, are trained as structure. Whatever the rollout is, nothing is raised for it; a true object that does
     not fit the schema is a `DataError`.
+
+    >>> from chatmill import build_target, open_tokenizer
+    >>> from chatmill.rollout import COORDINATES
+    >>> tokenizer = open_tokenizer("bytes", control={"eot": "<|eot|>"}, besides=COORDINATES, add_tokens=True)
+    >>> rollout = tokenizer.encode('{"object_1": {"desc": "ca')
+    >>> target = build_target(rollout, [{"desc": "cat", "bbox_2d": [1, 2, 30, 40]}], tokenizer=tokenizer)
+    >>> target.prefix_text, target.missed
+    ('{', (0,))
+    >>> target.appended_text[:29]
+    '"object_1": {"desc": "cat", "'
     """
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]

@@ -126,10 +126,9 @@ def train_model(
     after every evaluation. Sample answers are shown if `words` turns their tokens into text. `quiet` prints nothing.
 
     >>> from chatmill import InputSource, Job, TrainConfig, prepare_dataset, train_model
-    >>> job = Job(sources=[InputSource(["data/conversations.jsonl"])], output="sft", tokenizer="bytes")
-    >>> _ = prepare_dataset(job)
-    >>> config = TrainConfig(max_iters=2, n_layer=1, n_embd=16, n_head=2, eval_interval=0, device="cpu", audit_dir=None)
-    >>> result = train_model(config, model_name="mine", dataset_dir="sft", quiet=True)
+    >>> _ = prepare_dataset(Job((InputSource(("data/conversations.jsonl",)),), tokenizer="bytes"), "sft")
+    >>> tiny = {"n_layer": 1, "n_embd": 16, "n_head": 2, "max_iters": 2, "eval_interval": 0, "device": "cpu"}
+    >>> result = train_model(TrainConfig(**tiny), model_name="mine", dataset_dir="sft", quiet=True)
     >>> result.step, str(result.checkpoint)
     (2, 'checkpoints/mine/step_00000002')
     """
