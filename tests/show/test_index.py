@@ -211,7 +211,7 @@ def test_an_index_is_opened_again_and_not_made_again(many, tmp_path, monkeypatch
     first = built(many, tmp_path)
     monkeypatch.setattr(IndexBuilder, "_build", None)
     again = built(many, tmp_path)
-    assert again.is_complete
+    assert again.filtered == again.searched == 300
     for query in QUERIES:
         one, other = (each.search(folded_query(query), 0, 1000, seconds=60) for each in (first, again))
         assert one == other
@@ -246,7 +246,7 @@ def test_a_growing_index_knows_what_stands_before_and_is_left_whole_or_not_at_al
         builder.wait()
     assert len(seen) == 4 and seen[0] == 0 and 0 < seen[1] < seen[3] < index.searched < 300
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
-    assert built(many, tmp_path).is_complete
+    assert built(many, tmp_path).searched == 300
 
 
 def test_leftovers_of_a_killed_viewer_are_replaced(many, tmp_path):
@@ -267,7 +267,7 @@ def test_two_viewers_at_once_make_one_index(many, tmp_path, monkeypatch):
     for builder in builders:
         builder.wait()
     assert made == [1]
-    assert all(builder.indexes["train"].is_complete for builder in builders)
+    assert [builder.indexes["train"].searched for builder in builders] == [300] * 3
 
 
 def test_a_damaged_index_is_named_and_can_be_removed(many, tmp_path):

@@ -90,10 +90,6 @@ class SplitIndex:
         """The file descriptor of the text."""
         self.grams: NDArray[np.uint8] = np.empty((0, BITS // 8), dtype=np.uint8)
 
-    @property
-    def is_complete(self) -> bool:
-        return self.filtered == self.searched == self.count
-
     def mask(self, wanted: Filter) -> NDArray[np.bool_]:
         """Which of the first `filtered` episodes pass the filter."""
         columns = self.columns[: self.filtered]
@@ -101,13 +97,13 @@ class SplitIndex:
         for name in ("roles", "rules", "sources"):
             if bits := getattr(wanted, name):
                 kept &= columns[name] & bits == bits
-        if wanted.least is not None:
-            kept &= columns["tokens"] >= wanted.least
-        if wanted.most is not None:
-            kept &= columns["tokens"] <= wanted.most
-        if wanted.share_from is not None or wanted.share_to is not None:
-            share = columns["trained"] / np.maximum(columns["tokens"], 1)
-            kept &= (share >= (wanted.share_from or 0)) & (share <= (1 if wanted.share_to is None else wanted.share_to))
+        tokens = columns["tokens"]
+        share = columns["trained"] / np.maximum(tokens, 1)
+        for values, least, most in ((tokens, wanted.least, wanted.most), (share, wanted.share_from, wanted.share_to)):
+            if least is not None:
+                kept &= values >= least
+            if most is not None:
+                kept &= values <= most
         return kept
 
     def search(
@@ -115,7 +111,9 @@ class SplitIndex:
     ) -> SearchHits:
         """Up to `limit` episodes from `start` on that contain a folded query and are `kept`; takes about `seconds`."""
         deadline, hits, begun = monotonic() + seconds, list[int](), start
-        ends, searched = self.ends[: self.searched + 1], self.searched
+        # Read once, as the builder may raise it meanwhile.
+        searched = self.searched
+        ends = self.ends[: searched + 1]
         if start >= searched:
             return SearchHits(hits, start, ended=True)
         for first, last in self._ranges(query, int(ends[start]), int(ends[searched])):

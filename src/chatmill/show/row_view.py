@@ -46,6 +46,12 @@ def origin_of(row: Rows, segment: int) -> Origin:
     return Origin(row.files[file].path, line, row.files[file].source)
 
 
+def segment_json(row: Rows, segment: int) -> dict[str, Any]:
+    file, line, source = origin_of(row, segment)
+    start, stop = row.segment_start[segment : segment + 2].tolist()
+    return {"start": start, "stop": stop, "source": source, "file": file, "line": line}
+
+
 def place_name(row: Rows, segment: int | None = None) -> str:
     """file:line of a segment; of a row with several segments, how many it has."""
     if segment is None and len(row.origins) != 1:
@@ -104,12 +110,8 @@ def span_views(row: Rows, first: int = 0, last: int | None = None) -> Iterator[S
 def row_json(row: Rows) -> dict[str, Any]:
     """One row for JSON: its segments, ids, labels, weights and spans."""
     targets, mask = row.targets().tolist(), row.mask().tolist()
-    segments = []
-    for segment, (start, stop) in enumerate(pairwise(row.segment_start.tolist())):
-        file, line, source = origin_of(row, segment)
-        segments.append({"start": start, "stop": stop, "source": source, "file": file, "line": line})
     return {
-        "segments": segments,
+        "segments": [segment_json(row, segment) for segment in range(len(row.origins))],
         "ids": row.ids.tolist(),
         "labels": [target if trained else IGNORE_INDEX for target, trained in zip(targets, mask, strict=True)],
         "weights": row.weights().tolist(),

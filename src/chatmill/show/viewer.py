@@ -21,7 +21,7 @@ from chatmill.show.dataset import DatasetView
 from chatmill.show.explain import explain_token
 from chatmill.show.index import MAX_SOURCES, Filter, IndexBuilder, SearchHits, SplitIndex, source_bit, sources_of
 from chatmill.show.order_view import OrderView, rows_at, timeline
-from chatmill.show.row_view import is_padding, origin_of, preview, span_views, trained_tokens, turns
+from chatmill.show.row_view import is_padding, origin_of, preview, segment_json, span_views, trained_tokens, turns
 from chatmill.show.source_record import source_record
 from chatmill.show.text import folded_query, locate, visible
 
@@ -152,7 +152,9 @@ class Viewer:
         # The number of episodes is part of the key of the cache, because the mask grows with it.
         kept = None if is_open else self._mask(index, wanted, index.filtered)
         if q:
-            return index.search(folded_query(q), start, limit, kept=kept), index.searched, None
+            # Read before searching: what is indexed meanwhile may not have been searched.
+            known = index.searched
+            return index.search(folded_query(q), start, limit, kept=kept), known, None
         assert kept is not None
         numbers = np.flatnonzero(kept[start:])[: limit + 1] + start
         after = int(numbers[limit]) if len(numbers) > limit else len(kept)
@@ -198,7 +200,10 @@ class Viewer:
             "episode": number,
             "tokens": len(row.ids),
             "trained": trained_tokens(row),
-            "segments": [self._segment(row, segment) for segment in range(len(row.origins))],
+            "segments": [
+                {**_escaped(segment_json(row, segment), file=300, source=80), "padding": is_padding(row, segment)}
+                for segment in range(len(row.origins))
+            ],
             "turns": [
                 {**asdict(turn), "role": turn.name, "part": None}
                 for segment in range(len(row.origins))
@@ -212,15 +217,6 @@ class Viewer:
             "texts": text.tokens(ids),
             "map": strip(row),
             "found": None if match is None else [match.start, match.stop],
-        }
-
-    def _segment(self, row: Rows, segment: int) -> dict[str, Any]:
-        origin, (start, stop) = origin_of(row, segment), row.segment_start[segment : segment + 2].tolist()
-        return {
-            **_escaped(origin._asdict(), file=300, source=80),
-            "start": start,
-            "stop": stop,
-            "padding": is_padding(row, segment),
         }
 
     def explain(self, split: str, number: int, token: int) -> dict[str, Any]:
