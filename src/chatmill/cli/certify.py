@@ -1,4 +1,4 @@
-"""`chatmill certify`: hold a chat template against what training relies on, and say so line by line."""
+"""`chatmill certify`: check a chat template against what training relies on, one finding per line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatmill.records import Record
 
 
 class FailedError(ChatmillError):
-    """The certificate has been printed; this says only that it is not good."""
+    """The template is not certified; its findings have been printed."""
 
 
 def certify_command(
@@ -68,7 +68,7 @@ def certify_command(
 
 
 def transformers_peer(format: TemplateRenderer) -> tuple[Peer | None, str]:
-    """What `apply_chat_template` of the installed transformers gives, if it is there and opens the tokenizer."""
+    """`apply_chat_template` of transformers, if that is installed and opens the tokenizer, and its name."""
     path = format.folder.tokenizer_json
     if path is None:
         return None, ""
@@ -78,7 +78,7 @@ def transformers_peer(format: TemplateRenderer) -> tuple[Peer | None, str]:
         return None, ""
     opened: Any = None
     with suppress(Exception):
-        # Folders come in many kinds; one that its own library cannot open is nothing to compare with.
+        # A folder that transformers cannot open gives nothing to compare with.
         if path.parent.joinpath("tokenizer_config.json").is_file():
             opened = transformers.AutoTokenizer.from_pretrained(str(path.parent))
         else:
@@ -86,15 +86,15 @@ def transformers_peer(format: TemplateRenderer) -> tuple[Peer | None, str]:
     if opened is None:
         return None, ""
 
-    def ids(record: Record) -> list[int]:
+    def ids_of(record: Record) -> list[int]:
         conversation = format.conversation(record)
         given = {"tools": conversation.tools, "chat_template": format.writers[bool(record.tools)].source}
         with suppress(Exception):
-            found = opened.apply_chat_template(
+            ids = opened.apply_chat_template(
                 conversation.messages, tokenize=True, return_dict=False, **given, **format.arguments
             )
-            return list(found)
-        # What it refuses and we write is a difference.
+            return list(ids)
+        # A record that transformers refuses and chatmill renders is a difference.
         return []
 
-    return ids, f"transformers {transformers.__version__}"
+    return ids_of, f"transformers {transformers.__version__}"

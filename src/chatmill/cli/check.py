@@ -1,4 +1,4 @@
-"""`chatmill check`: read everything, say what is there and what is wrong, write nothing else."""
+"""`chatmill check`: read all records and count what they hold; nothing is written but rejects."""
 
 from __future__ import annotations
 

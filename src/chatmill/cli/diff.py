@@ -41,28 +41,28 @@ def diff(
       chatmill diff data/v1 data/v2
       chatmill diff data/v1 data/v2 --exit-code --json
     """
-    found = diff_datasets(one, other)
+    result = diff_datasets(one, other)
     if as_json:
-        echo_json(_json(found))
+        echo_json(_json(result))
     else:
-        _tell(one, other, found)
-    if exit_code and not found.same:
+        _tell(one, other, result)
+    if exit_code and not result.same:
         raise typer.Exit(1)
 
 
-def _tell(one: Path, other: Path, found: Diff) -> None:
-    if found.identical:
+def _tell(one: Path, other: Path, result: Diff) -> None:
+    if result.identical:
         typer.echo(f"{one} and {other} are the same dataset, byte for byte")
-    elif found.same:
+    elif result.same:
         typer.echo(f"{one} and {other} hold the same conversations; order, shards or packing may differ")
-    if not found.by_key:
+    if not result.by_key:
         typer.echo("matched by tokens: one of the two has no hash of what was said")
-    typer.echo(f"{found.equal:>9,} equal")
-    for name, kind in found.kinds.items():
+    typer.echo(f"{result.equal:>9,} equal")
+    for name, kind in result.kinds.items():
         if kind.count:
             more = ", …" if kind.count > len(kind.examples) else ""
             typer.echo(f"{kind.count:>9,} {name:<8} {MEANING[name]}: {', '.join(map(_place, kind.examples))}{more}")
-    for cause in found.causes:
+    for cause in result.causes:
         typer.echo(f"{cause.part}: {cause.what} {_value(cause.one)} -> {_value(cause.other)}")
 
 
@@ -74,12 +74,12 @@ def _value(value: Any) -> str:
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else one_line(str(value))
 
 
-def _json(found: Diff) -> dict[str, Any]:
+def _json(result: Diff) -> dict[str, Any]:
     return {
-        "same": found.same,
-        "identical": found.identical,
-        "matched_by": "key" if found.by_key else "ids",
-        "equal": found.equal,
-        **{name: asdict(kind) for name, kind in found.kinds.items()},
-        "causes": [asdict(cause) for cause in found.causes],
+        "same": result.same,
+        "identical": result.identical,
+        "matched_by": "key" if result.by_key else "ids",
+        "equal": result.equal,
+        **{name: asdict(kind) for name, kind in result.kinds.items()},
+        "causes": [asdict(cause) for cause in result.causes],
     }

@@ -32,10 +32,10 @@ def formats(
         else:
             typer.echo(text, nl=False)
         return
-    found = [load_format(preset) for preset in PRESETS]
+    presets = [load_format(preset) for preset in PRESETS]
     if as_json:
-        echo_json([{"name": f.name, "tokens": dict(f.tokens), "trained": list(f.trained)} for f in found])
+        echo_json([{"name": f.name, "tokens": dict(f.tokens), "trained": list(f.trained)} for f in presets])
         return
-    for format in found:
+    for format in presets:
         typer.echo(f"{format.name:<14} {' '.join(format.tokens.values())}")
         typer.echo(f"{'':<14} trained in an assistant turn: {', '.join(format.trained)}")

@@ -1,4 +1,4 @@
-"""What the user can mend is one line on standard error and an exit code; never a traceback."""
+"""Errors at the command line: one line on standard error and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from chatmill.errors import ChatmillError, one_line
 
 EXTRAS = {"torch": "train", "safetensors": "train"}
-"""Packages that whole commands stand on, and what brings them; those that one option needs are asked for there."""
+"""Packages that whole commands need, and the extra that installs them."""
 
 
 def guarded(command: Callable[[], object]) -> None:
-    """Run a command; faults end it with exit code 1, or 2 for usage."""
+    """Run a command; an error ends the process with exit code 1, or 2 for wrong usage."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="escaped")
     warnings.showwarning = _show_warning  # type: ignore[assignment]  # it takes what it is given and more
@@ -30,7 +30,7 @@ def guarded(command: Callable[[], object]) -> None:
             raise
         fail(f"this needs {package}, which is not installed; pip install 'chatmill[{EXTRAS[package]}]'", 2)
     except BrokenPipeError:
-        # Whoever read our output has gone, which is not our fault and not worth a word.
+        # The reader of our output is gone, as with `| head`: no error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
@@ -38,14 +38,14 @@ def guarded(command: Callable[[], object]) -> None:
     except RecursionError:
         fail("something that was read is nested too deeply; expected fewer levels", 1)
     except MemoryError as error:
-        # numpy says how much it was; Python says nothing.
+        # numpy says how much memory it was; Python says nothing.
         fail(f"not enough memory ({one_line(str(error)) or 'no more is to be had'}); ask for less at a time", 1)
     except KeyboardInterrupt:
         fail("stopped", 130)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
-    r"""What an output cannot write, as `\udcff`: readable, and the same text again where it stands in JSON."""
+    r"""Characters that an output cannot write, as JSON escapes such as `\udcff`."""
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 

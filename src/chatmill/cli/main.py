@@ -1,4 +1,4 @@
-"""The command `chatmill`: one file a command; this one joins them and turns errors into one line."""
+"""The command `chatmill`: it joins the commands, one file each, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMMANDS = {
     "train": "train.train",
     "chat": "chat.chat",
     "eval": "eval.eval_command",
-    "rows": "rows.rows",
+    "rows": "rows.rows_command",
     "build-sft-primer": "build.build_sft_primer",
     "build-sft-oasst1": "build.build_sft_oasst1",
     "build-sft-dolly15k": "build.build_sft_dolly15k",
@@ -40,11 +40,11 @@ COMMANDS = {
     "export": "export.app",
     "rollout": "rollout.app",
 }
-"""Where each command is: the file in this folder, and its name there."""
+"""The file of each command in this folder, and its name there."""
 
 
 def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The application with these commands. Reading all of them takes most of a second, and a run needs one."""
+    """The application with these commands. Importing all of them takes most of a second, and a run needs one."""
     app = typer.Typer(
         name="chatmill",
         help="Conversations in, exact training batches out.",
@@ -73,7 +73,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
-    """Run a command; what the user can mend is one line, never a traceback."""
+    """Run the command that sys.argv names."""
     named = sys.argv[1] if len(sys.argv) > 1 else ""
     only = () if named == "--version" else (named,) if named in COMMANDS else COMMANDS
     guarded(lambda: app_of(only)())

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chatmill.ledger import Ledger
-from chatmill.records import DEFAULT_REJECTS, SHAPES, Reading, Rejects
+from chatmill.records import DEFAULT_REJECTS, SHAPES, CountedRecords, Rejects
 
 T = TypeVar("T")
 
@@ -51,9 +51,9 @@ class ReadOptions:
     rejects: RejectsFile = DEFAULT_REJECTS
 
 
-def reading(inputs: list[str], read: ReadOptions, ledger: Ledger) -> Reading:
+def reading(inputs: list[str], read: ReadOptions, ledger: Ledger) -> CountedRecords:
     """The records of the inputs as the options say."""
-    return Reading(inputs, ledger, shape=read.shape, on_error=read.on_error, rejects=read.rejects)
+    return CountedRecords(inputs, ledger, shape=read.shape, on_error=read.on_error, rejects=read.rejects)
 
 
 # Summaries.
@@ -96,9 +96,9 @@ def tell_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequ
     Console(highlight=False).print(table)
 
 
-def share(part: int, whole: int) -> str:
-    """A part of a whole in percent; 0.0% of nothing."""
-    return f"{part / whole if whole else 0:.1%}"
+def share(part: int, whole: int, *, of_nothing: str = "0.0%") -> str:
+    """A part of a whole in percent."""
+    return f"{part / whole:.1%}" if whole else of_nothing
 
 
 def echo_json(value: Any) -> None:

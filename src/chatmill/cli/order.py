@@ -51,10 +51,10 @@ def order(
     chosen = {"epoch_seed": seed, "batch_sampling_mode": mode}
     changes = {name: value for name, value in chosen.items() if value is not None}
     settings = LoadConfig.from_mapping(changes) if config is None else LoadConfig.of_run(config, **changes)
-    # What rows are padded with is nothing to their order: a dataset that does not say it has one all the same.
+    # The order does not depend on the padding token, which a dataset may not name.
     sources, settings = open_sources(dataset, replace(settings, pad_token_id=0))
     plan = LoadPlan(sources, settings, split)
-    said = {
+    about = {
         "order": plan.order.name,
         "seed": settings.epoch_seed,
         "epoch": epoch,
@@ -67,7 +67,7 @@ def order(
     else:
         answer = {"episodes": plan.first_episodes(epoch, first).tolist()}
     if as_json:
-        echo_json({**said, **answer})
+        echo_json({**about, **answer})
         return
     skipped = f", {len(plan.skipped):,} too short" if len(plan.skipped) else ""
     typer.echo(

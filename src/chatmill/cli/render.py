@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -27,14 +25,15 @@ from chatmill.config import LONGEST
 from chatmill.fit.truncate import FitRule, truncate
 from chatmill.format import open_renderer
 from chatmill.ledger import Ledger
-from chatmill.load.batch import IGNORE_INDEX
 from chatmill.prepare.primer import count_stored
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records.shapes.decode import json_line
-from chatmill.rows import Part, Role, Rows, Rule
+from chatmill.rows import Rows
+from chatmill.show.row_view import row_json
 from chatmill.show.terminal import row_title, span_lines
 
 SHOWN = 3
+SPAN_KEYS = ("start", "stop", "role", "part", "rule", "weight")
 
 
 def render_command(
@@ -83,7 +82,7 @@ def render_command(
             count_stored(rows, ledger)
             for row in range(len(rows)):
                 if as_json:
-                    sys.stdout.write(json_line(row_json(rows, row)).decode())
+                    sys.stdout.write(json_line(rendered_json(rows[row : row + 1])).decode())
                     continue
                 console.print(Text(row_title(rows, row), style="bold"))
                 for line in span_lines(
@@ -98,29 +97,9 @@ def render_command(
     tell_rejects(ledger, records.rejects)
 
 
-def row_json(rows: Rows, row: int) -> dict[str, Any]:
-    """One row as plain data."""
-    one = rows[row : row + 1]
-    origin = one.origins[0]
-    file = one.files[origin["file"]]
-    return {
-        "source": file.source,
-        "file": file.path,
-        "line": int(origin["line"]),
-        "ids": one.ids.tolist(),
-        "labels": np.where(one.mask(), one.targets(), IGNORE_INDEX).tolist(),
-        "weights": one.weights().tolist(),
-        "spans": list(_spans_json(one)),
-    }
-
-
-def _spans_json(one: Rows) -> Iterator[dict[str, Any]]:
-    for span, start, stop in zip(one.spans, one.span_start[:-1], one.span_start[1:], strict=True):
-        yield {
-            "start": int(start),
-            "stop": int(stop),
-            "role": Role(span["role"]).name.lower(),
-            "part": Part(span["part"]).name.lower(),
-            "rule": Rule(span["rule"]).name.lower(),
-            "weight": float(span["weight"]),
-        }
+def rendered_json(row: Rows) -> dict[str, Any]:
+    """One rendered conversation: its origin, ids, labels, weights and spans."""
+    stored = row_json(row)
+    [segment] = stored.pop("segments")
+    spans = [{name: span[name] for name in SPAN_KEYS} for span in stored.pop("spans")]
+    return {**{name: segment[name] for name in ("source", "file", "line")}, **stored, "spans": spans}

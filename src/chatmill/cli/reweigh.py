@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json
+from chatmill.cli.options import AsJson, echo_json, share
 from chatmill.rows import TrainOn
-from chatmill.store.reweigh import Reweighed, reweigh_dataset
+from chatmill.store.reweigh import reweigh_dataset
 
 
 def reweigh(
@@ -36,14 +36,28 @@ def reweigh(
       chatmill reweigh data/v1 --train-on last -o data/v1-last
     """
     done = reweigh_dataset(dataset, output, train_on=train_on, overwrite=overwrite)
+    before = {name: split.num_trained_tokens for name, split in done.parent.splits.items()}
     if as_json:
-        echo_json(_json(output, train_on, done))
+        splits = {
+            name: {
+                "episodes": split.num_episodes,
+                "tokens": split.num_tokens,
+                "trained": split.num_trained_tokens,
+                "trained_before": before[name],
+            }
+            for name, split in done.metadata.splits.items()
+        }
+        hashes = {"sha256": done.metadata.sha256, "parent": done.parent.sha256}
+        files = {"linked_files": done.linked, "copied_files": done.copied}
+        about = {"path": str(output), **hashes, "train_on": train_on, "splits": splits}
+        echo_json({**about, "untrained_conversations": done.untrained, **files})
         return
     for name, split in done.metadata.splits.items():
-        before, tokens = done.parent.splits[name].num_trained_tokens, split.num_tokens
+        now, then = (
+            f"{trained:,} ({share(trained, split.num_tokens)})" for trained in (split.num_trained_tokens, before[name])
+        )
         typer.echo(
-            f"{name}: {split.num_episodes:,} episodes, {tokens:,} tokens, "
-            f"{_share(split.num_trained_tokens, tokens)} trained, before {_share(before, tokens)}"
+            f"{name}: {split.num_episodes:,} episodes, {split.num_tokens:,} tokens, {now} trained, before {then}"
         )
     if done.untrained:
         typer.echo(f"{done.untrained:,} conversations have no trained token now")
@@ -52,28 +66,3 @@ def reweigh(
     else:
         typer.echo(f"{done.linked:,} files are shared with {dataset}")
     typer.echo(f"{output}: sha256 {done.metadata.sha256}")
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part:,} ({part / whole if whole else 0:.1%})"
-
-
-def _json(output: Path, train_on: TrainOn, done: Reweighed) -> dict[str, object]:
-    return {
-        "path": str(output),
-        "sha256": done.metadata.sha256,
-        "parent": done.parent.sha256,
-        "train_on": train_on,
-        "splits": {
-            name: {
-                "episodes": split.num_episodes,
-                "tokens": split.num_tokens,
-                "trained": split.num_trained_tokens,
-                "trained_before": done.parent.splits[name].num_trained_tokens,
-            }
-            for name, split in done.metadata.splits.items()
-        },
-        "untrained_conversations": done.untrained,
-        "linked_files": done.linked,
-        "copied_files": done.copied,
-    }

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from chatmill.cli.options import AsJson, echo_json, tell_table
-from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.show.dataset import open_view
-from chatmill.show.row_view import preview
-from chatmill.show.text import TokenText
-
-if TYPE_CHECKING:
-    from chatmill.train.metrics_log import RowsData
-    from chatmill.train.step import RowLoss
+from chatmill.errors import UsageError, one_line
+from chatmill.show.step_rows import StepEpisodes
 
 RUNS = Path("checkpoints")
-WORDS = 60
 
 
-def rows(
+def rows_command(
     run: Annotated[
         Path | None,
         typer.Argument(
@@ -51,75 +44,28 @@ def rows(
 
     folder = run or newest_run(RUNS)
     losses = sorted(read_rows(folder, step), key=lambda row: (-row.loss, row.episode, row.segment))
-    episodes = StepEpisodes(rows_data(folder, step), dataset)
+    data = rows_data(folder, step)
+    episodes = StepEpisodes(dataset or Path(data.dataset_dir), sha256=data.dataset_sha256, mix_sft=data.mix_sft)
     weight = sum(row.weight for row in losses)
     mean = sum(row.loss * row.weight for row in losses) / weight if weight else 0.0
-    listed = [(row, episodes.describe(row)) for row in losses[:limit]]
+    listed = [(row, episodes.preview(row.episode, row.segment)) for row in losses[:limit]]
     if as_json:
-        said = {"run": str(folder), "step": step, "loss": mean, "conversations": len(losses)}
-        echo_json({**said, "rows": [{**row._asdict(), **about._asdict()} for row, about in listed]})
+        rows = [{**row._asdict(), **about._asdict()} for row, about in listed]
+        echo_json({"run": str(folder), "step": step, "loss": mean, "conversations": len(losses), "rows": rows})
         return
     typer.echo(f"{folder}, step {step:,}: {len(losses):,} conversations, loss {mean:.4f}")
-    _tell(listed)
-
-
-class About(NamedTuple):
-    """Where a conversation came from and how it begins."""
-
-    place: str | None
-    """file:line, if it is known."""
-    text: str
-
-
-class StepEpisodes:
-    """The episodes that a step was trained on, by the numbers the run knows them by."""
-
-    def __init__(self, data: RowsData, dataset: Path | None) -> None:
-        from chatmill.load.config import LoadConfig
-        from chatmill.load.plan import datasets_hash
-        from chatmill.load.source import open_sources
-
-        path = dataset or Path(data.dataset_dir)
-        sources, _ = open_sources(path, LoadConfig(pad_token_id=0, mix_sft=data.mix_sft))
-        if (found := datasets_hash(sources)) != data.dataset_sha256:
-            raise DataError(
-                f"{path}: is {found[:12]}…, the step was trained on {data.dataset_sha256[:12]}…; "
-                "name that data with --dataset"
-            )
-        self._path, self._sources = path, sources
-        self._texts = {source.path: _text(source.path) for source in sources}
-
-    def describe(self, row: RowLoss) -> About:
-        """Where a conversation came from and how it begins."""
-        from chatmill.load.source import conversation
-
-        found = conversation(self._sources, "train", row.episode, row.segment)
-        if found is None:
-            raise DataError(f"{self._path}: has no episode {row.episode}; the lines of the run are damaged")
-        return About(found.place, preview(found.row, self._texts[found.source.path], WORDS))
+    tell_table(
+        ("loss", "episode", "from", ""),
+        (),
+        [(f"{row.loss:.4f}", str(row.episode), one_line(about.place or "-", 60), about.text) for row, about in listed],
+    )
 
 
 def newest_run(folder: Path) -> Path:
     """The run that last wrote losses of conversations."""
     from chatmill.train.metrics_log import ROWS
 
-    found = {path.parent.parent: path.stat().st_mtime_ns for path in folder.glob(f"*/{ROWS}/rank_00000.jsonl")}
-    if not found:
+    written = {path.parent.parent: path.stat().st_mtime_ns for path in folder.glob(f"*/{ROWS}/rank_00000.jsonl")}
+    if not written:
         raise UsageError(f"{folder}: holds no run with losses of conversations; name a run, or train with --log_rows")
-    return max(found, key=lambda run: (found[run], str(run)))
-
-
-def _text(dataset: Path) -> TokenText:
-    """What the tokens of a dataset stand for; ids where its tokenizer is not found."""
-    try:
-        return open_view(dataset).text
-    except ChatmillError:
-        return TokenText(None)
-
-
-def _tell(listed: list[tuple[RowLoss, About]]) -> None:
-    tell_table(
-        ("loss", "episode", "from", ""),
-        (),
-        [(f"{row.loss:.4f}", str(row.episode), one_line(about.place or "-", 60), about.text) for row, about in listed],
-    )
+    return max(written, key=lambda run: (written[run], str(run)))

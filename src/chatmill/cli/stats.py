@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, counting, echo_json, tell_ledger, tell_table
+from chatmill.cli.options import AsJson, counting, echo_json, share, tell_ledger, tell_table
 from chatmill.cli.show import Dataset
 from chatmill.config import LONGEST
 from chatmill.show.dataset import DatasetView, open_view
@@ -87,9 +87,9 @@ def _tell(stats: SplitStats) -> None:
                 (
                     visible(name),
                     f"{count.tokens:,}",
-                    _share(count.tokens, stats.tokens),
+                    share(count.tokens, stats.tokens, of_nothing="-"),
                     f"{count.trained:,}",
-                    _share(count.trained, count.tokens),
+                    share(count.trained, count.tokens, of_nothing="-"),
                 )
                 for name, count in counts.items()
             ],
@@ -112,13 +112,9 @@ def _tell(stats: SplitStats) -> None:
                 f"{stats.split} {row.episode}",
                 "-" if row.file is None else f"{visible(row.file, limit=200)}:{row.line}",
                 f"{row.tokens:,}",
-                _share(row.trained, row.tokens),
+                share(row.trained, row.tokens, of_nothing="-"),
             )
             for row in stats.longest[:5]
         ],
     )
     typer.echo()
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"

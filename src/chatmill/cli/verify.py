@@ -31,21 +31,21 @@ def verify(
       chatmill verify data/cache/sft/primer
       chatmill verify data/chat_sft --full --json
     """
-    found = verify_cache(dataset, full=full) if is_cache(dataset) else verify_dataset(dataset, full=full)
+    result = verify_cache(dataset, full=full) if is_cache(dataset) else verify_dataset(dataset, full=full)
     if as_json:
-        splits = {name: asdict(counts) for name, counts in found.splits.items()}
+        splits = {name: asdict(counts) for name, counts in result.splits.items()}
         echo_json(
-            {"ok": not found.faults, "full": full, "sha256": found.sha256, "splits": splits, "faults": found.faults}
+            {"ok": not result.faults, "full": full, "sha256": result.sha256, "splits": splits, "faults": result.faults}
         )
-    elif found.faults:
-        typer.echo("\n".join(found.faults))
+    elif result.faults:
+        typer.echo("\n".join(result.faults))
     else:
-        hashed = f" (sha256 {found.sha256})" if found.sha256 else " (no hashes to check)"
+        hashed = f" (sha256 {result.sha256})" if result.sha256 else " (no hashes to check)"
         typer.echo(f"OK: {dataset}{hashed}" + (", every byte read" if full else ""))
-        for name, counts in found.splits.items():
+        for name, counts in result.splits.items():
             typer.echo(
                 f"{name}: {counts.episodes:,} episodes, {counts.tokens:,} tokens, {counts.trained:,} trained, "
                 f"{counts.shards:,} {'shard' if counts.shards == 1 else 'shards'}"
             )
-    if found.faults:
+    if result.faults:
         raise typer.Exit(1)

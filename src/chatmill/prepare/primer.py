@@ -18,7 +18,7 @@ from chatmill.fit.truncate import truncate
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.prepare.unit import trained_tokens
-from chatmill.records import Reading, Record, shuffle_split
+from chatmill.records import CountedRecords, Record, shuffle_split
 from chatmill.rows import Rows, concat
 from chatmill.store.cache_writer import write_cache
 from chatmill.store.files import real
@@ -53,7 +53,7 @@ class CacheConfig(Config):
 def build_cache(
     source: str,
     config: CacheConfig,
-    records: Reading,
+    records: CountedRecords,
     ledger: Ledger,
     *,
     tokenizer: str = "bytes",

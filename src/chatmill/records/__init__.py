@@ -1,9 +1,9 @@
 """Read conversations from files: every shape becomes the one `Record`, every fault one line."""
 
 from chatmill.records.columns import ChatColumns, keys_of
+from chatmill.records.counted import DEFAULT_REJECTS, CountedRecords
 from chatmill.records.files import SUFFIXES, expand
 from chatmill.records.read import MAX_LINE_BYTES, FilePart, plan, read_blocks, read_part, read_records
-from chatmill.records.reading import DEFAULT_REJECTS, Reading
 from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, record_key
 from chatmill.records.rejects import Rejects
 from chatmill.records.shapes import SHAPES
@@ -18,7 +18,7 @@ __all__ = [
     "Message",
     "FilePart",
     "ChatColumns",
-    "Reading",
+    "CountedRecords",
     "Record",
     "Rejects",
     "Role",

@@ -16,7 +16,7 @@ from chatmill.records.rejects import Rejects
 DEFAULT_REJECTS = Path("rejects.jsonl")
 
 
-class Reading:
+class CountedRecords:
     """The records of some inputs, each counted in the ledger. A context manager, which opens the file of rejects."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Reading:
         self._records: Iterator[Record] = iter(())
         self._opened = ExitStack()
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> CountedRecords:
         if self.rejects is None:
             self._records = read_records(self._inputs, shape=self._shape)
         else:
