@@ -1,24 +1,19 @@
-"""`chatmill audit`: hold the log of a run against its dataset, or look at a step of it again."""
+"""`chatmill audit`: check the log of a run against its dataset, or show the rows of a step."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
 
-from chatmill.audit import ReplayedStep, replay_step, verify_log
+from chatmill.audit import replay_step, verify_log
+from chatmill.audit.heads import checkpoint_heads
 from chatmill.cli.options import AsJson, counting, echo_json
-from chatmill.errors import DataError, UsageError, one_line
-from chatmill.format import load_format
-from chatmill.load.batch import segments_from_end
-from chatmill.load.plan import LoadPlan
-from chatmill.load.source import conversation
-from chatmill.store.primer_cache import PrimerCache
-from chatmill.tokenizer import Tokenizer, open_tokenizer
+from chatmill.errors import one_line
+from chatmill.show.replay_view import replay_tokenizer, replayed_rows
 
 app = typer.Typer(
     help="Check the audit log of a run, or see a step of it again.", no_args_is_help=True, rich_markup_mode=None
@@ -52,34 +47,25 @@ def verify(
     """
     heads = {f"--head {one_line(each, 12)}": each for each in head or ()}
     for path in checkpoint or ():
-        heads |= _heads(path, log)
+        heads |= checkpoint_heads(path, log)
     with counting("steps") as advance:
-        found = verify_log(log, dataset, heads=heads, progress=advance)
+        result = verify_log(log, dataset, heads=heads, progress=advance)
     if as_json:
-        echo_json(
-            {
-                "ok": found.fault is None,
-                "fault": found.fault,
-                "lines": found.lines,
-                "steps": found.steps,
-                "abandoned": found.abandoned,
-                "torn": found.torn,
-                "unanchored": found.unanchored if found.fault is None else None,
-            }
-        )
-    elif found.fault is not None:
-        typer.echo(found.fault)
+        unanchored = result.unanchored if result.fault is None else None
+        echo_json({"ok": result.fault is None, "fault": result.fault, **asdict(result), "unanchored": unanchored})
+    elif result.fault is not None:
+        typer.echo(result.fault)
     else:
-        typer.echo(f"OK: {log}, {found.lines:,} lines, the rows of {found.steps:,} steps recomputed")
-        if found.abandoned:
-            typer.echo(f"{found.abandoned:,} abandoned, left behind by a resumed run")
-        if found.torn:
-            typer.echo(f"torn by a crash: line {', '.join(map(str, found.torn))}")
+        typer.echo(f"OK: {log}, {result.lines:,} lines, the rows of {result.steps:,} steps recomputed")
+        if result.abandoned:
+            typer.echo(f"{result.abandoned:,} abandoned, left behind by a resumed run")
+        if result.torn:
+            typer.echo(f"torn by a crash: line {', '.join(map(str, result.torn))}")
         if not heads:
             typer.echo("no head of a checkpoint was given: its end may have been cut off, or all of it written anew")
-        elif found.unanchored:
-            typer.echo(f"{found.unanchored:,} unanchored, after the last head that a checkpoint keeps")
-    if found.fault is not None:
+        elif result.unanchored:
+            typer.echo(f"{result.unanchored:,} unanchored, after the last head that a checkpoint keeps")
+    if result.fault is not None:
         raise typer.Exit(1)
 
 
@@ -104,14 +90,14 @@ def replay_command(
       chatmill audit replay logs/audit/audit_20260103T164419Z.log --step 120
       chatmill audit replay logs/audit/audit_20260103T164419Z.log --step 120 --json
     """
-    found = replay_step(log, step, dataset)
-    opened = _tokenizer(found.plan, tokenizer)
-    rows = list(_rows(found, opened))
-    at = found.step.at
+    replayed = replay_step(log, step, dataset)
+    opened = replay_tokenizer(replayed.plan, tokenizer)
+    rows = list(replayed_rows(replayed, opened))
+    epoch, line = replayed.step.at.epoch, replayed.line
     if as_json:
-        echo_json({"step": step, "epoch": at.epoch, "line": found.line, "rows": [row._asdict() for row in rows]})
+        echo_json({"step": step, "epoch": epoch, "line": line, "rows": [row._asdict() for row in rows]})
         return
-    typer.echo(f"step {step}, epoch {at.epoch}: {len(rows)} rows, with the digest of {log}:{found.line}")
+    typer.echo(f"step {step}, epoch {epoch}: {len(rows)} rows, with the digest of {log}:{line}")
     for number, row in enumerate(rows):
         places = ", ".join(f"{episode} ({place})" for episode, place in zip(row.episodes, row.origins, strict=True))
         typer.echo(f"row {number}: {len(row.ids)} tokens, {sum(row.mask)} trained, episode {places}")
@@ -122,92 +108,3 @@ def replay_command(
             typer.echo(f"  {'*' if trained else ' '} {one_line(text, 200)}")
     if opened is None:
         typer.echo("ids are shown, because the tokenizer is not known; give --tokenizer for text")
-
-
-class Row(NamedTuple):
-    """A row without its padding; `mask` says which of its tokens are predicted."""
-
-    episodes: list[int]
-    origins: list[str]
-    ids: list[int]
-    mask: list[int]
-    segments: list[int]
-    text: str | None
-
-
-def _rows(found: ReplayedStep, tokenizer: Tokenizer | None) -> Iterator[Row]:
-    batch = found.batch
-    from_end = segments_from_end(batch.episode_ids)
-    for number in range(found.step.num_rows):
-        episodes = [episode for episode in batch.episode_ids[number].tolist() if episode >= 0]
-        real = batch.segments[number] < len(episodes)
-        ids, segments = batch.x[number][real].tolist(), batch.segments[number][real].tolist()
-        mask = [0, *batch.loss_mask[number][real].astype(int).tolist()]
-        # A row that is full has one token more than x, which is known if it is predicted.
-        if real.all() and mask[-1]:
-            ids.append(int(batch.y[number][-1]))
-            segments.append(segments[-1])
-        text = None if tokenizer is None else tokenizer.decode(ids)
-        origins = [_origin(found.plan, *each) for each in zip(episodes, from_end[number].tolist(), strict=False)]
-        yield Row(episodes, origins, ids, mask[: len(ids)], segments, text)
-
-
-def _origin(plan: LoadPlan, episode: int, segment: int) -> str:
-    """The source and line that a segment of an episode was made of."""
-    found = conversation(plan.sources, plan.split, episode, segment)
-    assert found is not None
-    name = f"{one_line(found.source.name)} " if found.source.name else ""
-    return name + one_line(found.place or f"{plan.split} {found.episode}")
-
-
-def _tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
-    """What the rows were made with: the one that is named if it is the dataset's, or `bytes`; None if unknown."""
-    source = plan.sources[0]
-    if isinstance(source.dataset, PrimerCache):
-        state: Any = {"control": dict(load_format("primer").tokens), "added_tokens": True}
-    elif source.dataset.metadata is None:
-        # Another program wrote it, and nobody can say whether a tokenizer is its own.
-        return None if spec is None else open_tokenizer(spec)
-    else:
-        state = source.dataset.tokenizer_state()
-    if spec is None and state.get("name", "bytes") != "bytes":
-        return None
-    opened = open_tokenizer(
-        spec or "bytes",
-        control=state.get("control"),
-        besides=state.get("besides", ()),
-        add_tokens=state.get("added_tokens", False),
-    )
-    if opened.sha256 == source.tokenizer_sha256:
-        return opened
-    if spec is not None:
-        raise UsageError(f"{source.path}: was made with another tokenizer than {one_line(spec)}; name that one")
-    return None
-
-
-def _heads(path: Path, log: Path) -> dict[str, str]:
-    """The heads of this log that a checkpoint keeps, by where they are kept."""
-    files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
-    heads: dict[str, str] = {}
-    for file in files:
-        try:
-            state = json.loads(file.read_bytes())
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror}); expected the state of a checkpoint") from None
-        except (ValueError, RecursionError):
-            continue
-        for kept in _kept(state):
-            if kept["log"] == log.name:
-                heads[str(file)] = kept["head"]
-    if not heads:
-        raise DataError(f"{path}: keeps no head of {log.name}; expected the state of a checkpoint of that run")
-    return heads
-
-
-def _kept(value: Any) -> Iterator[dict[str, str]]:
-    """Every state of an audit log in a JSON value."""
-    if isinstance(value, dict) and isinstance(value.get("log"), str) and isinstance(value.get("head"), str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _kept(each)

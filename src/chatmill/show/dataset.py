@@ -85,7 +85,7 @@ def open_view(path: str | Path, tokenizer: str | None = None) -> DatasetView:
     """
     folder = Path(path)
     dataset = open_cache(folder) if is_cache(folder) else open_dataset(folder)
-    built_with, control, besides, name = _tokenizer_metadata(dataset)
+    built_with, control, besides, name = tokenizer_metadata(dataset)
 
     def opened(spec: str | Path) -> Tokenizer:
         # Tokens that were added to the dataset's tokenizer are added; then the hash says whether it is the same one.
@@ -121,7 +121,7 @@ def _candidates(folder: Path, name: str | None) -> Iterator[str | Path]:
         yield from dict.fromkeys(place for place in places if place.exists())
 
 
-def _tokenizer_metadata(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
+def tokenizer_metadata(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
     """What a dataset records of its tokenizer: hash, control tokens by key, further added tokens, name."""
     if isinstance(dataset, PrimerCache):
         try:
