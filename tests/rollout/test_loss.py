@@ -11,7 +11,8 @@ from rollout_fixtures import EOS, Toy, box, thing
 
 from chatmill.errors import UsageError
 from chatmill.fit.packing import pack
-from chatmill.load.batch import IGNORE_INDEX, shift
+from chatmill.load import collate
+from chatmill.load.batch import IGNORE_INDEX
 from chatmill.rollout.loss import TERMS, Axis, TermWeights, rollout_loss
 from chatmill.rollout.target import build_target
 from chatmill.rollout.vocabulary import vocabulary_of
@@ -133,27 +134,16 @@ class OneLayer(torch.nn.Module):
         return self.head(h + torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen))
 
 
-def padded(rows, values, fill):
-    there = np.arange(rows.lengths.max()) < rows.lengths[:, None]
-    out = np.full(there.shape, fill, dtype=values.dtype)
-    out[there] = values
-    return out
-
-
 def loss_of(rows, model, axis):
     """Shifted as batches are: y is what the next token should have been."""
-    ids, wanted = padded(rows, rows.ids.astype(np.int64), EOS), padded(rows, rows.targets(), 0)
-    weights, segments = padded(rows, rows.weights(), 0), padded(rows, rows.segments(), -1)
-    positions = padded(rows, rows.positions(), 0)
-    x, _, _ = shift(ids, weights > 0, segments=segments)
-    _, y, mask = shift(wanted, weights > 0, segments=segments)
-    assert (y[~mask] == IGNORE_INDEX).all()
-    logits = model(*(torch.tensor(part) for part in (x, positions[:, :-1], segments[:, :-1])))
-    flat = torch.tensor(mask).flatten()
+    batch = collate(rows, pad_token_id=EOS)
+    mask = batch.y != IGNORE_INDEX
+    logits = model(*(torch.as_tensor(part) for part in (batch.x, batch.positions, batch.segments)))
+    flat = torch.as_tensor(mask).flatten()
     return rollout_loss(
         logits.flatten(0, 1)[flat],
-        torch.tensor(y).flatten()[flat],
-        torch.tensor(weights[:, 1:]).flatten()[flat],
+        torch.as_tensor(batch.y).flatten()[flat],
+        torch.as_tensor(batch.weights).flatten()[flat],
         axis=axis,
         term_weights=TermWeights(),
     )

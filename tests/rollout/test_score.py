@@ -24,7 +24,7 @@ def test_an_object_is_right_if_it_is_called_right_and_overlaps_enough():
     truth = [box("a", 0, 0, 10, 10), box("b", 50, 50, 60, 60), box("a", 100, 0, 110, 10)]
     found = [box("a", 0, 0, 10, 6), box("a", 50, 50, 60, 60), box("a", 100, 0, 104, 10), box("a", 0, 0, 10, 10)]
     score = score_objects(found, truth)
-    assert score == DetectionScore(right=1, found=4, true=3)
+    assert score == DetectionScore(correct=1, predicted=4, true=3)
     assert (score.recall, score.precision, score.f1) == pytest.approx((1 / 3, 1 / 4, 2 / 7))
     assert score.plus(DetectionScore(1, 1, 2)) == DetectionScore(2, 5, 5)
 

@@ -1,9 +1,9 @@
-"""Files of rollouts and of the truth they are held against, and the log that a run can be replayed from.
+"""Files of rollouts and of the true answers, and the log that a run can be replayed from.
 
     truth     {"id": "7", "messages": [{"role": "user", "content": "…"}], "objects": [{"desc": …, "bbox_2d": …}]}
     rollouts  {"id": "7", "response_token_ids": [123, 34, …], "prompt_token_ids": [256, …], "step": 0, "row": 3}
 
-A rollout names its record; prompt, step and row may be left out.
+A rollout names its record by id; prompt, step and row are optional.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from chatmill.records.shapes.messages import careful
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """A conversation that asks for an answer, and the objects it should name."""
+    """A conversation, and the objects that the answer to it should name."""
 
     record: Record
     objects: tuple[Mapping[str, Any], ...]
 
 
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One answer as it was generated."""
+    """One generated answer."""
 
     id: str
     response_token_ids: list[int]
@@ -43,7 +43,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 def read_truth(path: str | Path) -> Iterator[GroundTruth]:
-    """The records of a .jsonl file, each with an id of its own; a fault is a `RecordError` with its line."""
+    """The records of a .jsonl file, each with a unique id; a fault is a `RecordError` with its line."""
     seen: dict[str, int] = {}
     file = _one(path)
     name, source = _name(file), source_name(file)
@@ -77,7 +77,7 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
 
 
 def _one(path: str | Path) -> Path:
-    """The file that a name or a glob stands for."""
+    """The one file that a path or glob matches."""
     file, *others = expand([path])
     if others:
         raise UsageError(f"{shown(Path(path))}: stands for {1 + len(others)} files; expected one")
@@ -88,7 +88,7 @@ _ROLLOUT = msgspec.json.Decoder(Rollout)
 
 
 def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
-    """The rollouts of a .jsonl file with their lines."""
+    """The rollouts of a .jsonl file with their line numbers."""
     file = _one(path)
     for line, data in lines(file, limit=MAX_LINE_BYTES):
         try:
@@ -99,7 +99,7 @@ def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
 
 
 class RolloutLog:
-    """Adds every rollout of a run to a file as it is made, each on a line of its own."""
+    """Appends every rollout of a run to a file, one a line."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab")
@@ -116,7 +116,7 @@ class RolloutLog:
 
 
 class RolloutReplay:
-    """Answers as a log has them: a `Generator` that generates nothing."""
+    """A `Generator` that returns the answers of a log."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -129,17 +129,17 @@ class RolloutReplay:
     def __call__(self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
         answers = []
         for row, prompt in enumerate(prompts, start=first_row):
-            found = self._logged.get((step, row))
-            if found is None:
+            rollout = self._logged.get((step, row))
+            if rollout is None:
                 raise DataError(f"{self._path}: has no rollout of step {step}, row {row}; the run asks for another one")
-            if found.prompt_token_ids is not None and found.prompt_token_ids != list(prompt):
+            if rollout.prompt_token_ids is not None and rollout.prompt_token_ids != list(prompt):
                 raise DataError(
                     f"{self._path}: step {step}, row {row} answers another prompt; use the data of that run"
                 )
-            answers.append(found.response_token_ids)
+            answers.append(rollout.response_token_ids)
         return answers
 
 
 def _name(path: Path) -> str:
-    """A name for the file that is the same wherever it lies."""
+    """A file name that does not depend on where an absolute path leads."""
     return path.name if path.is_absolute() else str(path)

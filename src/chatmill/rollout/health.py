@@ -1,4 +1,4 @@
-"""Health: how the rollouts of a run or a file are doing, in counts."""
+"""Health: counts over the rollouts of a run or a file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from chatmill.rollout.target import Target
 
 @dataclass
 class Health:
-    """Sums over targets. Shares and means are for whoever shows them."""
+    """Sums over targets."""
 
     rollouts: int = 0
     valid: int = 0
-    """Objects that the rollouts found, valid ones."""
+    """Valid objects in the rollouts."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Entries that are no valid object, by reason."""
     truncated: int = 0
@@ -23,16 +23,16 @@ class Health:
     fallback: Counter[str] = field(default_factory=Counter)
     """Rollouts of which nothing was kept, by reason."""
     broken: int = 0
-    """Targets that are no JSON, because a kept body is none."""
+    """Targets that are not JSON, because a kept body is not."""
     matched: int = 0
     missed: int = 0
-    """True objects that were found, and that were not and are appended."""
+    """True objects that were matched, and those that were missed and are appended."""
     false_positives: int = 0
     gated: int = 0
     """Pairs that overlap, but too little."""
     slots: int = 0
     too_long: int = 0
-    """Prompts and targets that the model cannot read whole, and that are left out."""
+    """Prompts and targets longer than the model's positions, which are left out."""
     rollout_tokens: int = 0
     kept_tokens: int = 0
     target_tokens: int = 0

@@ -1,7 +1,7 @@
-"""Match: which of the found objects is which of the true ones.
+"""Match: assign predicted objects to true ones.
 
-Pairs whose overlap is under the gate cannot be; of all assignments of the others the one with the largest sum of
-overlaps is taken, and of several such the one that gives the first found object the first true one, and so on.
+Pairs whose overlap is below the gate are excluded. Of all assignments of the others the one with the largest sum of
+overlaps is taken; of equal sums the one that assigns the first predicted object to the first true one, and so on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chatmill.errors import UsageError
 
 GATE = 0.3
 STEPS = 2**30
-"""Overlaps are compared in steps of 1/STEPS: whole numbers add up alike in every order, so that ties are ties."""
+"""Overlaps are compared in steps of 1/STEPS: sums of integers do not depend on their order, so that ties are exact."""
 
 MISSING = "matching needs {}: pip install 'chatmill[rollout]'"
 
@@ -27,20 +27,20 @@ Steps = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Matching:
-    """Numbers of found and true objects: each is in a pair, or among the false positives or the missed."""
+    """Numbers of predicted and true objects: each is in a pair, or among the false positives or the missed."""
 
     pairs: tuple[tuple[int, int], ...]
-    """(found, true), in the order of the found ones."""
+    """(predicted, true), in the order of the predicted ones."""
     false_positives: tuple[int, ...]
     missed: tuple[int, ...]
     gated: int = 0
-    """Pairs that overlap, but less than the gate asks for."""
+    """Pairs that overlap, but less than the gate."""
 
 
 def match_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, gate: float = GATE
 ) -> Matching:
-    """The best assignment of found to true objects by their overlap; what they are called does not count.
+    """The best assignment of predicted to true objects by overlap, whatever their descriptions.
 
     Objects have `bbox_2d` [x1, y1, x2, y2] or `poly` [x1, y1, x2, y2, …], in whole numbers.
     """
@@ -53,7 +53,7 @@ def match_objects(
 
 
 def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
-    """Each found thing with the first equal true one that is left. Things are compared by what JSON they are."""
+    """Each predicted thing with the first equal true one that is left, compared as JSON."""
     left: dict[Any, list[int]] = {}
     for number in range(len(truth) - 1, -1, -1):
         left.setdefault(_identity(truth[number]), []).append(number)
@@ -65,9 +65,9 @@ def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
 
 
 def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
-    """Intersection over union of each found object with each true one, exactly; shapes without area overlap themselves.
+    """Intersection over union of each predicted object with each true one; shapes without area overlap themselves.
 
-    Only pairs whose bounding boxes meet are looked at more closely.
+    Only pairs whose bounding boxes intersect are computed.
     """
     left, right = _bounds(predicted), _bounds(truth)
     low = np.maximum(left[:, None, :2], right[None, :, :2])
@@ -76,22 +76,22 @@ def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str
     near = np.argwhere(np.all(low <= high, axis=2))
     if not len(near):
         return out
-    found, true = near.T
-    boxes = _are_boxes(predicted)[found] & _are_boxes(truth)[true]
-    out[found[boxes], true[boxes]] = _ratio(
-        np.prod(high - low, axis=2)[found[boxes], true[boxes]],
-        _areas(left)[found[boxes]],
+    mine, true = near.T
+    boxes = _are_boxes(predicted)[mine] & _are_boxes(truth)[true]
+    out[mine[boxes], true[boxes]] = _ratio(
+        np.prod(high - low, axis=2)[mine[boxes], true[boxes]],
+        _areas(left)[mine[boxes]],
         _areas(right)[true[boxes]],
-        np.all(left[found[boxes]] == right[true[boxes]], axis=1),
+        np.all(left[mine[boxes]] == right[true[boxes]], axis=1),
     )
     if not boxes.all():
-        found, true = found[~boxes], true[~boxes]
-        out[found, true] = _polygon_overlaps(predicted, truth, found, true)
+        mine, true = mine[~boxes], true[~boxes]
+        out[mine, true] = _polygon_overlaps(predicted, truth, mine, true)
     return out
 
 
 def _bounds(things: Sequence[Mapping[str, Any]]) -> Floats:
-    """x1, y1, x2, y2 of the smallest box around each thing."""
+    """x1, y1, x2, y2 of the bounding box of each thing."""
     around = [thing.get("bbox_2d") or _around(thing["poly"]) for thing in things]
     return np.array(around, dtype=np.float64).reshape(-1, 4)
 
@@ -112,12 +112,12 @@ def _areas(bounds: Floats) -> Floats:
 
 def _ratio(shared: Floats, one: Floats, other: Floats, equal: NDArray[np.bool_]) -> Floats:
     union = one + other - shared
-    # Two points or lines have no area: they are the same thing or they are not.
+    # Points and lines have no area: they overlap only if they are equal.
     return np.where(union > 0, shared / np.where(union > 0, union, 1), equal)
 
 
 def _polygon_overlaps(
-    predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], found: NDArray[Any], true: NDArray[Any]
+    predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], mine: NDArray[Any], true: NDArray[Any]
 ) -> Floats:
     try:
         import shapely
@@ -129,11 +129,11 @@ def _polygon_overlaps(
         rings = [_ring(things[number]) for number in numbers]
         corners = np.concatenate(rings)
         of_ring = np.repeat(np.arange(len(rings)), [len(ring) for ring in rings])
-        # What crosses itself has the area that an odd number of its edges surround.
+        # A self-intersecting polygon has the area of the even-odd rule.
         made = shapely.make_valid(shapely.polygons(shapely.linearrings(corners, indices=of_ring)))
         return np.asarray(made, dtype=object)[which]
 
-    one, other = shapes(predicted, found), shapes(truth, true)
+    one, other = shapes(predicted, mine), shapes(truth, true)
     shared = shapely.area(shapely.intersection(one, other))
     return _ratio(shared, shapely.area(one), shapely.area(other), shapely.equals(one, other))
 
@@ -145,18 +145,14 @@ def _ring(thing: Mapping[str, Any]) -> Floats:
     return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.float64)
 
 
-def _matching(pairs: Sequence[tuple[int, int]], found: int, true: int, *, gated: int = 0) -> Matching:
-    taken, given = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
-    return Matching(
-        tuple(pairs),
-        tuple(number for number in range(found) if number not in taken),
-        tuple(number for number in range(true) if number not in given),
-        gated,
-    )
+def _matching(pairs: Sequence[tuple[int, int]], predicted: int, true: int, *, gated: int = 0) -> Matching:
+    false_positives = set(range(predicted)) - {pair[0] for pair in pairs}
+    missed = set(range(true)) - {pair[1] for pair in pairs}
+    return Matching(tuple(pairs), tuple(sorted(false_positives)), tuple(sorted(missed)), gated)
 
 
 def _assign(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The best pairs, found object by found object; objects that share no rival are assigned apart."""
+    """The best pairs, in the order of the predicted objects; independent groups are assigned separately."""
     pairs: list[tuple[int, int]] = []
     for group in _groups(np.argwhere(feasible).tolist()):
         rows, columns = ({pair[side] for pair in group} for side in (0, 1))
@@ -170,7 +166,7 @@ def _assign(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def _groups(pairs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """Pairs that can be, in the groups in which they compete."""
+    """Feasible pairs in groups that share objects."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     of_column: dict[int, list[tuple[int, int]]] = {}
     for row, column in pairs:
@@ -185,7 +181,7 @@ def _groups(pairs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
 
 
 def _assign_group(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The pairs of the largest sum; of several, row after row the first column that still allows it."""
+    """The pairs with the largest sum; of equal sums, row by row the first column that still allows it."""
     allowed = feasible.copy()
     best = _largest_sum(steps, allowed)
     pairs = []
@@ -199,13 +195,13 @@ def _assign_group(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, 
                 allowed = tried
                 pairs.append((row, column))
                 break
-        # A row for which no column keeps the sum stays alone.
+        # A row for which no column keeps the sum stays unassigned.
         allowed[row] = False
     return pairs
 
 
 def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> int:
-    """The largest sum of any assignment; a row left alone adds nothing, as if paired with a dummy of its own."""
+    """The largest sum of any assignment; an unassigned row adds nothing."""
     if not allowed.any():
         return 0
     try:
@@ -217,7 +213,7 @@ def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> int:
 
 
 def _identity(thing: Any) -> Any:
-    """Something that can be a key, equal for equal JSON: true is not 1, and the order of fields does not count."""
+    """A hashable value, equal for equal JSON: true is not 1, and the order of fields does not matter."""
     if isinstance(thing, Mapping):
         return frozenset((key, _identity(value)) for key, value in thing.items())
     return (type(thing).__name__, thing)

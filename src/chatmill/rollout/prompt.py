@@ -1,4 +1,4 @@
-"""Prompts: what a rollout answers, as the rows it is generated from and trained behind."""
+"""Prompts of rollouts as rows: the same ids in generation and in training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatmill.tokenizer import Tokenizer
 
 
 def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: Tokenizer) -> Rows:
-    """One row a record: its messages and the opening of the answer to them, all of it context.
+    """One row a record: its messages and the header of the answer, all of it context.
 
     The ids of a row are what `Renderer.prompt_ids` gives for its record.
     """
@@ -46,7 +46,7 @@ def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: Tokeni
 
 
 def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
-    """Each prompt with its answer behind it, as one conversation of where the prompt came from."""
+    """Each prompt followed by its answer, as one conversation with the origin of the prompt."""
     if len(prompts) != len(answers):
         raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer a prompt")
     source = concat([prompts, *answers])
@@ -62,7 +62,7 @@ def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
             first_segment=np.arange(count + 1, dtype=np.int64),
         ),
     )
-    # An answer is the message that its prompt opens.
+    # The answer is the message whose header ends the prompt.
     opened = prompts.spans["message"][prompts.first_span[1:] - 1]
     of_answer = rows.spans["rule"] != Rule.PROMPT
     rows.spans["message"] = np.where(of_answer, np.repeat(opened, np.diff(rows.first_span)), rows.spans["message"])
@@ -72,7 +72,7 @@ def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
 def check_prompts(
     rows: Rows, prompts: Sequence[Sequence[int]], where: Callable[[int], str] = lambda row: f"row {row}"
 ) -> None:
-    """Raise unless every row begins with the ids it was generated from and trains nothing before their end."""
+    """Raise unless every row starts with the prompt it was generated from and trains none of it."""
     mask = rows.mask()
     for row, (start, prompt) in enumerate(zip(rows.row_start[:-1].tolist(), prompts, strict=True)):
         stop = start + len(prompt)

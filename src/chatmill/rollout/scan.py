@@ -1,11 +1,11 @@
-"""Scan: the entries of the JSON object that a rollout wrote, found in one pass over its bytes.
+"""Scan: the entries of the JSON object that a rollout wrote, in one pass over its bytes.
 
     {"object_1": {"desc": "cat", …}, "note": 3, "object_2": {"desc": "do
      entry 0, complete               entry 1    entry 2, incomplete
 
-Each token is taken alone as bytes, so a character may be split over tokens. The root object itself is read
+Each token is decoded to bytes by itself, so a character may be split over tokens. The root object itself is parsed
 strictly: where it stops being JSON, the scan ends. Inside the body of an entry only strings and braces count, so
-that any other fault there, such as a bracket that never closes, spoils that entry alone.
+that any other fault there, such as a bracket that never closes, affects that entry alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TO_BRACE = re.compile(rb'[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+', re
 _SCALAR = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _WORD = re.compile(rb"[-+.0-9A-Za-z]*+")
 _SPACE = re.compile(rb"[ \t\n\r]*+")
-# Python converts no number with many more digits; such a key is none of ours.
+# Python refuses to convert numbers with many more digits; such a key is not numbered.
 _NUMBERED = re.compile(r"object_([0-9]{1,4000})", re.ASCII)
 _COORDINATE = {token.encode(): k for token, k in COORDINATE.items()}
 
@@ -39,52 +39,54 @@ Ended = Literal["closed", "open", "fault", "no_root"]
 
 @dataclass(frozen=True, slots=True)
 class ParsedEntry:
-    """One `key: value` of the root object; places are bytes of the rollout."""
+    """One `key: value` of the root object; start, value_start and stop are byte offsets in the rollout."""
 
     key: str
     number: int | None
     """n, if the key is object_{n}."""
     largest: int
-    """The largest n of all such keys in the entry, its own and those inside; -1 for none."""
+    """The largest n of all such keys in the entry, including nested ones; -1 for none."""
     start: int
     value_start: int
     stop: int
     is_object: bool
-    """The value begins as an object."""
+    """The value starts as an object."""
     complete: bool
 
 
 @dataclass(frozen=True)
 class Scan:
+    """The entries of a rollout."""
+
     data: bytes
-    """What the tokens before the hard stop say."""
+    """The bytes of the tokens before the stop."""
     token_start: Index
-    """Where each token begins in the bytes of the rollout, and their end."""
+    """The byte offset of each token, and of the end."""
     root: int
-    """The place of the root's opening brace; -1 if there is no root object."""
+    """The byte offset of the root's opening brace; -1 if there is no root object."""
     entries: tuple[ParsedEntry, ...]
     ended: Ended
-    """How: the root closed, it was still open when the tokens ended, it broke, or it never was."""
+    """How the scan ended: the root closed, was still open at the end, was not JSON, or is missing."""
 
     def coordinates(self, entry: ParsedEntry) -> list[tuple[int, int]]:
-        """Where a coordinate's text begins, and its k, for every item of an array in the entry that is one."""
-        found: list[tuple[int, int]] = []
+        """The byte offset and k of every coordinate in an array of the entry."""
+        places: list[tuple[int, int]] = []
         brackets = 0
         for lexeme in _LEXEME.finditer(self.data, entry.value_start, entry.stop):
             raw = lexeme[1]
             if raw is None:
                 brackets += {b"[": 1, b"]": -1}.get(lexeme[0], 0)
             elif brackets > 0 and not lexeme[3] and raw in _COORDINATE:
-                found.append((lexeme.start(1), _COORDINATE[raw]))
-        return found
+                places.append((lexeme.start(1), _COORDINATE[raw]))
+        return places
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
-        """The tokens, half-open, that hold bytes of a range."""
+        """The range of tokens that hold a range of bytes."""
         first = int(np.searchsorted(self.token_start, start, side="right")) - 1
         return first, max(first, int(np.searchsorted(self.token_start, stop, side="left")))
 
     def characters(self, start: int, stop: int) -> tuple[int, int]:
-        """The characters, half-open, of a range of bytes; bytes that are no UTF-8 count as they are shown."""
+        """The range of characters of a range of bytes; invalid UTF-8 counts as its replacement."""
         first = len(self.data[:start].decode("utf-8", "replace"))
         return first, first + len(self.data[start:stop].decode("utf-8", "replace"))
 
@@ -96,21 +98,20 @@ def scan_rollout(
     stop_ids: Collection[int] = (),
     stop_texts: Sequence[str] = STOP_TEXTS,
 ) -> Scan:
-    """The entries of the first JSON object of a rollout, which must begin it but for whitespace.
+    """The entries of the JSON object that a rollout starts with, after whitespace.
 
-    A stop token ends the rollout wherever it stands, and so does a stop text, even inside a string, and an id that
-    the vocabulary does not have.
+    The rollout ends at a stop token, at a stop text, even inside a string, and at an id outside the vocabulary.
     """
     pieces = vocabulary.pieces(ids)
     stops = [ids.index(id) for id in set(stop_ids).intersection(ids)]
     if None in pieces:
         stops.append(pieces.index(None))
-    said = [piece or b"" for piece in pieces[: min(stops, default=len(ids))]]
-    data = b"".join(said)
+    token_bytes = [piece or b"" for piece in pieces[: min(stops, default=len(ids))]]
+    data = b"".join(token_bytes)
     for text in stop_texts:
         if (at := data.find(text.encode())) >= 0:
             data = data[:at]
-    token_start = sizes_to_starts(said)
+    token_start = sizes_to_starts(token_bytes)
     root = _space(data, 0)
     if data[root : root + 1] != b"{":
         return Scan(data, token_start, -1, (), "no_root")
@@ -120,8 +121,8 @@ def scan_rollout(
 
 def number_of(key: str) -> int | None:
     """n of a key object_{n}; None for any other."""
-    found = _NUMBERED.fullmatch(key)
-    return None if found is None else int(found[1])
+    match = _NUMBERED.fullmatch(key)
+    return None if match is None else int(match[1])
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -132,7 +133,7 @@ JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
 def parse_json(text: str | bytes, decoder: json.JSONDecoder = JSON) -> Any:
-    """JSON as the standard has it: UTF-8, no NaN; `ValueError` for anything else."""
+    """Parse standard JSON: UTF-8, no NaN; `ValueError` for anything else."""
     try:
         return decoder.decode(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
@@ -140,13 +141,13 @@ def parse_json(text: str | bytes, decoder: json.JSONDecoder = JSON) -> Any:
 
 
 def _space(data: bytes, at: int) -> int:
-    """The first place from `at` on that is no whitespace."""
-    found = _SPACE.match(data, at)
-    return found.end() if found else at
+    """The first offset from `at` on that is no whitespace."""
+    match = _SPACE.match(data, at)
+    return match.end() if match else at
 
 
 class _EndError(Exception):
-    """The scan goes no further: the tokens ran out, or what stands there is no JSON."""
+    """The scan stops: the tokens end here, or this is no JSON."""
 
     def __init__(self, ended: Ended) -> None:
         self.ended = ended
@@ -159,7 +160,7 @@ class _Value(NamedTuple):
 
 
 def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
-    """Entries from behind the opening brace on, and how they ended."""
+    """Entries after the opening brace, and how the scan ended."""
     entries: list[ParsedEntry] = []
     start = _space(data, at)
     if data[start : start + 1] == b"}":
@@ -168,16 +169,16 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
         key, value = "", start
         try:
             key, value = _key(data, start)
-            found = _value(data, value)
+            parsed = _value(data, value)
         except _EndError as end:
             if data[start : start + 1] == b'"':
                 is_object = data[value : value + 1] == b"{"
                 entries.append(ParsedEntry(key, number_of(key), -1, start, value, len(data), is_object, False))
             return entries, end.ended
         number = number_of(key)
-        largest = found.largest if number is None else max(number, found.largest)
-        entries.append(ParsedEntry(key, number, largest, start, value, found.stop, found.is_object, True))
-        at = _space(data, found.stop)
+        largest = parsed.largest if number is None else max(number, parsed.largest)
+        entries.append(ParsedEntry(key, number, largest, start, value, parsed.stop, parsed.is_object, True))
+        at = _space(data, parsed.stop)
         if data[at : at + 1] != b",":
             return entries, "closed" if data[at : at + 1] == b"}" else _at_end(data, at)
         start = _space(data, at + 1)
@@ -188,33 +189,33 @@ def _at_end(data: bytes, at: int) -> Ended:
 
 
 def _key(data: bytes, at: int) -> tuple[str, int]:
-    """The key that begins here, and where its value does."""
-    found = _LEXEME.match(data, at)
-    if found is None or found[1] is None:
+    """The key that starts here, and where its value starts."""
+    match = _LEXEME.match(data, at)
+    if match is None or match[1] is None:
         raise _EndError(_at_end(data, at))
-    if not found[2]:
+    if not match[2]:
         raise _EndError("open")
-    if found[3] is None:
-        raise _EndError(_at_end(data, _space(data, found.end(2))))
-    if (key := _string(found[1])) is None:
+    if match[3] is None:
+        raise _EndError(_at_end(data, _space(data, match.end(2))))
+    if (key := _string(match[1])) is None:
         raise _EndError("fault")
-    return key, _space(data, found.end())
+    return key, _space(data, match.end())
 
 
 def _value(data: bytes, at: int) -> _Value:
-    """The value that begins here, up to its end."""
+    """The value that starts here."""
     first = data[at : at + 1]
     if first == b"{":
         return _body(data, at)
     if first == b"[":
         return _array(data, at)
     if first == b'"':
-        found = _LEXEME.match(data, at)
-        if found is None or not found[2]:
+        match = _LEXEME.match(data, at)
+        if match is None or not match[2]:
             raise _EndError("open")
-        if _string(found[1]) is None:
+        if _string(match[1]) is None:
             raise _EndError("fault")
-        return _Value(found.end(2))
+        return _Value(match.end(2))
     word = _WORD.match(data, at)
     stop = at if word is None else word.end()
     if not _SCALAR.fullmatch(data, at, stop):
@@ -223,11 +224,11 @@ def _value(data: bytes, at: int) -> _Value:
 
 
 def _body(data: bytes, at: int) -> _Value:
-    """An object, up to where its braces balance, whatever stands between them."""
+    """An object, up to where its braces balance, whatever is between them."""
     depth, stop = 0, at
     while True:
-        found = _TO_BRACE.match(data, stop)
-        stop = len(data) if found is None else found.end() + 1
+        match = _TO_BRACE.match(data, stop)
+        stop = len(data) if match is None else match.end() + 1
         what = data[stop - 1 : stop] if stop <= len(data) else b""
         if what == b"{":
             depth += 1
@@ -241,40 +242,40 @@ def _body(data: bytes, at: int) -> _Value:
 
 
 def _array(data: bytes, at: int) -> _Value:
-    """An array, which must be JSON: what stands before the last object must leave the root readable."""
+    """An array, which must be valid JSON, so that the root stays parseable."""
     stack: list[int] = []
-    for found in _LEXEME.finditer(data, at):
-        if found[1] is None:
-            what = data[found.start()]
+    for match in _LEXEME.finditer(data, at):
+        if match[1] is None:
+            what = data[match.start()]
             if what in b"{[":
                 stack.append(what + 2)  # The code of the bracket that closes it.
             elif stack.pop() != what:
                 raise _EndError("fault")
             if not stack:
                 try:
-                    parse_json(data[at : found.end()])
+                    parse_json(data[at : match.end()])
                 except ValueError:
                     raise _EndError("fault") from None
-                return _Value(found.end(), False, _largest(data, at, found.end()))
-        elif not found[2]:
+                return _Value(match.end(), False, _largest(data, at, match.end()))
+        elif not match[2]:
             break
     raise _EndError("open")
 
 
 def _largest(data: bytes, start: int, stop: int) -> int:
     """The largest n of all keys object_{n} in a value; -1 for none."""
-    # Most values hold no such key, which is quickly seen.
+    # A quick check: most values hold no such key.
     if data.find(b"object_", start, stop) < 0 and data.find(b"\\", start, stop) < 0:
         return -1
-    keys = [found[1] for found in _LEXEME.finditer(data, start, stop) if found[3]]
+    keys = [match[1] for match in _LEXEME.finditer(data, start, stop) if match[3]]
     return max((number for key in keys if (number := number_of(_string(key) or "")) is not None), default=-1)
 
 
 def _string(raw: bytes) -> str | None:
-    """What a string says, from what stands between its quotes; None if that is no JSON."""
+    """The value of a JSON string, given the bytes between its quotes; None if it is invalid."""
     try:
         text = raw.decode()
-        # The quick way is right for what has nothing to unescape and nothing to refuse.
+        # Fast path for strings without escapes or control characters.
         return text if "\\" not in text and text.isprintable() else parse_json(f'"{text}"')
     except ValueError:
         return None

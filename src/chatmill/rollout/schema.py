@@ -1,4 +1,4 @@
-"""Schema: what an entry of an answer must be, read strictly, written in one way, and matched to the truth.
+"""Schema: what an entry of an answer must be, how it is parsed, written, and matched to the truth.
 
     "object_3": {"desc": "black cat", "bbox_2d": ["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]}
 
@@ -21,11 +21,11 @@ from chatmill.rows import Part
 Object = dict[str, Any]
 KEYS = {"desc", "bbox_2d", "poly"}
 PLACES: Mapping[Any, int] = {**COORDINATE, **{k: k for k in COORDINATE.values()}}
-"""What names a coordinate of a true object: a token, or its number."""
+"""Coordinates of true objects: tokens, or their numbers."""
 
 
 class AppendPiece(NamedTuple):
-    """A stretch of what is appended; a coordinate is one token, set by its id."""
+    """A piece of the appended text; a coordinate is one token."""
 
     text: str
     part: Part
@@ -33,7 +33,7 @@ class AppendPiece(NamedTuple):
 
 
 class UnfitError(Exception):
-    """An entry that is not as the schema says, with the reason it is counted under."""
+    """An entry that does not fit the schema, with the reason it is counted under."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -41,11 +41,13 @@ class UnfitError(Exception):
 
 
 class Schema(Protocol):
+    """What entries are: how they are read, checked, written and matched."""
+
     @property
     def uses_coordinates(self) -> bool: ...
 
     def read(self, body: Object) -> Object:
-        """The object that an entry says; `UnfitError` if it says none."""
+        """The object of an entry; `UnfitError` if it is none."""
 
     def check(self, thing: Mapping[str, Any]) -> Object:
         """A true object as it will be written; `DataError` if it does not fit."""
@@ -57,17 +59,17 @@ class Schema(Protocol):
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> Object:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    thing = dict(pairs)
+    if len(thing) < len(pairs):
         raise UnfitError("key_twice")
-    return found
+    return thing
 
 
 BODY = json.JSONDecoder(object_pairs_hook=_no_key_twice, parse_constant=JSON.parse_constant)
 
 
 def read_body(body: bytes, schema: Schema) -> Object:
-    """The object that the body of an entry says; `UnfitError` with the reason if there is none."""
+    """The object in the body of an entry; `UnfitError` with the reason if there is none."""
     try:
         parsed = parse_json(body, BODY)
     except ValueError:
@@ -133,7 +135,7 @@ _WORDS = {
 
 
 def _coordinates(points: Sequence[int], between: tuple[str, ...]) -> Iterator[AppendPiece]:
-    """Coordinates, and what stands between them in turns."""
+    """Coordinates, and the separators between them in turn."""
     for at, k in enumerate(points):
         if at:
             yield AppendPiece(between[(at - 1) % len(between)], Part.STRUCTURE)
@@ -150,7 +152,7 @@ def _box(items: Any, places: Mapping[Any, int]) -> list[int]:
 
 
 def _polygon(items: Any, places: Mapping[Any, int]) -> list[int]:
-    """x1, y1, x2, y2 … of a polygon that is written flat or as pairs."""
+    """x1, y1, x2, y2 … of a polygon, given flat or as pairs."""
     if isinstance(items, list | tuple) and items and all(isinstance(item, list | tuple) for item in items):
         if any(len(item) != 2 for item in items):
             raise UnfitError("length")
@@ -165,10 +167,10 @@ def _places(items: Any, places: Mapping[Any, int]) -> list[int]:
     """The k of each coordinate of a list."""
     if not isinstance(items, list | tuple):
         raise UnfitError("coordinate")
-    found = [places.get(item, -1) if type(item) in (str, int) else -1 for item in items]
-    if -1 in found:
+    numbers = [places.get(item, -1) if type(item) in (str, int) else -1 for item in items]
+    if -1 in numbers:
         raise UnfitError("coordinate")
-    return found
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ class Fields:
 
 
 def _inside(text: str) -> str:
-    """A text as JSON writes it, without the quotes; what is not ASCII stays as it is."""
+    """A JSON string without its quotes; non-ASCII characters are not escaped."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

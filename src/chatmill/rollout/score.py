@@ -1,4 +1,4 @@
-"""Score: how many of the true objects answers name, by a stricter rule than training uses."""
+"""Score: recall and precision of answers, by a stricter rule than training uses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from chatmill.rollout.match import match_objects
 class DetectionScore(NamedTuple):
     """Counts over any number of answers."""
 
-    right: int = 0
-    """Objects that were found: called as they are, and overlapping enough."""
-    found: int = 0
+    correct: int = 0
+    """Predicted objects with the description of a true one and enough overlap."""
+    predicted: int = 0
     true: int = 0
 
     def plus(self, other: DetectionScore) -> DetectionScore:
@@ -21,23 +21,23 @@ class DetectionScore(NamedTuple):
 
     @property
     def recall(self) -> float:
-        return self.right / self.true if self.true else 1.0
+        return self.correct / self.true if self.true else 1.0
 
     @property
     def precision(self) -> float:
-        return self.right / self.found if self.found else 1.0
+        return self.correct / self.predicted if self.predicted else 1.0
 
     @property
     def f1(self) -> float:
-        return 2 * self.right / (self.found + self.true) if self.found + self.true else 1.0
+        return 2 * self.correct / (self.predicted + self.true) if self.predicted + self.true else 1.0
 
 
 def score_objects(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, overlap: float = 0.5
 ) -> DetectionScore:
     """The score of one answer: objects are matched within each description, by overlap."""
-    right = 0
+    correct = 0
     for desc in {thing["desc"] for thing in truth}:
         mine, theirs = ([thing for thing in things if thing["desc"] == desc] for things in (predicted, truth))
-        right += len(match_objects(mine, theirs, gate=overlap).pairs)
-    return DetectionScore(right, len(predicted), len(truth))
+        correct += len(match_objects(mine, theirs, gate=overlap).pairs)
+    return DetectionScore(correct, len(predicted), len(truth))

@@ -1,10 +1,10 @@
-"""Target: one answer to train on, made of what the model wrote and of what it missed.
+"""Target: one answer to train on, from what the model wrote and what it missed.
 
     rollout  {"object_1": {…cat…}, "object_2": {…dog…}, "object_3": {"desc": "b
     target   {"object_1": {…cat…}, "object_2": {…dog…} , "object_3": {…bird…} } EOS
              kept: context, but matched coordinates    appended: trained
 
-No token before the cut is changed. Where the cut falls inside a token, that one is written anew, shorter.
+No token before the cut is changed. A token that the cut falls into is replaced by a shorter one.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from chatmill.errors import DataError, UsageError, one_line
 from chatmill.rollout.match import Matching
 from chatmill.rollout.scan import JSON, STOP_TEXTS, ParsedEntry, Scan, parse_json, scan_rollout
 from chatmill.rollout.schema import AppendPiece, Detection, Object, Schema, UnfitError, read_body
-from chatmill.rollout.vocabulary import RolloutTokenizer, Vocabulary, vocabulary_of
+from chatmill.rollout.vocabulary import Vocabulary, vocabulary_of
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Part, Role, Rows, Rule, Table
+from chatmill.tokenizer import Tokenizer
 
 DETECTION = Detection()
 SPACE = " \t\n\r"
 ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
-"""Numbers stay text: however long one is, it is JSON."""
+"""Numbers stay text, so that their length does not matter."""
 RANKED = (Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE)
-"""What a token that holds bytes of several parts counts as: the last of them here."""
+"""A token with bytes of several parts counts as the last of them in this order."""
 RANK = {part: rank for rank, part in enumerate(RANKED)}
 
 
 @dataclass(frozen=True)
 class Target:
-    """An answer to train on, and how it came about."""
+    """An answer to train on, and how it was made."""
 
     ids: list[int]
     """The kept prefix, what was appended, and EOS."""
@@ -45,7 +46,7 @@ class Target:
     start_index: int
     """n of the first appended key object_{n}."""
     valid_objects: list[Object]
-    """What the rollout found, in its order."""
+    """The objects that the rollout named, in its order."""
     dropped: dict[str, int]
     """Entries of the rollout that are no valid object, by reason."""
     matched: tuple[tuple[int, int], ...]
@@ -62,14 +63,14 @@ class Target:
     slots: int
     """Coordinates of the rollout that are trained toward a true value."""
     gated: int
-    """Pairs of a found and a true object that overlap too little to be matched."""
+    """Pairs of a predicted and a true object that overlap too little to be matched."""
     rows: Rows = field(repr=False)
     """The one row, without a prompt."""
 
     @property
     def false_positives(self) -> tuple[int, ...]:
         """Numbers of the valid objects that match none of the true ones."""
-        matched = {found for found, _ in self.matched}
+        matched = {number for number, _ in self.matched}
         return tuple(number for number in range(len(self.valid_objects)) if number not in matched)
 
 
@@ -77,7 +78,7 @@ def build_target(
     rollout_ids: Sequence[int],
     objects: Sequence[Mapping[str, Any]],
     *,
-    tokenizer: RolloutTokenizer,
+    tokenizer: Tokenizer,
     schema: Schema = DETECTION,
     eos_id: int | None = None,
     stop_ids: Collection[int] | None = None,
@@ -107,11 +108,11 @@ def build_target(
     truth = [schema.check(thing) for thing in objects]
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
     ids = list(map(int, rollout_ids))
-    found = scan_rollout(ids, vocabulary, stop_ids={eos} if stop_ids is None else stop_ids, stop_texts=stop_texts)
-    cut = _cut(ids, found, vocabulary)
-    entries, valid, dropped = _read(found, schema, cut)
+    scan = scan_rollout(ids, vocabulary, stop_ids={eos} if stop_ids is None else stop_ids, stop_texts=stop_texts)
+    cut = _cut(ids, scan, vocabulary)
+    entries, valid, dropped = _read(scan, schema, cut)
     matching = schema.match(valid, truth)
-    slots = _slots(found, ids, matching, entries, valid, truth, vocabulary) if schema.uses_coordinates else {}
+    slots = _slots(scan, ids, matching, entries, valid, truth, vocabulary) if schema.uses_coordinates else {}
 
     prefix = vocabulary.text(cut.ids)
     prefix_text = prefix.decode("utf-8", "replace")
@@ -132,7 +133,7 @@ def build_target(
         dropped=dropped,
         matched=matching.pairs,
         missed=matching.missed,
-        truncated=found.ended == "open",
+        truncated=scan.ended == "open",
         fallback=cut.fallback,
         target_is_json=_is_json(prefix + appended_text.encode()),
         kept=cut.kept,
@@ -145,7 +146,7 @@ def build_target(
 def build_answer(
     objects: Sequence[Mapping[str, Any]],
     *,
-    tokenizer: RolloutTokenizer,
+    tokenizer: Tokenizer,
     schema: Schema = DETECTION,
     eos_id: int | None = None,
     train_values: bool = True,
@@ -185,7 +186,7 @@ def append_pieces(objects: Sequence[Object], start_index: int, prefix_text: str,
     return [*pieces, AppendPiece("}", Part.BRACE)]
 
 
-def end_of_turn(tokenizer: RolloutTokenizer) -> int:
+def end_of_turn(tokenizer: Tokenizer) -> int:
     """The id that ends an answer, where the format that the tokenizer was opened for names it `eot`."""
     ids = tokenizer.special_token_ids()
     if "eot" not in ids:
@@ -193,7 +194,7 @@ def end_of_turn(tokenizer: RolloutTokenizer) -> int:
     return int(ids["eot"])
 
 
-# Where the rollout is cut, and what it found.
+# Where the rollout is cut, and the objects in it.
 
 
 class _KeptPrefix(NamedTuple):
@@ -206,22 +207,22 @@ class _KeptPrefix(NamedTuple):
     fallback: str | None
 
 
-def _cut(ids: list[int], found: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
+def _cut(ids: list[int], scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
     """The prefix up to the last complete object, or to the opening brace; `{` alone if there can be none."""
-    if found.root < 0:
-        return _KeptPrefix(vocabulary.exact(["{"])[0], 0, (), _why_no_root(found.data))
-    ends = [entry.stop for entry in found.entries if entry.complete and entry.is_object and entry.number is not None]
-    end = ends[-1] if ends else found.root + 1
-    stop = int(np.searchsorted(found.token_start, end, side="left"))
+    if scan.root < 0:
+        return _KeptPrefix(vocabulary.exact(["{"])[0], 0, (), _why_no_root(scan.data))
+    ends = [entry.stop for entry in scan.entries if entry.complete and entry.is_object and entry.number is not None]
+    end = ends[-1] if ends else scan.root + 1
+    stop = int(np.searchsorted(scan.token_start, end, side="left"))
     prefix = ids[:stop]
-    if found.token_start[stop] > end:
+    if scan.token_start[stop] > end:
         # The cut falls inside a token, which is the only one that is written anew.
         stop -= 1
-        shorter = vocabulary.cut(found.data[found.token_start[stop] : end])
+        shorter = vocabulary.cut(scan.data[scan.token_start[stop] : end])
         if shorter is None:
             return _KeptPrefix(vocabulary.exact(["{"])[0], 0, (), "no_cut")
         prefix = ids[:stop] + shorter
-    return _KeptPrefix(prefix, stop, tuple(entry for entry in found.entries if entry.stop <= end), None)
+    return _KeptPrefix(prefix, stop, tuple(entry for entry in scan.entries if entry.stop <= end), None)
 
 
 def _why_no_root(data: bytes) -> str:
@@ -233,14 +234,14 @@ def _why_no_root(data: bytes) -> str:
     return "text_before" if b"{" in text else "no_brace"
 
 
-def _read(found: Scan, schema: Schema, cut: _KeptPrefix) -> tuple[list[ParsedEntry], list[Object], dict[str, int]]:
+def _read(scan: Scan, schema: Schema, cut: _KeptPrefix) -> tuple[list[ParsedEntry], list[Object], dict[str, int]]:
     """The entries that are valid objects, those objects, and how many others there are for which reason."""
     entries: list[ParsedEntry] = []
     valid: list[Object] = []
     dropped: Counter[str] = Counter()
-    for entry in found.entries:
+    for entry in scan.entries:
         try:
-            thing = _object(entry, found.data, schema, cut)
+            thing = _object(entry, scan.data, schema, cut)
         except UnfitError as error:
             dropped[error.reason] += 1
             continue
@@ -273,7 +274,7 @@ def _is_json(text: bytes) -> bool:
 
 
 def _slots(
-    found: Scan,
+    scan: Scan,
     ids: list[int],
     matching: Matching,
     entries: Sequence[ParsedEntry],
@@ -289,13 +290,13 @@ def _slots(
     places: list[tuple[int, int, int]] = []
     for number, true in matching.pairs:
         wanted = _aligned(valid[number], truth[true])
-        coordinates = found.coordinates(entries[number])
+        coordinates = scan.coordinates(entries[number])
         if wanted is not None and len(wanted) == len(coordinates):
             places += [(start, k, value) for (start, k), value in zip(coordinates, wanted, strict=True)]
     if not places:
         return {}
-    tokens = np.searchsorted(found.token_start, [start for start, _, _ in places], side="left").tolist()
-    coordinate, token_start = vocabulary.coordinate_ids, found.token_start
+    tokens = np.searchsorted(scan.token_start, [start for start, _, _ in places], side="left").tolist()
+    coordinate, token_start = vocabulary.coordinate_ids, scan.token_start
     return {
         token: coordinate[value]
         for token, (start, k, value) in zip(tokens, places, strict=True)

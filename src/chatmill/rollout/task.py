@@ -1,4 +1,4 @@
-"""Task: conversations that ask for objects, and the rows that come of answers to them."""
+"""Task: conversations that ask for objects, and rows of prompts, targets and true answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True)
 class Task:
-    """What answers look like: as conversations, as tokens, and as objects."""
+    """The chat format, tokenizer and schema of answers."""
 
     format: ChatFormat
     tokenizer: Tokenizer
@@ -45,7 +45,7 @@ def open_task(
     gate: float = GATE,
     add_tokens: bool = False,
 ) -> Task:
-    """The task of naming entries with these fields, or, without them, things with a description and a place."""
+    """A task whose entries have these fields, or, without them, a description and a box or polygon."""
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
     chosen = load_format(format)
     besides = COORDINATES if schema.uses_coordinates else ()
@@ -54,7 +54,7 @@ def open_task(
 
 
 def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
-    """The prompt of each record, with the key of what it says."""
+    """The prompt of each record, with the record's key as its origin."""
     prompts = prompt_rows([truth.record for truth in truths], task.format, task.tokenizer)
     keys = b"".join(record_key(truth.record) for truth in truths)
     prompts.origins["key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
@@ -62,7 +62,7 @@ def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
 
 
 def prompt_lists(prompts: Rows) -> list[list[int]]:
-    """The ids of each prompt, as generators want them."""
+    """The ids of each prompt, as generators take them."""
     return [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
 
 
@@ -74,7 +74,7 @@ def target_rows(
     train_values: bool = True,
     train_cut: bool = False,
 ) -> Rows:
-    """Prompts with their targets; every rollout is counted."""
+    """Prompts with their targets; every rollout is counted in `health`."""
     prompts = task_prompts([truth for truth, _ in pairs], task)
     made = []
     for truth, rollout in pairs:
@@ -91,9 +91,9 @@ def target_rows(
         health.add(target, len(rollout.response_token_ids))
         made.append(target.rows)
     rows = join_prompts(prompts, made)
-    own = prompt_lists(prompts)
-    said = [rollout.prompt_token_ids or own[row] for row, (_, rollout) in enumerate(pairs)]
-    check_prompts(rows, said, lambda row: _place(pairs[row][0]))
+    rendered = prompt_lists(prompts)
+    generated = [rollout.prompt_token_ids or rendered[row] for row, (_, rollout) in enumerate(pairs)]
+    check_prompts(rows, generated, lambda row: _place(pairs[row][0]))
     return rows
 
 

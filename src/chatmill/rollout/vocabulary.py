@@ -1,47 +1,28 @@
-"""Vocabulary: a tokenizer as bytes a token, and texts as ids that say exactly those bytes."""
+"""Vocabulary: the bytes of each token, and exact encoding of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.rows import Ids, Index, offsets
+from chatmill.rows import Index, offsets
+from chatmill.tokenizer import Tokenizer
 
 COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
-"""The tokens of the places 0 to 999 along an axis."""
-REMEMBERED = 1 << 16
-"""Texts whose ids are remembered."""
+"""The tokens of the coordinates 0 to 999."""
+CACHED = 1 << 16
+"""Texts whose ids are cached."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
-class RolloutTokenizer(Protocol):
-    """What rollouts need of a tokenizer; `chatmill.tokenizer.Tokenizer` has it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, NDArray[np.int64]]: ...
-
-    def piece(self, id: int) -> bytes: ...
-
-    def token_id(self, token: str) -> int | None: ...
-
-    def special_token_ids(self) -> Mapping[str, int]: ...
-
-    def __hash__(self) -> int: ...
-
-
 class Vocabulary:
-    def __init__(self, tokenizer: RolloutTokenizer) -> None:
+    """A tokenizer's tokens as bytes, with caches."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pieces: dict[int, bytes | None] = {}
         self._exact: dict[str, list[int]] = {}
@@ -62,13 +43,12 @@ class Vocabulary:
         return b"".join([piece or b"" for piece in self.pieces(ids)])
 
     def exact(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, which say just its bytes, whatever the tokenizer does to texts of its own accord.
+        """The ids of each text, whose bytes are exactly the text, whatever the tokenizer normalizes.
 
-        `DataError` for a text that no tokens of the vocabulary say. Answers repeat themselves, so that most texts
-        were encoded before.
+        `DataError` for a text that the vocabulary cannot spell. Results are cached: answers repeat themselves.
         """
         if new := [text for text in dict.fromkeys(texts) if text not in self._exact]:
-            if len(self._exact) > REMEMBERED:
+            if len(self._exact) > CACHED:
                 self._exact.clear()
                 new = list(dict.fromkeys(texts))
             self._exact |= zip(new, self._encode(new), strict=True)
@@ -77,41 +57,40 @@ class Vocabulary:
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
-        found = [ids[start:stop] for start, stop in pairwise(first.tolist())]
-        # Nearly always all of them are exact, which is quicker to see at once.
+        encoded = [ids[start:stop] for start, stop in pairwise(first.tolist())]
+        # Nearly always all of them are exact, and checking them together is faster.
         raw = [text.encode() for text in texts]
         if self.text(ids) == b"".join(raw) and np.array_equal(self.starts(ids)[first], sizes_to_starts(raw)):
-            return found
-        return [self._mended(of_text, text) for of_text, text in zip(found, texts, strict=True)]
+            return encoded
+        return [self._made_exact(of_text, text) for of_text, text in zip(encoded, texts, strict=True)]
 
     def starts(self, ids: Sequence[int]) -> Index:
-        """Where each token begins in the bytes they all say, and their end."""
+        """The byte offset of each token, and of the end."""
         return sizes_to_starts([piece or b"" for piece in self.pieces(ids)])
 
     def cut(self, kept: bytes) -> list[int] | None:
-        """Ids that say the first bytes of a token; None if there are none."""
+        """Ids for the first bytes of a token; None if there are none."""
         try:
             return self.exact([kept.decode()])[0]
         except (UnicodeDecodeError, DataError):
-            # Half a character can still be said by tokens for single bytes.
+            # Part of a character can still be spelled by single-byte tokens.
             return self._segment(kept)
 
     @cached_property
     def coordinate_ids(self) -> list[int]:
         """The ids of `<|coord_0|>` to `<|coord_999|>`."""
-        found = [self._tokenizer.token_id(token) for token in COORDINATES]
-        ids = [id for id in found if id is not None]
-        if len(ids) < len(found):
-            missing = COORDINATES[found.index(None)]
+        ids = [id for token in COORDINATES if (id := self._tokenizer.token_id(token)) is not None]
+        if len(ids) < len(COORDINATES):
+            missing = next(token for token in COORDINATES if self._tokenizer.token_id(token) is None)
             raise UsageError(f"{self._tokenizer.name}: the vocabulary lacks {missing}; add the coordinate tokens to it")
         return ids
 
-    def _mended(self, ids: list[int], text: str) -> list[int]:
-        said, wanted = self.text(ids), text.encode()
-        if said == wanted:
+    def _made_exact(self, ids: list[int], text: str) -> list[int]:
+        spelled, wanted = self.text(ids), text.encode()
+        if spelled == wanted:
             return ids
-        if said == b" " + wanted:
-            # SentencePiece puts a space before a text; only the first token has to do with it.
+        if spelled == b" " + wanted:
+            # SentencePiece adds a space before a text; only the first token is affected.
             first = next(at for at, piece in enumerate(self.pieces(ids)) if piece)
             head = self._segment((self.pieces(ids)[first] or b"")[1:])
             if head is not None:
@@ -123,16 +102,16 @@ class Vocabulary:
         )
 
     def _segment(self, wanted: bytes) -> list[int] | None:
-        """The fewest ids that say these bytes, the longer ones first where there is a choice; None if none do."""
+        """The fewest ids that spell these bytes, longer tokens first where there is a choice; None if impossible."""
         ids, longest = self._by_bytes
         best: list[tuple[int, int] | None] = [None] * len(wanted) + [(0, 0)]
         for start in range(len(wanted) - 1, -1, -1):
             for stop in range(min(len(wanted), start + longest), start, -1):
-                rest = best[stop]
-                if rest is not None and wanted[start:stop] in ids:
+                tail = best[stop]
+                if tail is not None and wanted[start:stop] in ids:
                     known = best[start]
-                    if known is None or rest[0] + 1 < known[0]:
-                        best[start] = (rest[0] + 1, stop)
+                    if known is None or tail[0] + 1 < known[0]:
+                        best[start] = (tail[0] + 1, stop)
         out, at = [], 0
         while at < len(wanted):
             step = best[at]
@@ -144,7 +123,7 @@ class Vocabulary:
 
     @cached_property
     def _by_bytes(self) -> tuple[dict[bytes, int], int]:
-        """The first id of every text that a token says, control tokens left out, and the length of the longest."""
+        """The first id of every token's bytes, without control tokens, and the length of the longest."""
         ids: dict[bytes, int] = {}
         for id, piece in enumerate(self.pieces(range(self._tokenizer.vocab_size))):
             if piece and self._tokenizer.token_id(piece.decode("utf-8", "replace")) != id:
@@ -153,11 +132,11 @@ class Vocabulary:
 
 
 def sizes_to_starts(pieces: Sequence[bytes]) -> Index:
-    """Where each of several pieces begins if they stand one after the other, and their end."""
+    """The offset of each piece in their concatenation, and of the end."""
     return offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
 
 
 @lru_cache(maxsize=8)
-def vocabulary_of(tokenizer: RolloutTokenizer) -> Vocabulary:
-    """The vocabulary of a tokenizer, made once: its tables are worth keeping."""
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    """The vocabulary of a tokenizer, made once: its caches are worth keeping."""
     return Vocabulary(tokenizer)

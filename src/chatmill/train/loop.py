@@ -30,7 +30,7 @@ from chatmill.train.model import CausalModel
 from chatmill.train.preflight import about_model
 from chatmill.train.run_dir import RunDir
 from chatmill.train.samples import Samples, TokenText
-from chatmill.train.setup import RunState, open_run
+from chatmill.train.setup import TrainState, open_run
 from chatmill.train.signals import stop_on_signal
 from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step
 
@@ -152,7 +152,7 @@ def train_model(
             raise _host_out_of_memory(config, world) from None
 
 
-def _run_dir(state: RunState, folder: Path, dataset_dir: Path, *, quiet: bool) -> RunDir:
+def _run_dir(state: TrainState, folder: Path, dataset_dir: Path, *, quiet: bool) -> RunDir:
     config = state.config
     rows = RowsData(str(dataset_dir), state.stage.dataset_sha256, state.loader.config.mix_sft)
     run_dir = RunDir(
@@ -189,7 +189,7 @@ class _Loop:
 
     def __init__(
         self,
-        state: RunState,
+        state: TrainState,
         run_dir: RunDir,
         watch: OnStep | None,
         on_eval: OnEval | None,

@@ -83,7 +83,7 @@ class Totals:
 
 
 @dataclass
-class RunState:
+class TrainState:
     """Data, model and counters of a run."""
 
     config: TrainConfig
@@ -123,7 +123,7 @@ class RunState:
 @contextmanager
 def open_run(
     config: TrainConfig, dataset_dir: Path, folder: Path, world: World, *, resume: str | None, model: CausalModel | None
-) -> Iterator[RunState]:
+) -> Iterator[TrainState]:
     """Open data and model, both as the checkpoint left them if the run resumes."""
     checkpoint = open_resumed(folder, resume, world, otherwise="another --model_name")
     if checkpoint is not None and "stage" not in checkpoint.state:
@@ -138,7 +138,7 @@ def open_run(
         stepper = _open_model(config, loader, world, checkpoint, model)
         start = 0 if checkpoint is None else checkpoint.state["stage"]["start"] if same_data else checkpoint.step
         stage = world.together(lambda: _stage(config, loader, start))
-        state = RunState(config, world, loader, audit, stepper, stage, base=base)
+        state = TrainState(config, world, loader, audit, stepper, stage, base=base)
         if checkpoint is not None:
             state.step, state.saved = checkpoint.step, checkpoint.path
             state.totals = Totals(**checkpoint.state["totals"])
@@ -154,7 +154,7 @@ def open_run(
             audit.close()
 
 
-def _notes(state: RunState, checkpoint: Checkpoint | None, folder: Path, *, same_data: bool) -> Iterator[str]:
+def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, same_data: bool) -> Iterator[str]:
     """What the user should know when the run starts or resumes."""
     stage, loader = state.stage, state.loader
     if checkpoint is None:
