@@ -49,6 +49,27 @@ def test_before_the_index_is_made_the_list_is_there_and_the_rest_waits(shown, tm
     assert {each["found"] for each in page["episodes"]} == {"question 2"}
 
 
+def test_a_search_while_the_index_completes_misses_no_episode(shown, tmp_path, monkeypatch):
+    viewer = Viewer(shown, cache=tmp_path)
+    viewer.builder.start()
+    viewer.builder.wait()
+    index = viewer.builder.indexes["train"]
+    index.searched, search = 10, index.search
+
+    def completed(*args, **options):
+        hits = search(*args, **options)
+        index.searched = 30
+        return hits
+
+    monkeypatch.setattr(index, "search", completed)
+    first = viewer.episodes("train", q="question")
+    assert [each["episode"] for each in first["episodes"]] == list(range(10))
+    assert (first["next"], first["waiting"]) == (10, True)
+    second = viewer.episodes("train", q="question", start=first["next"])
+    assert [each["episode"] for each in second["episodes"]] == list(range(10, 30))
+    assert (second["next"], second["waiting"]) == (None, False)
+
+
 def test_an_index_that_cannot_be_made_and_text_that_cannot_be_read_are_said(shown, tmp_path):
     (tmp_path / "file").write_text("")
     viewer = Viewer(shown, cache=tmp_path / "file")
