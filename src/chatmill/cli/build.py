@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,27 +22,14 @@ from chatmill.cli.options import (
     tell_rejects,
 )
 from chatmill.cli.render_options import AddTokens, TokenizerName
-from chatmill.cli.settings import cache_config
-from chatmill.config import keys_of
+from chatmill.cli.settings import SettingFlags, cache_config
 from chatmill.ledger import Ledger
 from chatmill.prepare.primer import SHAPES, CacheConfig, build_cache
 from chatmill.records import DEFAULT_REJECTS
 from chatmill.store.primer_cache import cache_folder
 
+Flags = Annotated[dict[str, Any], SettingFlags()]
 FROM_FILE = "What no flag gives is taken from chatmill.toml in the current folder, if there is one."
-HELP = {name: each.help for name, each in keys_of(CacheConfig).items()}
-
-
-@dataclass(frozen=True)
-class CacheFlags:
-    """The flags that win over chatmill.toml; see `cli/expand.py`."""
-
-    out_dir: Annotated[
-        str | None, typer.Option(help=f"{HELP['out_dir']} [data.caches.sft_token_cache, else data/cache/sft]")
-    ] = None
-    seed: Annotated[int | None, typer.Option(help=f"{HELP['seed']} [training.seed, else 42]")] = None
-    val_frac: Annotated[float | None, typer.Option(help=f"{HELP['val_frac']} [data.SOURCE.val_frac, else 0.1]")] = None
-    t_max: Annotated[int | None, typer.Option(help=f"{HELP['t_max']} [model.T, else 1024]")] = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +47,7 @@ def build_sft_primer(
     primer_jsonl: Annotated[
         str | None, typer.Option(help="The file to read. [data.primer.path, else data/primer.jsonl]")
     ] = None,
-    flags: CacheFlags,
+    flags: Flags,
     options: BuildOptions,
 ) -> None:
     """Build the cache of primer.jsonl: shuffled, split, one example a row. The first faulty line stops it.
@@ -73,7 +60,7 @@ def build_sft_primer(
       chatmill build-sft-primer --primer-jsonl data/primer.jsonl --out-dir data/cache/sft \\
           --seed 42 --val-frac 0.1 --t-max 1024
     """
-    config = cache_config("primer", {"path": primer_jsonl, **asdict(flags)}, input_flag="--primer-jsonl")
+    config = cache_config("primer", {"path": primer_jsonl, **flags}, input_flag="--primer-jsonl")
     _build("primer", config, options)
 
 
@@ -83,12 +70,12 @@ def _command(source: str, summary: str, example: str) -> Callable[..., None]:
     def build(
         *,
         input: Annotated[str | None, typer.Option("--input", help="The file to read. [data.SOURCE.path]")] = None,
-        flags: CacheFlags,
+        flags: Flags,
         on_error: OnError = "stop",
         rejects: RejectsFile = DEFAULT_REJECTS,
         options: BuildOptions,
     ) -> None:
-        config = cache_config(source, {"path": input, **asdict(flags)}, input_flag="--input")
+        config = cache_config(source, {"path": input, **flags}, input_flag="--input")
         _build(source, config, options, ReadOptions(None, on_error, rejects))
 
     build.__doc__ = f"{summary}\n\n{FROM_FILE}\n\n\b\nExample:\n  {example}"

@@ -13,7 +13,22 @@ import typer
 from chatmill.config import flag_spellings, keys_of
 
 
-class KeyOptions:
+class OptionGroup:
+    """Marks a parameter that stands for several options and gets their values as a dict."""
+
+    def options(self) -> Iterator[inspect.Parameter]:
+        raise NotImplementedError
+
+    def gather(self, **values: Any) -> dict[str, Any]:
+        """The value of the parameter."""
+        return values
+
+    @staticmethod
+    def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+class KeyOptions(OptionGroup):
     """Marks a parameter that gets the value of every key of a configuration, from options of the keys' own types."""
 
     def __init__(self, config: type[Any]) -> None:
@@ -24,14 +39,14 @@ class KeyOptions:
             kind, default = each.type, each.default
             if get_origin(kind) is tuple:
                 kind, default = list[str] | None, None
-            yield _parameter(each.name, Annotated[kind, option(self.config, each.name)], default)
+            yield self.parameter(each.name, Annotated[kind, option(self.config, each.name)], default)
 
     def gather(self, **values: Any) -> dict[str, Any]:
         tuples = {each.name for each in keys_of(self.config).values() if get_origin(each.type) is tuple}
         return {name: tuple(value or ()) if name in tuples else value for name, value in values.items()}
 
 
-class TextFlags:
+class TextFlags(OptionGroup):
     """Marks a parameter that gets the flags of configurations that are given, as text, in both spellings."""
 
     def __init__(self, *configs: type[Any]) -> None:
@@ -42,7 +57,7 @@ class TextFlags:
             shown = each.default is not None or "null" in each.help
             help = f"{each.help}  [default: {json.dumps(each.default)}]" if shown else each.help
             flag = typer.Option(*flag_spellings(each.name), metavar=each.metavar or "VALUE", help=help)
-            yield _parameter(each.name, Annotated[str | None, flag], None)
+            yield self.parameter(each.name, Annotated[str | None, flag], None)
 
     def gather(self, **values: str | None) -> dict[str, str]:
         return {name: text for name, text in values.items() if text is not None}
@@ -64,7 +79,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     """The command with all options that its parameters stand for.
 
     A parameter whose type is a dataclass stands for one option per field, and gets an instance. One that is annotated
-    with `KeyOptions` or `TextFlags` stands for one option per key, and gets a dict.
+    with an `OptionGroup` stands for the options of the group, and gets a dict.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[list[str], Callable[..., Any]]] = {}
@@ -90,12 +105,8 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 def _expansion(annotation: Any) -> tuple[list[inspect.Parameter], Callable[..., Any] | None]:
     """The options that a parameter of this type stands for, and what makes its value of theirs."""
     for marker in getattr(annotation, "__metadata__", ()):
-        if isinstance(marker, KeyOptions | TextFlags):
+        if isinstance(marker, OptionGroup):
             return list(marker.options()), marker.gather
     if is_dataclass(annotation) and isinstance(annotation, type):
         return list(inspect.signature(annotation, eval_str=True).parameters.values()), annotation
     return [], None
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

@@ -62,19 +62,14 @@ def order(
         "num_episodes": plan.num_eligible,
         "num_skipped": len(plan.skipped),
     }
-    if find is not None:
-        answer: dict[str, object] = {"episode": find, "position": plan.order.find(epoch, plan.ordinal(find))}
-    else:
-        answer = {"episodes": plan.first_episodes(epoch, first).tolist()}
+    position = None if find is None else plan.order.find(epoch, plan.ordinal(find))
+    episodes = plan.first_episodes(epoch, first).tolist() if find is None else []
     if as_json:
-        echo_json({**about, **answer})
+        echo_json({**about, **({"episodes": episodes} if find is None else {"episode": find, "position": position})})
         return
     skipped = f", {len(plan.skipped):,} too short" if len(plan.skipped) else ""
     typer.echo(
         f"{plan.order.name}, seed {settings.epoch_seed}, epoch {epoch}: "
         f"{plan.num_eligible:,} episodes of {split}{skipped}"
     )
-    if find is not None:
-        typer.echo(f"episode {find} is at position {answer['position']}")
-    else:
-        typer.echo(" ".join(map(str, plan.first_episodes(epoch, first))))
+    typer.echo(" ".join(map(str, episodes)) if find is None else f"episode {find} is at position {position}")

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, Time
 from chatmill.cli.expand import KeyOptions, flag_of
 from chatmill.cli.guard import guarded
 from chatmill.cli.options import AsJson, Inputs, RejectsFile, Shape, echo_json, progress_on_stderr, share, tell_ledger
-from chatmill.errors import ChatmillError, RecordError, UsageError
+from chatmill.errors import ChatmillError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job
@@ -100,19 +100,12 @@ def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: boo
         rejected = Rejects(rejects, [name for source in job.sources for name in source.inputs])
     progress = BuildBar()
     with ExitStack() as opened, progress.bar:
-        begun = False
 
         def on_progress(now: BuildProgress) -> None:
-            nonlocal begun
-            if rejected is not None and not begun:
+            if rejected is not None and not rejected.is_open:
                 # Not before: a command that is refused leaves the rejects of an earlier one alone.
                 opened.enter_context(rejected)
-                begun = True
             progress.show(now)
-
-        def on_fault(fault: RecordError) -> None:
-            assert rejected is not None
-            rejected(fault)
 
         try:
             metadata = prepare_dataset(
@@ -121,7 +114,7 @@ def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: boo
                 engine=engine,
                 overwrite=overwrite,
                 resume=resume,
-                on_fault=on_fault,
+                on_fault=rejected or (lambda fault: None),
                 on_progress=on_progress,
             )
         except KeyboardInterrupt:

@@ -5,10 +5,14 @@ data.primer.val_frac = 0.2       in the file, or as tables: [data.primer] val_fr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from chatmill.cli.expand import OptionGroup
 from chatmill.config import keys_of, read_toml
 from chatmill.errors import UsageError, one_line
 from chatmill.prepare.primer import SHAPES, CacheConfig
@@ -23,6 +27,17 @@ NAMES = {
 }
 """What the keys of `CacheConfig` are called in the file."""
 DEFAULT_PATHS = {"primer": "data/primer.jsonl"}
+
+
+class SettingFlags(OptionGroup):
+    """Marks a parameter that gets the flags that win over the file, None where none is given."""
+
+    def options(self) -> Iterator[inspect.Parameter]:
+        for name, each in keys_of(CacheConfig).items():
+            if name != "path":
+                otherwise = f"[{NAMES[name].format(source='SOURCE')}, else {each.default}]"
+                kind: Any = each.type | None
+                yield self.parameter(name, Annotated[kind, typer.Option(help=f"{each.help} {otherwise}")], None)
 
 
 def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str, file: Path = FILE) -> CacheConfig:

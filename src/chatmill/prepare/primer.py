@@ -40,13 +40,13 @@ class CacheConfig(Config):
     """What decides the bytes of a cache, besides its tokenizer."""
 
     path: str = required("The file to read.", _named("file"))
-    val_frac: float = key(0.1, "The share of examples for validation, 0 for none.", BELOW_ONE)
     out_dir: str = key("data/cache/sft", "Where caches lie, a folder a source.", _named("folder"))
     seed: int = key(
         42,
         "The seed of the shuffle that splits and orders.",
         ValueCheck("a whole number from 0 on", lambda value: type(value) is int and value >= 0),
     )
+    val_frac: float = key(0.1, "The share of examples for validation, 0 for none.", BELOW_ONE)
     t_max: int = key(1024, "Tokens a row at most: of a longer one the last stay.", integer(2, LONGEST))
 
 

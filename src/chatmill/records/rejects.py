@@ -27,6 +27,10 @@ class Rejects:
         self.counts: Counter[str] = Counter()
         self._file: BinaryIO | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
     def __enter__(self) -> Self:
         self._file = self.path.open("wb")
         return self
