@@ -42,18 +42,18 @@ KEYS = "Keys of CONFIG, a JSON file that may inherit from another; `chatmill rol
 
 def page() -> str:
     """The whole page: commands in the order of `chatmill --help`, those of a group one after the other."""
-    found = list(commands(typer.main.get_command(app_of()), (NAME,)))
+    listed = list(commands(typer.main.get_command(app_of()), (NAME,)))
     lines = ["| command | what it does |", "|---|---|"]
-    for path, command in found:
+    for path, command in listed:
         name = " ".join(path)
-        lines.append(f"| [`{name}`](#{name.replace(' ', '-')}) | {cell(promise(command))} |")
+        lines.append(f"| [`{name}`](#{name.replace(' ', '-')}) | {cell(first_sentence(command))} |")
     parts = [HEAD + "\n".join(lines) + "\n"]
-    parts += [section(path, command) for path, command in found]
+    parts += [section(path, command) for path, command in listed]
     return "\n".join(parts)
 
 
 def commands(group: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that does something, with the words that lead to it."""
+    """Every command that is no group, with its path."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
@@ -84,14 +84,15 @@ def split_help(command: Any) -> tuple[str, list[str]]:
     return "\n\n".join(paragraphs), [line.removeprefix("  ") for line in below.splitlines()[1:]]
 
 
-def promise(command: Any) -> str:
+def first_sentence(command: Any) -> str:
+    """The first paragraph of a help."""
     return split_help(command)[0].split("\n\n")[0]
 
 
-def split_default(flag: str, said: str) -> tuple[str, str, str]:
-    """A flag, what it says, and in brackets at its end the default and what is allowed."""
-    found = re.fullmatch(r"(.*?)(?:\s*\[([^\[\]]*)\])?", said, re.DOTALL)
-    text, brackets = (found[1], found[2] or "") if found else (said, "")
+def split_default(flag: str, help: str) -> tuple[str, str, str]:
+    """A flag, its help, and what stands in brackets at the end of that: the default and the limits."""
+    match = re.fullmatch(r"(.*?)(?:\s*\[([^\[\]]*)\])?", help, re.DOTALL)
+    text, brackets = (match[1], match[2] or "") if match else (help, "")
     return f"`{flag}`", text, brackets.removeprefix("default: ")
 
 

@@ -16,10 +16,10 @@ from chatmill.cli.options import (
     ReadOptions,
     RejectsFile,
     echo_json,
+    print_losses,
+    print_rejects,
     progress,
     reading,
-    tell_losses,
-    tell_rejects,
 )
 from chatmill.cli.render_options import AddTokens, TokenizerName
 from chatmill.cli.settings import SettingFlags, cache_config
@@ -127,8 +127,8 @@ def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOp
         typer.echo(f"tokens:   {train.num_tokens:,} train, {val.num_tokens:,} val")
         typer.echo(f"labels:   {train.num_label_tokens:,} train, {val.num_label_tokens:,} val")
         typer.echo(f"written:  {target / 'train'}, {target / 'val'}")
-        tell_losses(ledger)
-    tell_rejects(ledger, records.rejects)
+        print_losses(ledger)
+    print_rejects(ledger, records.rejects)
     if config.val_frac and not val.num_examples:
         count = ledger.total("rendered").rows
         typer.echo(f"no validation rows: {config.val_frac:g} of {count} examples, rounded down, is 0", err=True)

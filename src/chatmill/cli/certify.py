@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, ReadOptions, echo_json, progress, reading, tell_rejects
+from chatmill.cli.options import AsJson, ReadOptions, echo_json, print_rejects, progress, reading
 from chatmill.cli.render_options import TemplateFlags
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
@@ -51,7 +51,7 @@ def certify_command(
         ledger = Ledger()
         with reading(inputs, read, ledger) as records:
             findings = certify(renderer, progress(records, "records"), peer=peer, peer_name=peer_name)
-        tell_rejects(ledger, records.rejects)
+        print_rejects(ledger, records.rejects)
     else:
         findings = certify(renderer, (), peer=peer, peer_name=peer_name)
     passed = all(finding.passed for finding in findings)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import typer
 
-from chatmill.cli.options import AsJson, Inputs, ReadOptions, echo_json, progress, reading, tell_rejects
+from chatmill.cli.options import AsJson, Inputs, ReadOptions, echo_json, print_rejects, progress, reading
 from chatmill.errors import DataError
 from chatmill.ledger import Ledger
 
@@ -44,4 +44,4 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
     typer.echo(f"{good:,} records, {trainable:,} of them with an assistant turn")
     typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(roles.items())))
     typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in sources.items()))
-    tell_rejects(ledger, records.rejects)
+    print_rejects(ledger, records.rejects)

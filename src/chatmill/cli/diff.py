@@ -45,12 +45,12 @@ def diff(
     if as_json:
         echo_json(_json(result))
     else:
-        _tell(one, other, result)
+        _print_diff(one, other, result)
     if exit_code and not result.same:
         raise typer.Exit(1)
 
 
-def _tell(one: Path, other: Path, result: Diff) -> None:
+def _print_diff(one: Path, other: Path, result: Diff) -> None:
     if result.identical:
         typer.echo(f"{one} and {other} are the same dataset, byte for byte")
     elif result.same:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chatmill.cli.chat import Device, ModelPath
-from chatmill.cli.options import AsJson, counting, echo_json, tell_table
+from chatmill.cli.options import AsJson, counting, echo_json, print_table
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import one_line
 from chatmill.show.dataset import open_view
@@ -103,7 +103,7 @@ def _tell(report: EvalReport) -> None:
     scores = dict(report.sources)
     if len(scores) > 1:
         scores["all"] = report.all
-    tell_table(
+    print_table(
         ("source",),
         ("conversations", "loss", "questions", "exact", "stopped"),
         [

@@ -15,11 +15,11 @@ from chatmill.cli.options import (
     OverwriteFile,
     ReadOptions,
     echo_json,
+    print_losses,
+    print_rejects,
     progress,
     reading,
     share,
-    tell_losses,
-    tell_rejects,
 )
 from chatmill.cli.render_options import AddTokens, TokenizerName
 from chatmill.format import TurnRenderer, load_format
@@ -73,8 +73,8 @@ def transcripts(
     else:
         stored = ledger.total("stored")
         typer.echo(f"{output}: {stored.rows:,} conversations, {stored.tokens:,} tokens")
-        tell_losses(ledger)
-    tell_rejects(ledger, records.rejects)
+        print_losses(ledger)
+    print_rejects(ledger, records.rejects)
 
 
 @app.command("parquet")

@@ -29,7 +29,7 @@ Inputs = Annotated[
 ]
 Shape = Annotated[
     str | None,
-    typer.Option(help=f"How the records look: {', '.join(SHAPES)}. Left out, it is told from the first records."),
+    typer.Option(help=f"How the records look: {', '.join(SHAPES)}. Left out, it is detected from the first records."),
 ]
 OnError = Annotated[
     Literal["stop", "skip"],
@@ -59,14 +59,14 @@ def reading(inputs: list[str], read: ReadOptions, ledger: Ledger) -> CountedReco
 # Summaries.
 
 
-def tell_rejects(ledger: Ledger, rejects: Rejects | None) -> None:
+def print_rejects(ledger: Ledger, rejects: Rejects | None) -> None:
     """Say on standard error which records were rejected, why, and where they are."""
     if rejects is not None and (count := ledger.total("rejected").rows):
         reasons = ", ".join(f"{entry.rows} {reason}" for bucket, reason, entry in ledger if bucket == "rejected")
         typer.echo(f"rejected {count:,}: {reasons}; see {rejects.path}", err=True)
 
 
-def tell_losses(ledger: Ledger, *, err: bool = False) -> None:
+def print_losses(ledger: Ledger, *, err: bool = False) -> None:
     """Say what was cut, dropped, repeated or noted, one line for each reason."""
     for bucket, reason, entry in ledger:
         if bucket in ("repeated", "truncated", "dropped", "noted"):
@@ -74,9 +74,9 @@ def tell_losses(ledger: Ledger, *, err: bool = False) -> None:
             typer.echo(f"  {bucket} {reason}: {rows}{entry.tokens:,} tokens", err=err)
 
 
-def tell_ledger(ledger: Ledger) -> None:
+def print_ledger(ledger: Ledger) -> None:
     """Print the ledger as a table: bucket, reason and counts."""
-    tell_table(
+    print_table(
         ("", "reason"),
         ("rows", "tokens", "trained"),
         [
@@ -86,7 +86,7 @@ def tell_ledger(ledger: Ledger) -> None:
     )
 
 
-def tell_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table with columns of text and, right-aligned, columns of numbers; no cell is read as markup."""
     table = Table(*texts, box=None, pad_edge=False, header_style="")
     for column in numbers:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, Time
 
 from chatmill.cli.expand import KeyOptions, flag_of
 from chatmill.cli.guard import guarded
-from chatmill.cli.options import AsJson, Inputs, RejectsFile, Shape, echo_json, progress_on_stderr, share, tell_ledger
+from chatmill.cli.options import AsJson, Inputs, RejectsFile, Shape, echo_json, print_ledger, progress_on_stderr, share
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
@@ -122,7 +122,7 @@ def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: boo
     if as_json:
         echo_json(_summary(output, metadata))
         return
-    _tell(output, metadata)
+    _print_summary(output, metadata)
     if rejected is not None and (count := sum(rejected.counts.values())):
         typer.echo(f"{count:,} records were rejected; see {rejects}")
 
@@ -179,14 +179,14 @@ def _summary(output: Path, metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _tell(output: Path, metadata: Metadata) -> None:
+def _print_summary(output: Path, metadata: Metadata) -> None:
     for name, split in _summary(output, metadata)["splits"].items():
         typer.echo(
             f"{output}/{name}: {split['episodes']:,} episodes, {split['tokens']:,} tokens, "
             f"{share(split['trained_tokens'], split['tokens'])} trained, "
             f"longest {split['longest']:,}, shards {split['shards']}"
         )
-    tell_ledger(metadata.ledger)
+    print_ledger(metadata.ledger)
     for line in warnings_of(metadata.ledger):
         typer.echo(f"look: {line}")
 

@@ -1,4 +1,4 @@
-"""`chatmill render`: conversations to token rows, to look at or to hand on as JSON lines."""
+"""`chatmill render`: show conversations as token rows, or write them as JSON lines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from chatmill.cli.options import (
     AsJson,
     Inputs,
     ReadOptions,
+    print_losses,
+    print_rejects,
     progress,
     reading,
     share,
-    tell_losses,
-    tell_rejects,
 )
 from chatmill.cli.render_options import AddTokens, FormatName, TemplateFlags, TokenizerName, TrainedTurns
 from chatmill.config import LONGEST
@@ -93,8 +93,8 @@ def render_command(
     total = ledger.total("stored")
     trained = f"{total.trained:,} trained ({share(total.trained, total.tokens)})"
     typer.echo(f"{total.rows:,} rows, {total.tokens:,} tokens, {trained}", err=as_json)
-    tell_losses(ledger, err=as_json)
-    tell_rejects(ledger, records.rejects)
+    print_losses(ledger, err=as_json)
+    print_rejects(ledger, records.rejects)
 
 
 def rendered_json(row: Rows) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json, tell_table
+from chatmill.cli.options import AsJson, echo_json, print_table
 from chatmill.errors import UsageError, one_line
 from chatmill.show.step_rows import StepEpisodes
 
@@ -54,7 +54,7 @@ def rows_command(
         echo_json({"run": str(folder), "step": step, "loss": mean, "conversations": len(losses), "rows": rows})
         return
     typer.echo(f"{folder}, step {step:,}: {len(losses):,} conversations, loss {mean:.4f}")
-    tell_table(
+    print_table(
         ("loss", "episode", "from", ""),
         (),
         [(f"{row.loss:.4f}", str(row.episode), one_line(about.place or "-", 60), about.text) for row, about in listed],

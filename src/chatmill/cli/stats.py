@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, counting, echo_json, share, tell_ledger, tell_table
+from chatmill.cli.options import AsJson, counting, echo_json, print_ledger, print_table, share
 from chatmill.cli.show import Dataset
 from chatmill.config import LONGEST
 from chatmill.show.dataset import DatasetView, open_view
@@ -56,10 +56,10 @@ def stats(
         )
         return
     for each in splits:
-        _tell(each)
+        _print_stats(each)
     if view.ledger is not None:
         typer.echo("ledger")
-        tell_ledger(view.ledger)
+        print_ledger(view.ledger)
 
 
 def stats_of(view: DatasetView, split: str | None, block_sizes: tuple[int, ...]) -> list[SplitStats]:
@@ -69,7 +69,7 @@ def stats_of(view: DatasetView, split: str | None, block_sizes: tuple[int, ...])
         return [split_stats(view.dataset[name], name, block_sizes=block_sizes, progress=advance) for name in names]
 
 
-def _tell(stats: SplitStats) -> None:
+def _print_stats(stats: SplitStats) -> None:
     typer.echo(
         f"{stats.split}: {stats.rows:,} rows, {stats.segments:,} segments, {stats.tokens:,} tokens, "
         f"{stats.trained:,} trained ({stats.share:.1%})"
@@ -80,7 +80,7 @@ def _tell(stats: SplitStats) -> None:
     quantiles = ", ".join(f"{name} {stats.quantile(q):,}" for name, q in zip(names, QUANTILES, strict=True))
     typer.echo(f"tokens of a row: {quantiles}\n")
     for what, counts in (("role", stats.roles), ("source", stats.sources), ("rule", stats.rules)):
-        tell_table(
+        print_table(
             (what.ljust(16),),
             ("tokens", "share", "trained", "of them"),
             [
@@ -95,7 +95,7 @@ def _tell(stats: SplitStats) -> None:
             ],
         )
         typer.echo()
-    tell_table(
+    print_table(
         ("block size".ljust(16),),
         ("fill alone", "fill packed", "packed rows", "rows cut"),
         [
@@ -104,7 +104,7 @@ def _tell(stats: SplitStats) -> None:
         ],
     )
     typer.echo()
-    tell_table(
+    print_table(
         ("longest rows".ljust(16), "place"),
         ("tokens", "trained"),
         [

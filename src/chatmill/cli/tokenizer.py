@@ -15,9 +15,9 @@ from chatmill.cli.options import (
     OverwriteFile,
     ReadOptions,
     echo_json,
+    print_rejects,
     progress,
     reading,
-    tell_rejects,
 )
 from chatmill.cli.render_options import AddTokens, FormatName
 from chatmill.errors import UsageError, one_line
@@ -69,7 +69,7 @@ def train(
         typer.echo(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {count:,} records")
         if made.vocab_size < vocab_size:
             typer.echo(f"the texts gave no more than that; {vocab_size:,} were asked for")
-    tell_rejects(ledger, records.rejects)
+    print_rejects(ledger, records.rejects)
 
 
 @app.command("info")

@@ -26,7 +26,7 @@ class InputSource:
     """Files that are read alike."""
 
     inputs: tuple[str, ...] = required("Files or globs.")
-    shape: str | None = key(None, "How the records look; left out, it is told from the first records.")
+    shape: str | None = key(None, "How the records look; left out, it is detected from the first records.")
     name: str | None = key(None, "Name of the source; left out, that of each file.")
     train_on: TrainOn | None = key(None, "Whose turns are trained in these files; left out, as the job says.")
     only_val: bool = key(False, "Use all of these files for validation, whatever the split.")
