@@ -33,20 +33,25 @@ IMPORTED_BY_THE_SERVER = [
 ]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 TIME_LIMIT = 400
-"""Seconds after which a child prints the stacks of its threads and exits with 1: far more than any of them needs."""
+"""Seconds: far more than any child needs on a busy machine."""
 GRACE = 20
 """Seconds that the others are given to say what they saw when one child has failed."""
 
 
 def start_child(
-    work: Callable[[], object], *, variables: Mapping[str, str] | None = None, output: Path | None = None
+    work: Callable[[], object],
+    *,
+    variables: Mapping[str, str] | None = None,
+    output: Path | None = None,
+    time_limit: float = TIME_LIMIT,
 ) -> BaseProcess:
     """Start `work` (any callable, closures included) in a fresh process with this one's folder, path and environment.
 
-    With `output`, its standard output and error go to the files "out" and "err" of that folder.
+    With `output`, its standard output and error go to the files "out" and "err" of that folder. After `time_limit`
+    seconds it prints the stacks of its threads and exits with 1.
     """
     environment = {**os.environ, **ONE_THREAD, **(variables or {})}
-    args = cloudpickle.dumps(work), environment, Path.cwd(), output
+    args = cloudpickle.dumps(work), environment, Path.cwd(), output, time_limit
     child = _server().Process(target=_run_child, args=args, daemon=True)
     child.start()
     return child
@@ -92,14 +97,14 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _run_child(work: bytes, environment: Mapping[str, str], folder: Path, output: Path | None) -> None:
+def _run_child(work: bytes, environment: Mapping[str, str], folder: Path, output: Path | None, limit: float) -> None:
     import torch
 
     if output is not None:
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True, file=2)
+    faulthandler.dump_traceback_later(limit, exit=True, file=2)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
