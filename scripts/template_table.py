@@ -23,9 +23,8 @@ import trl
 from transformers import PreTrainedTokenizerFast
 
 from chatmill.errors import RecordError
-from chatmill.format.template import TemplateRenderer, open_template_renderer
-from chatmill.format.template.certify import Finding, certify
-from chatmill.format.template.probes import PROBES
+from chatmill.format import Mask, TemplateOptions, TemplateRenderer, open_renderer
+from chatmill.format.template.certify import PROBES, Finding, certify
 from chatmill.records import Record
 from chatmill.tokenizer import train_bpe
 
@@ -106,15 +105,18 @@ def line(name: str, tokenizer: Path, peer: PreTrainedTokenizerFast) -> Line:
     return Line(
         name,
         findings,
-        sum(len(one.turns) for one in derived),
+        sum(len(one.answers) for one in derived),
         sum(prefix.start is not None for prefix in prefixes),
         sum(prefix.stop is not None for prefix in prefixes),
         tagged(name, original, tokenizer),
     )
 
 
-def opened(tokenizer: Path, name: str, mask: str = "derived") -> TemplateRenderer:
-    return open_template_renderer(str(tokenizer), chat_template=str(FOLDER / f"{name}.jinja"), mask=mask)  # type: ignore[arg-type]
+def opened(tokenizer: Path, name: str, mask: Mask = "derived") -> TemplateRenderer:
+    options = TemplateOptions(str(FOLDER / f"{name}.jinja"), mask=mask)
+    renderer = open_renderer("template", str(tokenizer), template=options)
+    assert isinstance(renderer, TemplateRenderer)
+    return renderer
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -127,8 +129,8 @@ def make_tokenizer(folder: Path) -> Path:
 
 
 def peer_ids(peer: PreTrainedTokenizerFast, format: TemplateRenderer, record: Record) -> list[int]:
-    given = format.conversation(record)
-    source = format.writers[bool(record.tools)].source
+    given = format.template_input(record)
+    source = format.templates[bool(record.tools)].source
     return list(
         peer.apply_chat_template(
             given.messages, tools=given.tools, chat_template=source, tokenize=True, return_dict=False
@@ -153,31 +155,31 @@ def tagged(name: str, original: TemplateRenderer, tokenizer: Path) -> str:
         if one.rendering.text != two.rendering.text:
             continue
         compared += 1
-        for reason, text in differences(one.rendering.text, spans(one.turns), spans(two.turns)):
+        for reason, text in differences(one.rendering.text, spans(one.answers), spans(two.answers)):
             reasons.setdefault(reason, set()).add(f"`{json.dumps(text, ensure_ascii=False)[1:-1]}`")
     if not compared:
         return "writes every probe differently"
-    said = "; ".join(reason.format(", ".join(sorted(texts))) for reason, texts in reasons.items())
-    return said or "the same mask"
+    summary = "; ".join(reason.format(", ".join(sorted(texts))) for reason, texts in reasons.items())
+    return summary or "the same mask"
 
 
-def spans(turns: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
-    return [(start, stop) for _, start, stop, _ in turns]
+def spans(answers: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
+    return [(start, stop) for _, start, stop, _ in answers]
 
 
 def differences(text: str, ours: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
     """Stretches that only one of two masks trains, each with the reason."""
     mine = {at for start, stop in ours for at in range(start, stop)}
     tags = {at for start, stop in theirs for at in range(start, stop)}
-    found = []
+    stretches = []
     places = sorted(mine ^ tags)
     while places:
         start = places[0]
         stop = next((at for at in range(start, len(text) + 1) if at not in places), len(text))
         places = [at for at in places if at >= stop]
         kind = MORE if start in mine else AFTER if start - 1 in mine else BEFORE
-        found.append((kind, text[start:stop]))
-    return found
+        stretches.append((kind, text[start:stop]))
+    return stretches
 
 
 def markdown(table: Sequence[Line]) -> str:
@@ -207,8 +209,8 @@ def escaped(text: str) -> str:
 
 
 def with_table(page: str, table: str) -> str:
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+    before, after = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{table}\n{END}{after.split(END)[1]}"
 
 
 if __name__ == "__main__":

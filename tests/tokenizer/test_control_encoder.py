@@ -63,7 +63,7 @@ def encoders(tmp_path_factory):
         )
         made.train_from_iterator(TEXTS, trainer)
         made.add_tokens(TOKENS)
-        path = tmp_path_factory.mktemp("marked") / f"{name.replace(' ', '_')}.json"
+        path = tmp_path_factory.mktemp("control") / f"{name.replace(' ', '_')}.json"
         made.save(str(path))
         with warnings.catch_warnings():
             # That the quick engine leaves some of them to the other is not what is tested.
@@ -73,7 +73,7 @@ def encoders(tmp_path_factory):
 
 
 def test_sections_are_used_where_they_give_the_ids_of_the_whole(encoders):
-    by_sections = {name: marked.by_sections for name, (marked, _) in encoders.items()}
+    by_sections = {name: encoder.by_sections for name, (encoder, _) in encoders.items()}
     assert by_sections == {"bytes": True, "nfc": True, "metaspace always": True, "metaspace first": False}
 
 
@@ -84,19 +84,19 @@ PARTS = st.lists(
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_whole_is_encoded_as_the_tokenizer_itself_does(encoders, name):
-    marked, original = encoders[name]
+    encoder, original = encoders[name]
     names = {token.content for token in TOKENS}
 
     @given(PARTS)
     @settings(max_examples=80)
     def check(parts):
         text = "".join(parts)
-        ids, begins = marked.encode_whole(parts, [part in names for part in parts])
+        ids, begins = encoder.encode_whole(parts, [part in names for part in parts])
         right = original.encode(text, add_special_tokens=False)
-        assert ids.tolist() == right.ids == marked.reference(text)
+        assert ids.tolist() == right.ids == encoder.reference(text)
         # Where an id begins is told in characters of the text, for what is text.
         for begin, id, (start, _) in zip(begins.tolist(), right.ids, right.offsets, strict=True):
-            if id not in marked.ids.values():
+            if id not in encoder.ids.values():
                 assert begin == start
 
     check()
@@ -104,7 +104,7 @@ def test_the_whole_is_encoded_as_the_tokenizer_itself_does(encoders, name):
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "metaspace first"])
 def test_sections_between_control_tokens_give_the_same(encoders, name):
-    marked, original = encoders[name]
+    encoder, original = encoders[name]
     names = [token.content for token in TOKENS]
 
     @given(st.lists(st.tuples(st.text("ab c.\n", max_size=6), st.sampled_from(names)), min_size=1, max_size=5))
@@ -113,7 +113,7 @@ def test_sections_between_control_tokens_give_the_same(encoders, name):
         ids: list[int] = []
         before = None
         for text, token in pairs:
-            ids += [*marked.tokenizer.encode(marked.feed(text, before, token)[0]), marked.ids[token]]
+            ids += [*encoder.tokenizer.encode(encoder.strip(text, before, token)[0]), encoder.ids[token]]
             before = token
         assert ids == original.encode("".join(map("".join, pairs)), add_special_tokens=False).ids
 
@@ -122,16 +122,16 @@ def test_sections_between_control_tokens_give_the_same(encoders, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_name_of_a_control_token_in_a_text_is_text(encoders, name):
-    marked, _ = encoders[name]
+    encoder, _ = encoders[name]
     text = "say <|end|> and <think> <s>"
-    ids, _ = marked.encode_whole(["<s>", text, "<|end|>"], [True, False, True])
-    control = np.isin(ids, list(marked.ids.values()))
+    ids, _ = encoder.encode_whole(["<s>", text, "<|end|>"], [True, False, True])
+    control = np.isin(ids, list(encoder.ids.values()))
     assert control.tolist() == [True, *[False] * (len(ids) - 2), True]
-    assert not np.isin(marked.encode_sections([text])[0], list(marked.ids.values())).any()
+    assert not np.isin(encoder.tokenizer.encode_batch([text])[0], list(encoder.ids.values())).any()
 
 
 def test_how_many_bytes_an_id_stands_for(encoders):
-    marked, _ = encoders["bytes"]
+    encoder, _ = encoders["bytes"]
     for text in ("the fox", "Größe 漢字", ""):
-        ids = marked.encode_sections([text])[0]
-        assert marked.tokenizer.byte_lengths(ids).sum() == len(text.encode())
+        ids = encoder.tokenizer.encode_batch([text])[0]
+        assert encoder.tokenizer.byte_lengths(ids).sum() == len(text.encode())

@@ -67,9 +67,9 @@ def certify_command(
         raise FailedError(f"{name}: not certified: {', '.join(failed)}")
 
 
-def transformers_peer(format: TemplateRenderer) -> tuple[Peer | None, str]:
+def transformers_peer(renderer: TemplateRenderer) -> tuple[Peer | None, str]:
     """`apply_chat_template` of transformers, if that is installed and opens the tokenizer, and its name."""
-    path = format.folder.tokenizer_json
+    path = renderer.folder.tokenizer_json
     if path is None:
         return None, ""
     try:
@@ -82,16 +82,16 @@ def transformers_peer(format: TemplateRenderer) -> tuple[Peer | None, str]:
         if path.parent.joinpath("tokenizer_config.json").is_file():
             opened = transformers.AutoTokenizer.from_pretrained(str(path.parent))
         else:
-            opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **format.folder.special)
+            opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **renderer.folder.special)
     if opened is None:
         return None, ""
 
     def ids_of(record: Record) -> list[int]:
-        conversation = format.conversation(record)
-        given = {"tools": conversation.tools, "chat_template": format.writers[bool(record.tools)].source}
+        given = renderer.template_input(record)
+        options = {"tools": given.tools, "chat_template": renderer.templates[bool(record.tools)].source}
         with suppress(Exception):
             ids = opened.apply_chat_template(
-                conversation.messages, tokenize=True, return_dict=False, **given, **format.arguments
+                given.messages, tokenize=True, return_dict=False, **options, **renderer.arguments
             )
             return list(ids)
         # A record that transformers refuses and chatmill renders is a difference.

@@ -8,11 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.format.chat_format import PRESETS, ChatFormat, TurnMarkers, load_format
 from chatmill.format.renderer import Mask
-from chatmill.format.template.hf_folder import HFFolder, TemplateSource, has_template
-from chatmill.format.template.renderer import TemplateRenderer, open_template_renderer
+from chatmill.format.template.hf_folder import HFFolder, TemplateSource, has_template, read_folder
+from chatmill.format.template.renderer import TemplateRenderer
 from chatmill.format.turn_renderer import TurnRenderer
 from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 
@@ -72,13 +74,29 @@ def open_renderer(
             raise
     if add_tokens:
         raise UsageError("--add-tokens with --format template; a template writes the tokens that its tokenizer has")
-    return open_template_renderer(
-        tokenizer,
-        chat_template=template.chat_template,
-        arguments=template.arguments,
+    return TemplateRenderer(
+        read_folder(tokenizer, template.chat_template),
+        open_tokenizer(tokenizer),
+        arguments=_template_arguments(template.arguments),
         mask=template.mask,
         now=_date(template.date),
     )
+
+
+def _template_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """`enable_thinking=false` and the like; values that are JSON are decoded."""
+    out: dict[str, Any] = {}
+    for argument in arguments:
+        name, separator, value = argument.partition("=")
+        if not separator or not name.isidentifier() or name in ("messages", "tools", "add_generation_prompt"):
+            raise UsageError(
+                f'--template-arg "{one_line(argument)}" is no NAME=VALUE; give one like enable_thinking=false'
+            )
+        try:
+            out[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            out[name] = value
+    return out
 
 
 def _date(date: str | None) -> datetime:

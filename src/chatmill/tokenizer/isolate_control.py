@@ -35,7 +35,7 @@ def vocabulary(content: Json) -> dict[str, int]:
     return dict(vocab) if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}
 
 
-def strip(place: str, content: Json, control: Collection[str]) -> tuple[Json, dict[str, int]]:
+def isolate_control(place: str, content: Json, control: Collection[str]) -> tuple[Json, dict[str, int]]:
     """The same tokenizer with its control tokens out of the reach of text, and the ids they keep.
 
     added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' under another name

@@ -21,7 +21,7 @@ import tokenizers
 from chatmill.errors import DataError, one_line
 from chatmill.tokenizer.backend import Ids, Offsets, faults_of, flat
 from chatmill.tokenizer.byte_bpe import ByteBpe, Encode, byte_bpe
-from chatmill.tokenizer.isolate_control import Json, byte_alphabet, kinds, strip, vocabulary
+from chatmill.tokenizer.isolate_control import Json, byte_alphabet, isolate_control, kinds, vocabulary
 from chatmill.tokenizer.probe import PROBE
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -37,7 +37,7 @@ class TokenizerJson:
     def __init__(self, place: str, raw: bytes, content: Json, *, control: Collection[str]) -> None:
         right = "expected a tokenizer.json as Hugging Face tokenizers writes it"
         with faults_of(place, "no tokenizer.json that can be loaded", right):
-            stripped, self.control = strip(place, content, control)
+            stripped, self.control = isolate_control(place, content, control)
             self._content = msgspec.json.encode(stripped).decode()
             self._slow = tokenizers.Tokenizer.from_str(self._content)
             # The token for unknown text may be left in the list; written in a text, it is text.

@@ -12,7 +12,7 @@ from hostile_templates import CONTROL, ENDLESS, FAILING, GOOD, PROMPT, PRYING
 from record_mutations import broken_bytes
 
 from chatmill.errors import ChatmillError
-from chatmill.format.template import open_template_renderer
+from chatmill.format import open_renderer
 from chatmill.records import Message, Record
 from chatmill.tokenizer import train_bpe
 from fault_injection.processes import apart, limited
@@ -54,7 +54,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         (folder / "chat_template.jinja").write_text(written)
 
         def use() -> Any:
-            format = open_template_renderer(str(folder))
+            format = open_renderer("template", str(folder))
             rows = format.render([TALK])
             rows.check()
             if (text := format.tokenizer.decode(rows.ids.tolist())) != format.text(TALK):
@@ -76,7 +76,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             lost = f"{what}: {ended.broke or 'killed'}"
             tally.judge(survived=ended.value is not None, found=bool(ended.refused), lost=lost)
     (folder / "chat_template.jinja").write_text(GOOD + PROMPT)
-    if (text := open_template_renderer(str(folder)).text(TALK)) != TEXT:
+    if (text := open_renderer("template", str(folder)).text(TALK)) != TEXT:
         raise ChatmillError(f"the good template writes {text!r}")
 
 

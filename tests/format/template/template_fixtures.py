@@ -11,7 +11,7 @@ import trl
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from chatmill.format.template import TemplateRenderer, open_template_renderer
+from chatmill.format import TemplateOptions, TemplateRenderer, open_renderer
 from chatmill.records import Message, Record, ToolCall
 from chatmill.tokenizer import train_bpe
 
@@ -67,21 +67,28 @@ def peer() -> PreTrainedTokenizerFast:
     )
 
 
+def open_template(tokenizer: str, **options: object) -> TemplateRenderer:
+    """The template of a folder; the keywords are those of `TemplateOptions`."""
+    renderer = open_renderer("template", tokenizer, template=TemplateOptions(**options))
+    assert isinstance(renderer, TemplateRenderer)
+    return renderer
+
+
 @lru_cache(4)
 def trl_format(name: str, mask: str = "derived") -> TemplateRenderer:
-    return open_template_renderer(str(trl_tokenizer()), chat_template=str(TEMPLATES / f"{name}.jinja"), mask=mask)
+    return open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / f"{name}.jinja"), mask=mask)
 
 
 def own_format(tmp_path: Path, source: str, *arguments: str, control: list[str] | None = None, **config: object):
     """A template of the test's own with a tokenizer that has its control tokens."""
     folder = write_tokenizer(tmp_path / "own", control or control_strings(source), **config)
     (folder / "chat_template.jinja").write_text(source)
-    return open_template_renderer(str(folder), arguments=arguments)
+    return open_template(str(folder), arguments=arguments)
 
 
 def messages_of(format: TemplateRenderer, record: Record) -> tuple[list[dict], list[dict] | None]:
     """A record as users of transformers would pass it; written apart from what chatmill does."""
-    style = format.writers[bool(record.tools)].style
+    style = format.templates[bool(record.tools)].style
     messages = []
     for message in record.messages:
         content = [{"type": "text", "text": message.content}] if style.parts else message.content
@@ -109,7 +116,7 @@ def messages_of(format: TemplateRenderer, record: Record) -> tuple[list[dict], l
 
 def peer_ids(format: TemplateRenderer, record: Record, **arguments: object) -> list[int]:
     messages, tools = messages_of(format, record)
-    source = format.writers[bool(record.tools)].source
+    source = format.templates[bool(record.tools)].source
     return list(
         peer().apply_chat_template(
             messages, tools=tools, chat_template=source, tokenize=True, return_dict=False, **arguments
@@ -119,7 +126,7 @@ def peer_ids(format: TemplateRenderer, record: Record, **arguments: object) -> l
 
 def peer_text(format: TemplateRenderer, record: Record, **arguments: object) -> str:
     messages, tools = messages_of(format, record)
-    source = format.writers[bool(record.tools)].source
+    source = format.templates[bool(record.tools)].source
     return peer().apply_chat_template(messages, tools=tools, chat_template=source, tokenize=False, **arguments)
 
 

@@ -7,10 +7,9 @@ import time
 
 import pytest
 from hostile_templates import ENDLESS, GOOD, PROMPT
-from template_fixtures import answer, own_format, user
+from template_fixtures import answer, open_template, own_format, user
 
 from chatmill.errors import DataError, RecordError, UsageError
-from chatmill.format.template import open_template_renderer
 from chatmill.records import Message, Record
 
 TALK = Record([user("Hi"), answer("Hello.")], file="chat.jsonl", line=7, id="a1")
@@ -20,7 +19,7 @@ def refused(tmp_path, bad: str) -> RecordError:
     """The fault of a conversation under a template that is good but for what stands behind it."""
     format = own_format(tmp_path, GOOD + PROMPT + "\n" + bad, control=["<|user|>", "<|assistant|>", "<|end|>"])
     with pytest.raises(RecordError) as found:
-        format.lay(TALK)
+        format.lay_out(TALK)
     fault = found.value
     assert "\n" not in str(fault)
     assert str(fault).startswith("chat.jsonl:7 (id=a1): ")
@@ -97,9 +96,9 @@ def test_an_undefined_attribute_and_the_tokens_of_a_tokenizer_may_be_missing_as_
 def test_a_turn_that_never_closed_and_an_empty_record_are_refused(tmp_path):
     format = own_format(tmp_path, GOOD + PROMPT, control=["<|user|>", "<|assistant|>", "<|end|>"])
     with pytest.raises(RecordError, match="message 1 never closes"):
-        format.lay(Record([user("Hi"), Message("assistant", "Hel", complete=False)]))
+        format.lay_out(Record([user("Hi"), Message("assistant", "Hel", complete=False)]))
     with pytest.raises(RecordError, match="the record has no messages"):
-        format.lay(Record([]))
+        format.lay_out(Record([]))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_a_folder_that_lacks_something_is_named(tmp_path, files, said):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises((DataError, UsageError), match=said):
-        open_template_renderer(str(tmp_path))
+        open_template(str(tmp_path))
 
 
 @pytest.mark.parametrize("argument", ["enable", "=1", "messages=[]", "a b=1"])

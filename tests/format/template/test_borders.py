@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from template_fixtures import TOOLS, answer, user
+from template_fixtures import TOOLS, answer, open_template, user
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from chatmill.format.template import certify as certify_module
-from chatmill.format.template import open_template_renderer
 from chatmill.format.template.certify import certify
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
@@ -64,7 +63,7 @@ def spaced(tmp_path) -> str:
 def opened(folder: str, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return open_template_renderer(folder, **options)
+        return open_template(folder, **options)
 
 
 def cells(format, record: Record, ledger: Ledger | None = None) -> list[tuple[str, bool]]:
@@ -107,7 +106,7 @@ def test_under_tags_such_a_token_is_trained_as_in_transformers(greedy):
 
 def test_a_tokenizer_that_treats_the_first_section_apart_is_asked_for_the_whole(spaced):
     format = opened(spaced)
-    assert not format.marked.by_sections
+    assert not format.encoder.by_sections
     peer = PreTrainedTokenizerFast(tokenizer_file=f"{spaced}/tokenizer.json")
     for record in (TALK, Record([user("the dog"), answer(" lazy <|im_end|> dog."), user("a"), answer("b")])):
         messages = [{"role": m.role, "content": m.content} for m in record.messages]
@@ -130,7 +129,7 @@ def test_texts_that_a_tokenizer_rewrites_are_cut_by_what_it_reports(tmp_path):
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     format = opened(write(tmp_path / "nfc", made, ["the lazy dog"] * 3))
-    assert format.marked.by_sections
+    assert format.encoder.by_sections
     rows = format.render([TALK, Record([user("e\u0301"), answer("e\u0301a")]), TALK])
     rows.check()
     assert [format.tokenizer.decode(rows[n : n + 1].ids[rows[n : n + 1].mask()].tolist()) for n in range(3)] == [

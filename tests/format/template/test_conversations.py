@@ -10,10 +10,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from template_fixtures import TEMPLATES as FOLDER
-from template_fixtures import TOOLS, answer, own_format, peer_ids, trained_texts, trl_format, trl_tokenizer, user
+from template_fixtures import (
+    TOOLS,
+    answer,
+    open_template,
+    own_format,
+    peer_ids,
+    trained_texts,
+    trl_format,
+    trl_tokenizer,
+    user,
+)
 
 from chatmill.errors import RecordError
-from chatmill.format.template import TemplateRenderer, open_template_renderer
+from chatmill.format import TemplateRenderer
 from chatmill.records import Message, Record, ToolCall
 
 TEXTS = st.one_of(
@@ -37,7 +47,7 @@ def conversations(draw):
 
 @lru_cache(None)
 def forgetful(name: str) -> TemplateRenderer:
-    return open_template_renderer(str(trl_tokenizer()), chat_template=str(FOLDER / f"{name}.jinja"))
+    return open_template(str(trl_tokenizer()), chat_template=str(FOLDER / f"{name}.jinja"))
 
 
 def made(of: TemplateRenderer, record: Record):
@@ -57,13 +67,13 @@ def test_a_way_that_is_kept_gives_what_a_derivation_of_its_own_gives(name):
     @given(conversations())
     @settings(max_examples=30)
     def check(record):
-        with patch("chatmill.format.template.renderer.WAYS", 0):
+        with patch("chatmill.format.template.renderer.MAX_TRACES", 0):
             alone = made(forgetful(name), record)
         assert made(keeps, record) == alone
         assert made(keeps, record) == alone
 
     check()
-    assert keeps._ways and not forgetful(name)._ways
+    assert keeps._cache and not forgetful(name)._cache
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "deepseekv3"])
@@ -114,7 +124,7 @@ def test_control_tokens_come_from_the_template_alone(record):
         rows = of.render([record])
     except RecordError:
         return
-    control = np.array(list(of.marked.ids.values()))
+    control = np.array(list(of.encoder.ids.values()))
     plain = Record([Message(m.role, "word", m.reasoning and "why") for m in record.messages])
     own = np.isin(of.render([plain]).ids, control).sum()
     # A template that finds its own tags in a text writes others instead; it never lets the text's through.
@@ -140,9 +150,9 @@ def test_a_kept_way_is_not_followed_where_prefixes_would_say_something_else():
     # The prompt ends with <think>; a content that begins so makes it the beginning of the row, by chance.
     of = trl_format("deepseek_r1_distill")
     for text in ("Hello.", "Hello.", "Well."):
-        of.lay(Record([user("Hi"), answer(text)]))
+        of.lay_out(Record([user("Hi"), answer(text)]))
     with pytest.raises(RecordError, match="is disputed"):
-        of.lay(Record([user("Hi"), answer("<think>\nHello.")]))
+        of.lay_out(Record([user("Hi"), answer("<think>\nHello.")]))
 
 
 def test_a_kept_way_does_not_lose_what_was_blank_when_it_was_kept(tmp_path):
@@ -152,9 +162,9 @@ def test_a_kept_way_does_not_lose_what_was_blank_when_it_was_kept(tmp_path):
     )
     of = own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
     for text in (" ", "\n", ""):
-        of.lay(Record([Message("system", text), user("Hi"), answer("Hello.")]))
+        of.lay_out(Record([Message("system", text), user("Hi"), answer("Hello.")]))
     with pytest.raises(RecordError, match=r"leaves out the content of message 0 \(system\)"):
-        of.lay(Record([Message("system", "Rules"), user("Hi"), answer("Hello.")]))
+        of.lay_out(Record([Message("system", "Rules"), user("Hi"), answer("Hello.")]))
 
 
 def test_a_conversation_of_many_messages_is_derived_like_a_short_one():
@@ -174,11 +184,11 @@ def test_a_conversation_of_many_messages_is_derived_like_a_short_one():
 
 
 def test_a_kept_way_that_went_wrong_is_found_out():
-    of = open_template_renderer(str(trl_tokenizer()), chat_template=str(FOLDER / "llama3.jinja"))
+    of = open_template(str(trl_tokenizer()), chat_template=str(FOLDER / "llama3.jinja"))
     record = Record([user("Hi"), answer("Hello.")])
-    of.lay(record)
+    of.lay_out(record)
     with (
         patch("chatmill.format.template.renderer.replay", lambda steps, texts: ["?"] * 9),
         pytest.raises(RecordError, match="it is not written as others of its kind"),
     ):
-        of.lay(record)
+        of.lay_out(record)

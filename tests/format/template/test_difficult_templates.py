@@ -221,11 +221,11 @@ REFUSED = {
 def test_what_cannot_be_known_is_refused_with_the_text_in_dispute(tmp_path, name):
     source, record, said = REFUSED[name]
     with pytest.raises(RecordError, match=said):
-        opened(tmp_path, source, name).lay(record)
+        opened(tmp_path, source, name).lay_out(record)
 
 
 def test_an_answer_of_which_a_part_is_written_elsewhere_is_refused():
     # Gemma writes what was said with a call behind the result of the call.
     talk = Record([CALLING.messages[0], answer("I look.", "", CALL), *CALLING.messages[2:]], tools=TOOLS)
     with pytest.raises(RecordError, match=r'content of message 1 is written outside of its turn: "I look\."'):
-        trl_format("gemma4").lay(talk)
+        trl_format("gemma4").lay_out(talk)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from template_fixtures import TOOLS, TRAINING, answer, messages_of, own_format, peer, trl_format, user
+from template_fixtures import TOOLS, TRAINING, answer, messages_of, open_template, own_format, peer, trl_format, user
 
 from chatmill.errors import RecordError, UsageError
-from chatmill.format.template import open_template_renderer
 from chatmill.records import Message, Record, ToolCall
 
 RECORDS = [
@@ -37,7 +36,7 @@ def test_the_mask_of_tags_is_that_of_transformers(name):
         theirs = peer().apply_chat_template(
             messages,
             tools=tools,
-            chat_template=format.writers[bool(tools)].source,
+            chat_template=format.templates[bool(tools)].source,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -52,7 +51,7 @@ def test_a_template_without_tags_is_refused(tmp_path):
     source = "{% for m in messages %}{{ '<|a|>' + m.content + '<|b|>' }}{% endfor %}{# {% generation %} #}"
     own_format(tmp_path, source)
     with pytest.raises(UsageError, match="has no generation tags; leave out --mask tags"):
-        open_template_renderer(str(tmp_path / "own"), mask="tags")
+        open_template(str(tmp_path / "own"), mask="tags")
 
 
 def test_an_answer_outside_of_all_tags_is_refused_and_not_an_empty_mask(tmp_path):
@@ -61,7 +60,7 @@ def test_an_answer_outside_of_all_tags_is_refused_and_not_an_empty_mask(tmp_path
         "{% endgeneration %}{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"
     )
     own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
-    format = open_template_renderer(str(tmp_path / "own"), mask="tags")
+    format = open_template(str(tmp_path / "own"), mask="tags")
     assert format.render([Record([user("Hi"), answer("Yo")])]).mask().sum() > 0
     with pytest.raises(RecordError, match=r"nothing of message 1 \(assistant\) is trained"):
-        format.lay(Record([user("Hi"), answer("Yo"), user("Hi"), answer("Yo")]))
+        format.lay_out(Record([user("Hi"), answer("Yo"), user("Hi"), answer("Yo")]))

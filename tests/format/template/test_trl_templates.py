@@ -140,7 +140,7 @@ def test_of_each_answer_everything_after_the_header_up_to_its_end_is_trained_and
 @pytest.mark.parametrize("name", sorted(NO_TOOLS))
 def test_tool_calls_that_a_template_cannot_write_are_refused_and_not_lost(name):
     with pytest.raises(RecordError):
-        trl_format(name).lay(CONVERSATIONS["tools"])
+        trl_format(name).lay_out(CONVERSATIONS["tools"])
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ def test_an_answer_shifted_by_one_character_in_either_way_is_refused(monkeypatch
         *first, last = right(*args)
         return [*first, last._replace(**{edge: getattr(last, edge) + by})]
 
-    assert trl_format(name).derive(TALK).turns
+    assert trl_format(name).derive(TALK).answers
     monkeypatch.setattr(derive, way, shifted)
     with pytest.raises(
         RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .* is disputed"

@@ -1,11 +1,12 @@
-"""The certificate of a template: what it keeps of what a trainer relies on, and what it breaks, in one line each.
+"""Certificates of chat templates: what training relies on, checked, one line each.
 
-Every line is a promise held against small conversations made for it and, if there are any, against a user's own.
-Some lines find out what a template does with reasoning or space; they fail only where the mask is not known.
+Every line is checked on small conversations made for it and, if given, on a user's own. Lines about reasoning, space
+and history report what the template does; they fail only where the mask cannot be determined.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,26 +14,55 @@ from typing import NamedTuple
 import numpy as np
 
 from chatmill.errors import RecordError, one_line
-from chatmill.format.template.answers.answer_spans import shown, shown_end
-from chatmill.format.template.answers.derive import Derived
-from chatmill.format.template.probes import (
-    PROBES,
-    QUESTION,
-    REASONING,
-    SPACES,
-    SYSTEM,
-    TOOL,
-    TOOL_REASONING,
-    TURNS,
-    forging,
-)
+from chatmill.format.template.answers.answer_spans import AnswerSpan, shown, shown_end
+from chatmill.format.template.answers.derive import DerivedAnswers
 from chatmill.format.template.renderer import TemplateRenderer
+from chatmill.format.template.template import QUESTION, TOOLS, WEATHER, WEATHER_CALL, probe_record
 from chatmill.ledger import Ledger
-from chatmill.records import Record
+from chatmill.records import Message, Record, ToolCall
 from chatmill.rows import Part, Role, Rows, Rule
 
 Peer = Callable[[Record], Sequence[int]]
 """The ids that another program gives for a record."""
+
+
+def _user(text: str) -> Message:
+    return Message("user", text)
+
+
+def _answer(text: str, reasoning: str = "", *calls: ToolCall) -> Message:
+    return Message("assistant", text, reasoning, calls)
+
+
+TURNS = probe_record(
+    "turns",
+    *(_user("One?"), _answer("First answer."), _user("Two?"), _answer("Second answer.")),
+    *(_user("Three?"), _answer("Third.")),
+)
+SYSTEM = probe_record(
+    "system", Message("system", "Answer in one line."), _user("Where are you?"), _answer("In a small room.")
+)
+SPACES = probe_record(
+    "spaces", _user("\n  How far? "), _answer("  A mile. \n"), _user(" And then?\n"), _answer("\n\nHome.  ")
+)
+REASONING = probe_record(
+    "reasoning",
+    *(_user("Two and two?"), _answer("Four.", "I add two and two.")),
+    *(_user("And one?"), _answer("Five.", "Four and one.")),
+)
+TOOL = probe_record(
+    "tool",
+    *(_user("Rain in Lisbon?"), _answer("", "", WEATHER_CALL), WEATHER, _answer("No rain.")),
+    *(_user("Thanks."), _answer("Bye.")),
+    tools=TOOLS,
+)
+TOOL_REASONING = probe_record(
+    "tool and reasoning",
+    *(_user("Rain in Lisbon?"), _answer("", "I must look.", WEATHER_CALL)),
+    *(WEATHER, _answer("No rain.", "The sky is clear.")),
+    tools=TOOLS,
+)
+PROBES = (QUESTION, TURNS, SYSTEM, SPACES, REASONING, TOOL, TOOL_REASONING)
 
 
 class Finding(NamedTuple):
@@ -41,20 +71,22 @@ class Finding(NamedTuple):
     text: str
 
 
-@dataclass
-class Seen:
-    """What was seen of one probe: its answers, or why it is refused."""
+class _Success(NamedTuple):
+    """A probe that was rendered."""
 
     record: Record
-    derived: Derived | None = None
-    rows: Rows | None = None
-    fault: RecordError | None = None
-    straddling: int = 0
+    derived: DerivedAnswers
+    rows: Rows
+    straddling: int
+
+    @property
+    def text(self) -> str:
+        return self.derived.rendering.text
 
 
 @dataclass
-class _Own:
-    """What was seen of a user's own records."""
+class _OwnRecords:
+    """What was observed on a user's own records."""
 
     count: int = 0
     refused: list[RecordError] = field(default_factory=list)
@@ -64,17 +96,24 @@ class _Own:
 
 
 def certify(
-    format: TemplateRenderer, records: Iterable[Record] = (), *, peer: Peer | None = None, peer_name: str = ""
+    renderer: TemplateRenderer, records: Iterable[Record] = (), *, peer: Peer | None = None, peer_name: str = ""
 ) -> list[Finding]:
-    """The lines of a certificate, in their order."""
-    return list(_Certificate(format, peer, peer_name).findings(records))
+    """The lines of the certificate, in their order."""
+    return list(_Certificate(renderer, peer, peer_name).findings(records))
 
 
 class _Certificate:
-    def __init__(self, format: TemplateRenderer, peer: Peer | None, peer_name: str) -> None:
-        self.format, self.peer, self.peer_name = format, peer, peer_name
-        self.seen = {probe.id: self._look(probe) for probe in PROBES}
-        self.good = [seen for seen in self.seen.values() if seen.derived is not None]
+    def __init__(self, renderer: TemplateRenderer, peer: Peer | None, peer_name: str) -> None:
+        self.renderer, self.peer, self.peer_name = renderer, peer, peer_name
+        self.faults: dict[str | None, RecordError] = {}
+        self.good: dict[str | None, _Success] = {}
+        """By the id of the probe."""
+        for record in PROBES:
+            result = self._try(record)
+            if isinstance(result, _Success):
+                self.good[record.id] = result
+            else:
+                self.faults[record.id] = result
 
     def findings(self, records: Iterable[Record]) -> Iterator[Finding]:
         own = self._read(records)
@@ -83,106 +122,92 @@ class _Certificate:
         yield self._terminator()
         yield self._bos()
         yield self._prompt()
-        yield self._straddling()
-        yield self._spaces()
+        yield self._borders()
+        yield self._space()
         yield self._history()
         yield self._support("system", (SYSTEM,))
         yield self._support("tools", (TOOL, TOOL_REASONING))
         yield self._reasoning()
         yield self._control()
         if own.count:
-            yield self._own(own)
+            yield self._records(own)
 
-    # Looking.
-
-    def _look(self, record: Record) -> Seen:
+    def _try(self, record: Record) -> _Success | RecordError:
         ledger = Ledger()
         try:
-            derived = self.format.derive(record)
-            laid = self.format.lay_derived(record, derived)
-            rows = self.format.render([laid], ledger=ledger)
+            derived = self.renderer.derive(record)
+            rows = self.renderer.render([self.renderer.lay_out_derived(record, derived)], ledger=ledger)
         except RecordError as fault:
-            return Seen(record, fault=fault)
+            return fault
         straddling = sum(entry.tokens for _, reason, entry in ledger if reason == "straddling_token")
-        return Seen(record, derived, rows, straddling=straddling)
+        return _Success(record, derived, rows, straddling)
 
-    def _read(self, records: Iterable[Record]) -> _Own:
-        own = _Own()
-
-        def refuse(fault: RecordError) -> None:
-            own.count += 1
-            own.refused.append(fault)
-
-        for record in self.format.renderable(records, refuse):
+    def _read(self, records: Iterable[Record]) -> _OwnRecords:
+        own = _OwnRecords()
+        for record in self.renderer.renderable(records, own.refused.append):
             own.count += 1
             ledger = Ledger()
-            rows = self.format.render([record], ledger=ledger)
+            rows = self.renderer.render([record], ledger=ledger)
             holds_control = any(reason == "control_text" for _, reason, _ in ledger)
             own.control_text += holds_control
             own.unclosed += any(not closed for _, _, closed in _ends(rows, record))
             if self.peer is not None and not holds_control and rows.ids.tolist() != list(self.peer(record)):
                 own.different.append(record)
+        own.count += len(own.refused)
         return own
 
-    def _quote(self, seen: Seen, place: int) -> str:
-        """The line of the template that wrote what stands at a place."""
-        assert seen.derived is not None
-        at, rendering = 0, seen.derived.rendering
-        for piece, line in zip(rendering.pieces, rendering.lines, strict=True):
+    def _quote_end(self, probe: _Success, answer: AnswerSpan) -> str:
+        """The line of the template that wrote the end of an answer."""
+        at = 0
+        for piece in probe.derived.rendering.pieces:
             at += len(piece.text)
-            if at > place:
-                return self.format.writers[bool(seen.record.tools)].quote(line)
+            if at >= answer.stop:
+                return self.renderer.templates[bool(probe.record.tools)].quote(piece.line)
         raise AssertionError
 
-    # The lines.
-
-    def _ids(self, own: _Own) -> Finding:
+    def _ids(self, own: _OwnRecords) -> Finding:
         if self.peer is None:
             return Finding("ids", True, "nothing to compare with: no transformers, or no tokenizer that it can open")
-        different = [seen.record.id for seen in self.good if self._differs(seen)]
-        if different or own.different:
-            places = [f"probe {name}" for name in different]
-            places += [f"{one_line(record.file)}:{record.line}" for record in own.different]
+        places = [
+            f"probe {id}" for id, probe in self.good.items() if probe.rows.ids.tolist() != list(self.peer(probe.record))
+        ]
+        places += [f"{one_line(record.file)}:{record.line}" for record in own.different]
+        if places:
             more = f" and {len(places) - 3} more" if len(places) > 3 else ""
             return Finding("ids", False, f"not those of {self.peer_name}: {', '.join(places[:3])}{more}")
         count = len(self.good) + own.count - len(own.refused) - own.control_text
         return Finding("ids", True, f"{count} conversations have the ids of {self.peer_name}")
 
-    def _differs(self, seen: Seen) -> bool:
-        assert self.peer is not None and seen.rows is not None
-        return bool(seen.rows.ids.tolist() != list(self.peer(seen.record)))
-
     def _answers(self) -> Finding:
-        basic = [self.seen[probe.id] for probe in (QUESTION, TURNS, SPACES)]
-        refused = [seen for seen in basic if seen.fault is not None]
-        if refused:
-            return Finding("answers", False, f"probe {refused[0].record.id}: {refused[0].fault}")
-        turns = [turn for seen in self.good if seen.derived for turn in seen.derived.turns]
-        both = [prefix for seen in self.good if seen.derived for prefix in seen.derived.prefixes]
-        starts = sum(prefix.start is not None for prefix in both)
-        stops = sum(prefix.stop is not None for prefix in both)
-        by = f"by origin all, by prefix {starts} beginnings and {stops} ends, which agree" if both else "by tags"
-        return Finding("answers", True, f"{len(turns)} answers of {len(self.good)} probes are trained: {by}")
+        for record in (QUESTION, TURNS, SPACES):
+            if record.id in self.faults:
+                return Finding("answers", False, f"probe {record.id}: {self.faults[record.id]}")
+        count = sum(len(probe.derived.answers) for probe in self.good.values())
+        prefixes = [prefix for probe in self.good.values() for prefix in probe.derived.prefixes]
+        starts = sum(prefix.start is not None for prefix in prefixes)
+        stops = sum(prefix.stop is not None for prefix in prefixes)
+        by = f"by origin all, by prefix {starts} beginnings and {stops} ends, which agree" if prefixes else "by tags"
+        return Finding("answers", True, f"{count} answers of {len(self.good)} probes are trained: {by}")
 
     def _terminator(self) -> Finding:
-        names = {id: token for token, id in self.format.marked.ids.items()}
-        stops = self.format.folder.stops
+        names = {id: token for token, id in self.renderer.encoder.ids.items()}
+        stops = self.renderer.folder.stops
         tokens: dict[str, None] = {}
         earlier: dict[str, None] = {}
-        for seen in self.good:
-            assert seen.derived is not None and seen.rows is not None
-            for turn, (message, id, closed) in zip(seen.derived.turns, _ends(seen.rows, seen.record), strict=False):
-                following = seen.record.messages[message + 1 : message + 2]
+        for probe in self.good.values():
+            pairs = zip(probe.derived.answers, _ends(probe.rows, probe.record), strict=False)
+            for answer, (message, id, closed) in pairs:
+                following = probe.record.messages[message + 1 : message + 2]
                 decides = not following or following[0].role == "tool"
-                if not closed and decides and self.format.mask == "derived":
-                    what = f"no control token ends message {message} of probe {seen.record.id}"
-                    text = shown_end(seen.derived.rendering.text[: turn.stop])
-                    return Finding("terminator", False, f"{what}, after {text}; {self._quote(seen, turn.stop - 1)}")
+                if not closed and decides and self.renderer.mask == "derived":
+                    what = f"no control token ends message {message} of probe {probe.record.id}"
+                    text = shown_end(probe.text[: answer.stop])
+                    return Finding("terminator", False, f"{what}, after {text}; {self._quote_end(probe, answer)}")
                 token = names.get(id, "")
                 if decides and stops is not None and id not in stops:
                     ends = ", ".join(names.get(stop, str(stop)) for stop in stops)
-                    what = f"{token or id} ends message {message} of probe {seen.record.id}, the model stops at {ends}"
-                    return Finding("terminator", False, f"{what}; {self._quote(seen, turn.stop - 1)}")
+                    what = f"{token or id} ends message {message} of probe {probe.record.id}, the model stops at {ends}"
+                    return Finding("terminator", False, f"{what}; {self._quote_end(probe, answer)}")
                 (tokens if decides else earlier)[token] = None
         parity = "the model stops there" if stops is not None else "no generation_config.json to hold it against"
         others = [token or "nothing" for token in earlier if token not in tokens]
@@ -190,126 +215,112 @@ class _Certificate:
         return Finding("terminator", True, f"{' '.join(tokens)} is trained, {parity}{also}")
 
     def _bos(self) -> Finding:
-        token = self.format.folder.special.get("bos_token")
-        id = self.format.marked.ids.get(token) if token is not None else None
+        token = self.renderer.folder.special.get("bos_token")
+        id = self.renderer.encoder.ids.get(token) if token is not None else None
         if id is None:
             return Finding("bos", True, "the tokenizer has none")
-        counts = {int(np.sum(seen.rows.ids == id)) for seen in self.good if seen.rows is not None}
+        counts = {int(np.sum(probe.rows.ids == id)) for probe in self.good.values()}
         if counts and max(counts) > 1:
             return Finding("bos", False, f"{token} is written {max(counts)} times; a row begins with one")
         return Finding("bos", True, f"{token} is written {'once' if counts == {1} else 'nowhere, as in serving'}")
 
     def _prompt(self) -> Finding:
-        broken = [(seen, turn) for seen in self.good for turn in self._breaks(seen)]
+        broken = [
+            (probe, number, prompt)
+            for probe in self.good.values()
+            for number, message in enumerate(probe.record.messages)
+            if message.role == "assistant"
+            and not probe.text.startswith(prompt := self.renderer.text(probe.record, number, prompt=True))
+        ]
         if not broken:
             return Finding("prompt", True, "always the beginning of the row")
-        seen, message = broken[0]
-        text, prompt = self.format.text(seen.record), self.format.text(seen.record, message, prompt=True)
-        at = next((n for n, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(text))
+        probe, message, prompt = broken[0]
+        at = next((n for n, (a, b) in enumerate(zip(prompt, probe.text, strict=False)) if a != b), len(probe.text))
         many = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
-        parts = f"the prompt goes on {shown(prompt[at:])}, the row {shown(text[at:])}"
-        return Finding("prompt", True, f"message {message} of probe {seen.record.id} breaks it{many}: {parts}")
+        parts = f"the prompt goes on {shown(prompt[at:])}, the row {shown(probe.text[at:])}"
+        return Finding("prompt", True, f"message {message} of probe {probe.record.id} breaks it{many}: {parts}")
 
-    def _breaks(self, seen: Seen) -> Iterator[int]:
-        assert seen.derived is not None
-        text = seen.derived.rendering.text
-        for number, message in enumerate(seen.record.messages):
-            if message.role == "assistant" and not text.startswith(self.format.text(seen.record, number, prompt=True)):
-                yield number
-
-    def _straddling(self) -> Finding:
-        found = [seen for seen in self.good if seen.straddling]
-        if not found:
+    def _borders(self) -> Finding:
+        probe = next((probe for probe in self.good.values() if probe.straddling), None)
+        if probe is None:
             return Finding("borders", True, "no token lies across the border of an answer")
-        seen = found[0]
-        assert seen.rows is not None and seen.derived is not None
-        name = f"{seen.straddling} in probe {seen.record.id}"
-        before = shown_end(seen.derived.rendering.text[: seen.derived.turns[0].start])
+        name = f"{probe.straddling} in probe {probe.record.id}"
+        before = shown_end(probe.text[: probe.derived.answers[0].start])
         return Finding("borders", True, f"tokens across a border count as where they begin: {name}, as after {before}")
 
-    def _spaces(self) -> Finding:
-        seen = self.seen[SPACES.id]
-        if seen.derived is None:
+    def _space(self) -> Finding:
+        probe = self.good.get(SPACES.id)
+        if probe is None:
             return Finding("space", True, "not told: the probe is refused")
-        text = seen.derived.rendering.text
-        roles = ("user", "assistant")
-        stripped = [r for r in roles if any(m.role == r and m.content not in text for m in seen.record.messages)]
+        changed = {message.role for message in probe.record.messages if message.content not in probe.text}
+        stripped = [role for role in ("user", "assistant") if role in changed]
         if not stripped:
             return Finding("space", True, "around messages is kept")
         return Finding("space", True, f"around {' and '.join(stripped)} messages is stripped, and so not trained")
 
     def _history(self) -> Finding:
         where = []
-        for seen in (self.seen[probe.id] for probe in (TURNS, REASONING, TOOL, TOOL_REASONING)):
-            turns = seen.derived.turns if seen.derived is not None else ()
-            if found := [str(turn.message) for turn in turns if self._is_rewritten(seen, turn.message)]:
-                where.append(f"message {' and '.join(found)} of probe {seen.record.id}")
+        for record in (TURNS, REASONING, TOOL, TOOL_REASONING):
+            if (probe := self.good.get(record.id)) is not None:
+                answers = [answer for answer in probe.derived.answers if self._is_rewritten(probe, answer)]
+                if answers:
+                    numbers = " and ".join(str(answer.message) for answer in answers)
+                    where.append(f"message {numbers} of probe {record.id}")
         if not where:
             return Finding("history", True, "answers stay as they were when they were the last")
         return Finding("history", True, f"is rewritten when more follows: {', '.join(where)}")
 
-    def _is_rewritten(self, seen: Seen, message: int) -> bool:
-        """Whether an answer is another text when it is the last."""
-        if message + 1 == len(seen.record.messages):
+    def _is_rewritten(self, probe: _Success, answer: AnswerSpan) -> bool:
+        """Whether an answer has another text when it is the last message."""
+        if answer.message + 1 == len(probe.record.messages):
             return False
-        alone = Record(seen.record.messages[: message + 1], seen.record.id, seen.record.tools)
+        alone = Record(probe.record.messages[: answer.message + 1], probe.record.id, probe.record.tools)
         try:
-            last = self.format.derive(alone)
+            derived = self.renderer.derive(alone)
         except RecordError:
             return True
-        assert seen.derived is not None
-        now = next(turn for turn in seen.derived.turns if turn.message == message)
-        then = last.turns[-1]
-        return seen.derived.rendering.text[now.start : now.stop] != last.rendering.text[then.start : then.stop]
+        last = derived.answers[-1]
+        now = next(one for one in probe.derived.answers if one.message == answer.message)
+        return probe.text[now.start : now.stop] != derived.rendering.text[last.start : last.stop]
 
     def _support(self, name: str, probes: Sequence[Record]) -> Finding:
-        faults = [seen.fault for probe in probes if (seen := self.seen[probe.id]).fault is not None]
-        if not faults:
-            derived = [self.seen[probe.id].derived for probe in probes]
-            left_out = any("tools_left_out" in found.notes for found in derived if found is not None)
+        fault = next((self.faults[record.id] for record in probes if record.id in self.faults), None)
+        if fault is None:
+            left_out = any("tools_left_out" in self.good[record.id].derived.notes for record in probes)
             return Finding(name, True, "calls are written, definitions are left out" if left_out else "supported")
-        fault = faults[0]
-        assert fault is not None
         if fault.kind == "mask_disputed":
             return Finding(name, False, str(fault))
         return Finding(name, True, f"not supported: {fault.what}")
 
     def _reasoning(self) -> Finding:
-        seen = self.seen[REASONING.id]
-        if seen.derived is None:
-            assert seen.fault is not None
-            return Finding("reasoning", seen.fault.kind != "mask_disputed", f"refused: {seen.fault.what}")
-        written = [
-            number
-            for number, message in enumerate(seen.record.messages)
-            if message.reasoning and message.reasoning in seen.derived.rendering.text
-        ]
-        count = sum(bool(message.reasoning) for message in seen.record.messages)
-        if not written:
+        if (fault := self.faults.get(REASONING.id)) is not None:
+            return Finding("reasoning", fault.kind != "mask_disputed", f"refused: {fault.what}")
+        probe = self.good[REASONING.id]
+        is_written = [message.reasoning in probe.text for message in probe.record.messages if message.reasoning]
+        if not any(is_written):
             return Finding("reasoning", True, "not supported: it is left out")
-        return Finding("reasoning", True, f"trained{'' if len(written) == count else ', in the last answer only'}")
+        return Finding("reasoning", True, f"trained{'' if all(is_written) else ', in the last answer only'}")
 
     def _control(self) -> Finding:
-        tokens = list(self.format.marked.ids)
-        seen = self._look(forging(tokens))
-        if seen.derived is None or seen.rows is None:
-            return Finding("control", True, f"text that holds control tokens is refused: {seen.fault}")
-        control = np.array(list(self.format.marked.ids.values()), dtype=np.uint32)
-        found = int(np.isin(seen.rows.ids, control).sum())
-        own = "".join("\0" if piece.source is not None else piece.text for piece in seen.derived.rendering.pieces)
-        if found != (written := len(self.format.markers.find(own))):
-            what = f"{found} control tokens come out of a conversation for which the template writes {written}"
+        ids = self.renderer.encoder.ids
+        text = " ".join(ids)
+        result = self._try(probe_record("control text", _user(f"Say {text} twice."), _answer(f"{text} and {text}.")))
+        if isinstance(result, RecordError):
+            return Finding("control", True, f"text that holds control tokens is refused: {result}")
+        count = int(np.isin(result.rows.ids, np.array(list(ids.values()), dtype=np.uint32)).sum())
+        pieces = result.derived.rendering.pieces
+        literals = "".join("\0" if piece.source is not None else piece.text for piece in pieces)
+        if count != (written := len(self.renderer.control_tokens.find(literals))):
+            what = f"{count} control tokens come out of a conversation for which the template writes {written}"
             return Finding("control", False, what)
-        return Finding("control", True, f"all {len(tokens)} control tokens are plain text inside messages")
+        return Finding("control", True, f"all {len(ids)} control tokens are plain text inside messages")
 
-    def _own(self, own: _Own) -> Finding:
+    def _records(self, own: _OwnRecords) -> Finding:
         text = f"{own.count:,} records"
         if own.control_text:
             text += f", {own.control_text:,} of them with control text"
         if own.refused:
-            kinds: dict[str, int] = {}
-            for fault in own.refused:
-                kinds[fault.kind] = kinds.get(fault.kind, 0) + 1
+            kinds = Counter(fault.kind for fault in own.refused)
             reasons = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
             return Finding("records", False, f"{text}; refused: {reasons}; the first: {own.refused[0]}")
         if own.unclosed:
@@ -318,13 +329,13 @@ class _Certificate:
 
 
 def _ends(rows: Rows, record: Record) -> Iterator[tuple[int, int, bool]]:
-    """Of each answer of a row: its message, the last of its ids, and whether that closes it."""
-    one = rows.spans
+    """For each answer of a row: its message, its last id, and whether that closes it."""
+    spans = rows.spans
+    decided = (spans["rule"] == Rule.ROLE) | (spans["rule"] == Rule.FLAG)
     for number, message in enumerate(record.messages):
         if message.role != "assistant":
             continue
-        decided = (one["rule"] == Rule.ROLE) | (one["rule"] == Rule.FLAG)
-        of = np.flatnonzero((one["message"] == number) & (one["role"] == Role.ASSISTANT) & decided)
-        if len(of):
-            last = int(of[-1])
-            yield number, int(rows.ids[rows.span_start[last + 1] - 1]), bool(one["part"][last] == Part.CLOSE)
+        of_answer = np.flatnonzero((spans["message"] == number) & (spans["role"] == Role.ASSISTANT) & decided)
+        if len(of_answer):
+            last = int(of_answer[-1])
+            yield number, int(rows.ids[rows.span_start[last + 1] - 1]), bool(spans["part"][last] == Part.CLOSE)

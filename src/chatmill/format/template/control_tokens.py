@@ -1,4 +1,4 @@
-"""Markers: the control tokens of a vocabulary, as they stand in text."""
+"""Control tokens in text."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ class ControlTokenMatch(NamedTuple):
 
 
 class ControlTokens:
-    """Finds control tokens in text: the leftmost first, of several there the longest."""
+    """Finds the control tokens of a vocabulary in text; of several that begin at one place, the longest."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = dict(ids)
         longest_first = sorted(filter(None, ids), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._beginnings = sorted({token[0] for token in longest_first})
+        self._first_characters = sorted({token[0] for token in longest_first})
 
     def find(self, text: str) -> list[ControlTokenMatch]:
         return [ControlTokenMatch(*match.span(), match[0]) for match in self._pattern.finditer(text)]
 
     def any_in(self, texts: Iterable[str]) -> bool:
-        """Whether a control token stands in one of these texts; quick where none does."""
-        for text in texts:
-            for sign in self._beginnings:
-                if sign in text and self._pattern.search(text):
-                    return True
-        return False
+        """Whether one of the texts holds a control token; fast where none does."""
+        return any(
+            character in text and self._pattern.search(text) for text in texts for character in self._first_characters
+        )
 
 
 def common_length(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """The length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What a tokenizer folder says about its chat template: the template, the special tokens, where generation stops."""
+"""The chat template, special tokens and stop tokens of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from chatmill.errors import DataError, UsageError, one_line
 from chatmill.format.template.tracing.sandbox import SPECIAL_NAMES
 
 TOOL_USE = "tool_use"
-"""The name under which a folder keeps another template for conversations with tools."""
+"""The name of a folder's template for conversations with tools."""
 
 
 @dataclass(frozen=True)
 class TemplateSource:
     name: str
-    """As errors call it."""
+    """Its path, for messages."""
     source: str
 
 
@@ -27,16 +27,16 @@ class TemplateSource:
 class HFFolder:
     template: TemplateSource
     with_tools: TemplateSource | None = None
-    """For conversations with tools, where the folder has one of its own."""
+    """The template for conversations with tools, if the folder has one."""
     special: Mapping[str, str] = field(default_factory=dict)
     """`bos_token` and the like."""
     stops: tuple[int, ...] | None = None
-    """The ids a server stops at, of generation_config.json; None where there is no such file."""
+    """The ids that a server stops at, from generation_config.json; None if there is no such file."""
     tokenizer_json: Path | None = None
 
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
-    """Everything beside the vocabulary; `chat_template` is a file that goes before the folder's own."""
+    """Everything but the vocabulary; `chat_template` is a file to use instead of the folder's template."""
     path = Path(tokenizer)
     config: dict[str, Any] = {}
     stops: tuple[int, ...] | None = None
@@ -69,34 +69,36 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
 
 
 def has_template(tokenizer: str) -> bool:
-    """Whether the folder of a tokenizer has a chat template."""
+    """Whether this is a folder that has a chat template."""
     path = Path(tokenizer)
     return path.is_dir() and "default" in _templates(path, _json(path / "tokenizer_config.json"))
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSource]:
-    """The templates of a folder by their names; a file of its own goes before what the config holds."""
+    """The templates of a folder by name; chat_template.jinja takes precedence over tokenizer_config.json."""
     file = folder / "tokenizer_config.json"
-    given = config.get("chat_template")
-    found: dict[str, TemplateSource] = {}
-    if isinstance(given, str):
-        found["default"] = TemplateSource(_shown(file), given)
-    elif isinstance(given, list):
-        for entry in given:
+    listed = config.get("chat_template")
+    templates: dict[str, TemplateSource] = {}
+    if isinstance(listed, str):
+        templates["default"] = TemplateSource(_shown(file), listed)
+    elif isinstance(listed, list):
+        for entry in listed:
             if not (isinstance(entry, dict) and isinstance(entry.get("name"), str)):
                 raise DataError(f"{_shown(file)}: chat_template holds something else than names and templates")
-            found[str(entry.get("name"))] = TemplateSource(_shown(file), str(entry.get("template")))
+            templates[str(entry.get("name"))] = TemplateSource(_shown(file), str(entry.get("template")))
     if (own := folder / "chat_template.jinja").is_file():
-        found["default"] = TemplateSource(_shown(own), _text(own))
-    elif "default" not in found and isinstance(old := _json(folder / "chat_template.json").get("chat_template"), str):
-        found["default"] = TemplateSource(_shown(folder / "chat_template.json"), old)
+        templates["default"] = TemplateSource(_shown(own), _text(own))
+    elif "default" not in templates and isinstance(
+        old := _json(folder / "chat_template.json").get("chat_template"), str
+    ):
+        templates["default"] = TemplateSource(_shown(folder / "chat_template.json"), old)
     for more in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[more.stem] = TemplateSource(_shown(more), _text(more))
-    return found
+        templates[more.stem] = TemplateSource(_shown(more), _text(more))
+    return templates
 
 
 def _stops(path: Path) -> tuple[int, ...] | None:
-    """The ids of `eos_token_id`: one, or a list of them."""
+    """`eos_token_id`: one id, or a list of ids."""
     if not path.is_file():
         return None
     given = _json(path).get("eos_token_id")
@@ -107,7 +109,7 @@ def _stops(path: Path) -> tuple[int, ...] | None:
 
 
 class _TokenizerFile(msgspec.Struct):
-    """A tokenizer.json, as far as it takes to know that it is one."""
+    """The part of a tokenizer.json that identifies it."""
 
     model: dict[str, msgspec.Raw]
 
@@ -120,7 +122,7 @@ def _is_tokenizer(path: Path) -> bool:
 
 
 def _token(given: Any) -> str | None:
-    """A special token, written as text or as an object with its content."""
+    """A special token, given as text or as an object with its content."""
     if isinstance(given, dict):
         given = given.get("content")
     return given if isinstance(given, str) else None
@@ -130,12 +132,12 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        content = msgspec.json.decode(path.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise DataError(f"{_shown(path)}: cannot be read ({one_line(str(error))}); expected a JSON object") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{_shown(path)}: holds no JSON object")
-    return found
+    return content
 
 
 def _text(path: Path) -> str:

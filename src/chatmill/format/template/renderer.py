@@ -1,4 +1,4 @@
-"""A chat template as a format: conversations to Rows, each way of writing them derived once and then replayed."""
+"""The renderer of a Hugging Face chat template. Traces of renderings are cached and replayed on other conversations."""
 
 from __future__ import annotations
 
@@ -11,40 +11,44 @@ from typing import Any
 
 import msgspec
 
-from chatmill.errors import RecordError, UsageError, one_line
+from chatmill.errors import RecordError, UsageError
 from chatmill.format.compiled import ROLE_CODES
 from chatmill.format.renderer import Mask, OnReject, render_chunks
-from chatmill.format.template.answers.derive import Derived, derive
+from chatmill.format.template.answers.derive import DerivedAnswers, derive
 from chatmill.format.template.control_tokens import ControlTokens
-from chatmill.format.template.encoding.encode import LaidOutRecord, encode_rows, laid
-from chatmill.format.template.encoding.layout import TokenLayout, lay_out
-from chatmill.format.template.hf_folder import HFFolder, TemplateSource, read_folder
-from chatmill.format.template.messages import TemplateInput, is_plain, plain_conversation, shape_and_texts
-from chatmill.format.template.probes import QUESTION, style_of
-from chatmill.format.template.template import ChatTemplate
-from chatmill.format.template.tracing.trace import TraceStep, replay, shortened
+from chatmill.format.template.encoding.encode import LaidOutRecord, encode_rows
+from chatmill.format.template.encoding.layout import TokenLayout, token_layout
+from chatmill.format.template.hf_folder import HFFolder, TemplateSource
+from chatmill.format.template.template import (
+    QUESTION,
+    ChatTemplate,
+    TemplateInput,
+    has_only_roles,
+    plain_input,
+    shape_and_texts,
+)
+from chatmill.format.template.tracing.trace import TraceStep, merge_guards, replay
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Message, Record
 from chatmill.rows import Rows, Rule, TrainOn
-from chatmill.tokenizer import Tokenizer, open_tokenizer
+from chatmill.tokenizer import Tokenizer
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
-LONGEST = 64
-"""Messages of a conversation whose way of writing is kept: to make sure of one takes the square of their number."""
-WAYS = 16
-"""Ways of writing one shape that are kept; more are derived each time."""
-CELLS = 2**20
-"""Cells of all that are kept together: memory, not correctness."""
-SHAPES = 2**17
-"""Shapes that are remembered to have been met."""
-
+MAX_MESSAGES = 64
+"""Messages of a conversation whose trace is cached: the number of prefixes to guard grows with the square of it."""
+MAX_TRACES = 16
+"""Cached traces of one shape; conversations that follow none of them are derived each time."""
+MAX_CELLS = 2**20
+"""Cells and steps of all cached traces together."""
+MAX_SHAPES = 2**17
+"""Shapes that are remembered as met."""
 ANSWER = "Yes."
 """Placeholder for an answer that is not there yet; any text would do."""
 
 
 @dataclass
 class CachedTrace:
-    """One way in which conversations of a shape are written, and how often it was met."""
+    """The trace of a rendering, with the layout of all conversations that follow it."""
 
     steps: tuple[TraceStep, ...]
     layout: TokenLayout
@@ -53,7 +57,7 @@ class CachedTrace:
 
 
 class TemplateRenderer:
-    """A Hugging Face chat template with its tokenizer: what `--format template` is."""
+    """A Hugging Face chat template with its tokenizer: `--format template`."""
 
     name = "template"
 
@@ -68,53 +72,69 @@ class TemplateRenderer:
     ) -> None:
         self.folder, self.mask, self.now = folder, mask, now
         self.arguments = dict(arguments or {})
-        self.marked = ControlEncoder(
-            tokenizer, None if folder.tokenizer_json is None else folder.tokenizer_json.read_bytes()
-        )
-        self.markers = ControlTokens(tokenizer.control_ids)
+        raw = None if folder.tokenizer_json is None else folder.tokenizer_json.read_bytes()
+        self.encoder = ControlEncoder(tokenizer, raw)
+        self.control_tokens = ControlTokens(tokenizer.control_ids)
         names = {id: token for token, id in tokenizer.control_ids.items()}
         self.ends = frozenset(names[id] for id in folder.stops or () if id in names)
-        """The tokens a server stops at."""
-        writer = self._writer(folder.template)
-        self.writers = {False: writer, True: self._writer(folder.with_tools) if folder.with_tools else writer}
+        """The tokens that a server stops at."""
+        template = self._template(folder.template)
+        self.templates = {False: template, True: self._template(folder.with_tools) if folder.with_tools else template}
         """By whether the conversation has tools."""
         self._tokenizer = tokenizer
-        self._ways: dict[tuple[bool, bytes], list[CachedTrace]] = {}
-        self._seen: set[int] = set()
-        self._kept = 0
+        self._cache: dict[tuple[bool, bytes], list[CachedTrace]] = {}
+        self._met_shapes: set[int] = set()
+        self._cached_cells = 0
 
-    # What it is.
+    def _template(self, source: TemplateSource) -> ChatTemplate:
+        variables = {**self.folder.special, **self.arguments}
+        template = ChatTemplate(source.source, source.name, variables=variables, now=self.now)
+        if self.mask == "tags" and not template.has_tags:
+            raise UsageError(f"{source.name}: has no generation tags; leave out --mask tags")
+        return template
 
-    @property
-    def eot(self) -> str:
-        return "eot"
+    eot = "eot"
 
     @cached_property
     def tokens(self) -> dict[str, str]:
-        """The control tokens by name: as the tokenizer calls them, and `eot` for the one that ends an answer."""
-        known = {
+        """Control tokens by key: the special tokens of the tokenizer, and `eot` for the one that ends an answer."""
+        special = {
             name.removesuffix("_token"): token
             for name, token in self.folder.special.items()
             if self._tokenizer.token_id(token) is not None
         }
-        end = self.terminator or known.get("eos") or known.get("pad")
+        end = self.terminator or special.get("eos") or special.get("pad")
         if end is None:
             what = f"{self.folder.template.name}: no control token of {self._tokenizer.name} ends an answer"
             raise UsageError(f"{what}; give the tokenizer that the template was made for")
-        return {**known, "eot": end}
+        return {**special, "eot": end}
+
+    @cached_property
+    def terminator(self) -> str | None:
+        """The control token that ends the answer of a small conversation."""
+        try:
+            derived = self.derive(QUESTION, mask="derived")
+        except RecordError:
+            return None
+        answer = derived.answers[0]
+        matches = self.control_tokens.find(derived.rendering.text[: answer.stop])
+        return matches[-1].token if answer.closed and matches and matches[-1].stop == answer.stop else None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer.opened_for(self.tokens)
 
+    @property
+    def uses_date(self) -> bool:
+        return any("strftime_now" in template.source for template in self.templates.values())
+
     def to_json(self) -> dict[str, Any]:
-        """Everything that decides how a conversation is written."""
-        templates = {"template": self.folder.template.source}
+        sources = {"template": self.folder.template.source}
         if self.folder.with_tools is not None:
-            templates["tool_use"] = self.folder.with_tools.source
+            sources["tool_use"] = self.folder.with_tools.source
         return {
             "name": self.name,
-            **templates,
+            **sources,
             "sha256": hashlib.sha256(self.folder.template.source.encode()).hexdigest(),
             "tokens": dict(self.tokens),
             "special": dict(self.folder.special),
@@ -124,34 +144,25 @@ class TemplateRenderer:
             "ends": sorted(self.ends),
         }
 
-    @property
-    def uses_date(self) -> bool:
-        """Whether its template asks for the date."""
-        return any("strftime_now" in writer.source for writer in self.writers.values())
-
-    # What it does.
-
     def renderable(self, records: Iterable[Record], on_reject: OnReject | None = None) -> Iterator[Record]:
-        """The records whose answers are known for certain."""
         for record in records:
             try:
-                yield self.lay(record)
+                yield self.lay_out(record)
             except RecordError as fault:
                 if on_reject is None:
                     raise
                 on_reject(fault)
 
     def renders_columns(self, columns: ChatColumns) -> bool:
-        # A template is rendered for each conversation by itself.
+        # Each conversation has its own layout.
         return False
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
     ) -> Rows:
-        """One row for each record."""
-        batch = [record if isinstance(record, LaidOutRecord) else self.lay(record) for record in records]
+        batch = [record if isinstance(record, LaidOutRecord) else self.lay_out(record) for record in records]
         tags = self.mask == "tags"
-        return encode_rows(batch, self.marked, train_on=train_on, tags=tags, ledger=ledger or Ledger())
+        return encode_rows(batch, self.encoder, train_on=train_on, tags=tags, ledger=ledger or Ledger())
 
     render_chunks = render_chunks
 
@@ -162,129 +173,90 @@ class TemplateRenderer:
         ids: list[int] = row.ids[: row.span_start[trained.argmax()]].tolist()
         return ids
 
-    def lay(self, record: Record) -> LaidOutRecord:
-        """The record laid out for encoding; a `RecordError` with its place if it is refused."""
-        try:
-            one = self._lay(record)
-            if self.marked.rewrites:
-                # Whether its borders can be told is seen when it is encoded, and must be known before it is accepted.
-                encode_rows([one], self.marked, train_on="assistant", tags=False, ledger=Ledger())
-        except RecordError as fault:
-            raise fault.at(record.file, record.line, record.id) from None
-        return one
-
-    def derive(self, record: Record, *, lasting: bool = False) -> Derived:
-        """The rendering of one record and its answers, afresh."""
-        writer = self.writers[bool(record.tools)]
-        texts = shape_and_texts(record, writer.style)[1]
-        return derive(record, writer, self.markers, texts=texts, ends=self.ends, mask=self.mask, lasting=lasting)
-
-    def conversation(self, record: Record) -> TemplateInput:
-        """What the template is given of a record."""
-        return plain_conversation(record, self.writers[bool(record.tools)].style)
+    def template_input(self, record: Record) -> TemplateInput:
+        """The variables of the template for a record."""
+        return plain_input(record, self.templates[bool(record.tools)].style)
 
     def text(self, record: Record, messages: int | None = None, *, prompt: bool = False) -> str:
-        """The rendering as plain text, as a server would make it."""
-        return self.writers[bool(record.tools)].write(self.conversation(record), messages, prompt=prompt)
+        """The rendering of the first `messages` as text, like `apply_chat_template`."""
+        return self.templates[bool(record.tools)].render(self.template_input(record), messages, prompt=prompt)
 
-    def _lay(self, record: Record) -> LaidOutRecord:
+    def derive(self, record: Record, *, mask: Mask | None = None, cacheable: bool = False) -> DerivedAnswers:
+        """The answers of one record, without the cache."""
+        template = self.templates[bool(record.tools)]
+        texts = shape_and_texts(record, template.style)[1]
+        return derive(
+            record,
+            template,
+            self.control_tokens,
+            texts=texts,
+            ends=self.ends,
+            mask=mask or self.mask,
+            cacheable=cacheable,
+        )
+
+    def lay_out(self, record: Record) -> LaidOutRecord:
+        """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
+        try:
+            laid_out = self._from_cache(record)
+            if self.encoder.normalizes:
+                # Only encoding shows whether its borders are exact.
+                encode_rows([laid_out], self.encoder, train_on="assistant", tags=False, ledger=Ledger())
+        except RecordError as fault:
+            raise fault.at(record.file, record.line, record.id) from None
+        return laid_out
+
+    def _from_cache(self, record: Record) -> LaidOutRecord:
+        """Lay out by a cached trace whose guards hold; else derive, and cache the trace if others may follow it."""
         with_tools = bool(record.tools)
-        shape, texts = shape_and_texts(record, self.writers[with_tools].style)
-        holds_control = self.markers.any_in(texts) or (with_tools and self.markers.any_in(record.tools))
-        control = ("control_text",) if holds_control else ()
-        ways = self._ways.get((with_tools, shape), ())
-        for way in ways:
-            slots = replay(way.steps, texts.copy())
+        shape, texts = shape_and_texts(record, self.templates[with_tools].style)
+        find = self.control_tokens.any_in
+        notes = ("control_text",) if find(texts) or (with_tools and find(record.tools)) else ()
+        traces = self._cache.get((with_tools, shape), [])
+        for trace in traces:
+            slots = replay(trace.steps, texts.copy())
             if slots is not None:
-                self._confirm(record, way, slots)
-                return laid(record, way.layout, slots, control + way.notes)
-        lasting = len(record.messages) <= LONGEST and self._recurs(with_tools, shape)
-        lasting = lasting and len(ways) < WAYS and self._kept < CELLS
-        derived = self.derive(record, lasting=lasting)
-        if not (lasting and derived.trace.whole):
-            return self.lay_derived(record, derived, control)
-        layout = lay_out(derived.rendering, derived.turns, _roles(record), self.markers, cast=self.marked)
-        steps = shortened(derived.trace.steps, len(texts))
-        self._kept += layout.cells + len(steps)
-        self._ways.setdefault((with_tools, shape), []).append(CachedTrace(steps, layout, derived.notes))
+                self._confirm(record, trace, slots)
+                return _laid_out(record, trace.layout, slots, notes + trace.notes)
+        cacheable = len(record.messages) <= MAX_MESSAGES and self._may_recur(with_tools, shape)
+        cacheable = cacheable and len(traces) < MAX_TRACES and self._cached_cells < MAX_CELLS
+        derived = self.derive(record, cacheable=cacheable)
+        if not (cacheable and derived.trace.cacheable):
+            return self.lay_out_derived(record, derived, notes)
+        layout = token_layout(
+            derived.rendering, derived.answers, _roles(record), self.control_tokens, encoder=self.encoder
+        )
+        steps = merge_guards(derived.trace.steps, len(texts))
+        self._cached_cells += len(layout.tokens) + len(steps)
+        self._cache.setdefault((with_tools, shape), []).append(CachedTrace(steps, layout, derived.notes))
         slots = replay(steps, texts.copy())
         assert slots is not None
-        return laid(record, layout, slots, control + derived.notes)
+        return _laid_out(record, layout, slots, notes + derived.notes)
 
-    def lay_derived(self, record: Record, derived: Derived, notes: tuple[str, ...] = ()) -> LaidOutRecord:
-        """A record laid out by a derivation of its own."""
-        layout = lay_out(derived.rendering, derived.turns, _roles(record), self.markers)
-        return laid(record, layout, [], notes + derived.notes)
+    def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOutRecord:
+        """A record with the layout of its own derivation."""
+        layout = token_layout(derived.rendering, derived.answers, _roles(record), self.control_tokens)
+        return _laid_out(record, layout, [], notes + derived.notes)
 
-    def _recurs(self, with_tools: bool, shape: bytes) -> bool:
-        """Whether others of this shape are likely: plain ones are, the others when they have been met before."""
+    def _may_recur(self, with_tools: bool, shape: bytes) -> bool:
+        """Whether other records of this shape are likely: if it has only roles, or has been met before."""
         key = hash((with_tools, shape))
-        met = key in self._seen
-        if len(self._seen) < SHAPES:
-            self._seen.add(key)
-        return met or is_plain(shape)
+        met = key in self._met_shapes
+        if len(self._met_shapes) < MAX_SHAPES:
+            self._met_shapes.add(key)
+        return met or has_only_roles(shape)
 
-    def _confirm(self, record: Record, way: CachedTrace, slots: Sequence[str]) -> None:
-        """Hold a way against the template itself, ever more seldom."""
-        way.uses += 1
-        if way.uses & (way.uses - 1) == 0 and way.layout.text(slots) != self.text(record):
+    def _confirm(self, record: Record, trace: CachedTrace, slots: Sequence[str]) -> None:
+        """Compare a cached trace with the template itself, at uses 1, 2, 4, 8, …"""
+        trace.uses += 1
+        if trace.uses & (trace.uses - 1) == 0 and trace.layout.text(slots) != self.text(record):
             what = "it is not written as others of its kind; this is a fault of chatmill, please report it"
             raise RecordError(what, "leave it out", kind="not_alike")
 
-    # How it is opened.
 
-    def _writer(self, template: TemplateSource) -> ChatTemplate:
-        variables = {**self.folder.special, **self.arguments}
-        writer = ChatTemplate(template.source, template.name, variables=variables, now=self.now)
-        if self.mask == "tags" and not writer.has_tags:
-            raise UsageError(f"{template.name}: has no generation tags; leave out --mask tags")
-        writer.style = style_of(writer)
-        return writer
-
-    @cached_property
-    def terminator(self) -> str | None:
-        """The control token that ends an answer, as far as a small conversation shows it."""
-        writer = self.writers[False]
-        texts = shape_and_texts(QUESTION, writer.style)[1]
-        try:
-            derived = derive(QUESTION, writer, self.markers, texts=texts, ends=self.ends)
-        except RecordError:
-            return None
-        turn = derived.turns[0]
-        found = self.markers.find(derived.rendering.text[: turn.stop])
-        return found[-1].token if turn.closed and found and found[-1].stop == turn.stop else None
-
-
-def open_template_renderer(
-    tokenizer: str,
-    *,
-    chat_template: str | None = None,
-    arguments: Sequence[str] = (),
-    mask: Mask = "derived",
-    now: datetime | None = None,
-) -> TemplateRenderer:
-    """The template of a tokenizer folder, or that of a file, with its tokenizer.
-
-    `arguments` are what the template is given besides, as `name=value`; values that are JSON are read as such.
-    """
-    folder = read_folder(tokenizer, chat_template)
-    return TemplateRenderer(folder, open_tokenizer(tokenizer), arguments=parse_arguments(arguments), mask=mask, now=now)
-
-
-def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """`enable_thinking=false` and the like."""
-    out: dict[str, Any] = {}
-    for argument in arguments:
-        name, is_there, value = argument.partition("=")
-        if not is_there or not name.isidentifier() or name in ("messages", "tools", "add_generation_prompt"):
-            raise UsageError(
-                f'--template-arg "{one_line(argument)}" is no NAME=VALUE; give one like enable_thinking=false'
-            )
-        try:
-            out[name] = msgspec.json.decode(value)
-        except msgspec.DecodeError:
-            out[name] = value
-    return out
+def _laid_out(record: Record, layout: TokenLayout, slots: list[str], notes: tuple[str, ...]) -> LaidOutRecord:
+    fields = (record.messages, record.id, record.tools, record.source, record.file, record.line)
+    return LaidOutRecord(*fields, layout=layout, slots=slots, notes=notes)
 
 
 def _roles(record: Record) -> list[int]:

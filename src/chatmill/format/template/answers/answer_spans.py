@@ -1,4 +1,4 @@
-"""Turns: the answers of a rendering, and what is said when two ways to find them do not agree."""
+"""Answer spans, and the error for answers that cannot be determined."""
 
 from __future__ import annotations
 
@@ -30,5 +30,4 @@ def shown(text: str) -> str:
 
 def shown_end(text: str) -> str:
     """The end of a text, in quotes."""
-    cut = text[-SHOWN:]
-    return f'"{"…" if len(text) > SHOWN else ""}{one_line(cut, SHOWN)}"'
+    return f'"{"…" if len(text) > SHOWN else ""}{one_line(text[-SHOWN:], SHOWN)}"'

@@ -1,8 +1,8 @@
-"""Answers by prefix: what a server would send before an answer is compared with the rendering, as plain text.
+"""Answers by prefix: the prompts that a server would send are compared with the rendering, as plain text.
 
-Nothing is known here of where characters came from. Where the prompt for an answer is the beginning of the rendering,
-the answer begins at its end. Where the conversation up to the answer, as it would be sent with the next prompt or as
-it stands alone, is the beginning of the rendering, the answer ends with the control tokens there.
+Nothing is known here about the origin of characters. Where the prompt for an answer is a prefix of the rendering, the
+answer starts at its end. Where the conversation up to the answer, alone or with the next prompt, is a prefix of the
+rendering, the answer stops with the control tokens there.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from chatmill.errors import RecordError
 
-Writing = Callable[[int, bool], str]
-"""The text of the first so many messages, with or without the prompt."""
+RenderText = Callable[[int, bool], str]
+"""The text of the first n messages, with or without the generation prompt."""
 
 
 class PrefixAnswer(NamedTuple):
-    """What prefixes say of one answer; None where they say nothing."""
+    """What prefixes tell about one answer; None where they tell nothing."""
 
     message: int
     start: int | None
@@ -26,65 +26,66 @@ class PrefixAnswer(NamedTuple):
 
 
 def answers_by_prefix(
-    text: str, assistants: Sequence[int], writing: Writing, tokens: Collection[str], ends: Collection[str]
+    text: str, assistants: Sequence[int], render_text: RenderText, tokens: Collection[str], ends: Collection[str]
 ) -> list[PrefixAnswer]:
-    """What the beginnings of the conversation tell of each of these messages."""
-    each = one_of(tokens)
-    openers: list[str] = []
-    closing = re.compile(rf"(?:(?:{each.pattern})\s*)+\Z")
+    """The answer of each of these messages, as far as prefixes tell; `ends` are the tokens that a server stops at."""
+    token = token_pattern(tokens)
+    closing = re.compile(rf"(?:(?:{token.pattern})\s*)+\Z")
+    first_header = ""
 
-    def written(messages: int, prompt: bool) -> str | None:
+    def rendered(messages: int, prompt: bool) -> str | None:
         try:
-            return writing(messages, prompt)
+            return render_text(messages, prompt)
         except RecordError:
             return None
 
-    def opener(message: int, prompt: str) -> str:
-        """What this prompt adds; if it ends like the first one, that."""
-        if openers and prompt.endswith(openers[0]):
-            return openers[0]
-        before = written(message, False)
-        return "" if before is None else opener_of(prompt, before, each)
+    def header(message: int, prompt: str) -> str:
+        """What this prompt adds to the messages before; the first header if it ends with that."""
+        if first_header and prompt.endswith(first_header):
+            return first_header
+        before = rendered(message, False)
+        return "" if before is None else header_of(prompt, before, token)
 
     def end_of(message: int, prompt: str) -> int | None:
-        """How much of the text is there when the answer is, before anything follows."""
-        alone = written(message + 1, False)
+        """How much of the text precedes what follows the message."""
+        alone = rendered(message + 1, False)
         if alone is not None and alone != text and text.startswith(alone):
             return len(alone)
-        asked, added = written(message + 1, True), opener(message, prompt)
-        body = asked[: -len(added)] if added and asked and asked.endswith(added) else None
-        lengths = [len(body) for body in (alone, body) if body is not None and text.startswith(body)]
+        next_prompt, added = rendered(message + 1, True), header(message, prompt)
+        body = next_prompt[: -len(added)] if added and next_prompt and next_prompt.endswith(added) else None
+        lengths = [len(prefix) for prefix in (alone, body) if prefix is not None and text.startswith(prefix)]
         return min(lengths, default=None)
 
-    def found(message: int) -> PrefixAnswer:
-        prompt = written(message, True)
+    answers = []
+    for message in assistants:
+        prompt = rendered(message, True)
         if prompt is None or not text.startswith(prompt):
-            return PrefixAnswer(message, None, None)
+            answers.append(PrefixAnswer(message, None, None))
+            continue
         start = len(prompt)
-        if openers and text.startswith(openers[0], start) and not opener(message, prompt):
-            # A header is given, also where this prompt lacks the one that others have.
-            start += len(openers[0])
-        elif not openers and (added := opener(message, prompt)):
-            openers.append(added)
+        if first_header and text.startswith(first_header, start) and not header(message, prompt):
+            # A header is context, even if this prompt lacks the one that others have.
+            start += len(first_header)
+        elif not first_header:
+            first_header = header(message, prompt)
         end = end_of(message, prompt)
         run = closing.search(text[start:end]) if end is not None else None
-        if run is None:
-            return PrefixAnswer(message, start, None)
-        markers = list(each.finditer(text[start:end], run.start()))
-        last = next((marker for marker in markers if marker[0] in ends), markers[-1])
-        return PrefixAnswer(message, start, start + last.end())
+        stop = None
+        if run is not None:
+            matches = list(token.finditer(text[start:end], run.start()))
+            stop = start + next((match for match in matches if match[0] in ends), matches[-1]).end()
+        answers.append(PrefixAnswer(message, start, stop))
+    return answers
 
-    return [found(message) for message in assistants]
 
-
-def one_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Finds control tokens."""
+def token_pattern(tokens: Collection[str]) -> re.Pattern[str]:
+    """Matches any of the tokens, the longest first."""
     return re.compile("|".join(re.escape(name) for name in sorted(tokens, key=len, reverse=True) if name) or r"(?!)")
 
 
-def opener_of(prompt: str, before: str, token: re.Pattern[str]) -> str:
+def header_of(prompt: str, before: str, token: re.Pattern[str]) -> str:
     """What a prompt adds to the same messages without one; where they part inside a control token, all of that."""
     parting = (at for at, (one, other) in enumerate(zip(prompt, before, strict=False)) if one != other)
     common = len(before) if prompt.startswith(before) else next(parting, len(prompt))
-    cut = [found.start() for found in token.finditer(prompt) if found.start() < common < found.end()]
-    return prompt[cut[0] if cut else common :]
+    split = [match.start() for match in token.finditer(prompt) if match.start() < common < match.end()]
+    return prompt[split[0] if split else common :]

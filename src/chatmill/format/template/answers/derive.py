@@ -1,39 +1,40 @@
-"""Derivation: from one conversation to the mask of its rendering, proven, or refused with the text in dispute.
+"""The answers of one conversation: derived twice, and refused with the disputed text where the results differ.
 
-The answers are found twice, by the origin of the characters and by the prefixes a server would send. The two share
-no code. Where both say something they must say the same.
+One derivation uses the origin of the characters, the other the prefixes that a server would send. They share no code.
+Where both tell something they must agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from chatmill.errors import RecordError
 from chatmill.format.renderer import Mask
 from chatmill.format.template.answers.answer_spans import AnswerSpan, disputed, shown
 from chatmill.format.template.answers.by_origin import answers_by_origin
-from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, one_of
-from chatmill.format.template.answers.tags import answers_by_tags
+from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, token_pattern
+from chatmill.format.template.answers.guards import guard_prefixes
 from chatmill.format.template.control_tokens import ControlTokens
-from chatmill.format.template.messages import TemplateInput, plain_conversation, traced_conversation
-from chatmill.format.template.template import ChatTemplate
-from chatmill.format.template.tracing.guards import settle
-from chatmill.format.template.tracing.provenance import FieldPath
+from chatmill.format.template.template import ChatTemplate, TemplateInput, plain_input, traced_input
+from chatmill.format.template.tracing.provenance import OUTSIDE, FieldPath
 from chatmill.format.template.tracing.trace import Trace
 from chatmill.format.template.tracing.traced_str import TracedStr
 from chatmill.format.template.tracing.traced_template import Rendering
 from chatmill.records import Record
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Derived:
-    """A rendering with its answers, and what prefixes said of them."""
+class DerivedAnswers:
+    """A traced rendering with its answers."""
 
     rendering: Rendering
-    turns: tuple[AnswerSpan, ...]
+    answers: tuple[AnswerSpan, ...]
     prefixes: tuple[PrefixAnswer, ...]
+    """What prefixes tell about the answers; empty for generation tags."""
     trace: Trace
     notes: tuple[str, ...]
     """What the template leaves out though it may: reasoning, tools."""
@@ -41,96 +42,104 @@ class Derived:
 
 def derive(
     record: Record,
-    writer: ChatTemplate,
-    markers: ControlTokens,
+    template: ChatTemplate,
+    tokens: ControlTokens,
     *,
     texts: Sequence[str],
     ends: Collection[str],
     mask: Mask = "derived",
-    lasting: bool = False,
-) -> Derived:
-    """The answers of a conversation; a `RecordError` says why they cannot be known.
+    cacheable: bool = False,
+) -> DerivedAnswers:
+    """The answers of a conversation; a `RecordError` says why they cannot be determined.
 
-    `lasting`: the trace is to be good for other conversations, so everything that was asked is noted in it.
+    `cacheable`: the trace is to be replayed on other conversations, so it gets guards for everything observed.
     """
-    _check(record)
-    plain = plain_conversation(record, writer.style)
-    text = writer.write(plain)
+    _check_complete(record)
+    plain = plain_input(record, template.style)
     trace = Trace(texts)
-    traced = traced_conversation(record, writer.style, trace)
-    full = _visible(writer.trace(traced), trace)
+    traced = traced_input(record, template.style, trace)
+    render_text = _memoized(lambda messages, prompt: template.render(plain, messages, prompt=prompt))
+    render_traced = _memoized(
+        lambda messages, prompt: _without_empty(template.trace(traced, messages, prompt=prompt), trace)
+    )
+    count = len(record.messages)
+    text, full = render_text(count, False), render_traced(count, False)
     if full.text != text:
         at = next((n for n, (a, b) in enumerate(zip(full.text, text, strict=False)) if a != b), 0)
         raise disputed(f"its text cannot be followed at character {at}, {shown(text[at:])}")
-    assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
-    known: dict[tuple[int, bool], Rendering | RecordError] = {(len(record.messages), False): full}
-
-    def tracing(messages: int, prompt: bool) -> Rendering:
-        if (messages, prompt) not in known:
-            try:
-                known[messages, prompt] = _visible(writer.trace(traced, messages, prompt=prompt), trace)
-            except RecordError as error:
-                known[messages, prompt] = error
-        found = known[messages, prompt]
-        if isinstance(found, RecordError):
-            raise found
-        return found
-
-    written: dict[tuple[int, bool], str] = {(len(record.messages), False): text}
-
-    def writing(messages: int, prompt: bool) -> str:
-        if (messages, prompt) not in written:
-            written[messages, prompt] = writer.write(plain, messages, prompt=prompt)
-        return written[messages, prompt]
 
     def prompt_ends(messages: int, end: str) -> bool:
         try:
-            return writing(messages, True).endswith(end)
+            return render_text(messages, True).endswith(end)
         except RecordError:
             return False
 
+    assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
     prefixes: list[PrefixAnswer] = []
     if mask == "tags":
-        turns = answers_by_tags(full, assistants)
+        answers = answers_by_tags(full, assistants)
     else:
-        # To last, a trace must know of every prompt; otherwise one that is like another need not be traced.
-        alike = None if lasting else prompt_ends
-        turns = answers_by_origin(full, assistants, tracing, markers, ends, alike)
-        prefixes = answers_by_prefix(text, assistants, writing, markers.ids, ends)
-        for turn, prefix in zip(turns, prefixes, strict=True):
-            _agree(text, turn, prefix)
-        _check_whole(full, turns)
-    notes = _check_written(record, traced, full, turns)
-    if lasting and mask == "derived":
-        settle(trace, full, tracing, assistants, one_of(markers.ids))
-    return Derived(full, tuple(turns), tuple(prefixes), trace, notes)
+        # The guards need the trace of every prompt; otherwise a prompt that is like another one is not traced.
+        answers = answers_by_origin(full, assistants, render_traced, tokens, ends, None if cacheable else prompt_ends)
+        prefixes = answers_by_prefix(text, assistants, render_text, tokens.ids, ends)
+        for answer, prefix in zip(answers, prefixes, strict=True):
+            _check_agreement(text, answer, prefix)
+        _check_inside(full, answers)
+    notes = _check_written(record, traced, full, answers)
+    if cacheable and mask == "derived":
+        guard_prefixes(trace, full, render_traced, assistants, token_pattern(tokens.ids))
+    return DerivedAnswers(full, tuple(answers), tuple(prefixes), trace, notes)
 
 
-def _visible(rendering: Rendering, trace: Trace) -> Rendering:
-    """The rendering without its empty texts, which are nothing; that they are empty is asked."""
-    kept = []
-    for at, piece in enumerate(rendering.pieces):
+def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[AnswerSpan]:
+    """The stretches between generation tags, each as an answer of the message that it was written for."""
+    answers: list[AnswerSpan] = []
+    place = 0
+    start: int | None = None
+    message = OUTSIDE
+    for piece in full.pieces:
+        of = piece.source.message if piece.source is not None and piece.source.message in assistants else piece.owner
+        changes = piece.owner != OUTSIDE and message not in (OUTSIDE, piece.owner)
+        if start is not None and (not piece.tagged or changes):
+            answers.append(AnswerSpan(message, start, place, False))
+            start, message = None, OUTSIDE
+        if piece.tagged:
+            start = place if start is None else start
+            message = of if message == OUTSIDE else message
+        place += len(piece.text)
+    if start is not None:
+        answers.append(AnswerSpan(message, start, place, False))
+    last = max(assistants, default=OUTSIDE)
+    return [answer if answer.message in assistants else answer._replace(message=last) for answer in answers]
+
+
+def _memoized(render: Callable[[int, bool], T]) -> Callable[[int, bool], T]:
+    """`render`, with its results and errors kept."""
+    known: dict[tuple[int, bool], T | RecordError] = {}
+
+    def call(messages: int, prompt: bool) -> T:
+        if (messages, prompt) not in known:
+            try:
+                known[messages, prompt] = render(messages, prompt)
+            except RecordError as error:
+                known[messages, prompt] = error
+        result = known[messages, prompt]
+        if isinstance(result, RecordError):
+            raise result
+        return result
+
+    return call
+
+
+def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
+    """The rendering without empty pieces; a guard notes which slots are empty."""
+    for piece in rendering.pieces:
         if piece.slot is not None:
-            trace.asked(bool, (piece.slot,), answer=bool(piece.text))
-        if piece.text:
-            kept.append(at)
-    pieces = tuple(rendering.pieces[at] for at in kept)
-    return Rendering(pieces, tuple(rendering.owners[at] for at in kept), tuple(rendering.lines[at] for at in kept))
+            trace.guard(bool, (piece.slot,), expected=bool(piece.text))
+    return Rendering(tuple(piece for piece in rendering.pieces if piece.text))
 
 
-def _agree(text: str, turn: AnswerSpan, prefix: PrefixAnswer) -> None:
-    """Raise unless both ways say the same of one answer."""
-    for name, one, other in (("begins", turn.start, prefix.start), ("ends", turn.stop, prefix.stop)):
-        if other is not None and one != other:
-            low, high = sorted((one, other))
-            what = f"whether the answer of message {turn.message} {name} before or after {shown(text[low:high])} is"
-            by = f"by origin {'before' if one < other else 'after'}, by prefix {'before' if other < one else 'after'}"
-            raise disputed(f"{what} disputed: {by}")
-    if turn.start >= turn.stop:
-        raise disputed(f"nothing of message {turn.message} would be trained", "give the answer a text")
-
-
-def _check(record: Record) -> None:
+def _check_complete(record: Record) -> None:
     if not record.messages:
         raise RecordError("the record has no messages", "give at least one", kind="empty")
     for number, message in enumerate(record.messages):
@@ -139,16 +148,51 @@ def _check(record: Record) -> None:
             raise RecordError(what, "use another format, or leave it out", kind="unfinished")
 
 
+def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> None:
+    """Raise unless both derivations tell the same about one answer."""
+    for name, one, other in (("begins", answer.start, prefix.start), ("ends", answer.stop, prefix.stop)):
+        if other is not None and one != other:
+            low, high = sorted((one, other))
+            what = f"whether the answer of message {answer.message} {name} before or after {shown(text[low:high])} is"
+            by = f"by origin {'before' if one < other else 'after'}, by prefix {'before' if other < one else 'after'}"
+            raise disputed(f"{what} disputed: {by}")
+    if answer.start >= answer.stop:
+        raise disputed(f"nothing of message {answer.message} would be trained", "give the answer a text")
+
+
+def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
+    """Raise if a template writes a part of an answer outside of it, as after the result of its tool call."""
+    answer_of = {answer.message: answer for answer in answers}
+    inside: set[FieldPath] = set()
+    outside: dict[FieldPath, str] = {}
+    place = 0
+    for piece in full.pieces:
+        answer = answer_of.get(piece.source.message) if piece.source is not None else None
+        if piece.source is not None and answer is not None:
+            if answer.start <= place < answer.stop:
+                inside.add(piece.source)
+            else:
+                outside[piece.source] = piece.text
+        place += len(piece.text)
+    for source, text in outside.items():
+        # A field that is repeated outside, like the name of a tool before its result, is not lost.
+        if source not in inside and source.path[0] in ("content", "reasoning", "tool_calls"):
+            what = f"{source.path[0]} of message {source.message} is written outside of its turn: {shown(text)}"
+            raise disputed(what)
+
+
 def _check_written(
-    record: Record, traced: TemplateInput, full: Rendering, turns: Sequence[AnswerSpan]
+    record: Record, traced: TemplateInput, full: Rendering, answers: Sequence[AnswerSpan]
 ) -> tuple[str, ...]:
-    """Raise if a template leaves out what a message says; reasoning and tools may be left out, which is noted."""
+    """Raise if a template leaves out a field of a message; reasoning and tools may be left out, which is noted."""
     written = {(piece.source.message, piece.source.path[0]) for piece in full.pieces if piece.source is not None}
-    trained = {turn.message for turn in turns}
+    trained = {answer.message for answer in answers}
     for number, (message, given) in enumerate(zip(record.messages, traced.messages, strict=True)):
         lost = []
-        # A blank one may be left out; another conversation of this shape may say something there, so it is asked.
-        if (number, "content") not in written and not _content(given).ask(is_blank):
+        content = given["content"][0]["text"] if isinstance(given["content"], list) else given["content"]
+        assert isinstance(content, TracedStr)
+        # A blank content may be left out; that it is blank is guarded.
+        if (number, "content") not in written and not content.observe(is_blank):
             lost.append("content")
         if message.tool_calls and (number, "tool_calls") not in written:
             lost.append("tool_calls")
@@ -161,37 +205,9 @@ def _check_written(
     notes = []
     if any(message.reasoning and (at, "reasoning") not in written for at, message in enumerate(record.messages)):
         notes.append("reasoning_left_out")
-    if record.tools and (-1, "tools") not in written:
+    if record.tools and (OUTSIDE, "tools") not in written:
         notes.append("tools_left_out")
     return tuple(notes)
-
-
-def _check_whole(full: Rendering, turns: Sequence[AnswerSpan]) -> None:
-    """Raise if a template writes a part of an answer outside of it, as after the result of its tool call."""
-    of = {turn.message: turn for turn in turns}
-    inside: set[FieldPath] = set()
-    outside: dict[FieldPath, str] = {}
-    place = 0
-    for piece in full.pieces:
-        turn = of.get(piece.source.message) if piece.source is not None else None
-        if piece.source is not None and turn is not None:
-            if turn.start <= place < turn.stop:
-                inside.add(piece.source)
-            else:
-                outside[piece.source] = piece.text
-        place += len(piece.text)
-    for source, text in outside.items():
-        # What is told again, like the name of a tool before its result, is not lost.
-        if source not in inside and source.path[0] in ("content", "reasoning", "tool_calls"):
-            raise disputed(
-                f"{source.path[0]} of message {source.message} is written outside of its turn: {shown(text)}"
-            )
-
-
-def _content(message: dict[str, Any]) -> TracedStr:
-    content = message["content"][0]["text"] if isinstance(message["content"], list) else message["content"]
-    assert isinstance(content, TracedStr)
-    return content
 
 
 def is_blank(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Printing: conversations that have been laid out, to Rows, many at a time."""
+"""Records with their layouts to Rows, many at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
 from chatmill.format.renderer import origins_of
-from chatmill.format.template.encoding.layout import TokenLayout, filled
+from chatmill.format.template.encoding.layout import TokenLayout
+from chatmill.format.template.tracing.provenance import fill_slots
 from chatmill.ledger import Ledger
 from chatmill.records import Record
 from chatmill.rows import EMPTY, Ids, Index, Rows, Rule, TrainOn, concat, copy_tokens, joined, offsets, weigh
@@ -20,62 +21,47 @@ from chatmill.tokenizer.token_positions import token_positions
 
 
 class LaidOutRecord(Record, frozen=True, kw_only=True):
-    """A record with its layout, and the texts that fill it."""
+    """A record with its layout, and the texts for the slots."""
 
     layout: Any
     slots: list[str]
     notes: tuple[str, ...]
-    """What of it deserves a look."""
-
-
-def laid(record: Record, layout: TokenLayout, slots: list[str], notes: tuple[str, ...]) -> LaidOutRecord:
-    """A record in a layout."""
-    return LaidOutRecord(
-        record.messages,
-        record.id,
-        record.tools,
-        record.source,
-        record.file,
-        record.line,
-        layout=layout,
-        slots=slots,
-        notes=notes,
-    )
+    """Reasons for entries in the ledger."""
 
 
 def encode_rows(
-    batch: Sequence[LaidOutRecord], marked: ControlEncoder, *, train_on: TrainOn, tags: bool, ledger: Ledger
+    batch: Sequence[LaidOutRecord], encoder: ControlEncoder, *, train_on: TrainOn, tags: bool, ledger: Ledger
 ) -> Rows:
-    """One row for each, and what deserves a look noted in the ledger."""
+    """One row for each record; `tags`: a token across the border of an answer belongs to the answer."""
     if not batch:
         return EMPTY
-    press = _RowEncoder(marked, tags)
+    rows_encoder = _RowEncoder(encoder, tags)
     parts: list[Rows] = []
-    if marked.by_sections:
-        made, vague = press.by_sections(batch)
+    if encoder.by_sections:
+        rows, inexact = rows_encoder.by_sections(batch)
         first = 0
-        for at in np.flatnonzero(vague).tolist():
-            parts += [made[first:at], press.as_whole(batch[at])]
+        for at in np.flatnonzero(inexact).tolist():
+            parts += [rows[first:at], rows_encoder.as_whole(batch[at])]
             first = at + 1
-        parts.append(made[first:])
+        parts.append(rows[first:])
     else:
-        parts = [press.as_whole(one) for one in batch]
+        parts = [rows_encoder.as_whole(record) for record in batch]
     out = parts[0] if len(parts) == 1 else concat(parts)
     spans = joined([out.spans])
-    _flags(batch, spans, out.first_span)
+    _apply_weights(batch, spans, out.first_span)
     weigh(spans, out.first_span, train_on)
     origins, files = origins_of(batch)
-    for note, rows in Counter(note for one in batch for note in one.notes).items():
-        ledger.add("noted", note, rows=rows)
-    if press.straddling:
-        ledger.add("noted", "straddling_token", tokens=press.straddling)
+    for note, count in Counter(note for record in batch for note in record.notes).items():
+        ledger.add("noted", note, rows=count)
+    if rows_encoder.straddling:
+        ledger.add("noted", "straddling_token", tokens=rows_encoder.straddling)
     return Rows(out.ids, spans, out.first_span, origins, out.first_segment, files)
 
 
-def _flags(batch: Sequence[LaidOutRecord], spans: NDArray[np.void], first_span: Index) -> None:
-    """A weight that a message brings itself wins over who speaks."""
-    for row, one in enumerate(batch):
-        for number, message in enumerate(one.messages):
+def _apply_weights(batch: Sequence[LaidOutRecord], spans: NDArray[np.void], first_span: Index) -> None:
+    """The weight of a message overrides that of its role."""
+    for row, record in enumerate(batch):
+        for number, message in enumerate(record.messages):
             if message.weight is not None:
                 of_row = slice(first_span[row], first_span[row + 1])
                 chosen = (spans["message"][of_row] == number) & (spans["rule"][of_row] == Rule.ROLE)
@@ -84,110 +70,110 @@ def _flags(batch: Sequence[LaidOutRecord], spans: NDArray[np.void], first_span: 
 
 
 class _RowEncoder:
-    def __init__(self, marked: ControlEncoder, tags: bool) -> None:
-        self.marked, self.tags = marked, tags
+    def __init__(self, encoder: ControlEncoder, tags: bool) -> None:
+        self.encoder, self.tags = encoder, tags
         self.straddling = 0
-        """Tokens that begin before a border of an answer and end after it."""
+        """Tokens that begin before the border of an answer and end after it."""
 
     def by_sections(self, batch: Sequence[LaidOutRecord]) -> tuple[Rows, NDArray[np.bool_]]:
-        """All rows at once; and which of them have a border that cannot be told from the bytes of their tokens."""
-        layouts: list[TokenLayout] = [one.layout for one in batch]
-        texts = [filled(section.words, one.slots) for one in batch for section in one.layout.sections] or [""]
-        eaten = self._fed(layouts, texts) if self.marked.appetite else None
-        flat, text_start = self.marked.encode_sections(texts)
-        sections = [len(layout.sections) for layout in layouts]
-        section = _shifted([layout.section for layout in layouts], sections)
+        """All rows at once; and which of them have a border without an exact token position."""
+        layouts: list[TokenLayout] = [record.layout for record in batch]
+        sections = [section for layout in layouts for section in layout.sections]
+        texts = [fill_slots(section.text, record.slots) for record in batch for section in record.layout.sections]
+        stripped: list[int] | None = None
+        if self.encoder.strip_flags:
+            both = [self.encoder.strip(text, one.before, one.after) for text, one in zip(texts, sections, strict=True)]
+            texts, stripped = [text for text, _ in both], [count for _, count in both]
+        flat, text_start = self.encoder.tokenizer.encode_batch(texts or [""])
+        section = _shifted([layout.section for layout in layouts], [len(layout.sections) for layout in layouts])
         border = _shifted([layout.border for layout in layouts], [len(layout.borders) for layout in layouts])
-        open_cell = section >= 0
-        last = text_start[np.where(open_cell, section, 0) + 1]
-        first = text_start[np.where(open_cell, section, 0)]
-        of_row = np.repeat(np.arange(len(batch)), [len(layout.borders) for layout in layouts])
-        bad = np.zeros(len(batch), dtype=bool)
-        if len(of_row):
-            places, vague = self._places(batch, texts, eaten, flat, text_start)
-            bad[of_row[vague]] = True
+        in_section = section >= 0
+        last = text_start[np.where(in_section, section, 0) + 1]
+        first = text_start[np.where(in_section, section, 0)]
+        inexact = np.zeros(len(batch), dtype=bool)
+        row_of_border = np.repeat(np.arange(len(batch)), [len(layout.borders) for layout in layouts])
+        if len(row_of_border):
+            position, exact = self._border_positions(batch, texts, stripped, flat, text_start)
+            inexact[row_of_border[~exact]] = True
             inner = np.flatnonzero(border >= 0)
             # A cell begins where the one before it in its section ends.
-            last[inner] = first[inner + 1] = places[border[inner]]
+            last[inner] = first[inner + 1] = position[border[inner]]
 
-        # Ids that cells bring themselves stand behind the encoded ones, those of each layout once.
-        different = {id(layout): layout for layout in layouts}
-        base = dict(zip(different, offsets(np.array([len(x.ids) for x in different.values()])).tolist(), strict=False))
-        own = np.concatenate([layout.lengths for layout in layouts])
-        own_start = np.concatenate([layout.starts + base[id(layout)] for layout in layouts])
-        starts = np.where(open_cell, first, own_start + len(flat))
-        lengths = np.where(open_cell, last - first, own)
-        literals = np.concatenate([layout.ids for layout in different.values()])
-        return _assembled(layouts, lengths, copy_tokens(flat, starts, lengths, literals)), bad
+        # The known ids of each distinct layout follow the encoded ones.
+        distinct = {id(layout): layout for layout in layouts}
+        base = dict(zip(distinct, offsets(np.array([len(x.ids) for x in distinct.values()])).tolist(), strict=False))
+        known = np.concatenate([layout.lengths for layout in layouts])
+        known_start = np.concatenate([layout.starts + base[id(layout)] for layout in layouts])
+        starts = np.where(in_section, first, known_start + len(flat))
+        lengths = np.where(in_section, last - first, known)
+        literals = np.concatenate([layout.ids for layout in distinct.values()])
+        return _rows(layouts, lengths, copy_tokens(flat, starts, lengths, literals)), inexact
 
-    def _fed(self, layouts: Sequence[TokenLayout], texts: list[str]) -> list[int]:
-        """Take from the texts what control tokens eat of them; how many characters that is at their beginnings."""
-        around = [(section.before, section.after) for layout in layouts for section in layout.sections]
-        fed = [self.marked.feed(text, *sides) for text, sides in zip(texts, around, strict=False)]
-        texts[: len(fed)] = [text for text, _ in fed]
-        return [eaten for _, eaten in fed]
-
-    def _places(
+    def _border_positions(
         self,
         batch: Sequence[LaidOutRecord],
         texts: Sequence[str],
-        eaten: Sequence[int] | None,
+        stripped: Sequence[int] | None,
         flat: Ids,
         text_start: Index,
     ) -> tuple[Index, NDArray[np.bool_]]:
-        """For each border the first token after it, and whether that is vague.
+        """For each border its token position, and whether that is exact.
 
-        A token belongs to the cell it begins in: one that the end of the prompt falls into is context. Under
-        generation tags it belongs to the answer, as transformers counts it.
+        A token across the end of the prompt is context. With generation tags it belongs to the answer, as in
+        transformers. `stripped`: by text, how many characters a control token before it has stripped.
         """
-        layouts: list[TokenLayout] = [one.layout for one in batch]
+        layouts: list[TokenLayout] = [record.layout for record in batch]
         which = _shifted([layout.border_section for layout in layouts], [len(layout.sections) for layout in layouts])
         offset = np.concatenate([layout.border_bytes for layout in layouts])
-        if eaten is not None or offset.min() < 0:
-            borders = [(border, one.slots) for one in batch for border in one.layout.borders]
-            for at in range(len(offset)) if eaten is not None else np.flatnonzero(offset < 0).tolist():
+        if stripped is not None or offset.min() < 0:
+            borders = [(border, record.slots) for record in batch for border in record.layout.borders]
+            for at in range(len(offset)) if stripped is not None else np.flatnonzero(offset < 0).tolist():
                 border, slots = borders[at]
-                gone = eaten[which[at]] if eaten is not None else 0
-                upto = filled(border.words, slots)[gone:]
-                offset[at] = min(len(upto.encode()), len(texts[which[at]].encode()))
+                before = fill_slots(border.text, slots)[stripped[which[at]] if stripped is not None else 0 :]
+                offset[at] = min(len(before.encode()), len(texts[which[at]].encode()))
         size = np.array([len(text) if (text := texts[at]).isascii() else len(text.encode()) for at in which.tolist()])
         position, inside, exact = token_positions(
-            self.marked.tokenizer.byte_lengths(flat), text_start[which], text_start[which + 1], size=size, offset=offset
+            self.encoder.tokenizer.byte_lengths(flat),
+            text_start[which],
+            text_start[which + 1],
+            size=size,
+            offset=offset,
         )
-        across = inside & exact & np.concatenate([layout.border_of_turn for layout in layouts])
-        self.straddling += int(across.sum())
-        return np.where(across, position - 1, position) if self.tags else position, ~exact
+        straddles = inside & exact & np.concatenate([layout.border_of_answer for layout in layouts])
+        self.straddling += int(straddles.sum())
+        return np.where(straddles, position - 1, position) if self.tags else position, exact
 
-    def as_whole(self, one: LaidOutRecord) -> Rows:
-        """One row, encoded as one text, with the beginnings that the tokenizer itself reports."""
-        if not self.marked.knows_whole:
+    def as_whole(self, record: LaidOutRecord) -> Rows:
+        """One row, encoded as one text, with the offsets that `tokenizers` reports."""
+        if not self.encoder.can_encode_whole:
             what = "where its tokens begin cannot be told: the tokenizer rewrites its text"
             raise RecordError(what, "use a tokenizer.json, or leave it out", kind="vague_border")
-        layout: TokenLayout = one.layout
-        parts = [filled(words, one.slots) for words in layout.words]
-        ids, begins = self.marked.encode_whole(parts, [name is not None for name in layout.names])
-        starts = offsets(np.array([len(part) for part in parts]))
+        layout: TokenLayout = record.layout
+        texts = [fill_slots(text, record.slots) for text in layout.texts]
+        ids, begins = self.encoder.encode_whole(texts, [token is not None for token in layout.tokens])
+        starts = offsets(np.array([len(text) for text in texts]))
         places = np.searchsorted(begins, starts)
         places[-1] = len(ids)
         for cell in np.flatnonzero(layout.border >= 0).tolist():
             place = places[cell + 1]
-            if layout.border_of_turn[layout.border[cell]] and (place == len(ids) or begins[place] != starts[cell + 1]):
+            straddles = place == len(ids) or begins[place] != starts[cell + 1]
+            if straddles and layout.border_of_answer[layout.border[cell]]:
                 self.straddling += 1
                 places[cell + 1] -= int(self.tags)
-        return _assembled([layout], np.diff(places), ids)
+        return _rows([layout], np.diff(places), ids)
 
 
 def _shifted(columns: Sequence[Index], counts: Sequence[int]) -> Index:
-    """Columns one after the other, numbers from 0 up shifted past those of the rows before."""
+    """Columns of indices concatenated, each shifted by the counts before it; negative numbers stay."""
     shift = np.repeat(offsets(np.array(counts))[:-1], [len(column) for column in columns])
-    joined_up = np.concatenate(columns)
-    return np.where(joined_up >= 0, joined_up + shift, joined_up)
+    indices = np.concatenate(columns)
+    return np.where(indices >= 0, indices + shift, indices)
 
 
-def _assembled(layouts: Sequence[TokenLayout], lengths: Index, ids: Ids) -> Rows:
-    """Rows of one conversation each from the lengths of their cells; origins are still to come."""
+def _rows(layouts: Sequence[TokenLayout], lengths: Index, ids: Ids) -> Rows:
+    """Rows of one conversation each, from the lengths of their cells; origins are empty."""
     spans = joined([layout.spans for layout in layouts])
-    base = offsets(np.array([layout.cells for layout in layouts]))
+    base = offsets(np.array([len(layout.tokens) for layout in layouts]))
     first = np.concatenate([layout.first_cell[:-1] + at for layout, at in zip(layouts, base[:-1], strict=True)])
     spans["length"] = np.add.reduceat(lengths, first) if len(first) else 0
     counts = np.array([len(layout.spans) for layout in layouts])

@@ -1,7 +1,7 @@
-"""The sandbox: Jinja as Hugging Face chat templates expect it, with limits on what a template may use up.
+"""A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
-Everything a template can do passes here: it sees plain data only, it cannot change it, and it stops after so many
-steps, so many characters or so much time.
+Templates see plain data only and cannot change it. Before a template is compiled, its syntax tree is rewritten so that
+its loops count steps; what would read other files or escape text is refused.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import wraps
 from typing import Any
 
-from jinja2 import TemplateError, Undefined, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, UndefinedError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
@@ -23,54 +25,55 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, missing
+from jinja2.visitor import NodeTransformer
 
-from chatmill.format.template.tracing.rewrite import Rewriter
+from chatmill.errors import ChatmillError, DataError, RecordError, one_line
 
 SECONDS = 20.0
 STEPS = 2**16
 CHARACTERS = 2**20
 GROWTH = 8
-"""Characters a template may write besides, for each that the conversation has itself."""
-LONGEST_NUMBER = 4096
-"""Bits of a whole number: larger ones are only good for keeping a machine busy."""
+"""Additional characters that a template may write for each character of the conversation."""
+MAX_INT_BITS = 4096
+"""Larger integers only keep a machine busy."""
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""What a tokenizer may define for its template; those it does not are empty, as templates are used to."""
+"""Variables that a tokenizer may define for its template; undefined ones are written as an empty text."""
 
 
 class LimitError(TemplateError):
-    """The template used more than it may."""
+    """The template exceeded a limit."""
 
 
 @dataclass
 class Meter:
-    """What one rendering has used, and what it may use."""
+    """The limits of one rendering, and the steps that it has used."""
 
-    most_characters: int = CHARACTERS
-    most_steps: int = STEPS
+    max_characters: int = CHARACTERS
+    max_steps: int = STEPS
     deadline: float = float("inf")
     steps: int = 0
 
     def step(self) -> None:
-        """Count a round of a loop or a call."""
+        """Count one loop iteration or call."""
         self.steps += 1
-        if self.steps > self.most_steps:
-            raise LimitError(f"it ran for more than {self.most_steps:,} steps")
+        if self.steps > self.max_steps:
+            raise LimitError(f"it ran for more than {self.max_steps:,} steps")
         if not self.steps & 0xFF and time.monotonic() > self.deadline:
             raise LimitError(f"it ran for more than {SECONDS:g} seconds")
 
-    def size(self, characters: float) -> None:
-        if characters > self.most_characters:
-            raise LimitError(f"it wrote more than {self.most_characters:,} characters")
+    def check_size(self, characters: float) -> None:
+        if characters > self.max_characters:
+            raise LimitError(f"it wrote more than {self.max_characters:,} characters")
 
 
 def meter_for(characters: int, messages: int) -> Meter:
-    """A meter for a conversation of this size; templates may look at all messages for each of them."""
+    """Limits for a conversation of this size; templates may look at all messages for each message."""
     return Meter(CHARACTERS + GROWTH * characters, STEPS + 64 * messages**2, time.monotonic() + SECONDS)
 
 
 class Missing(Undefined):
-    """Undefined as Jinja has it, but a name that nobody defines may not be written: it is a slip of the pen."""
+    """Jinja's undefined, except that writing a variable that nobody defines is an error: it is probably a typo."""
 
     def __str__(self) -> str:
         unknown = self._undefined_obj is missing and self._undefined_name not in SPECIAL_NAMES
@@ -80,7 +83,7 @@ class Missing(Undefined):
 
 
 class Generation(Extension):
-    """`{% generation %}`: what it encloses is rendered as it is; who traces a rendering marks it."""
+    """The tag `{% generation %}`; its content is passed through `Sandbox.tagged`."""
 
     tags = {"generation"}  # noqa: RUF012  # so the base class has it
 
@@ -98,7 +101,7 @@ class Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Namespaces without underscored names, through which templates have reached for internals."""
+    """Namespaces without underscored names, through which templates have accessed internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name of the template's own
         for name in dict(*args[1:], **kwargs):
@@ -118,7 +121,7 @@ def _check_name(name: object) -> None:
 
 
 class _Dict:
-    """`dict`, callable but without the attributes of the type."""
+    """`dict` as a function, without the attributes of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -136,7 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, undefined=Missing, extensions=[Generation, loopcontrols])
         self.meter = Meter()
         self.has_tags = False
-        """Whether the template says itself what is generated."""
+        """Whether the template has generation tags."""
         self._now = now
         self.filters = {name: self._metered(name, filter) for name, filter in {**FILTERS, **self._filters()}.items()}
         self.globals |= {
@@ -147,20 +150,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "lipsum": self._random,
         }
 
-    # What the subclass that traces does in its own way.
+    # Overridden for tracing.
 
     def tagged(self, text: str) -> str:
-        """What stands between generation tags."""
+        """Text between generation tags."""
         return text
 
-    def written(self, value: Any) -> str:
-        """A value as it is written out."""
+    def to_text(self, value: Any) -> str:
+        """A value as the template writes it."""
         return str(value)
 
     def joined(self, *values: Any) -> str:
         """The operator `~`."""
-        texts = [self.written(value) for value in values]
-        self.meter.size(sum(map(_size, texts)))
+        texts = [self.to_text(value) for value in values]
+        self.meter.check_size(sum(map(_size, texts)))
         return self.concat(texts)
 
     def tojson(
@@ -171,18 +174,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _filters(self) -> dict[str, Callable[..., Any]]:
         def join(value: Any, d: Any = "", attribute: Any = None) -> Any:
             parts = list(value) if attribute is None else [self.getitem(item, attribute) for item in value]
-            texts, by = [self.written(part) for part in parts], self.written(d)
-            self.meter.size(sum(map(_size, texts)) + _size(by) * len(texts))
+            texts, by = [self.to_text(part) for part in parts], self.to_text(d)
+            self.meter.check_size(sum(map(_size, texts)) + _size(by) * len(texts))
             return by.join(texts)
 
         def replace(s: Any, old: Any, new: Any, count: int = -1) -> Any:
-            subject, old, new = self.written(s), self.written(old), self.written(new)
+            subject, old, new = self.to_text(s), self.to_text(old), self.to_text(new)
             self._check_growth("replace", subject, (old, new))
             return subject.replace(old, new, count)
 
         return {"tojson": self.tojson, "join": join, "replace": replace, "random": self._random}
 
-    # Jinja asks about every attribute at length; of these it always says the same.
+    # Attribute access that is always safe, without the checks of Jinja, which are slow.
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _OF_DICT:
@@ -212,7 +215,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def _metered(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that keeps to the limits."""
+        """A filter that respects the limits."""
 
         @wraps(filter)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -222,7 +225,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 self._check_growth(name, args[0], args[1:])
             out = filter(*args, **kwargs)
             if isinstance(out, str):
-                self.meter.size(_size(out))
+                self.meter.check_size(_size(out))
             return out
 
         return checked
@@ -235,45 +238,45 @@ class Sandbox(ImmutableSandboxedEnvironment):
             __self._check_growth(__obj.__name__, subject, args)
         out = super().call(__context, __obj, *args, **kwargs)
         if isinstance(out, str):
-            __self.meter.size(_size(out))
+            __self.meter.check_size(_size(out))
         return out
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
-            self.meter.size(_size(left) + _size(right))
+            self.meter.check_size(_size(left) + _size(right))
             return left + right
         if operator == "**" or (operator == "*" and isinstance(left, int) and isinstance(right, int)):
             bits = [abs(value).bit_length() if isinstance(value, int) else 64 for value in (left, right)]
-            if (bits[0] * abs(right) if operator == "**" else sum(bits)) > LONGEST_NUMBER:
-                raise LimitError(f"it made a number of more than {LONGEST_NUMBER:,} bits")
+            if (bits[0] * abs(right) if operator == "**" else sum(bits)) > MAX_INT_BITS:
+                raise LimitError(f"it made a number of more than {MAX_INT_BITS:,} bits")
         elif operator == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(many, str | list | tuple) and isinstance(times, int):
-                    self.meter.size(_size(many) * times)
+                    self.meter.check_size(_size(many) * times)
         elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            self.meter.size(_size(left) + _size(right))
+            self.meter.check_size(_size(left) + _size(right))
         elif operator == "%" and isinstance(left, str):
             self._check_growth("format", left, (right,))
         return super().call_binop(context, operator, left, right)
 
     def _check_numbers(self, values: tuple[Any, ...]) -> None:
         for value in values:
-            if isinstance(value, int) and abs(value) > self.meter.most_characters:
+            if isinstance(value, int) and abs(value) > self.meter.max_characters:
                 raise LimitError(f"it asks for a width or count of {value}")
 
     def _check_growth(self, name: str, subject: str, args: tuple[Any, ...]) -> None:
-        """Before a text is made of another one: how long it may become."""
+        """Check how long the result of a method may become before it is called."""
         if name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
-            self.meter.size(_size(subject) + str.count(subject, args[0]) * _size(args[1]))
+            self.meter.check_size(_size(subject) + str.count(subject, args[0]) * _size(args[1]))
         elif name == "join" and args and isinstance(args[0], list | tuple):
-            self.meter.size(sum(_size(part) + _size(subject) for part in args[0] if isinstance(part, str)))
+            self.meter.check_size(sum(_size(part) + _size(subject) for part in args[0] if isinstance(part, str)))
         elif name in ("expandtabs", "indent"):
             width = 8 if not args else args[0] if isinstance(args[0], int) else _size(args[0])
-            self.meter.size(_size(subject) + (str.count(subject, "\t") + str.count(subject, "\n") + 1) * width)
+            self.meter.check_size(_size(subject) + (str.count(subject, "\t") + str.count(subject, "\n") + 1) * width)
         elif name in ("format", "format_map") and re.search(r"\d{7}", subject):
             raise LimitError("it asks for a width of millions")
 
-    # What templates may call.
+    # Functions of templates.
 
     def _strftime(self, format: str) -> str:
         self._check_growth("format", format, ())
@@ -291,12 +294,121 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return Rewriter()
 
 
+class Rewriter(NodeTransformer):
+    """Rewrites a syntax tree: loops count steps, and `~` goes through the sandbox."""
+
+    def __init__(self) -> None:
+        self.rules: dict[type[nodes.Node], Callable[[Any], Any]] = {
+            nodes.For: self._loop,
+            nodes.Concat: self._concat,
+            nodes.ScopedEvalContextModifier: self._autoescape,
+            **dict.fromkeys((nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends), self._other_file),
+        }
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        rule = self.rules.get(type(node))
+        return rule(node) if rule is not None else self.generic_visit(node)
+
+    def _loop(self, node: nodes.For) -> Any:
+        self.generic_visit(node)
+        node.body.insert(0, statement("meter.step()", node))
+        return node
+
+    def _concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return sandbox_call("joined", node.nodes, node)
+
+    def _autoescape(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:
+        raise TemplateSyntaxError("autoescape changes text behind the reader's back; leave it out", node.lineno)
+
+    def _other_file(self, node: nodes.Stmt) -> nodes.Node:
+        raise TemplateSyntaxError("a chat template is one file; it cannot read others", node.lineno)
+
+
+def statement(code: str, at: nodes.Node) -> nodes.Node:
+    """An attribute of the sandbox, evaluated for its effect."""
+    return nodes.ExprStmt(nodes.EnvironmentAttribute(code)).set_lineno(at.lineno)
+
+
+def sandbox_call(method: str, args: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
+    call = nodes.Call(nodes.EnvironmentAttribute(method), args, [], None, None)
+    return call.set_lineno(at.lineno)  # type: ignore[return-value]  # it returns itself
+
+
+class Program:
+    """A compiled template in its sandbox. Errors name the line of the template."""
+
+    def __init__(self, source: str, name: str, sandbox: Sandbox) -> None:
+        self.source, self.name, self.sandbox = source, name, sandbox
+        try:
+            code = sandbox.compile(source, name, name)
+        except TemplateSyntaxError as error:
+            raise DataError(f"{name}:{error.lineno}: {one_line(error.message or 'no template')}; mend it") from None
+        except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
+            raise DataError(f"{name}: no template that Jinja can compile ({one_line(str(error))}); mend it") from None
+        self._template = sandbox.template_class.from_code(sandbox, code, sandbox.make_globals(None))
+
+    def run(self, variables: Mapping[str, Any], meter: Meter) -> Iterator[str]:
+        """The texts that the template writes, one after the other; any error is a `RecordError`."""
+        self.sandbox.meter = meter
+        with self._record_errors():
+            written, texts = 0, self._texts(variables)
+            for text in texts:
+                written += str.__len__(text)
+                try:
+                    meter.check_size(written)
+                except LimitError as error:
+                    # Raised inside of the template, so that the line is known.
+                    texts.throw(error)
+                yield text
+
+    def _texts(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
+        yield from self._template.generate(variables)
+
+    def render(self, variables: Mapping[str, Any], meter: Meter) -> str:
+        return "".join(self.run(variables, meter))
+
+    def line(self, number: int) -> str:
+        """A line of the template with its number, for messages."""
+        lines = self.source.split("\n")
+        text = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+        return f"{self.name}:{number}: {one_line(text, 160)}"
+
+    @contextmanager
+    def _record_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (ChatmillError, MemoryError, GeneratorExit):
+            raise
+        except Exception as error:
+            what, kind = _explain(error)
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.name]
+            line = frames[-1].lineno or 0 if frames else 0
+            right = "change the conversation or the template"
+            raise RecordError(f"{self.name}:{line}: {what}", right, kind=kind) from None
+
+
+def _explain(error: Exception) -> tuple[str, str]:
+    """An error in a template as a message, and its kind for the ledger."""
+    text = one_line(str(error), 200)
+    for type_, what, kind in (
+        (LimitError, f"the template was stopped: {text}", "template_limit"),
+        (SecurityError, f"the template reaches for what it may not see: {text}", "template_security"),
+        (UndefinedError, f"the template uses what is not there: {text}", "template_undefined"),
+        (RecursionError, "the template was stopped: it calls itself too often", "template_limit"),
+        (TemplateError, f'the template refuses the conversation: "{text}"', "template_refuses"),
+    ):
+        if isinstance(error, type_):
+            return what, kind
+    return f"the template fails with {type(error).__name__}: {text}", "template_fails"
+
+
 _OF_DICT = frozenset(dir(dict))
 _OF_LOOP = frozenset(("first", "last", "index", "index0", "length", "previtem", "nextitem"))
 
 
 def _size(value: Any) -> int:
-    """How long a text or list is; a traced text is not to think that the template asked."""
+    """The length of a text or list, without a guard for traced texts."""
     return str.__len__(value) if isinstance(value, str) else len(value)
 
 

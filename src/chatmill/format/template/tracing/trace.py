@@ -1,12 +1,13 @@
-"""Traces: what a rendering computed from the texts of a conversation, and what it learned of them on the way.
+"""Traces of template renderings, replayed on other conversations while their guards hold, as in TorchDynamo.
 
-A rendering is a function of its input. If another conversation of the same shape gives the same answer to every
-question that was asked of the first, it is written in the same way, with its own texts in the same places. So a
-trace is kept: its steps are run on the texts of the next conversation, and the template is not.
+A rendering is a function of the conversation. A trace records what it computed from the texts of one conversation:
 
-    texts     slot 0   slot 1  …            as they stand in the conversation
-    steps     slot n = lstrip(slot 1)       a text made of others
-              "</think>" in slot 1 is no    a question, and the answer this trace is good for
+    texts     slot 0   slot 1  …            the texts of the conversation
+    steps     slot n = lstrip(slot 1)       a text computed from others
+              "</think>" in slot 1: False   a guard: what the template observed
+
+Another conversation of the same shape for which all guards give the same results is rendered the same way, with its
+own texts in the slots. So the steps are run on its texts, and the template is not run again.
 """
 
 from __future__ import annotations
@@ -14,84 +15,78 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-MISS = object()
+NOT_A_GUARD = object()
 
 
 class TraceStep(NamedTuple):
+    """`function(*slots, *args)`: a guard with its expected result, or the value of the next slot."""
+
     function: Callable[..., Any]
     slots: tuple[int, ...]
     args: tuple[Any, ...]
-    answer: Any
-    """The answer that is expected; `MISS` for a step that makes the value of the next slot."""
+    expected: Any = NOT_A_GUARD
 
 
 class Trace:
-    """Steps over the texts of one conversation, in their order, each of them once."""
+    """The steps of one rendering, in order and without duplicates."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
-        self.count = len(texts)
-        """How many slots there are."""
+        self.num_slots = len(texts)
         self.steps: list[TraceStep] = []
-        self.whole = True
-        """False after something that cannot be run again on another conversation."""
-        self._known: dict[Any, Any] = {}
+        self.cacheable = True
+        """False after an operation that cannot be replayed on another conversation."""
+        self._recorded: dict[Any, int] = {}
 
     def value(self, function: Callable[..., Any], slots: tuple[int, ...], *args: Any) -> int:
-        """The slot of what `function` gives for these slots and arguments."""
+        """The slot that holds `function(*slots, *args)`."""
         key = (function, slots, args)
-        slot = self._known.get(key)
-        if slot is None:
-            slot, self.count = self.count, self.count + 1
-            self._known[key] = slot
-            self.steps.append(TraceStep(function, slots, args, MISS))
-        return int(slot)
+        if key not in self._recorded:
+            self._recorded[key] = self.num_slots
+            self.num_slots += 1
+            self.steps.append(TraceStep(*key))
+        return self._recorded[key]
 
-    def asked(self, function: Callable[..., Any], slots: tuple[int, ...], *args: Any, answer: Any) -> None:
-        """Note that the template was given this answer."""
-        key = (asked_of, function, slots, args)
-        if key not in self._known:
-            self._known[key] = answer
-            self.steps.append(TraceStep(function, slots, args, answer))
+    def guard(self, function: Callable[..., Any], slots: tuple[int, ...], *args: Any, expected: Any) -> None:
+        """Record a result that the template observed."""
+        key = ("guard", function, slots, args)
+        if key not in self._recorded:
+            self._recorded[key] = -1
+            self.steps.append(TraceStep(function, slots, args, expected))
 
-    def undecided(self, function: Callable[..., Any], slots: tuple[int, ...], *args: Any, if_not: bool = False) -> Any:
-        """Ask something of the conversation at hand that its template did not; `if_not`: note only a no."""
+    def evaluate(self, function: Callable[..., bool], slots: tuple[int, ...], *args: Any, guard_true: bool) -> bool:
+        """Evaluate a condition on the traced conversation and guard its result; a true one only if `guard_true`."""
         values = replay(self.steps, list(self._texts))
         assert values is not None
-        answer = function(*[values[slot] for slot in slots], *args)
-        if not (if_not and answer):
-            self.asked(function, slots, *args, answer=answer)
-        return answer
-
-    def give_up(self) -> None:
-        self.whole = False
+        result = function(*[values[slot] for slot in slots], *args)
+        if guard_true or not result:
+            self.guard(function, slots, *args, expected=result)
+        return result
 
 
-def asked_of() -> None:
-    """Marks the questions among what is known."""
+def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...]:
+    """The same steps, with all guards that a text of the conversation is not empty as one."""
+    nonempty = [step for step in steps if step.function is bool and step.expected is True and step.slots[0] < texts]
+    others = tuple(step for step in steps if step not in nonempty)
+    if not nonempty:
+        return others
+    return (TraceStep(_none_empty, tuple(step.slots[0] for step in nonempty), (), True), *others)
 
 
-def shortened(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...]:
-    """The same steps, with the questions whether texts are empty asked at once."""
-    full = [step for step in steps if step.function is bool and step.answer is True and step.slots[0] < texts]
-    rest = [step for step in steps if step not in full]
-    return (TraceStep(_all_full, tuple(step.slots[0] for step in full), (), True), *rest) if full else tuple(rest)
-
-
-def _all_full(*texts: str) -> bool:
+def _none_empty(*texts: str) -> bool:
     return all(texts)
 
 
 def replay(steps: Sequence[TraceStep], texts: list[Any]) -> list[Any] | None:
-    """All slots for the texts of another conversation, or None if it answers a question differently."""
+    """All slots for the texts of another conversation (the list is extended), or None if a guard fails."""
     slots = texts
-    for function, where, args, answer in steps:
+    for function, where, args, expected in steps:
         if len(where) == 1:
-            found = function(slots[where[0]], *args)
+            result = function(slots[where[0]], *args)
         else:
-            found = function(*[slots[at] for at in where], *args)
-        if answer is MISS:
-            slots.append(found)
-        elif found != answer:
+            result = function(*[slots[at] for at in where], *args)
+        if expected is NOT_A_GUARD:
+            slots.append(result)
+        elif result != expected:
             return None
     return slots
