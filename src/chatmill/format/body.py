@@ -5,8 +5,9 @@ The text between two control tokens is encoded as one, so its parts are separate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,87 +17,70 @@ from chatmill.errors import RecordError
 from chatmill.format.chat_format import ChatFormat
 from chatmill.format.compiled import RenderTokenizer
 from chatmill.records import Message, Record, ToolCall
-from chatmill.rows import Ids, Index, Part
+from chatmill.rows import Ids, Index, Part, offsets
 from chatmill.tokenizer.token_positions import token_positions
 
 
-@dataclass
-class Body:
-    """The body of one message: `runs` of text between control tokens, and `pieces` in their order."""
+class BodyPiece(NamedTuple):
+    """A control token inside of a body, or a stretch of its text that is of one part."""
 
-    runs: list[str] = field(default_factory=list)
-    pieces: list[tuple[Part, str | None, int, int]] = field(default_factory=list)
-    """(part, key of a control token or None, number of the run, bytes of it)"""
-    first_text: int = 0
-    """The number of its first run among all texts that are encoded."""
+    part: Part
+    token: str | None
+    """The key of the control token."""
+    text: str
 
-    def __len__(self) -> int:
-        return len(self.pieces)
 
-    def written(self, tokens: Mapping[str, str]) -> str:
-        """The body as text, control tokens written out."""
-        out, run = [], -1
-        for _, key, of_run, _ in self.pieces:
-            if key is not None:
-                out.append(tokens[key])
-            elif of_run != run:
-                run = of_run
-                out.append(self.runs[run])
-        return "".join(out)
-
-    def add(self, part: Part, key: str | None, text: str) -> None:
-        if key is not None:
-            self.pieces.append((part, key, 0, 0))
-        elif text:
-            size = len(text.encode())
-            last = self.pieces[-1] if self.pieces else None
-            if last is None or last[1] is not None:
-                self.runs.append("")
-            elif last[0] == part:
-                size += self.pieces.pop()[3]
-            self.runs[-1] += text
-            self.pieces.append((part, None, len(self.runs) - 1, size))
+Body = list[BodyPiece]
 
 
 def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> Body:
-    """Reasoning, content and tool calls in the order a model writes them."""
-    body = Body()
+    """Reasoning, content and tool calls in the order in which a model writes them."""
+    body: Body = []
 
-    def add(part: Part, template: str, text: str) -> None:
+    def add(part: Part, *pieces: tuple[str | None, str]) -> None:
+        for token, text in pieces:
+            if token is None and body and body[-1].token is None and body[-1].part == part:
+                body[-1] = body[-1]._replace(text=body[-1].text + text)
+            elif text:
+                body.append(BodyPiece(part, token, text))
+
+    def add_filled(part: Part, template: str, text: str) -> None:
         # Only the template may hold control tokens; `text` is data.
         before, after = template.split("{}")
-        for key, piece in format.split(before):
-            body.add(part, key, piece)
-        body.add(part, None, text)
-        for key, piece in format.split(after):
-            body.add(part, key, piece)
+        add(part, *format.split(before), (None, text), *format.split(after))
 
-    body.add(Part.CONTENT, None, prefix)
+    add(Part.CONTENT, (None, prefix))
     if message.reasoning:
-        add(Part.REASONING, format.body["reasoning"], message.reasoning)
-    body.add(Part.CONTENT, None, message.content)
+        add_filled(Part.REASONING, format.body["reasoning"], message.reasoning)
+    add(Part.CONTENT, (None, message.content))
     for number, call in enumerate(message.tool_calls):
         if message.content or number:
-            body.add(Part.TOOL_CALL, None, "\n")
-        add(Part.TOOL_CALL, format.body["tool_call"], call_text(call))
-    body.add(Part.CONTENT, None, suffix)
+            add(Part.TOOL_CALL, (None, "\n"))
+        add_filled(Part.TOOL_CALL, format.body["tool_call"], call_text(call))
+    add(Part.CONTENT, (None, suffix))
     return body
 
 
+def text_runs(body: Body) -> list[str]:
+    """The texts between the control tokens of a body, each of which is encoded as one."""
+    runs = groupby(body, key=lambda piece: piece.token is None)
+    return ["".join(piece.text for piece in pieces) for is_text, pieces in runs if is_text]
+
+
 def record_texts(record: Record) -> Iterator[str]:
-    """Every text of a conversation that comes to be encoded, for training a tokenizer on."""
+    """The texts of a conversation that are encoded, to train a tokenizer on."""
     yield from record.tools
     for message in record.messages:
         yield from filter(None, (message.reasoning, message.content, *map(call_text, message.tool_calls)))
 
 
 def call_text(call: ToolCall) -> str:
-    """A call as compact JSON, the keys of its arguments in the order in which they were given."""
+    """A call as compact JSON; the keys of its arguments keep their order."""
     return f'{{"name":{msgspec.json.encode(call.name).decode()},"arguments":{call.arguments}}}'
 
 
 def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
-    """The record's messages as they are written: with the format's system text and the tools, where there are any."""
+    """The messages to render: with the format's default system message, and with tools in the system message."""
     messages = record.messages
     if not messages:
         raise RecordError("the record has no messages", "give at least one", kind="empty").at(record.file, record.line)
@@ -105,14 +89,14 @@ def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
         return messages
     system = messages[0] if has_system else Message(role="system", content=format.default_system or "")
     if record.tools:
-        listed = format.body["tools"].replace("{}", "\n".join(record.tools), 1)
-        content = f"{system.content}\n\n{listed}" if system.content else listed
+        tools = format.body["tools"].replace("{}", "\n".join(record.tools), 1)
+        content = f"{system.content}\n\n{tools}" if system.content else tools
         system = msgspec.structs.replace(system, content=content)
     return [system, *(messages[1:] if has_system else messages)]
 
 
 def split_bodies(
-    bodies: Iterable[Body],
+    bodies: Sequence[Body],
     flat: Ids,
     text_start: Index,
     tokenizer: RenderTokenizer,
@@ -123,16 +107,18 @@ def split_bodies(
     Control tokens start at `control_start` behind the encoded ids. A run that the tokenizer normalizes has no exact
     borders: it becomes one piece of content, its other pieces are empty.
     """
-    pieces = [(*piece, body.first_text) for body in bodies for piece in body.pieces]
-    parts = np.array([piece[0] for piece in pieces], dtype=np.uint8)
-    is_text = np.array([piece[1] is None for piece in pieces], dtype=bool)
-    starts = np.array([len(flat) + control_start[piece[1]] if piece[1] else 0 for piece in pieces], dtype=np.int64)
+    pieces = [piece for body in bodies for piece in body]
+    parts = np.array([piece.part for piece in pieces], dtype=np.uint8)
+    starts = np.array([len(flat) + control_start[piece.token] if piece.token else 0 for piece in pieces])
     lengths = np.ones(len(pieces), dtype=np.int64)
-
-    run = np.array([piece[4] + piece[2] for piece in pieces], dtype=np.int64)[is_text]
-    if not len(run):
+    is_text = np.array([piece.token is None for piece in pieces])
+    begins_run = is_text & ~np.append(False, is_text[:-1])
+    begins_run[offsets(np.array([len(body) for body in bodies]))[:-1]] = True
+    begins_run &= is_text
+    if not begins_run.any():
         return starts, lengths, parts
-    size = np.array([piece[3] for piece in pieces], dtype=np.int64)[is_text]
+    run = (np.cumsum(begins_run) + len(text_start) - 2 - begins_run.sum())[is_text]
+    size = np.array([len(piece.text.encode()) for piece in pieces], dtype=np.int64)[is_text]
     run_start, run_stop = text_start[run], text_start[run + 1]
     run_size = np.bincount(run, weights=size)[run].astype(np.int64)
     end = np.cumsum(size)

@@ -1,4 +1,4 @@
-"""ChatFormat: how a conversation is written in tokens, and which parts of an assistant turn are trained.
+"""Chat formats: how a conversation is written in tokens, and which parts of an assistant turn are trained.
 
 A format is a small TOML file; the presets in `presets/` are read by the same code as a user's own.
 """
@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.records import ROLES
@@ -26,12 +28,11 @@ DEFAULT_BODY = {
         'To call one, write {"name": ..., "arguments": ...} between <tool_call> and </tool_call>.'
     ),
 }
-"""How the less common parts of a message are put into its text, unless the format says otherwise."""
+"""How the less common parts of a message are written, unless the format has its own templates."""
 
 
-@dataclass(frozen=True)
-class TurnMarkers:
-    """What stands before and after a message, control tokens and plain text mixed."""
+class TurnMarkers(NamedTuple):
+    """What stands before and after a message: control tokens and text."""
 
     open: str
     close: str
@@ -39,6 +40,16 @@ class TurnMarkers:
 
 @dataclass(frozen=True)
 class ChatFormat:
+    """A format of turns; `load_format` reads one.
+
+    >>> from chatmill import load_format
+    >>> format = load_format("chatml")
+    >>> format.turns["user"]
+    TurnMarkers(open='<|im_start|>user\\n', close='<|im_end|>\\n')
+    >>> format.trained
+    ('content', 'close')
+    """
+
     name: str
     tokens: Mapping[str, str]
     """The control tokens by key; `sys`, `usr`, `asst`, `eot` where the format has them."""
@@ -52,7 +63,7 @@ class ChatFormat:
     """Templates for reasoning, a tool call and the list of tools, each with one `{}`."""
 
     def split(self, text: str) -> list[tuple[str | None, str]]:
-        """Format text cut into control tokens, as (key, token), and plain text, as (None, text)."""
+        """Text of the format split into control tokens, as (key, token), and text, as (None, text)."""
         pieces: list[tuple[str | None, str]] = []
         keys = {token: key for key, token in self.tokens.items()}
         while text:
@@ -70,25 +81,26 @@ class ChatFormat:
 
     @property
     def eot(self) -> str:
-        """The key of the token that ends an assistant turn: what a server stops at."""
+        """The key of the token that ends an assistant turn."""
         return next(key for key, _ in self.split(self.turns["assistant"].close) if key is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """All that decides how conversations are written, as a dataset remembers it."""
-        return {
-            "name": self.name,
-            "tokens": dict(self.tokens),
-            "turns": {role: [turn.open, turn.close] for role, turn in self.turns.items()},
-            "trained": list(self.trained),
-            "default_system": self.default_system,
-            "begin": self.begin,
-            "end": self.end,
-            "body": dict(self.body),
-        }
+        """Everything that determines the rendered text, for the metadata of a dataset; `from_json` is the inverse."""
+        stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return stored
+
+    @classmethod
+    def from_json(cls, stored: Any) -> ChatFormat:
+        return msgspec.convert(stored, cls)
 
 
 def load_format(spec: str | Path) -> ChatFormat:
-    """A preset by its name, or a user's TOML file by its path."""
+    """A preset by its name, or a TOML file by its path.
+
+    >>> from chatmill import load_format
+    >>> load_format("primer").tokens
+    {'sys': '<|sys|>', 'usr': '<|usr|>', 'asst': '<|asst|>', 'eot': '<|eot|>'}
+    """
     if str(spec) in PRESETS:
         text = resources.files(__package__).joinpath("presets", f"{spec}.toml").read_text("utf-8")
         return parse_format(text, where=str(spec))
@@ -104,7 +116,7 @@ def load_format(spec: str | Path) -> ChatFormat:
 
 
 def parse_format(text: str, *, where: str) -> ChatFormat:
-    """A format from its TOML text; all faults are reported together, in one line."""
+    """A format from TOML; all faults are reported together, in one line."""
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -141,7 +153,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
         value = data.get(key, "")
         return value if isinstance(value, str) else ""
 
-    made = ChatFormat(
+    format = ChatFormat(
         name=text_of("name") or Path(where).stem,
         tokens=tokens,
         turns=turns,
@@ -151,14 +163,14 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
         end=text_of("end"),
         body=DEFAULT_BODY | body,
     )
-    faults += _marker_faults(made)
+    faults += _marker_faults(format)
     if faults:
         raise DataError(f"{where}: " + "; ".join(faults))
-    return made
+    return format
 
 
 def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ...] = ()) -> dict[str, str]:
-    """The entries of a TOML table that are texts; everything else becomes a fault."""
+    """The strings of a TOML table; everything else is a fault."""
     if not isinstance(table, dict):
         faults.append(f"[{name}] must be a table")
         return {}
@@ -173,26 +185,26 @@ def _strings(table: Any, name: str, faults: list[str], *, allowed: tuple[str, ..
     return good
 
 
-def _marker_faults(made: ChatFormat) -> list[str]:
-    """Turns must be told apart by control tokens alone, or text could forge them."""
+def _marker_faults(format: ChatFormat) -> list[str]:
+    """Turns must be delimited by control tokens, or text could forge them."""
     faults, used = [], set()
-    for role, turn in made.turns.items():
-        opening, closing = made.split(turn.open), made.split(turn.close)
+    for role, turn in format.turns.items():
+        opening, closing = format.split(turn.open), format.split(turn.close)
         used |= {key for key, _ in opening + closing}
         if not opening or opening[0][0] is None:
             faults.append(f"{role}.open must begin with a control token of [tokens]")
         if all(key is None for key, _ in closing):
             faults.append(f"{role}.close must hold a control token of [tokens]")
     for name in ("begin", "end"):
-        pieces = made.split(getattr(made, name))
+        pieces = format.split(getattr(format, name))
         used |= {key for key, _ in pieces}
         if any(key is None for key, _ in pieces):
-            faults.append(f"{name} must be made of control tokens of [tokens] alone")
-    for name, template in made.body.items():
-        keys = {key for key, _ in made.split(template)}
+            faults.append(f"{name} must be format of control tokens of [tokens] alone")
+    for name, template in format.body.items():
+        keys = {key for key, _ in format.split(template)}
         if name == "tools" and keys - {None}:
             # They stand in the system's text, which is encoded as text.
             faults.append("body.tools must be plain text; no control token of [tokens] may stand in it")
         used |= keys
-    faults += [f"tokens.{key} is never used" for key in made.tokens if key not in used]
+    faults += [f"tokens.{key} is never used" for key in format.tokens if key not in used]
     return faults

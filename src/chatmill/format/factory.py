@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.format.chat_format import PRESETS, ChatFormat, TurnMarkers, load_format
+from chatmill.format.chat_format import PRESETS, ChatFormat, load_format
 from chatmill.format.renderer import Mask
 from chatmill.format.template.hf_folder import HFFolder, TemplateSource, has_template, read_folder
 from chatmill.format.template.renderer import TemplateRenderer
@@ -125,7 +125,9 @@ def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: s
         if isinstance(stored, dict) and stored.get("name") == TEMPLATE:
             renderer: TurnRenderer | TemplateRenderer = _template_renderer(stored, tokenizer, spec, where)
         else:
-            renderer = TurnRenderer(load_format(stored) if stored in PRESETS else _chat_format(stored), tokenizer)
+            renderer = TurnRenderer(
+                load_format(stored) if stored in PRESETS else ChatFormat.from_json(stored), tokenizer
+            )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ChatmillError):
             raise
@@ -135,20 +137,6 @@ def renderer_from_json(stored: Any, tokenizer: Tokenizer, *, spec: str, where: s
         shown = one_line(str(stored.get("name")))
         raise DataError(f"{where}: the format {shown} was stored by another version; name it with --format")
     return renderer
-
-
-def _chat_format(stored: Any) -> ChatFormat:
-    """The inverse of `ChatFormat.to_json`."""
-    return ChatFormat(
-        name=stored["name"],
-        tokens=dict(stored["tokens"]),
-        turns={role: TurnMarkers(*pair) for role, pair in stored["turns"].items()},
-        trained=tuple(stored["trained"]),
-        default_system=stored["default_system"],
-        begin=stored["begin"],
-        end=stored["end"],
-        body=dict(stored["body"]),
-    )
 
 
 def _template_renderer(stored: dict[str, Any], tokenizer: Tokenizer, spec: str, where: str) -> TemplateRenderer:

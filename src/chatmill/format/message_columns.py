@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.format.body import Body, body_of, messages_of
+from chatmill.format.body import Body, body_of, messages_of, text_runs
 from chatmill.format.chat_format import ChatFormat
 from chatmill.format.compiled import ROLE_CODES, CompiledFormat
 from chatmill.records import ChatColumns, Message, Record
@@ -109,6 +109,5 @@ def _texts(
             texts[at] = ""
     for at, body in bodies.items():
         texts[at] = ""
-        body.first_text = len(texts)
-        texts += body.runs
+        texts += text_runs(body)
     return texts, text_of

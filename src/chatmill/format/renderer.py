@@ -68,24 +68,13 @@ class Renderer(Protocol):
         ledger: Ledger | None = None,
         chunk: int = 512,
     ) -> Iterator[Rows]:
-        """Like `render`, `chunk` records at a time, in constant memory."""
+        """Like `render`, in chunks, which are small so that their arrays stay in the CPU cache."""
+        stream = iter(records)
+        while batch := list(islice(stream, chunk)):
+            yield self.render(batch, train_on=train_on, ledger=ledger)
 
     def prompt_ids(self, record: Record) -> list[int]:
         """The ids that precede the next answer: the same in training and in inference."""
-
-
-def render_chunks(
-    self: Renderer,
-    records: Iterable[Record],
-    *,
-    train_on: TrainOn = "assistant",
-    ledger: Ledger | None = None,
-    chunk: int = 512,
-) -> Iterator[Rows]:
-    """`Renderer.render_chunks` of both classes; chunks are small so that their arrays stay in the CPU cache."""
-    stream = iter(records)
-    while batch := list(islice(stream, chunk)):
-        yield self.render(batch, train_on=train_on, ledger=ledger)
 
 
 def origins_of(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:

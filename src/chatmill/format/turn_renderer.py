@@ -26,7 +26,7 @@ from chatmill.format.body import split_bodies
 from chatmill.format.chat_format import ChatFormat
 from chatmill.format.compiled import AFTER, BEGIN, BODY, CLOSE, END, OPEN, PARTS, CompiledFormat, RenderTokenizer
 from chatmill.format.message_columns import MessageColumns, message_columns
-from chatmill.format.renderer import OnReject, origins_of, render_chunks
+from chatmill.format.renderer import OnReject, Renderer, origins_of
 from chatmill.ledger import Ledger
 from chatmill.records import ROLES, ChatColumns, Record
 from chatmill.rows import (
@@ -101,7 +101,7 @@ class TurnRenderer:
         ids, text_start = self.tokenizer.encode_batch(columns.texts)
         return _rows(columns, self.compiled, self.tokenizer, ids, text_start, train_on=train_on)
 
-    render_chunks = render_chunks
+    render_chunks = Renderer.render_chunks
 
     def prompt_ids(self, record: Record) -> list[int]:
         ids: list[int] = self.render(list(self.renderable([record]))).ids.tolist()
@@ -159,7 +159,7 @@ def _rows(
     starts[base[again] + BODY] = (len(flat) + len(compiled.literals) + offsets(size))[which]
     if bodies:
         inside = np.concatenate([np.arange(len(body)) + base[at] + BODY for at, body in bodies.items()])
-        split = split_bodies(bodies.values(), flat, text_start, tokenizer, compiled.control_start)
+        split = split_bodies([*bodies.values()], flat, text_start, tokenizer, compiled.control_start)
         starts[inside], lengths[inside], parts[inside] = split
         rules[inside] = compiled.rules[BODY]
 

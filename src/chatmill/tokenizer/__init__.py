@@ -1,4 +1,11 @@
-"""Text to ids and back: one port, several backends, control tokens kept apart from text."""
+"""Tokenizers: text to ids and back, with control tokens kept apart from text.
+
+Tokenizer           a vocabulary with the control tokens of a format; open_tokenizer opens one
+MissingTokensError  the vocabulary lacks control tokens of the format
+TextTokenizer       the protocol that the documented functions accept
+TextColumns         many texts in one buffer
+train_bpe           train a byte-level BPE
+"""
 
 from chatmill.tokenizer.backend import TextColumns, TextTokenizer
 from chatmill.tokenizer.factory import MissingTokensError, open_tokenizer

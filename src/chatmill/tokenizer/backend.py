@@ -1,7 +1,7 @@
-"""The tokenizer port: what a tokenizer file must be able to do, and what others may ask of a tokenizer.
+"""The `Backend` protocol: what each kind of tokenizer file implements.
 
-A backend knows text only. `Tokenizer` adds the control tokens of one format beside it, so that the rule
-"text never becomes a control token" is held in one place for every backend.
+A backend encodes text only. `Tokenizer` adds the control tokens, so that the rule "text never becomes a control token"
+is enforced in one place for all backends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, DataError, one_line
+from chatmill.rows import offsets
 
 Ids = NDArray[np.uint32]
 Offsets = NDArray[np.int64]
@@ -23,9 +24,9 @@ Offsets = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class TextColumns(Sequence[str]):
-    """Texts that lie in one buffer: before[kind] + data[start:stop] + after[kind], in UTF-8.
+    """Texts in one buffer: before[kind] + data[start:stop] + after[kind], in UTF-8.
 
-    An engine that knows them needs no string for each; to any other they are a sequence of strings.
+    The compiled engine encodes them without making strings; for other engines they are a sequence of strings.
     """
 
     data: bytes
@@ -55,7 +56,7 @@ class TextColumns(Sequence[str]):
 
 
 class TextTokenizer(Protocol):
-    """All that the documented functions need of a tokenizer."""
+    """The methods of a tokenizer that `serialize_chat_to_ids` and `render_chat_sft` use."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -63,11 +64,11 @@ class TextTokenizer(Protocol):
 
 
 class Backend(Protocol):
-    """What one kind of tokenizer file can do. Text in, ids out; no control token is ever produced from text."""
+    """One kind of tokenizer file: text to ids, never to the id of a control token."""
 
     @property
     def engine(self) -> str:
-        """What encodes."""
+        """The library that encodes."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -77,50 +78,45 @@ class Backend(Protocol):
 
     @property
     def control(self) -> Mapping[str, int]:
-        """Every token that is kept out of text, with its id."""
+        """The control tokens with their ids."""
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """All texts at once: flat ids, and len(texts)+1 offsets into them."""
+        """The ids of all texts, concatenated, and len(texts)+1 offsets into them."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids that hold no control token."""
 
     def piece(self, id: int) -> bytes:
-        """The bytes one id stands for; a `KeyError` where the vocabulary has a hole."""
+        """The bytes that an id stands for; `KeyError` if no token has this id."""
 
 
 def is_markup(token: str) -> bool:
-    """Whether a token reads as a marker: `<think>`, `[INST]`.
-
-    Some vocabularies list such tokens as plain ones, yet no author of a message means them as control.
-    """
+    """Whether a token looks like a control token: `<think>`, `[INST]`. Some vocabularies do not mark these special."""
     return len(token) > 2 and token[0] in "<[" and token[-1] in ">]"
 
 
 def aliases(control: Mapping[str, int]) -> dict[str, str]:
-    """For each control token a name for its place in the model that no text can hold.
+    """For each control token a name that no text can contain.
 
-    Taking the token out would renumber what follows it; under another name its id stays and text never meets it.
-    The secret is new in every process, so nobody can write the name into a message; no id depends on it.
+    Removing a token from a vocabulary would renumber those after it; renamed, it keeps its id and never matches text.
+    The secret is new in every process, so no message can contain it; no id depends on it.
     """
     secret = secrets.token_hex(16)
     return {token: f"\U0010ffff{secret}:{id}" for token, id in control.items()}
 
 
 def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:
-    """One array of ids a text, joined.
+    """The ids of several texts concatenated, and their offsets.
 
     [7 8] [] [9]  ->  [7 8 9], [0 2 2 3]
     """
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
     ids = np.concatenate(arrays) if arrays else np.empty(0)
-    return ids.astype(np.uint32), offsets
+    return ids.astype(np.uint32), offsets(np.array([len(array) for array in arrays], dtype=np.int64))
 
 
 @contextmanager
 def faults_of(place: str, what: str, right: str) -> Iterator[None]:
-    """Whatever a library raises inside becomes one line: `place: what (its own words); right`."""
+    """Turn any exception of a library into a `DataError` of one line: `place: what (its message); right`."""
     try:
         yield
     except (ChatmillError, MemoryError):
@@ -129,5 +125,5 @@ def faults_of(place: str, what: str, right: str) -> Iterator[None]:
         # A panic in Rust is a BaseException of a type that cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        words = one_line(f"{type(error).__name__}: {error}", 160)
-        raise DataError(f"{place}: {what} ({words}); {right}") from error
+        message = one_line(f"{type(error).__name__}: {error}", 160)
+        raise DataError(f"{place}: {what} ({message}); {right}") from error

@@ -1,7 +1,7 @@
-"""Byte-level BPE in C: for the vocabularies that most models have, cut into words by GPT-2's pattern or cl100k's.
+"""Byte-level BPE in C, for tokenizer.json files that split words with the pattern of GPT-2 or of cl100k.
 
-A few texts are left to another engine: those with a very long word, or with a rare character. Where the C was not
-compiled, or the file is of another kind, there is no such engine.
+Texts with a very long word or a rare character are left to a fallback engine. There is no such engine where the C was
+not compiled, or for other kinds of files.
 """
 
 from __future__ import annotations
@@ -28,55 +28,56 @@ Encode = Callable[[Sequence[str]], tuple[Ids, Offsets]]
 
 LETTER, NUMBER, SPACE, OTHER, UNKNOWN = range(5)
 DOUBT = 8
-"""Added to the class of a character that normalizing may change, or join with the one before it."""
+"""Added to the class of a character that normalization may change, or join with the one before it."""
 KNOWN = 2**17
-"""Characters whose class is looked up: those beyond are very rare."""
-MOST = 2**22
-"""Merges, whose ranks share 32 bits with places in a word."""
+"""Code points with a class; those beyond are very rare."""
+MAX_MERGES = 2**22
+"""Ranks of merges share 32 bits with positions in a word."""
 GPT2, CL100K = range(2)
 _CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _DIGITS = {_CL100K % r"\p{N}": 1, _CL100K % r"\p{N}{1,3}": 3}
 
 
 class ByteBpe:
-    """The engine of one `tokenizer.json` whose control tokens are out of it; `rest` encodes what it leaves."""
+    """The engine of one `tokenizer.json` without control tokens; `fallback` encodes the texts that it leaves."""
 
-    def __init__(self, encoder: _bpe.Encoder, normalize: Callable[[str], str], rest: Encode) -> None:
-        self._encoder, self._normalize, self._rest = encoder, normalize, rest
+    def __init__(self, encoder: _bpe.Encoder, normalize: Callable[[str], str], fallback: Encode) -> None:
+        self._encoder, self._normalize, self._fallback = encoder, normalize, fallback
 
     def __call__(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         if isinstance(texts, TextColumns):
-            found = self._encoder.encode_columns(
+            encoded = self._encoder.encode_columns(
                 texts.data, texts.start, texts.stop, texts.kind, texts.before, texts.after
             )
         else:
-            found = self._encoder.encode(list(texts), False)
-        return self._with_rest(found, texts, self._normalized)
+            encoded = self._encoder.encode(list(texts), False)
+        return _with_left(encoded, texts, self._normalized)
 
     def _normalized(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         normal = [self._normalize(text) for text in texts]
-        return self._with_rest(self._encoder.encode(normal, True), texts, self._rest)
-
-    def _with_rest(
-        self, found: tuple[bytes, bytes, list[int]], texts: Sequence[str], rest: Encode
-    ) -> tuple[Ids, Offsets]:
-        """Ids and offsets of all texts: of those that were left out, what `rest` gives for them."""
-        ids, offsets, odd = np.frombuffer(found[0], np.uint32), np.frombuffer(found[1], np.int64), found[2]
-        if not odd:
-            return ids, offsets
-        others, start = rest([texts[n] for n in odd])
-        pieces: list[NDArray[Any]] = []
-        before = 0
-        for n, (a, b) in zip(odd, pairwise(start.tolist()), strict=True):
-            pieces += [ids[before : offsets[n]], others[a:b]]
-            before = int(offsets[n])
-        lengths = np.diff(offsets)
-        lengths[odd] = np.diff(start)
-        return np.concatenate([*pieces, ids[before:]]), np.append(0, np.cumsum(lengths))
+        return _with_left(self._encoder.encode(normal, True), texts, self._fallback)
 
 
-def byte_bpe(content: Json, normalize: Callable[[str], str], rest: Encode) -> ByteBpe | None:
-    """The engine for a stripped `tokenizer.json`, if it is of the kind."""
+def _with_left(
+    encoded: tuple[bytes, bytes, list[int]], texts: Sequence[str], encode_left: Encode
+) -> tuple[Ids, Offsets]:
+    """Ids and offsets of all texts; those that the encoder has left are encoded by `encode_left`."""
+    ids, offsets, left = np.frombuffer(encoded[0], np.uint32), np.frombuffer(encoded[1], np.int64), encoded[2]
+    if not left:
+        return ids, offsets
+    left_ids, start = encode_left([texts[n] for n in left])
+    pieces: list[NDArray[Any]] = []
+    before = 0
+    for n, (a, b) in zip(left, pairwise(start.tolist()), strict=True):
+        pieces += [ids[before : offsets[n]], left_ids[a:b]]
+        before = int(offsets[n])
+    lengths = np.diff(offsets)
+    lengths[left] = np.diff(start)
+    return np.concatenate([*pieces, ids[before:]]), np.append(0, np.cumsum(lengths))
+
+
+def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -> ByteBpe | None:
+    """The engine for a `tokenizer.json` without control tokens, or None if it is of another kind."""
     pattern = _pattern(content.get("pre_tokenizer"))
     normalizer = (content.get("normalizer") or {}).get("type")
     if _bpe is None or pattern is None or normalizer not in (None, "NFC") or content["added_tokens"]:
@@ -89,12 +90,12 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], rest: Encode) -> By
     vocab, alphabet = model["vocab"], byte_alphabet()
     merges = pairs(model["merges"])
     twice = len({tuple(merge) for merge in merges}) < len(merges) or len({*vocab.values()}) < len(vocab)
-    # In merges that are written as lines, those that begin so are comments.
+    # Merges that are lines of text may be comments.
     comments = any(isinstance(merge, str) and merge.startswith("#version") for merge in model["merges"])
-    if not vocab.keys() >= alphabet.keys() or twice or comments or len(merges) >= MOST:
+    if not vocab.keys() >= alphabet.keys() or twice or comments or len(merges) >= MAX_MERGES:
         return None
-    words = [token for token in vocab if alphabet.keys() >= set(token)]
-    written = "".join(words).translate({ord(letter): chr(byte) for letter, byte in alphabet.items()})
+    tokens = [token for token in vocab if alphabet.keys() >= set(token)]
+    spelled = "".join(tokens).translate({ord(letter): chr(byte) for letter, byte in alphabet.items()})
     encoder = _bpe.Encoder(
         pattern=pattern[0],
         digits=pattern[1],
@@ -103,11 +104,11 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], rest: Encode) -> By
         byte_ids=_ids(vocab[letter] for letter in sorted(alphabet, key=alphabet.__getitem__)),
         pairs=_ids(vocab[half] for merge in merges for half in merge),
         into=_ids(vocab[left + right] for left, right in merges),
-        vocabulary=written.encode("latin-1"),
-        places=np.append(0, np.cumsum([len(word) for word in words])),
-        numbers=_ids(vocab[word] for word in words),
+        vocabulary=spelled.encode("latin-1"),
+        places=np.append(0, np.cumsum([len(token) for token in tokens])),
+        numbers=_ids(vocab[token] for token in tokens),
     )
-    return ByteBpe(encoder, normalize, rest)
+    return ByteBpe(encoder, normalize, fallback)
 
 
 def _ids(numbers: Any) -> NDArray[np.uint32]:
@@ -115,7 +116,7 @@ def _ids(numbers: Any) -> NDArray[np.uint32]:
 
 
 def _pattern(section: Any) -> tuple[int, int] | None:
-    """Which pattern cuts words, and how many digits it takes at a time."""
+    """Which pattern splits words, and how many digits it takes at a time."""
     match section:
         case {"type": "ByteLevel", "add_prefix_space": False} if section.get("use_regex", True):
             return GPT2, 0
@@ -132,19 +133,19 @@ def _pattern(section: Any) -> tuple[int, int] | None:
 
 @cache
 def classes(*, nfc: bool) -> bytes:
-    """The class of every character as `tokenizers` sees it, and a doubt about those that NFC may change."""
-    # A surrogate is no character; it stands for itself here so that places are numbers.
+    """The class of every character according to `tokenizers`, with DOUBT added to those that NFC may change."""
+    # Surrogates are not characters; replaced, so that the position of a character is its number.
     text = "".join(chr(n) if not 0xD800 <= n < 0xE000 else "\ufffd" for n in range(KNOWN))
-    found = np.full(KNOWN, OTHER, dtype=np.uint8)
+    kinds = np.full(KNOWN, OTHER, dtype=np.uint8)
     for kind, regex in ((LETTER, r"\p{L}+"), (NUMBER, r"\p{N}+"), (SPACE, r"\s+")):
         others = tokenizers.pre_tokenizers.Split(tokenizers.Regex(regex), "removed").pre_tokenize_str(text)
         of_kind = np.ones(KNOWN, dtype=bool)
         for _, (start, stop) in others:
             of_kind[start:stop] = False
-        found[of_kind] = kind
+        kinds[of_kind] = kind
     if nfc:
-        found[[ord(character) for character in _in_doubt(text)]] += DOUBT
-    return found.tobytes()
+        kinds[[ord(character) for character in _in_doubt(text)]] += DOUBT
+    return kinds.tobytes()
 
 
 def _in_doubt(text: str) -> set[str]:

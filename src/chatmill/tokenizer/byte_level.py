@@ -1,4 +1,4 @@
-"""The tokenizer that needs no file: ids 0 to 255 are the UTF-8 bytes, then come the control tokens of all presets."""
+"""The built-in tokenizer `bytes`: ids 0 to 255 are UTF-8 bytes, followed by the control tokens of all presets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTROL_TOKENS = (
 
 
 class ByteLevel:
-    """One id a byte; every text is encoded, nothing is lost."""
+    """One id per byte; lossless for every text."""
 
     engine = "bytes"
     vocab_size = 256 + len(CONTROL_TOKENS)

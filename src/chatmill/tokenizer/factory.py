@@ -1,4 +1,4 @@
-"""From a name or a path to a tokenizer: what a file is, is decided by its content."""
+"""Open a tokenizer from a name or a path; the kind of a file is detected from its content."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from chatmill.tokenizer.tiktoken_ranks import RANK_LINE, load_ranks, load_tekken
 from chatmill.tokenizer.tokenizer import Tokenizer
 from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
-_RIGHT = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a tekken JSON file"
+_EXPECTED = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a tekken JSON file"
 
-# Far above any vocabulary in use: a larger id is damage, and tables of that size would fill the memory.
-_LARGEST = 2**24
+# Far above any vocabulary in use: a larger id is damage, and lookup tables would not fit in memory.
+_MAX_ID = 2**24
 
 
 class MissingTokensError(UsageError):
@@ -34,36 +34,43 @@ def open_tokenizer(
     besides: Sequence[str] = (),
     add_tokens: bool = False,
 ) -> Tokenizer:
-    """The tokenizer at a path, or the one named `bytes`, with the control tokens of a format (key to token).
+    """Open a tokenizer file or a Hugging Face folder, or the built-in tokenizer `bytes`.
 
-    `besides` are control tokens that no format writes, such as coordinates. Tokens the vocabulary lacks are an
-    error, unless `add_tokens` says to give them the ids after its end.
+    `control` are the control tokens of a format, by key; `besides` are others that the format does not use, such as
+    coordinates. Tokens that the vocabulary lacks are an error, or with `add_tokens` get the ids after its end.
+
+    >>> from chatmill import load_format, open_tokenizer
+    >>> tokenizer = open_tokenizer("bytes", control=load_format("chatml").tokens)
+    >>> tokenizer.encode("Hi"), tokenizer.special_token_ids()
+    ([72, 105], {'start': 269, 'eot': 270})
+    >>> tokenizer.decode([269, 72, 105, 270])
+    '<|im_start|>Hi<|im_end|>'
     """
     control = control or {}
     wanted = [*control.values(), *besides]
     if spec == "bytes":
         name, place = "bytes", "bytes"
         backend: Backend = ByteLevel()
-        beside: dict[str, int] = {}
+        added: dict[str, int] = {}
     else:
         path = Path(spec)
         name, place = one_line(path.name or str(path), 200), one_line(str(path), 300)
-        backend, beside = _open_path(path, place, wanted)
-    known = {**backend.control, **beside}
+        backend, added = _open_path(path, place, wanted)
+    known = {**backend.control, **added}
     missing = [token for token in dict.fromkeys(wanted) if token not in known]
     if missing and not add_tokens:
         tokens = " ".join(one_line(token) for token in missing[:8]) + (" …" if len(missing) > 8 else "")
         lacks = f"{place}: the vocabulary lacks the control tokens {tokens}"
         raise MissingTokensError(f"{lacks}; add them with --add-tokens")
-    first = max([backend.vocab_size, *(id + 1 for id in beside.values())])
-    if first > _LARGEST:
-        raise DataError(f"{place}: a token has id {first - 1}; expected ids below {_LARGEST}")
-    beside |= {token: first + index for index, token in enumerate(missing)}
-    return Tokenizer(backend, name=name, control=control, beside=beside)
+    first = max([backend.vocab_size, *(id + 1 for id in added.values())])
+    if first > _MAX_ID:
+        raise DataError(f"{place}: a token has id {first - 1}; expected ids below {_MAX_ID}")
+    added |= {token: first + index for index, token in enumerate(missing)}
+    return Tokenizer(backend, name=name, control=control, added=added)
 
 
 def _open_path(path: Path, place: str, control: Collection[str]) -> tuple[Backend, dict[str, int]]:
-    """The backend of a file or folder, and the control tokens that a folder adds to it."""
+    """The backend of a file or folder, and the control tokens that the folder adds to it."""
     if not path.is_dir():
         return _open_file(path, place, control, declared={}), {}
     config = path / "tokenizer_config.json"
@@ -72,7 +79,7 @@ def _open_path(path: Path, place: str, control: Collection[str]) -> tuple[Backen
     if unused := [one_line(repr(token)) for token, id in plain.items() if id >= backend.vocab_size]:
         message = f"{place}: text tokens that only tokenizer_config.json lists are not used: {' '.join(unused)}"
         warnings.warn(message, stacklevel=2)
-    return backend, _beside(backend, declared, place)
+    return backend, _added_tokens(backend, declared, place)
 
 
 def _tokenizer_in(folder: Path, place: str) -> Path:
@@ -89,38 +96,38 @@ def _open_file(path: Path, place: str, control: Collection[str], *, declared: Ma
         raw = path.read_bytes()
     except FileNotFoundError as error:
         raise DataError(
-            f"{place}: no such file or folder; {_RIGHT}, a Hugging Face folder, or the name bytes"
+            f"{place}: no such file or folder; {_EXPECTED}, a Hugging Face folder, or the name bytes"
         ) from error
     except (OSError, ValueError) as error:
-        raise DataError(f"{place}: cannot be read ({error}); {_RIGHT}") from error
+        raise DataError(f"{place}: cannot be read ({error}); {_EXPECTED}") from error
     start = raw[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start:
-        raise DataError(f"{place}: the file is empty; {_RIGHT}")
+        raise DataError(f"{place}: the file is empty; {_EXPECTED}")
     if start[:1] in b"{[" or path.suffix == ".json":
         content = _json(raw, place)
         if isinstance(content.get("model"), dict) and "vocab" in content["model"]:
             return TokenizerJson(place, raw, content, control=control)
         if isinstance(content.get("config"), dict) and "pattern" in content["config"]:
             return load_tekken(place, raw, content)
-        raise DataError(f"{place}: JSON, but no tokenizer: it has neither model.vocab nor config.pattern; {_RIGHT}")
+        raise DataError(f"{place}: JSON, but no tokenizer: it has neither model.vocab nor config.pattern; {_EXPECTED}")
     if RANK_LINE.fullmatch(start.split(b"\n", 1)[0]):
         return load_ranks(place, raw, special=declared)
-    # The field every SentencePiece model begins with; asked here, so that garbage needs no library to be refused.
+    # Every SentencePiece model begins with this field; checked here, so that garbage is refused without the library.
     if raw[:1] == b"\x0a":
         return SentencePiece(place, raw, control=control)
-    raise DataError(f"{place}: no tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {_RIGHT}")
+    raise DataError(f"{place}: no tokenizer: neither JSON, tiktoken ranks nor a SentencePiece model; {_EXPECTED}")
 
 
 def _json(raw: bytes, place: str) -> dict[str, Any]:
     with faults_of(place, "not valid JSON", "the file is damaged or cut off"):
         content = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))
     if not isinstance(content, dict):
-        raise DataError(f"{place}: JSON, but no tokenizer: a {type(content).__name__} at its top; {_RIGHT}")
+        raise DataError(f"{place}: JSON, but no tokenizer: a {type(content).__name__} at its top; {_EXPECTED}")
     return content
 
 
 def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """The tokens that tokenizer_config.json lists, with their ids: control tokens, and plain ones."""
+    """The added tokens of tokenizer_config.json with their ids: control tokens, and text tokens."""
     place = one_line(str(config), 300)
     with faults_of(place, "cannot be read", "expected added_tokens_decoder to map ids to tokens"):
         listed = _json(config.read_bytes(), place).get("added_tokens_decoder") or {}
@@ -132,15 +139,15 @@ def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
     return control, plain
 
 
-def _beside(backend: Backend, declared: Mapping[str, int], place: str) -> dict[str, int]:
-    """The declared tokens that lie above the backend's vocabulary; all others must be its own."""
-    beside = {}
+def _added_tokens(backend: Backend, declared: Mapping[str, int], place: str) -> dict[str, int]:
+    """The declared tokens with ids above the backend's vocabulary; all others must be in it."""
+    added = {}
     for token, id in declared.items():
         if token in backend.control or id < backend.vocab_size:
-            # The token for unknown text is declared too, and is no control token.
+            # The unknown token is declared too, and is not a control token.
             if backend.control.get(token) != id and backend.piece(id) != token.encode():
                 what = f'tokenizer_config.json gives "{one_line(token)}" id {id}, the tokenizer does not'
                 raise DataError(f"{place}: {what}; the two files must be of one tokenizer")
         else:
-            beside[token] = id
-    return beside
+            added[token] = id
+    return added

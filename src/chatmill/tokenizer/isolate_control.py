@@ -1,4 +1,4 @@
-"""A tokenizer.json without its control tokens: computation only, from the parsed file to one that can be loaded."""
+"""Remove control tokens from a parsed tokenizer.json, so that text cannot produce them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Json = dict[str, Any]
 
 
 def byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    """How byte-level vocabularies spell bytes: printable Latin-1 as itself, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def kinds(section: object) -> Iterator[str]:
-    """The types of a component and of all it is made of."""
+    """The types of a component and of all components inside of it."""
     if isinstance(section, dict):
         yield str(section.get("type"))
         for value in section.values():
@@ -30,17 +30,18 @@ def kinds(section: object) -> Iterator[str]:
 
 
 def vocabulary(content: Json) -> dict[str, int]:
-    """Every token of the model with its id; Unigram models number them by position."""
+    """The tokens of the model with their ids; Unigram models number them by position."""
     vocab = content["model"]["vocab"]
     return dict(vocab) if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}
 
 
 def isolate_control(place: str, content: Json, control: Collection[str]) -> tuple[Json, dict[str, int]]:
-    """The same tokenizer with its control tokens out of the reach of text, and the ids they keep.
+    """The same tokenizer without its control tokens, and their ids.
 
-    added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' under another name
-    An added token's id counts up with its position, so one that stands before a token that stays is only renamed.
-    What would add, cut or vary tokens (post-processor, truncation, padding, dropout) goes too.
+        added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' renamed to its alias
+
+    The id of an added token depends on its position, so one before a token that stays is only renamed. What would add,
+    cut or vary tokens (post-processor, truncation, padding, dropout) is removed too.
     """
     model = dict(content["model"])
     vocab = vocabulary(content)
@@ -75,7 +76,7 @@ def isolate_control(place: str, content: Json, control: Collection[str]) -> tupl
 
 
 def _unknown(content: Json, vocab: Mapping[str, int]) -> str | None:
-    """The token for what the model cannot write. Text must be able to yield it, so it is no control token."""
+    """The unknown token of the model. Text must be able to yield it, so it is not a control token."""
     model = content["model"]
     if model.get("unk_id") is not None:
         return str(model["vocab"][model["unk_id"]][0])
@@ -96,7 +97,7 @@ def _check_ids(place: str, taken: Mapping[str, int], vocab: Mapping[str, int]) -
 
 
 def _check_merges(place: str, model: Json) -> None:
-    """A second half without the prefix that all of them have is cut by its length, which ends the process in Rust."""
+    """A merge whose second half lacks the prefix would abort the process in Rust."""
     if not (prefix := model.get("continuing_subword_prefix")):
         return
     for _, right in pairs(model.get("merges") or []):
@@ -108,12 +109,12 @@ def _check_merges(place: str, model: Json) -> None:
 
 
 def pairs(merges: Sequence[Any]) -> list[Sequence[str]]:
-    """The merges as their two halves, in whichever of the two ways they are written."""
+    """The merges as pairs; files have them as pairs or as lines of text."""
     return [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
 
 
 def _rename(model: Json, names: Mapping[str, str]) -> None:
-    """Give the tokens in `names` their other name in the vocabulary, and drop the merges that lead through them."""
+    """Rename tokens in the vocabulary, and drop the merges that involve them."""
     vocab = model["vocab"]
     if not isinstance(vocab, dict):
         model["vocab"] = [[names.get(token, token), score] for token, score in vocab]

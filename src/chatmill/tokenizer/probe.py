@@ -1,4 +1,4 @@
-"""Texts on which two engines must agree before the faster one is trusted."""
+"""Texts on which two engines must agree before the faster one is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SentencePiece models, as Llama 2, Gemma and the older Mistral carry them."""
+"""SentencePiece models, as of Llama 2, Gemma and the older Mistral models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chatmill.tokenizer.backend import Ids, Offsets, aliases, faults_of, flat, i
 
 
 class SentencePiece:
-    """A loaded model; its control pieces, and user-defined pieces that read as markup, never match text."""
+    """A loaded model whose control pieces, and user-defined pieces that look like control tokens, never match text."""
 
     engine = "sentencepiece"
 
@@ -32,9 +32,9 @@ class SentencePiece:
                 or (piece.type not in (kind.UNKNOWN, kind.BYTE) and piece.piece in control)
             }
             for token, name in aliases(self.control).items():
-                # Another type would not do: a model of kind BPE finds a control piece of one character in text.
+                # Changing the type is not enough: BPE models find control pieces of one character in text.
                 model.pieces[self.control[token]].piece = name
-            # Samples with the expected pieces, some of which now have another name.
+            # Samples with their expected pieces, some of which are renamed.
             model.ClearField("self_test_data")
             self._processor = sentencepiece.SentencePieceProcessor()
             self._processor.LoadFromSerializedProto(model.SerializeToString())

@@ -1,4 +1,4 @@
-"""tiktoken vocabularies: files of base64 tokens with ranks, and Mistral's tekken JSON, which adds what those lack."""
+"""tiktoken vocabularies: files of base64 tokens with ranks, and Mistral's tekken JSON files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANK_LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]+)\r?")
 
 _PUBLISHED = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
 
-# tekken files older than version 11 do not list their special tokens; the rest of their places are fillers.
+# Special tokens of tekken files older than version 11, which do not list them; other special ids are fillers.
 _TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
@@ -27,7 +27,7 @@ _TEKKEN = (
 
 
 class Tiktoken:
-    """Byte-pair ranks with a split pattern; special tokens have ids of their own, which no merge leads to."""
+    """Byte-pair ranks with a split pattern; special tokens have their own ids, which no merge yields."""
 
     engine = "tiktoken"
 
@@ -46,7 +46,7 @@ class Tiktoken:
         self.sha256 = hashlib.sha256(raw).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        # Not encode_ordinary: it replaces lone surrogates without a word.
+        # Not encode_ordinary: it replaces lone surrogates silently.
         return flat([self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -59,9 +59,9 @@ class Tiktoken:
 
 
 def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoken:
-    """A rank file. The published ones are known by their hash; any other is split as cl100k, with a warning.
+    """A rank file. Published ones are recognized by their hash; others use the pattern of cl100k, with a warning.
 
-    `special` are control tokens known from beside the file.
+    `special` are control tokens that the folder of the file declares.
     """
     right = "expected a token in base64, a space and a number"
     ranks = {}
@@ -86,7 +86,7 @@ def load_ranks(place: str, raw: bytes, *, special: Mapping[str, int]) -> Tiktoke
 
 
 def load_tekken(place: str, raw: bytes, content: dict[str, Any]) -> Tiktoken:
-    """A tekken file: special tokens take the first ids, the ranks follow.
+    """A tekken file: special tokens have the first ids, then follow the ranks.
 
     [<unk> <s> </s> … filler] [rank 0, rank 1, …]
     """
@@ -108,7 +108,7 @@ def load_tekken(place: str, raw: bytes, content: dict[str, Any]) -> Tiktoken:
 
 
 def _check(place: str, ranks: Mapping[bytes, int], special: Mapping[str, int]) -> None:
-    """tiktoken panics on what is wrong here, at load or at the first text that meets it."""
+    """Errors on which tiktoken would panic, while loading or while encoding."""
     missing = sum(bytes([byte]) not in ranks for byte in range(256))
     if missing:
         raise DataError(f"{place}: {missing} of the 256 single bytes have no rank; the file is not whole")
@@ -128,8 +128,7 @@ def _published(place: str, sha256: str) -> dict[str, Any] | None:
 def _definition(place: str, name: str) -> tuple[str, dict[str, Any]]:
     """Hash of the rank file, pattern and special tokens of an encoding, as the installed tiktoken defines it.
 
-    Its constructors download the ranks first. This runs one with a loader that only notes the hash; the module
-    itself stays as it is.
+    The constructors of tiktoken download the ranks. This runs one with a loader that only records the hash.
     """
     _tiktoken(place)
     hashes = []

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from chatmill.rows import offsets
 from chatmill.tokenizer.backend import Offsets
 
 
@@ -33,8 +34,7 @@ def token_positions(
     text, since some tokenizers put one space before its first token. A tokenizer that normalizes a text changes its
     length in bytes; its borders are not exact then. `byte_lengths` are those of all tokens that the ranges refer to.
     """
-    begin = np.zeros(len(byte_lengths) + 1, dtype=np.int64)
-    np.cumsum(byte_lengths, out=begin[1:])
+    begin = offsets(byte_lengths)
     added = begin[stop] - begin[start] - size
     target = begin[stop] - size + offset
     position = np.clip(np.searchsorted(begin, target), start, stop)

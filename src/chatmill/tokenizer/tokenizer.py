@@ -1,4 +1,4 @@
-"""One tokenizer as the rest of chatmill sees it: a backend for text, the control tokens of one format beside it."""
+"""`Tokenizer`: a backend for text, together with the control tokens of a format."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from chatmill.tokenizer.backend import Backend, Ids, Offsets, faults_of
 
 
 class Tokenizer:
-    """Text to ids and back; no text, whatever it holds, yields the id of a control token.
+    """Text to ids and back; no text yields the id of a control token.
 
-    `control` maps a format's keys to its control tokens; `beside` holds control tokens the backend does not know,
-    with ids above its vocabulary.
+    `control` maps the keys of a format to its control tokens; `added` are control tokens that the backend does not
+    know, with ids above its vocabulary.
     """
 
     def __init__(
-        self, backend: Backend, *, name: str, control: Mapping[str, str], beside: Mapping[str, int] | None = None
+        self, backend: Backend, *, name: str, control: Mapping[str, str], added: Mapping[str, int] | None = None
     ) -> None:
-        beside = beside or {}
-        ids = {**backend.control, **beside}
+        added = added or {}
+        ids = {**backend.control, **added}
         self.name = name
         self.engine = backend.engine
         self.control = dict(control)
-        self.vocab_size = max([backend.vocab_size, *(id + 1 for id in beside.values())])
-        self.sha256 = _with_tokens(backend.sha256, beside)
+        self.vocab_size = max([backend.vocab_size, *(id + 1 for id in added.values())])
+        self.sha256 = _with_tokens(backend.sha256, added)
         self._backend = backend
         self._ids = ids
-        self._beside = list(beside)
+        self._added = list(added)
         self._special = {key: ids[token] for key, token in control.items()}
         self._tokens = {id: token for token, id in ids.items()}
         self._is_control = np.zeros(self.vocab_size, dtype=np.bool_)
@@ -54,18 +54,18 @@ class Tokenizer:
         except DataError:
             _check_unicode(texts)
             raise
-        # The backends keep control tokens out of reach; this holds the promise even where one of them fails.
+        # Backends do not produce control tokens from text; this holds even where one of them fails to.
         if self._holds_control(ids):
-            found = np.flatnonzero(self._is_control[ids])
-            token = self._tokens[int(ids[found[0]])]
-            index = int(np.searchsorted(offsets, found[0], side="right")) - 1
+            first = int(self._is_control[ids].argmax())
+            token = self._tokens[int(ids[first])]
+            index = int(np.searchsorted(offsets, first, side="right")) - 1
             raise DataError(f"{self.name}: text {index} of the batch became control token {token}; leave the text out")
         return ids, offsets
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids: control tokens as they are written, the runs of text between them as the backend reads them.
+        """The text of ids: control tokens by name, and the runs of text between them as the backend decodes them.
 
-        What was encoded as one text comes back as it was, where the tokenizer is lossless.
+        Text that was encoded as one comes back unchanged if the tokenizer is lossless.
         """
         array = np.asarray(ids, dtype=np.int64)
         self._check_ids(array)
@@ -81,7 +81,7 @@ class Tokenizer:
         return "".join(parts)
 
     def piece(self, id: int) -> bytes:
-        """The bytes one id stands for; of a control token, those of its name."""
+        """The bytes that an id stands for; for a control token, its name."""
         self._check_ids(np.asarray([id], dtype=np.int64))
         if id in self._tokens:
             return self._tokens[id].encode()
@@ -103,17 +103,17 @@ class Tokenizer:
         return np.full(self.vocab_size, -1, dtype=np.int64)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a control token by its name, of whatever format; None if the vocabulary has none of that name."""
+        """The id of a control token of any format; None if the vocabulary does not have it."""
         return self._ids.get(token)
 
     def opened_for(self, control: Mapping[str, str]) -> Tokenizer:
-        """The same vocabulary with the control tokens of another format, all of which it must have."""
-        beside = {token: self._ids[token] for token in self._beside}
-        return Tokenizer(self._backend, name=self.name, control=control, beside=beside)
+        """The same vocabulary for the control tokens of another format, all of which it must have."""
+        added = {token: self._ids[token] for token in self._added}
+        return Tokenizer(self._backend, name=self.name, control=control, added=added)
 
     @property
     def control_ids(self) -> Mapping[str, int]:
-        """Every control token of the vocabulary with its id, whether a format writes it or not."""
+        """All control tokens of the vocabulary with their ids, whether the format uses them or not."""
         return self._ids
 
     def special_token_ids(self) -> dict[str, int]:
@@ -121,8 +121,8 @@ class Tokenizer:
         return dict(self._special)
 
     def state(self, *, added_tokens: bool) -> dict[str, Any]:
-        """What a dataset remembers of its tokenizer; `besides` are added tokens that no format writes, if any."""
-        besides = [token for token in self._beside if token not in self.control.values()]
+        """The metadata that datasets store; `besides` are added tokens that the format does not use."""
+        besides = [token for token in self._added if token not in self.control.values()]
         return {
             "name": self.name,
             "sha256": self.sha256,
@@ -134,7 +134,7 @@ class Tokenizer:
         }
 
     def _holds_control(self, ids: Ids) -> bool:
-        """Whether any id is a control token's: they lie in few ranges, which are quicker to ask than a table."""
+        """Whether any id is a control token; comparing with a few ranges of ids is faster than a lookup table."""
         if len(self._ranges) > 8:
             return bool(self._is_control.take(ids).any())
         # Below the range the difference wraps around and is large.
@@ -146,11 +146,11 @@ class Tokenizer:
             raise DataError(f"{self.name}: no token has id {outside[0]}; ids run from 0 to {self.vocab_size - 1}")
 
 
-def _with_tokens(sha256: str, beside: Mapping[str, int]) -> str:
-    """The hash of a backend's content, together with the tokens that were added to it."""
-    if not beside:
+def _with_tokens(sha256: str, added: Mapping[str, int]) -> str:
+    """The hash of a backend with these tokens added."""
+    if not added:
         return sha256
-    return hashlib.sha256(f"{sha256}\n{json.dumps(beside, sort_keys=True)}".encode()).hexdigest()
+    return hashlib.sha256(f"{sha256}\n{json.dumps(added, sort_keys=True)}".encode()).hexdigest()
 
 
 def _ranges(ids: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
-"""Hugging Face `tokenizer.json` files, through the fastest engine that gives the ids that `tokenizers` gives.
+"""Hugging Face `tokenizer.json` files, with the fastest engine that gives the ids of `tokenizers`.
 
-compiled    byte-level BPE of the usual patterns: `byte_bpe`
-fastokens   nearly everything else
-tokenizers  everything
+compiled      byte-level BPE with the usual patterns: `byte_bpe`
+fastokens     most other files
+tokenizers    all files
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenizerJson:
-    """A loaded `tokenizer.json`; its special and control tokens are out of the model before any text is seen.
+    """A loaded `tokenizer.json`, without its special and control tokens, so that text cannot produce them.
 
-    Loading takes a second or two, so load once and fork: a forked child encodes in its own thread, since
-    `fastokens` and `tokenizers` both notice the fork and leave their thread pools alone.
+    Loading takes a second or two, so load once and fork: `fastokens` and `tokenizers` notice the fork and use no thread
+    pool in the child.
     """
 
     def __init__(self, place: str, raw: bytes, content: Json, *, control: Collection[str]) -> None:
@@ -40,7 +40,7 @@ class TokenizerJson:
             stripped, self.control = isolate_control(place, content, control)
             self._content = msgspec.json.encode(stripped).decode()
             self._slow = tokenizers.Tokenizer.from_str(self._content)
-            # The token for unknown text may be left in the list; written in a text, it is text.
+            # The unknown token may be left among the added tokens; written in a text, it is text.
             self._slow.encode_special_tokens = True
             self._added = {token["id"]: token["content"] for token in stripped["added_tokens"]}
             for id, token in self._added.items():
@@ -51,8 +51,8 @@ class TokenizerJson:
             self.vocab_size = 1 + max([*vocabulary(stripped).values(), *self.control.values(), *self._added])
             self._decoder = set(kinds(stripped.get("decoder")))
         self._bytes = byte_alphabet()
-        self._place, self._left = place, 0
-        self._encode = self._native(stripped) or self._other
+        self._place, self._fallback_characters = place, 0
+        self._encode = self._native(stripped) or self._not_native
 
     @property
     def engine(self) -> str:
@@ -73,26 +73,26 @@ class TokenizerJson:
         if id in self._added:
             return token.encode()
         if "ByteLevel" in self._decoder:
-            # A token that is not written in the byte alphabet stands for its own characters.
+            # A token that is not spelled in the byte alphabet stands for its own characters.
             return bytes(self._bytes[ch] for ch in token) if self._bytes.keys() >= set(token) else token.encode()
         if "ByteFallback" in self._decoder and (byte := _BYTE.fullmatch(token)):
             return bytes.fromhex(byte[1])
         return token.replace("▁", " ").encode() if self._decoder & {"Metaspace", "Replace"} else token.encode()
 
     def _native(self, stripped: Json) -> Encode | None:
-        """The engine in C, if the file is of its kind and it agrees on the probe."""
+        """The engine in C, if it supports the file and agrees on the probe."""
         normalizer = self._slow.normalizer
         try:
             with faults_of(self._place, "a part of the file is of another kind", "another engine reads it"):
-                engine = byte_bpe(stripped, normalizer.normalize_str if normalizer else str, self._rest)
+                engine = byte_bpe(stripped, normalizer.normalize_str if normalizer else str, self._fallback)
                 return engine if engine is not None and self._agrees(engine) else None
         except DataError:
             return None
 
-    def _rest(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """What the engine in C leaves: too little to load another engine for, until it is a megabyte."""
-        self._left += sum(map(len, texts))
-        return self._other(texts) if self._left > 2**20 else self._slow_batch(texts)
+    def _fallback(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        """Encode what the engine in C leaves; fastokens is loaded for it only after a megabyte."""
+        self._fallback_characters += sum(map(len, texts))
+        return self._not_native(texts) if self._fallback_characters > 2**20 else self._slow_batch(texts)
 
     def _agrees(self, engine: Encode) -> bool:
         sample = range(0, self.vocab_size, max(1, self.vocab_size // 4096))
@@ -101,7 +101,7 @@ class TokenizerJson:
         return np.array_equal(ids, right) and np.array_equal(offsets, right_offsets)
 
     @cached_property
-    def _other(self) -> Encode:
+    def _not_native(self) -> Encode:
         """`fastokens` if it loads the file and agrees on the probe; else `tokenizers`, with a warning."""
         place, instead = self._place, "tokenizers encodes instead: the same ids as ever, only slower"
         try:
@@ -119,7 +119,7 @@ class TokenizerJson:
 
     def _fast(self, stripped: Json) -> Encode:
         normalizer = stripped.get("normalizer") or {}
-        # fastokens lacks these. Without added tokens a text is normalized as a whole, so it can be done before.
+        # fastokens lacks these. Without added tokens a text is normalized as a whole, so that can be done before.
         before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
         engine = fastokens.Tokenizer.from_json_str(
             msgspec.json.encode({**stripped, "normalizer": None}).decode() if before else self._content

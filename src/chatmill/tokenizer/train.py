@@ -1,4 +1,4 @@
-"""Train a byte-level BPE on texts; the result is a tokenizer.json with the format's control tokens in it."""
+"""Train a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from chatmill.errors import DataError, UsageError
 def train_bpe(
     texts: Iterable[str], *, vocab_size: int, control: Sequence[str], progress: Callable[[int], None] | None = None
 ) -> bytes:
-    """The bytes of a tokenizer.json: control tokens first, then the 256 bytes, then what was merged.
+    """Train on texts; the bytes of a tokenizer.json: control tokens first, then the 256 bytes, then merges.
 
-    Every text can be encoded and comes back unchanged. The same texts in the same order give the same bytes. The
-    vocabulary is smaller than asked where the texts hold too few pairs. `progress` is told how many texts were read.
+    The tokenizer is lossless. The same texts in the same order give the same bytes. The vocabulary is smaller than
+    `vocab_size` if the texts have too few pairs. `progress` is called with the number of texts read.
     """
     tokens = list(dict.fromkeys(control))
     least = 256 + len(tokens)

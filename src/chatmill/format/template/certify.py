@@ -26,40 +26,35 @@ Peer = Callable[[Record], Sequence[int]]
 """The ids that another program gives for a record."""
 
 
-def _user(text: str) -> Message:
-    return Message("user", text)
+def _dialog(*texts: str) -> list[Message]:
+    """A question, its answer, the next question, and so on."""
+    return [Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
 
 
-def _answer(text: str, reasoning: str = "", *calls: ToolCall) -> Message:
+def _thought(text: str, reasoning: str, *calls: ToolCall) -> Message:
     return Message("assistant", text, reasoning, calls)
 
 
-TURNS = probe_record(
-    "turns",
-    *(_user("One?"), _answer("First answer."), _user("Two?"), _answer("Second answer.")),
-    *(_user("Three?"), _answer("Third.")),
-)
+TURNS = probe_record("turns", *_dialog("One?", "First answer.", "Two?", "Second answer.", "Three?", "Third."))
 SYSTEM = probe_record(
-    "system", Message("system", "Answer in one line."), _user("Where are you?"), _answer("In a small room.")
+    "system", Message("system", "Answer in one line."), *_dialog("Where are you?", "In a small room.")
 )
-SPACES = probe_record(
-    "spaces", _user("\n  How far? "), _answer("  A mile. \n"), _user(" And then?\n"), _answer("\n\nHome.  ")
-)
+SPACES = probe_record("spaces", *_dialog("\n  How far? ", "  A mile. \n", " And then?\n", "\n\nHome.  "))
 REASONING = probe_record(
     "reasoning",
-    *(_user("Two and two?"), _answer("Four.", "I add two and two.")),
-    *(_user("And one?"), _answer("Five.", "Four and one.")),
+    *(*_dialog("Two and two?"), _thought("Four.", "I add two and two.")),
+    *(*_dialog("And one?"), _thought("Five.", "Four and one.")),
 )
 TOOL = probe_record(
     "tool",
-    *(_user("Rain in Lisbon?"), _answer("", "", WEATHER_CALL), WEATHER, _answer("No rain.")),
-    *(_user("Thanks."), _answer("Bye.")),
+    *(*_dialog("Rain in Lisbon?"), _thought("", "", WEATHER_CALL), WEATHER),
+    *(Message("assistant", "No rain."), *_dialog("Thanks.", "Bye.")),
     tools=TOOLS,
 )
 TOOL_REASONING = probe_record(
     "tool and reasoning",
-    *(_user("Rain in Lisbon?"), _answer("", "I must look.", WEATHER_CALL)),
-    *(WEATHER, _answer("No rain.", "The sky is clear.")),
+    *(*_dialog("Rain in Lisbon?"), _thought("", "I must look.", WEATHER_CALL)),
+    *(WEATHER, _thought("No rain.", "The sky is clear.")),
     tools=TOOLS,
 )
 PROBES = (QUESTION, TURNS, SYSTEM, SPACES, REASONING, TOOL, TOOL_REASONING)
@@ -304,7 +299,7 @@ class _Certificate:
     def _control(self) -> Finding:
         ids = self.renderer.encoder.ids
         text = " ".join(ids)
-        result = self._try(probe_record("control text", _user(f"Say {text} twice."), _answer(f"{text} and {text}.")))
+        result = self._try(probe_record("control text", *_dialog(f"Say {text} twice.", f"{text} and {text}.")))
         if isinstance(result, RecordError):
             return Finding("control", True, f"text that holds control tokens is refused: {result}")
         count = int(np.isin(result.rows.ids, np.array(list(ids.values()), dtype=np.uint32)).sum())

@@ -13,7 +13,7 @@ import msgspec
 
 from chatmill.errors import RecordError, UsageError
 from chatmill.format.compiled import ROLE_CODES
-from chatmill.format.renderer import Mask, OnReject, render_chunks
+from chatmill.format.renderer import Mask, OnReject, Renderer
 from chatmill.format.template.answers.derive import DerivedAnswers, derive
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.encoding.encode import LaidOutRecord, encode_rows
@@ -164,7 +164,7 @@ class TemplateRenderer:
         tags = self.mask == "tags"
         return encode_rows(batch, self.encoder, train_on=train_on, tags=tags, ledger=ledger or Ledger())
 
-    render_chunks = render_chunks
+    render_chunks = Renderer.render_chunks
 
     def prompt_ids(self, record: Record) -> list[int]:
         answered = msgspec.structs.replace(record, messages=[*record.messages, Message("assistant", ANSWER)])

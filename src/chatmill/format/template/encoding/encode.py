@@ -86,12 +86,12 @@ class _RowEncoder:
             texts, stripped = [text for text, _ in both], [count for _, count in both]
         flat, text_start = self.encoder.tokenizer.encode_batch(texts or [""])
         section = _shifted([layout.section for layout in layouts], [len(layout.sections) for layout in layouts])
-        border = _shifted([layout.border for layout in layouts], [len(layout.borders) for layout in layouts])
+        border = _shifted([layout.border for layout in layouts], [len(layout.border_text) for layout in layouts])
         in_section = section >= 0
         last = text_start[np.where(in_section, section, 0) + 1]
         first = text_start[np.where(in_section, section, 0)]
         inexact = np.zeros(len(batch), dtype=bool)
-        row_of_border = np.repeat(np.arange(len(batch)), [len(layout.borders) for layout in layouts])
+        row_of_border = np.repeat(np.arange(len(batch)), [len(layout.border_text) for layout in layouts])
         if len(row_of_border):
             position, exact = self._border_positions(batch, texts, stripped, flat, text_start)
             inexact[row_of_border[~exact]] = True
@@ -126,10 +126,9 @@ class _RowEncoder:
         which = _shifted([layout.border_section for layout in layouts], [len(layout.sections) for layout in layouts])
         offset = np.concatenate([layout.border_bytes for layout in layouts])
         if stripped is not None or offset.min() < 0:
-            borders = [(border, record.slots) for record in batch for border in record.layout.borders]
+            borders = [(text, record.slots) for record in batch for text in record.layout.border_text]
             for at in range(len(offset)) if stripped is not None else np.flatnonzero(offset < 0).tolist():
-                border, slots = borders[at]
-                before = fill_slots(border.text, slots)[stripped[which[at]] if stripped is not None else 0 :]
+                before = fill_slots(*borders[at])[stripped[which[at]] if stripped is not None else 0 :]
                 offset[at] = min(len(before.encode()), len(texts[which[at]].encode()))
         size = np.array([len(text) if (text := texts[at]).isascii() else len(text.encode()) for at in which.tolist()])
         position, inside, exact = token_positions(

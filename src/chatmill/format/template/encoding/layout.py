@@ -46,27 +46,11 @@ class Section(NamedTuple):
     """The control tokens on its sides."""
 
 
-class Border(NamedTuple):
-    """The border between two cells of a section."""
-
-    section: int
-    text: tuple[TextItem, ...]
-    """The section up to here."""
-    of_answer: bool
-    """Whether an answer starts or stops here."""
-
-    @property
-    def bytes(self) -> int:
-        """The byte offset in the section; -1 where that depends on slots."""
-        return len(fill_slots(self.text, ()).encode()) if _is_literal(self.text) else -1
-
-
 @dataclass(frozen=True)
 class TokenLayout:
     """The cells of a row. A cell is part of a section, or its ids are known."""
 
     sections: tuple[Section, ...]
-    borders: tuple[Border, ...]
     tokens: tuple[str | None, ...]
     """By cell: the control token, if it is one."""
     texts: tuple[tuple[TextItem, ...], ...]
@@ -82,8 +66,13 @@ class TokenLayout:
     starts: Index
     """By cell: the first of them."""
     border_section: Index
+    """By border between two cells of a section: that section."""
+    border_text: tuple[tuple[TextItem, ...], ...]
+    """By border: the text of the section up to there."""
     border_bytes: Index
+    """By border: its byte offset in the section; -1 where that depends on slots."""
     border_of_answer: NDArray[np.bool_]
+    """By border: whether an answer starts or stops there."""
     first_cell: Index
     """By span, and the end."""
     spans: Table
@@ -124,7 +113,7 @@ def token_layout(
         else:
             last.text += cell.text
     sections: list[Section] = []
-    borders: list[Border] = []
+    borders: list[tuple[int, tuple[TextItem, ...], bool]] = []
     section, border = np.full((2, len(cells)), -1, dtype=np.int64)
     known: list[list[int]] = [[] for _ in cells]
     at = 0
@@ -143,7 +132,7 @@ def token_layout(
             section[at:stop] = len(sections)
             border[at : stop - 1] = np.arange(stop - at - 1) + len(borders)
             borders += [
-                Border(len(sections), text, cell.at_border)
+                (len(sections), text, cell.at_border)
                 for text, cell in zip(texts[:-1], cells[at + 1 : stop], strict=True)
             ]
             sections.append(Section(texts[-1], *around))
@@ -156,7 +145,6 @@ def token_layout(
     lengths = np.array([len(ids) for ids in known], dtype=np.int64)
     return TokenLayout(
         sections=tuple(sections),
-        borders=tuple(borders),
         tokens=tuple(cell.token for cell in cells),
         texts=tuple(merge_literals(cell.text) for cell in cells),
         section=section,
@@ -164,9 +152,12 @@ def token_layout(
         ids=np.array([id for ids in known for id in ids], dtype=np.uint32),
         lengths=lengths,
         starts=offsets(lengths)[:-1],
-        border_section=np.array([border.section for border in borders], dtype=np.int64),
-        border_bytes=np.array([border.bytes for border in borders], dtype=np.int64),
-        border_of_answer=np.array([border.of_answer for border in borders], dtype=bool),
+        border_section=np.array([number for number, _, _ in borders], dtype=np.int64),
+        border_text=tuple(text for _, text, _ in borders),
+        border_bytes=np.array(
+            [len(fill_slots(text, ()).encode()) if _is_literal(text) else -1 for _, text, _ in borders], dtype=np.int64
+        ),
+        border_of_answer=np.array([of_answer for _, _, of_answer in borders], dtype=bool),
         first_cell=np.array([*first, len(cells)], dtype=np.int64),
         spans=spans,
     )

@@ -7,6 +7,7 @@ are wrapped. Loops over messages record which message the template is at.
 from __future__ import annotations
 
 import json
+import operator
 import secrets
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.runtime import Context, Undefined
 
+from chatmill.format.template.tracing.program import Program
 from chatmill.format.template.tracing.provenance import OUTSIDE, TracedPiece
-from chatmill.format.template.tracing.sandbox import Meter, Program, Rewriter, Sandbox, sandbox_call, statement
+from chatmill.format.template.tracing.sandbox import Meter, Rewriter, Sandbox, sandbox_call, statement
 from chatmill.format.template.tracing.traced_str import TracedStr, joined, literal, made, opaque, tagged, texts_in
 
 TRACED_FILTERS = frozenset(
@@ -98,9 +100,7 @@ class TracedSandbox(Sandbox):
         return bool(value.observe(function, number)) if isinstance(value, TracedStr) else function(value, number)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if type(left) is str:
-            left = literal(left)
-        return super().call_binop(context, operator, left, right)
+        return super().call_binop(context, operator, literal(left) if type(left) is str else left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         return super().getattr(literal(obj) if type(obj) is str else obj, attribute)
@@ -268,11 +268,12 @@ def _escape(text: str, ensure_ascii: bool) -> str:
     return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
 
 
-LENGTHS: dict[str, Callable[[Any, int], bool]] = {
-    "eq": lambda value, number: len(value) == number,
-    "ne": lambda value, number: len(value) != number,
-    "lt": lambda value, number: len(value) < number,
-    "lteq": lambda value, number: len(value) <= number,
-    "gt": lambda value, number: len(value) > number,
-    "gteq": lambda value, number: len(value) >= number,
+def _compare_length(compare: Callable[[int, int], bool]) -> Callable[[Any, int], bool]:
+    return lambda value, number: compare(len(value), number)
+
+
+LENGTHS = {
+    name: _compare_length(getattr(operator, name.replace("teq", "e")))
+    for name in ("eq", "ne", "lt", "lteq", "gt", "gteq")
 }
+"""Jinja's comparisons, of a length with a number."""
