@@ -179,9 +179,9 @@ def test_what_is_left_goes_to_the_fast_engine_when_it_is_much(trained, monkeypat
     for _ in range(3):
         ids, starts = backend.encode_batch(texts)
         assert ids.tolist() == right.tolist() and starts.tolist() == offsets.tolist()
-    assert "_other" not in vars(backend)
+    assert "_not_native" not in vars(backend)
     assert len(backend.encode_batch(["y" * 2**20])[0]) == len(backend._slow_batch(["y" * 2**20])[0])
-    assert vars(backend)["_other"] != backend._slow_batch
+    assert vars(backend)["_not_native"] != backend._slow_batch
 
 
 def changed(trained: bytes, **parts: Any) -> dict[str, Any]:
@@ -231,14 +231,14 @@ def test_what_another_engine_reads_is_the_same_where_the_compiled_part_is_missin
 def test_an_engine_that_differs_on_the_probe_is_not_used(trained_json, monkeypatch):
     made = []
 
-    def wrong(content: Any, normalize: Any, rest: Any) -> Any:
-        made.append(rest)
-        return lambda texts: rest([*texts[:-1], texts[-1] + "!"])
+    def wrong(content: Any, normalize: Any, fallback: Any) -> Any:
+        made.append(fallback)
+        return lambda texts: fallback([*texts[:-1], texts[-1] + "!"])
 
     monkeypatch.setattr(tokenizer_json, "byte_bpe", wrong)
     tokenizer = open_tokenizer(trained_json)
-    assert made == [tokenizer._backend._rest]
-    assert tokenizer._backend._encode == tokenizer._backend._other
+    assert made == [tokenizer._backend._fallback]
+    assert tokenizer._backend._encode == tokenizer._backend._not_native
 
 
 def test_a_file_with_a_pattern_of_its_own_has_another_engine():

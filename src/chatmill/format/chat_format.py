@@ -143,24 +143,20 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
         trained = []
     body = _strings(data.get("body", {}), "body", faults, allowed=tuple(DEFAULT_BODY))
     faults += [f'body.{key} must hold "{{}}" once, where the text goes' for key in body if body[key].count("{}") != 1]
-    for key in ("name", "default_system", "begin", "end"):
-        if not isinstance(data.get(key, ""), str):
-            faults.append(f"{key} must be a text")
+    texts = {key: data[key] for key in ("name", "default_system", "begin", "end") if key in data}
+    faults += [f"{key} must be a text" for key, text in texts.items() if not isinstance(text, str)]
+    texts = {key: text for key, text in texts.items() if isinstance(text, str)}
     if "default_system" in data and "system" not in turns:
         faults.append("default_system is given but there is no [system]")
 
-    def text_of(key: str) -> str:
-        value = data.get(key, "")
-        return value if isinstance(value, str) else ""
-
     format = ChatFormat(
-        name=text_of("name") or Path(where).stem,
+        name=texts.get("name") or Path(where).stem,
         tokens=tokens,
         turns=turns,
         trained=tuple(trained),
-        default_system=data.get("default_system"),
-        begin=text_of("begin"),
-        end=text_of("end"),
+        default_system=texts.get("default_system"),
+        begin=texts.get("begin", ""),
+        end=texts.get("end", ""),
         body=DEFAULT_BODY | body,
     )
     faults += _marker_faults(format)
@@ -199,7 +195,7 @@ def _marker_faults(format: ChatFormat) -> list[str]:
         pieces = format.split(getattr(format, name))
         used |= {key for key, _ in pieces}
         if any(key is None for key, _ in pieces):
-            faults.append(f"{name} must be format of control tokens of [tokens] alone")
+            faults.append(f"{name} must be made of control tokens of [tokens] alone")
     for name, template in format.body.items():
         keys = {key for key, _ in format.split(template)}
         if name == "tools" and keys - {None}:

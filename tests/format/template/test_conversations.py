@@ -46,7 +46,7 @@ def conversations(draw):
 
 
 @lru_cache(None)
-def forgetful(name: str) -> TemplateRenderer:
+def not_caching(name: str) -> TemplateRenderer:
     return open_template(str(trl_tokenizer()), chat_template=str(FOLDER / f"{name}.jinja"))
 
 
@@ -61,19 +61,19 @@ def made(of: TemplateRenderer, record: Record):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_way_that_is_kept_gives_what_a_derivation_of_its_own_gives(name):
-    keeps = trl_format(name)
+def test_a_cached_trace_gives_what_a_derivation_of_its_own_gives(name):
+    caching = trl_format(name)
 
     @given(conversations())
     @settings(max_examples=30)
     def check(record):
         with patch("chatmill.format.template.renderer.MAX_TRACES", 0):
-            alone = made(forgetful(name), record)
-        assert made(keeps, record) == alone
-        assert made(keeps, record) == alone
+            alone = made(not_caching(name), record)
+        assert made(caching, record) == alone
+        assert made(caching, record) == alone
 
     check()
-    assert keeps._cache and not forgetful(name)._cache
+    assert caching._cache and not not_caching(name)._cache
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma4", "deepseekv3"])
@@ -129,8 +129,7 @@ def test_control_tokens_come_from_the_template_alone(record):
     own = np.isin(of.render([plain]).ids, control).sum()
     # A template that finds its own tags in a text writes others instead; it never lets the text's through.
     tags = sum(m.content.count("</think>") for m in record.messages if m.role == "assistant")
-    found = np.isin(rows.ids, control).sum()
-    assert own - 2 * tags <= found <= own
+    assert own - 2 * tags <= np.isin(rows.ids, control).sum() <= own
 
 
 def test_many_conversations_at_once_are_the_same_rows_as_one_by_one():
@@ -183,7 +182,7 @@ def test_a_conversation_of_many_messages_is_derived_like_a_short_one():
     assert trained[81] == "<think>\n\n</think>\n\nDone.<|im_end|>"
 
 
-def test_a_kept_way_that_went_wrong_is_found_out():
+def test_a_cached_trace_that_went_wrong_is_detected():
     of = open_template(str(trl_tokenizer()), chat_template=str(FOLDER / "llama3.jinja"))
     record = Record([user("Hi"), answer("Hello.")])
     of.lay_out(record)
@@ -192,3 +191,16 @@ def test_a_kept_way_that_went_wrong_is_found_out():
         pytest.raises(RecordError, match="it is not written as others of its kind"),
     ):
         of.lay_out(record)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3", "phi3"])
+def test_a_prompt_is_what_transformers_gives_a_server_and_the_beginning_of_the_row(name):
+    of = trl_format(name)
+    messages = [user("Hi"), answer("Hello."), user("Which way?")]
+    for count in (1, 3):
+        question = Record(messages[:count])
+        prompt = of.prompt_ids(question)
+        assert prompt == peer_ids(of, question, add_generation_prompt=True)
+        row = of.render([Record([*question.messages, answer("North.")])])
+        assert row.ids[: len(prompt)].tolist() == prompt
+        assert row.mask()[len(prompt)] and not row.mask()[len(prompt) - 1]

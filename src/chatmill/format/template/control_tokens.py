@@ -27,9 +27,11 @@ class ControlTokens:
 
     def any_in(self, texts: Iterable[str]) -> bool:
         """Whether one of the texts holds a control token; fast where none does."""
-        return any(
-            character in text and self._pattern.search(text) for text in texts for character in self._first_characters
-        )
+        for text in texts:
+            for character in self._first_characters:
+                if character in text and self._pattern.search(text):
+                    return True
+        return False
 
 
 def common_length(one: str, other: str) -> int:

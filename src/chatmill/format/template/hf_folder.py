@@ -38,17 +38,11 @@ class HFFolder:
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
     """Everything but the vocabulary; `chat_template` is a file to use instead of the folder's template."""
     path = Path(tokenizer)
-    config: dict[str, Any] = {}
-    stops: tuple[int, ...] | None = None
-    tokenizer_json: Path | None = None
-    templates: dict[str, TemplateSource] = {}
-    if tokenizer != "bytes" and path.is_dir():
-        config = _json(path / "special_tokens_map.json") | _json(path / "tokenizer_config.json")
-        stops = _stops(path / "generation_config.json")
-        templates = _templates(path, config)
-        tokenizer_json = path / "tokenizer.json"
-    elif tokenizer != "bytes":
-        tokenizer_json = path
+    is_folder = tokenizer != "bytes" and path.is_dir()
+    config = _json(path / "special_tokens_map.json") | _json(path / "tokenizer_config.json") if is_folder else {}
+    stops = _stops(path / "generation_config.json") if is_folder else None
+    templates = _templates(path, config) if is_folder else {}
+    tokenizer_json = path / "tokenizer.json" if is_folder else path
     if chat_template is not None:
         templates = {"default": TemplateSource(_shown(Path(chat_template)), _text(Path(chat_template)))}
     if "default" not in templates:
@@ -64,7 +58,7 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
         templates.get(TOOL_USE),
         {name: token for name in SPECIAL_NAMES if (token := _token(config.get(name))) is not None},
         stops,
-        tokenizer_json if tokenizer_json is not None and _is_tokenizer(tokenizer_json) else None,
+        tokenizer_json if tokenizer != "bytes" and _is_tokenizer(tokenizer_json) else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The two ways to find an answer share no code, and one character between them is enough to refuse."""
+"""The two derivations of an answer share no code, and a difference of one character is enough to refuse."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def test_origins_and_prefixes_have_no_module_of_chatmill_in_common_but_errors():
 @pytest.mark.parametrize("name", ["llama3", "qwen3", "gptoss", "gemma3", "phi3"])
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("edge", ["start", "stop"])
-@pytest.mark.parametrize("way", ["answers_by_origin", "answers_by_prefix"])
-def test_an_answer_shifted_by_one_character_in_either_way_is_refused(monkeypatch, name, by, edge, way):
-    right = getattr(derive, way)
+@pytest.mark.parametrize("derivation", ["answers_by_origin", "answers_by_prefix"])
+def test_an_answer_shifted_by_one_character_in_either_derivation_is_refused(monkeypatch, name, by, edge, derivation):
+    right = getattr(derive, derivation)
 
     def shifted(*args):
         *first, last = right(*args)
         return [*first, last._replace(**{edge: getattr(last, edge) + by})]
 
     assert trl_format(name).derive(TALK).answers
-    monkeypatch.setattr(derive, way, shifted)
+    monkeypatch.setattr(derive, derivation, shifted)
     with pytest.raises(
         RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .* is disputed"
     ):

@@ -1,4 +1,4 @@
-"""Traced texts: equal to plain strings under every method, and every character of a field keeps its field."""
+"""Traced strings: equal to plain strings under every method, and every character of a field keeps its field."""
 
 from __future__ import annotations
 
