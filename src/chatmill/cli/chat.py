@@ -38,8 +38,7 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where; aut
 def chat(
     model: ModelPath,
     prompt: Annotated[
-        list[str] | None,
-        typer.Option(help="Say this and print the answer. Several are said one after the other."),
+        list[str] | None, typer.Option(help="Say this and print the answer. Several are said one after the other.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Cut an answer that is longer.")] = 256,

@@ -45,7 +45,7 @@ def train(
     from chatmill.train.command import errors_of_first_rank, run_and_print
 
     with errors_of_first_rank():
-        run_and_print(flags, context.args, prog="chatmill train", as_json=as_json, words=_decoder)
+        run_and_print(flags, context.args, prog="chatmill train", as_json=as_json, open_text=_decoder)
 
 
 def _decoder(dataset: Path) -> Callable[[Sequence[int]], str] | None:

@@ -12,7 +12,7 @@ from chatmill.format import ChatFormat, TurnRenderer
 from chatmill.format.compiled import END, OPEN
 from chatmill.records import Record
 from chatmill.rollout.target import one_row
-from chatmill.rows import OWN_ID, SPAN, Part, Role, Rows, Rule, concat
+from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, concat
 from chatmill.tokenizer import Tokenizer
 
 
@@ -29,20 +29,20 @@ def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: Tokeni
     spans["length"], spans["target"] = len(opening), OWN_ID
     spans["role"], spans["part"] = Role.ASSISTANT, Part.OPEN
     count, here = len(rendered), len(rendered.ids)
-    rows = gather(
-        rendered,
-        GatherPlan(
-            start=np.stack([rendered.row_start[:-1], np.full(count, here)], axis=1).ravel(),
-            stop=np.stack([rendered.row_start[1:] - ending, np.full(count, here + len(opening))], axis=1).ravel(),
-            first_piece=2 * np.arange(count + 1, dtype=np.int64),
-            origin=np.arange(count, dtype=np.int64),
-            first_segment=np.arange(count + 1, dtype=np.int64),
-        ),
-        one_row(opening, spans),
-    )
+    start = np.stack([rendered.row_start[:-1], np.full(count, here)], axis=1)
+    stop = np.stack([rendered.row_start[1:] - ending, np.full(count, here + len(opening))], axis=1)
+    rows = gather(rendered, _two_pieces_a_row(start, stop), one_row(opening, spans))
     rows.spans["message"][rows.first_span[1:] - 1] = [len(record.messages) for record in records]
     rows.spans["weight"], rows.spans["rule"] = 0, Rule.PROMPT
     return rows
+
+
+def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
+    """Rows of two pieces, (rows, 2), each with the origin of the row of the same number."""
+    numbers = np.arange(len(start) + 1, dtype=np.int64)
+    return GatherPlan(
+        start=start.ravel(), stop=stop.ravel(), first_piece=2 * numbers, origin=numbers[:-1], first_segment=numbers
+    )
 
 
 def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
@@ -51,17 +51,8 @@ def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
         raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer a prompt")
     source = concat([prompts, *answers])
     count = len(prompts)
-    both = np.stack([np.arange(count), np.arange(count) + count], axis=1).ravel()
-    rows = gather(
-        source,
-        GatherPlan(
-            start=source.row_start[:-1][both],
-            stop=source.row_start[1:][both],
-            first_piece=2 * np.arange(count + 1, dtype=np.int64),
-            origin=np.arange(count, dtype=np.int64),
-            first_segment=np.arange(count + 1, dtype=np.int64),
-        ),
-    )
+    both = np.stack([np.arange(count), np.arange(count) + count], axis=1)
+    rows = gather(source, _two_pieces_a_row(source.row_start[:-1][both], source.row_start[1:][both]))
     # The answer is the message whose header ends the prompt.
     opened = prompts.spans["message"][prompts.first_span[1:] - 1]
     of_answer = rows.spans["rule"] != Rule.PROMPT

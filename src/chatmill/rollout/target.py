@@ -241,12 +241,10 @@ def _read(scan: Scan, schema: Schema, cut: _KeptPrefix) -> tuple[list[ParsedEntr
     dropped: Counter[str] = Counter()
     for entry in scan.entries:
         try:
-            thing = _object(entry, scan.data, schema, cut)
+            valid.append(_object(entry, scan.data, schema, cut))
+            entries.append(entry)
         except UnfitError as error:
             dropped[error.reason] += 1
-            continue
-        entries.append(entry)
-        valid.append(thing)
     return entries, valid, dict(dropped)
 
 

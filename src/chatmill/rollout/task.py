@@ -38,12 +38,7 @@ class Task:
 
 
 def open_task(
-    tokenizer: str,
-    format: str,
-    *,
-    fields: tuple[str, ...] | None = None,
-    gate: float = GATE,
-    add_tokens: bool = False,
+    tokenizer: str, format: str, *, fields: tuple[str, ...] | None = None, gate: float = GATE, add_tokens: bool = False
 ) -> Task:
     """A task whose entries have these fields, or, without them, a description and a box or polygon."""
     schema: Schema = Detection(gate) if fields is None else Fields(fields)

@@ -6,7 +6,6 @@ The one module of train/ that renders text: it needs the records, tokenizer and 
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from chatmill.train.checkpoint import model_folder
 from chatmill.train.generation import Sampling, generate_steps
 from chatmill.train.load_model import check_is_model, open_ready
 from chatmill.train.model import CausalModel
-from chatmill.train.preflight import trained_with
+from chatmill.train.preflight import read_optional, trained_with
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,8 @@ def find_tokenizer(
 
     That is the one named, or the one with the right hash in one of the usual places.
     """
-    state = _tokenizer_state(folder)
+    state = read_optional(folder / TOKENIZER_STATE, "remove it and name the tokenizer with --tokenizer")
+    state = state if isinstance(state, dict) else {}
     besides = [str(token) for token in state.get("besides", ())]
     sha256 = training.get("tokenizer_sha256")
 
@@ -205,16 +205,3 @@ def _places(folder: Path, training: Mapping[str, Any], name: Any) -> Iterator[st
     if isinstance(name, str) and Path(name).name == name:
         data = Path(str(training.get("dataset", ".")))
         yield from (str(place / name) for place in (folder, data, data.parent, Path()))
-
-
-def _tokenizer_state(folder: Path) -> dict[str, Any]:
-    path = folder / TOKENIZER_STATE
-    try:
-        state = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}); remove it and name the tokenizer with --tokenizer"
-        ) from None
-    return dict(state) if isinstance(state, dict) else {}

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.store import files
+from chatmill.store.hashed_files import FileInfo
 from chatmill.store.publish import publish, recover
 from chatmill.train.distributed import World, is_sharded, local, rows_of, whole
 from chatmill.train.model import CausalModel
-from chatmill.train.sharded_tensors import FileHash, ShardedTensors, TensorEntry, TensorRows, file_info, write_tensors
+from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRows, file_info, write_tensors
 
 VERSION = 1
 MARKER = "checkpoint.json"
@@ -147,19 +148,19 @@ def save(
                     file.write(data)
             for path in sorted((staging / MODEL).iterdir()):
                 infos[f"{MODEL}/{path.name}"] = file_info(path)
-        body = {**state, "version": VERSION, "files": {name: list(info) for name, info in infos.items()}}
+        body = {**state, "version": VERSION, "files": {name: [info.size, info.sha256] for name, info in infos.items()}}
         with files.create(staging / MARKER) as file:
             file.write((json.dumps({**body, "sha256": _sha256(body)}, sort_keys=True) + "\n").encode())
         publish(staging, target, overwrite=True, marker=MARKER)
         for old in list_checkpoints(folder)[:-keep]:
             files.remove_tree(old, first=MARKER)
 
-    all_written = world.gather({name: list(info) for name, info in written.items()})
+    all_written = world.gather(written)
     world.together(finish)
     return target
 
 
-def _write_tensors(staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool) -> dict[str, FileHash]:
+def _write_tensors(staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool) -> dict[str, FileInfo]:
     name = f"state-{world.rank:05d}-of-{world.size:05d}.safetensors" if sharded else "state-00000-of-00001.safetensors"
     if sharded and not world.is_first:
         # Replicated tensors are written by rank 0 alone.
@@ -249,7 +250,7 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
         try:
             state = _read(path / MARKER)
             for name in sorted(state["files"])[world.rank :: world.size]:
-                _check(path / name, FileHash(*state["files"][name]))
+                _check(path / name, FileInfo(*state["files"][name]))
             return Checkpoint(path, state)
         except DataError as error:
             before = [each for each in list_checkpoints(path.parent) if each.name < path.name]
@@ -259,7 +260,7 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
     return world.together(check)
 
 
-def _check(path: Path, info: FileHash) -> None:
+def _check(path: Path, info: FileInfo) -> None:
     try:
         size = path.stat().st_size
     except OSError:
@@ -311,6 +312,6 @@ def check_model(folder: Path) -> None:
     try:
         for name, info in _read(marker)["files"].items():
             if name.startswith(f"{MODEL}/"):
-                _check(folder / Path(name).name, FileHash(*info))
+                _check(folder / Path(name).name, FileInfo(*info))
     except DataError as error:
         raise DataError(f"{error}; this model is not used, take that of another checkpoint") from None

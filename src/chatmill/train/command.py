@@ -80,17 +80,17 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run_and_print(
-    flags: Mapping[str, str], unknown: Sequence[str], *, prog: str, as_json: bool, words: OpenText | None = None
+    flags: Mapping[str, str], unknown: Sequence[str], *, prog: str, as_json: bool, open_text: OpenText | None = None
 ) -> None:
-    """Train as the flags say and print the result; sample answers are shown if `words` says how tokens read."""
+    """Train as the flags say and print the result; sample answers are shown if `open_text` is given."""
     if unknown:
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; see {prog} --help")
-    result = run(flags, words=words)
+    result = run(flags, open_text=open_text)
     if _is_first_rank():
         print(json.dumps(result.to_json()) if as_json else summary(result))
 
 
-def run(flags: Mapping[str, str], *, words: OpenText | None = None) -> TrainResult:
+def run(flags: Mapping[str, str], *, open_text: OpenText | None = None) -> TrainResult:
     """The run that these flags ask for, given as text by their names."""
     where = RunFlags(**{name: text for name, text in flags.items() if name in keys_of(RunFlags)})
     if where.model_name is None:
@@ -109,7 +109,7 @@ def run(flags: Mapping[str, str], *, words: OpenText | None = None) -> TrainResu
             f"{one_line(str(values['init_from_model']), 300)}, which has its shape; leave them out"
         )
     config = TrainConfig.from_mapping(values, place=file or "the flags")
-    return train_model(config, model_name=where.model_name, out_dir=out_dir, resume=where.resume, words=words)
+    return train_model(config, model_name=where.model_name, out_dir=out_dir, resume=where.resume, open_text=open_text)
 
 
 def summary(result: TrainResult) -> str:

@@ -5,7 +5,6 @@ Numbers that the host needs go over gloo, beside the GPUs' own traffic, so that 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -55,16 +54,12 @@ class World:
         return tensor.numpy()
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, on every rank."""
+        """The values of all ranks, on every rank."""
         if self.size == 1:
             return [value]
-        raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(raw)]))
-        most = max(int(size) for size in sizes)
-        parts = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, torch.nn.functional.pad(raw, (0, most - len(raw))))
-        return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=True)]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def together(self, work: Callable[[], T]) -> T:
         """Call a function on every rank; an error on one rank is raised on all of them."""

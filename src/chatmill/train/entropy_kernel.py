@@ -41,17 +41,7 @@ def _bent(raw, scale, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _rows(
-    logits,
-    ids,
-    weights,
-    losses,
-    size,
-    scale,
-    cap,
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _rows(logits, ids, weights, losses, size, scale, cap, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * size
     wanted = tl.load(ids + row)

@@ -1,9 +1,10 @@
-"""Evaluation: the exact loss over the trained tokens of a split, each counted once."""
+"""Evaluation during training: the exact loss of a split, each trained token counted once, and sample answers."""
 
 from __future__ import annotations
 
 import math
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -11,8 +12,21 @@ import torch.distributed as dist
 from torch import nn
 
 from chatmill.load.loader import EpisodeLoader
+from chatmill.load.source import DataSource
 from chatmill.train.distributed import World
-from chatmill.train.model import Inputs, eval_mode
+from chatmill.train.eval_prompts import EvalPrompt, eval_prompts
+from chatmill.train.model import CausalModel, Inputs, eval_mode
+from chatmill.train.score import ScoredAnswer, end_ids, greedy_answers
+
+MAX_ANSWER = 256
+"""Prompts with a longer expected answer are not used."""
+MARGIN = 32
+"""An answer is cut at the length of the longest expected answer plus this many tokens."""
+SHOWN = 100
+"""Characters shown of the end of a prompt, and of an answer."""
+
+TokenText = Callable[[Sequence[int]], str]
+"""Tokens as text that is safe to print."""
 
 
 class Evaluation(NamedTuple):
@@ -50,3 +64,55 @@ def evaluate(
         dist.all_reduce(total)
     weights, counts = world.sums([weight, trained])
     return Evaluation(float(total) / weights if weights else None, int(counts))
+
+
+class Samples:
+    """`count` prompts of each source, spread evenly over a split."""
+
+    def __init__(self, sources: Sequence[DataSource], count: int, model: CausalModel, *, split: str = "val") -> None:
+        self.end_ids = end_ids(sources)
+        self._prompts = [
+            prompt for source in sources for prompt in _spread(source, split, count, self.end_ids, model.max_positions)
+        ]
+
+    def answer(self, model: CausalModel) -> list[ScoredAnswer]:
+        """Greedy answers of the model to each prompt."""
+        max_tokens = MARGIN + max((len(prompt.answer) for prompt in self._prompts), default=0)
+        answers = greedy_answers(model, self._prompts, self.end_ids, max_tokens)
+        return [ScoredAnswer(prompt, ids, "") for prompt, ids in zip(self._prompts, answers, strict=True)]
+
+    def rates(self, answers: Sequence[ScoredAnswer]) -> Mapping[str, float]:
+        """The shares of answers that are exact, and that reached an end token; empty without answers."""
+        if not answers:
+            return {}
+        exact = sum(answer.exact for answer in answers) / len(answers)
+        return {"val_exact_rate": exact, "val_stop_rate": sum(map(self._stopped, answers)) / len(answers)}
+
+    def lines(self, answers: Sequence[ScoredAnswer], text: TokenText) -> list[str]:
+        """Lines to print for each answer: the end of its prompt, the answer, and the expected one if it differs."""
+        lines = []
+        for answer in answers:
+            # Only the end of a long prompt is decoded: a character has four tokens at most.
+            prompt = text(answer.prompt.prompt[-4 * SHOWN :])
+            lines.append(f"  asked  {prompt if len(prompt) <= SHOWN else '…' + prompt[-SHOWN:]}")
+            ended = "" if self._stopped(answer) else f"  (no end after {len(answer.ids):,} tokens)"
+            lines.append(f"  said   {_shortened(text(answer.ids))}{ended}")
+            if not answer.exact:
+                lines.append(f"  meant  {_shortened(text(answer.prompt.answer))}")
+        return lines
+
+    def _stopped(self, answer: ScoredAnswer) -> bool:
+        return answer.ids[-1] in self.end_ids
+
+
+def _spread(source: DataSource, split: str, count: int, ends: Sequence[int], positions: int) -> Iterator[EvalPrompt]:
+    """The first prompt that is short enough from each of `count` equal parts of a split."""
+    episodes = source.episodes(split)
+    for start, stop in pairwise(len(episodes) * part // count for part in range(count + 1)):
+        prompts = (each for number in range(start, stop) for each in eval_prompts(episodes.rows([number]), ends))
+        short = (p for p in prompts if len(p.answer) <= MAX_ANSWER and len(p.prompt) + len(p.answer) <= positions)
+        yield from islice(short, 1)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN else text[:SHOWN] + "…"

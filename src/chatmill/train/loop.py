@@ -23,13 +23,12 @@ from chatmill.load.plan import Cursor
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.config import TrainConfig
 from chatmill.train.distributed import World, init_world
-from chatmill.train.evaluate import Evaluation, evaluate
+from chatmill.train.evaluate import Evaluation, Samples, TokenText, evaluate
 from chatmill.train.loss import LossFunction
 from chatmill.train.metrics_log import RowsData
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import about_model
 from chatmill.train.run_dir import RunDir
-from chatmill.train.samples import Samples, TokenText
 from chatmill.train.setup import TrainState, open_run
 from chatmill.train.signals import stop_on_signal
 from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step
@@ -116,14 +115,15 @@ def train_model(
     loss: LossFunction | None = None,
     watch: OnStep | None = None,
     on_eval: OnEval | None = None,
-    words: OpenText | None = None,
+    open_text: OpenText | None = None,
     quiet: bool = False,
 ) -> TrainResult:
     """Train a model on a dataset, by default that of the config, and write the run to out_dir/model_name.
 
     `resume` is `auto`, the newest checkpoint if there is one, or the folder of a checkpoint. `model` replaces the one
     that the config would make, and `loss` the weighted cross entropy. `watch` is called after every step, `on_eval`
-    after every evaluation. Sample answers are shown if `words` turns their tokens into text. `quiet` prints nothing.
+    after every evaluation. Sample answers are shown if
+    `open_text` gives what turns their tokens into text. `quiet` prints nothing.
 
     >>> from chatmill import InputSource, Job, TrainConfig, prepare_dataset, train_model
     >>> _ = prepare_dataset(Job((InputSource(("data/conversations.jsonl",)),), tokenizer="bytes"), "sft")
@@ -143,13 +143,13 @@ def train_model(
             with open_run(config, data, folder, world, resume=resume, model=model) as state:
                 if loss is not None:
                     state.stepper.model.loss = loss
-                return _Loop(state, _run_dir(state, folder, data, quiet=quiet), watch, on_eval, words).run()
+                return _Loop(state, _run_dir(state, folder, data, quiet=quiet), watch, on_eval, open_text).run()
         except torch.OutOfMemoryError:
-            raise _gpu_out_of_memory(config, world) from None
+            raise _out_of_memory(config, world, on_gpu=True) from None
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not any(part in str(error) for part in HOST_MEMORY_ERRORS):
                 raise
-            raise _host_out_of_memory(config, world) from None
+            raise _out_of_memory(config, world, on_gpu=False) from None
 
 
 def _run_dir(state: TrainState, folder: Path, dataset_dir: Path, *, quiet: bool) -> RunDir:
@@ -184,32 +184,29 @@ class _Launched(NamedTuple):
     """None if there was nothing to train."""
 
 
+@dataclass
 class _Loop:
     """The remaining steps of a run."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        run_dir: RunDir,
-        watch: OnStep | None,
-        on_eval: OnEval | None,
-        open_text: OpenText | None,
-    ) -> None:
-        self._state, self._run_dir = state, run_dir
-        self._watch, self._on_eval, self._open_text = watch, on_eval, open_text
-        self._launched: _Launched | None = None
-        self._ended = 0.0
-        """When the last step whose result was read ended."""
-        self._seconds = self._data_wait = 0.0
-        self._loss: float | None = None
-        self._evaluation: Evaluation | None = None
+    state: TrainState
+    run_dir: RunDir
+    watch: OnStep | None
+    on_eval: OnEval | None
+    open_text: OpenText | None
+    launched: _Launched | None = None
+    ended: float = 0.0
+    """When the last step whose result was read ended."""
+    seconds: float = 0.0
+    data_wait: float = 0.0
+    loss: float | None = None
+    evaluation: Evaluation | None = None
 
     def run(self) -> TrainResult:
         """Take all remaining steps, or those before a signal; save, and return the result."""
-        state, config, began = self._state, self._state.config, self._state.step
+        state, config, began = self.state, self.state.config, self.state.step
         try:
             with stop_on_signal() as request:
-                self._ended = time.perf_counter()
+                self.ended = time.perf_counter()
                 stop = False
                 while state.step < state.stage.stop and not stop:
                     stop = self._step(stop_requested=request.by is not None)
@@ -222,17 +219,17 @@ class _Loop:
                             self._evaluate()
                         if saves:
                             self._save()
-                        self._ended = time.perf_counter()
+                        self.ended = time.perf_counter()
             if state.step > began:
-                self._run_dir.plot()
+                self.run_dir.plot()
             early = stop and state.step < state.stage.stop
             return self._result((request.by or "a signal to another rank") if early else None)
         finally:
-            self._run_dir.close()
+            self.run_dir.close()
 
     def _step(self, *, stop_requested: bool) -> bool:
         """Launch one step and read the result of the one before; whether a stop was requested on any rank."""
-        state, config, world = self._state, self._state.config, self._state.world
+        state, config, world = self.state, self.state.config, self.state.world
         before = time.perf_counter()
         cursor, cut = state.loader.cursor(), state.loader.counts()
         batch = state.loader.get_batch()
@@ -252,28 +249,28 @@ class _Loop:
         state.step += 1
         launched = _Launched(state.step, cursor, lr, counts, data_wait, pending)
         self._finish_step()
-        self._launched = launched
+        self.launched = launched
         return counts.stop > 0
 
     def _finish_step(self) -> None:
         """Wait for the launched step, and log it."""
-        launched, self._launched = self._launched, None
+        launched, self.launched = self.launched, None
         if launched is None:
             return
-        counts, totals = launched.counts, self._state.totals
+        counts, totals = launched.counts, self.state.totals
         totals.add(counts)
         result = None if launched.pending is None else launched.pending.read()
         now = time.perf_counter()
-        seconds, self._ended = now - self._ended, now
-        self._seconds += seconds
-        self._data_wait += launched.data_wait
+        seconds, self.ended = now - self.ended, now
+        self.seconds += seconds
+        self.data_wait += launched.data_wait
         if result is None:
             totals.skipped_steps += 1
-            self._run_dir.log({"step": launched.step, "skipped": 1, "untrained_rows": int(counts.untrained_rows)})
+            self.run_dir.log({"step": launched.step, "skipped": 1, "untrained_rows": int(counts.untrained_rows)})
             return
-        result.check_finite(launched.step, self._state.saved, lambda: self._advice(launched.cursor))
+        result.check_finite(launched.step, self.state.saved, lambda: self._advice(launched.cursor))
         loss = result.loss if counts.weight else None
-        self._loss = self._loss if loss is None else loss
+        self.loss = self.loss if loss is None else loss
         record = StepRecord(
             step=launched.step,
             loss=loss,
@@ -286,26 +283,26 @@ class _Loop:
             data_wait=launched.data_wait,
         )
         speed = {"tokens_per_second": record.tokens / seconds, "trained_per_second": record.trained / seconds}
-        self._run_dir.log({**record._asdict(), **speed})
-        self._run_dir.log_rows(record.step, result.rows)
-        self._run_dir.show_step(record.step, loss=loss, seconds=seconds, tokens=record.tokens, trained=record.trained)
-        if self._watch is not None:
-            self._watch(record)
+        self.run_dir.log({**record._asdict(), **speed})
+        self.run_dir.log_rows(record.step, result.rows)
+        self.run_dir.show_step(record.step, loss=loss, seconds=seconds, tokens=record.tokens, trained=record.trained)
+        if self.watch is not None:
+            self.watch(record)
 
     def _advice(self, cursor: Cursor) -> str:
         """Which episodes a step at this cursor trains, for the error about a loss that is not finite."""
-        loader = self._state.loader
+        loader = self.state.loader
         episodes = loader.plan(loader.split).step(cursor).episodes.tolist()
         more = f" and {len(episodes) - SHOWN_EPISODES} more" if len(episodes) > SHOWN_EPISODES else ""
         shown = ", ".join(map(str, episodes[:SHOWN_EPISODES]))
         return f"its episodes are {shown}{more}; look at them or lower learning_rate"
 
     def _evaluate(self) -> None:
-        state, model = self._state, self._state.stepper.model
+        state, model = self.state, self.state.stepper.model
         if "val" not in state.loader.splits:
             return
         evaluation = evaluate(model, state.loader, state.world, batches=state.config.eval_iters)
-        self._evaluation = evaluation
+        self.evaluation = evaluation
         more: dict[str, float] = {}
         lines: list[str] = []
         # A sharded model generates only if all ranks take part.
@@ -314,36 +311,36 @@ class _Loop:
                 answers = self._samples.answer(model)
                 more |= self._samples.rates(answers)
                 lines = [] if self._text is None else self._samples.lines(answers, self._text)
-            if self._on_eval is not None:
-                more |= self._on_eval(model, state.step)
+            if self.on_eval is not None:
+                more |= self.on_eval(model, state.step)
         values = {"val_loss": evaluation.loss, "val_perplexity": evaluation.perplexity}
-        self._run_dir.log({"step": state.step, **values, "val_trained": evaluation.trained, **more})
+        self.run_dir.log({"step": state.step, **values, "val_trained": evaluation.trained, **more})
         shown = "".join(f", {name} {value:.4g}" for name, value in more.items())
-        self._run_dir.print("\n".join([f"step {state.step:,}: {evaluation}{shown}", *lines]))
+        self.run_dir.print("\n".join([f"step {state.step:,}: {evaluation}{shown}", *lines]))
 
     @cached_property
     def _samples(self) -> Samples | None:
-        state, count = self._state, self._state.config.eval_samples
+        state, count = self.state, self.state.config.eval_samples
         return Samples(state.loader.sources, count, state.stepper.model) if count else None
 
     @cached_property
     def _text(self) -> TokenText | None:
-        if self._open_text is None:
+        if self.open_text is None:
             return None
-        folder = self._state.loader.sources[0].path
-        text = self._open_text(folder)
+        folder = self.state.loader.sources[0].path
+        text = self.open_text(folder)
         if text is None:
-            self._run_dir.print(f"sample answers are counted and not shown: the tokenizer of {folder} is not beside it")
+            self.run_dir.print(f"sample answers are counted and not shown: the tokenizer of {folder} is not beside it")
         return text
 
     def _save(self) -> None:
         """Write a checkpoint; all ranks call this."""
-        state, config = self._state, self._state.config
+        state, config = self.state, self.state.config
         sharded = config.checkpoint == "sharded"
         # Sharded checkpoints hold a model folder, for which ranks gather all weights, only at the end.
         usable = not sharded or state.step == state.stage.stop
         state.saved = checkpoints.save(
-            self._run_dir.folder,
+            self.run_dir.folder,
             state.to_json(),
             state.stepper.model,
             state.stepper.optimizer,
@@ -354,46 +351,38 @@ class _Loop:
         )
 
     def _result(self, stopped_by: str | None) -> TrainResult:
-        state, evaluation = self._state, self._evaluation
+        state, evaluation = self.state, self.evaluation
         return TrainResult(
-            folder=self._run_dir.folder,
+            folder=self.run_dir.folder,
             checkpoint=state.saved,
             step=state.step,
             total=state.stage.stop,
-            loss=self._loss,
+            loss=self.loss,
             val_loss=evaluation and evaluation.loss,
             val_perplexity=evaluation and evaluation.perplexity,
             **asdict(state.totals),
-            seconds=self._seconds,
-            data_wait=self._data_wait,
+            seconds=self.seconds,
+            data_wait=self.data_wait,
             stopped_by=stopped_by,
         )
 
 
-def _rows_at_a_time(config: TrainConfig, world: World) -> str:
+def _out_of_memory(config: TrainConfig, world: World, *, on_gpu: bool) -> OutOfMemoryError:
+    rank = f"rank {world.rank}: " if world.size > 1 else ""
     rows = config.batch_size // world.size // config.gradient_accumulation_steps
-    return f"with {rows} rows of {config.block_size} tokens at a time"
-
-
-def _rank(world: World) -> str:
-    return f"rank {world.rank}: " if world.size > 1 else ""
-
-
-def _host_out_of_memory(config: TrainConfig, world: World) -> OutOfMemoryError:
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return OutOfMemoryError(
-        f"{_rank(world)}the host is out of memory (it has {size:.1f} GiB) {_rows_at_a_time(config, world)}; "
-        "lower batch_size, block_size or max_positions, or take a smaller model"
-    )
-
-
-def _gpu_out_of_memory(config: TrainConfig, world: World) -> OutOfMemoryError:
+    load = f"with {rows} rows of {config.block_size} tokens at a time"
+    if not on_gpu:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        return OutOfMemoryError(
+            f"{rank}the host is out of memory (it has {size:.1f} GiB) {load}; "
+            "lower batch_size, block_size or max_positions, or take a smaller model"
+        )
     taken = ""
     if world.device.type == "cuda":
-        free, size = torch.cuda.mem_get_info(world.device)
-        taken = f" ({(size - free) / 2**30:.1f} of {size / 2**30:.1f} GiB are taken)"
+        free, total = torch.cuda.mem_get_info(world.device)
+        taken = f" ({(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken)"
     lower = "lower batch_size or block_size" if config.activation_checkpointing else "set activation_checkpointing"
     return OutOfMemoryError(
-        f"{_rank(world)}the GPU is out of memory{taken} {_rows_at_a_time(config, world)}; "
+        f"{rank}the GPU is out of memory{taken} {load}; "
         f"raise gradient_accumulation_steps from {config.gradient_accumulation_steps}, or {lower}"
     )

@@ -37,11 +37,7 @@ class LoraModel(HFModel):
         if any(f".{head}".endswith(f".{target}") for target in targets):
             raise UsageError(f"lora: {head} is the head, which cannot have an adapter; leave it out of the targets")
         config = peft.LoraConfig(
-            r=sizes.r,
-            lora_alpha=sizes.alpha,
-            lora_dropout=sizes.dropout,
-            target_modules=targets,
-            task_type="CAUSAL_LM",
+            r=sizes.r, lora_alpha=sizes.alpha, lora_dropout=sizes.dropout, target_modules=targets, task_type="CAUSAL_LM"
         )
         try:
             peft_model = peft.get_peft_model(base.lm, config)

@@ -142,15 +142,20 @@ def _largest(source: DataSource) -> int:
 def trained_with(folder: Path) -> dict[str, Any]:
     """What a model folder says of its training; empty if another program wrote it."""
     path = folder / TRAINING
-    try:
-        training = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); remove it, or save the model again") from None
+    training = read_optional(path, "remove it, or save the model again")
     if not isinstance(training, dict) or not isinstance(training.get("tokenizer_sha256"), str | None):
         raise DataError(f"{path}: is no object with a text as tokenizer_sha256; remove it, or save the model again")
     return training
+
+
+def read_optional(path: Path, advice: str) -> Any:
+    """The JSON value of a file; an empty object if there is no such file."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); {advice}") from None
 
 
 def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
+
+from chatmill.train.config import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class LRSchedule:
     """cosine, linear or constant."""
 
     @classmethod
-    def of(cls, settings: Any, *, warmup: int, total: int) -> Self:
-        """The schedule of a config that has the keys of one."""
+    def of(cls, settings: OptimizerConfig, *, warmup: int, total: int) -> Self:
+        """The schedule of a config."""
         peak = settings.learning_rate
         return cls(peak, peak * settings.min_lr_ratio, warmup, total, settings.lr_schedule)
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from chatmill.errors import DataError
-from chatmill.store import files
+from chatmill.store.hashed_files import FileInfo, HashedFile
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -42,12 +42,7 @@ class TensorEntry(NamedTuple):
     """Which rows of the tensor; None for the whole tensor."""
 
 
-class FileHash(NamedTuple):
-    size: int
-    sha256: str
-
-
-def write_tensors(path: Path, entries: Sequence[TensorEntry], values: Iterator[Tensor]) -> FileHash:
+def write_tensors(path: Path, entries: Sequence[TensorEntry], values: Iterator[Tensor]) -> FileInfo:
     """Write a safetensors file of these entries, one tensor in memory at a time; not synced."""
     header: dict[str, Any] = {
         "__metadata__": {PARTS: json.dumps({entry.name: entry.rows for entry in entries if entry.rows})}
@@ -59,29 +54,20 @@ def write_tensors(path: Path, entries: Sequence[TensorEntry], values: Iterator[T
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    digest, total = hashlib.sha256(), 0
-    with files.create(path) as file:
-
-        def put(data: Any) -> None:
-            nonlocal total
-            digest.update(data)
-            file.write(data)
-            total += len(data)
-
-        put(len(text).to_bytes(8, "little"))
-        put(text)
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
         for entry, value in zip(entries, values, strict=True):
             if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
                 raise ValueError(f"{entry.name}: {tuple(value.shape)} {value.dtype}; the header says {entry}")
             flat = value.detach().to("cpu").contiguous().reshape(-1)
-            put(memoryview(flat.view(torch.uint8).numpy()))
-    return FileHash(total, digest.hexdigest())
+            file.write(memoryview(flat.view(torch.uint8).numpy()))
+    return file.info()
 
 
-def file_info(path: Path) -> FileHash:
+def file_info(path: Path) -> FileInfo:
     """Size and hash of a file."""
     with path.open("rb") as file:
-        return FileHash(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return FileInfo(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 class ShardedTensors:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from chatmill.errors import ChatmillError
 from chatmill.load.batch import IGNORE_INDEX, Batch, segments_from_end
+from chatmill.train.config import OptimizerConfig
 from chatmill.train.distributed import World, gradient_sync, is_sharded, whole
 from chatmill.train.loss import by_segment
 from chatmill.train.model import CausalModel, Inputs
@@ -202,8 +203,8 @@ def make_optimizer(
     return torch.optim.AdamW([group for group in groups if group["params"]], **rates, fused=True)
 
 
-def make_stepper(model: CausalModel, module: nn.Module, world: World, settings: Any) -> Stepper:
-    """A stepper with a fresh optimizer; `settings` is a config that has the keys of one."""
+def make_stepper(model: CausalModel, module: nn.Module, world: World, settings: OptimizerConfig) -> Stepper:
+    """A stepper with a fresh optimizer."""
     optimizer = make_optimizer(
         model,
         lr=settings.learning_rate,
