@@ -55,7 +55,7 @@ def taken(block: bytes) -> list[tuple[bytes, list[tuple[str, str]]]]:
 
 
 def expected(line: bytes) -> tuple[bytes, list[tuple[str, str]]]:
-    turns = messages.plain(line).messages
+    turns = messages.decode(line).messages
     return msgspec.msgpack.encode((turns, ())), [(turn.role, turn.content) for turn in turns]
 
 
@@ -162,8 +162,8 @@ def test_blocks_give_the_records_and_faults_of_the_part(tmp_path, monkeypatch, s
     if share:
         written[rng.randrange(2000)] = b"  "
     monkeypatch.setattr(lines, "WIDE_BLOCK", 20_000)
-    monkeypatch.setattr(reading, "ENOUGH", 2_000)
-    monkeypatch.setattr(reading, "STRETCH", 500)
+    monkeypatch.setattr(reading, "MIN_COLUMN_BYTES", 2_000)
+    monkeypatch.setattr(reading, "RETRY_BYTES", 500)
     for part in parts(tmp_path, b"\n".join(written)):
         records, faults, ends = one_by_one(part)
         blocks, block_faults, block_ends = in_blocks(part)

@@ -31,17 +31,17 @@ RECORD = st.fixed_dictionaries(
 @given(RECORD, st.booleans())
 def test_fast_and_careful_agree_on_messages(record, ascii_only):
     data = _encoded(record, ascii_only)
-    fast = messages.plain(data)
+    fast = messages.decode(data)
     assume(fast is not None)
-    assert messages.careful(decode_object(data)) == fast
+    assert messages.parse(decode_object(data)) == fast
 
 
 @given(RECORD, st.booleans())
 def test_fast_and_careful_agree_on_primer(record, ascii_only):
     data = _encoded(record, ascii_only)
-    fast = primer.plain(data)
+    fast = primer.decode(data)
     try:
-        careful = primer.careful(decode_object(data))
+        careful = primer.parse(decode_object(data))
     except RecordError:
         careful = None
     # The strict shape has one form only: each path accepts exactly what the other does.
@@ -51,7 +51,7 @@ def test_fast_and_careful_agree_on_primer(record, ascii_only):
 @given(st.lists(PLAIN_TURN, min_size=1, max_size=4), st.none() | st.integers() | TEXT)
 def test_plain_turns_go_the_fast_way(turns, name):
     data = _encoded({"messages": turns, "id": name}, False)
-    fast = messages.plain(data)
+    fast = messages.decode(data)
     # A whole number past 64 bits is left to the careful path.
     assert fast is not None or (isinstance(name, int) and abs(name) >= 2**63)
 

@@ -23,7 +23,11 @@ LONGEST = 2**31
 
 @dataclass(frozen=True)
 class InputSource:
-    """Files that are read alike."""
+    """Files and globs that are read with the same settings.
+
+    >>> chatmill.InputSource(("data/tool_conversations.jsonl",), shape="tool", train_on="last").name is None
+    True
+    """
 
     inputs: tuple[str, ...] = required("Files or globs.")
     shape: str | None = key(None, "How the records look; left out, it is detected from the first records.")
@@ -34,7 +38,12 @@ class InputSource:
 
 @dataclass(frozen=True)
 class Job:
-    """What to build. Its keys are the flags of `chatmill prepare` and the keys of a recipe."""
+    """What to build. Its keys are the flags of `chatmill prepare` and the keys of a recipe.
+
+    >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),), max_tokens=512, pack=2048)
+    >>> job.format, job.fit
+    ('chatml', 'turns')
+    """
 
     sources: tuple[InputSource, ...]
     tokenizer: str = key(

@@ -54,6 +54,11 @@ def prepare_dataset(
 ) -> Metadata:
     """Build the dataset that `job` describes at `target`: it appears whole, or not at all.
 
+    >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),), val_split=0.1)
+    >>> metadata = chatmill.prepare_dataset(job, "v1")
+    >>> {name: split.num_episodes for name, split in metadata.splits.items()}
+    {'train': 356, 'val': 44}
+
     `renderer` is the one that `job` names, if it is open already. With `resume` the units that an interrupted build
     of the same job completed are used. Each rejected record goes to `on_fault`.
     """

@@ -1,4 +1,11 @@
-"""Read conversations from files: every shape becomes the one `Record`, every fault one line."""
+"""Read conversations from files of any shape into `Record`.
+
+Record, Message, ToolCall    a conversation; they also take the dicts of OpenAI and Hugging Face
+read_records                 all records of files and globs, in order
+SHAPES                       the shapes of records that are read, detected from the first records of a file
+Rejects                      a file of the records that could not be read, with reasons
+plan, FilePart, read_part, read_blocks, ChatColumns    the same in parts and blocks, for workers
+"""
 
 from chatmill.records.columns import ChatColumns, keys_of
 from chatmill.records.counted import DEFAULT_REJECTS, CountedRecords

@@ -1,7 +1,7 @@
-"""A `.json` file as numbered units of bytes: the elements of an array, one object, or lines after all.
+"""A `.json` file as numbered units of bytes: the elements of an array, one object, or lines.
 
-Elements are found by brackets and quotes alone and decoded later: a broken element is one fault, and memory
-holds one element at a time.
+Elements are located by brackets and quotes and decoded later: a broken element is one fault, and only one element is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def units(path: Path, *, limit: int, chunk: int = _CHUNK) -> Units:
         if array.opens():
             yield from array
             return
-    with closing(lines(path, limit=limit)) as found:
-        first = next(found, None)
+    with closing(lines(path, limit=limit)) as numbered:
+        first = next(numbered, None)
     if first is None:
         return
     if _is_json(first[1]):
@@ -59,9 +59,9 @@ class _Array:
     def opens(self) -> bool:
         """Read past the `[`, if the file begins with one."""
         self._skip_space()
-        found = self.held.startswith(b"[")
-        self._drop(found)
-        return found
+        opened = self.held.startswith(b"[")
+        self._drop(opened)
+        return opened
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         any_before = False
@@ -69,7 +69,7 @@ class _Array:
             self._skip_space()
             line = self.line
             element, last = self._element()
-            # `[]` holds nothing; a comma promises an element on both of its sides.
+            # `[]` has no element; a comma has one on both sides.
             if element or any_before or not last:
                 yield line, element
             any_before = True
@@ -90,7 +90,7 @@ class _Array:
                 position = end + 1
                 continue
             if sign in (b"", b'"'):
-                # Of an element over the limit the beginning is kept to be passed on; the rest goes as it comes.
+                # Of an element over the limit only the beginning is kept.
                 if not beginning and len(self.held) > self.limit:
                     beginning = bytes(self.held[: self.limit + 1])
                 if beginning:
@@ -111,7 +111,7 @@ class _Array:
         return element, sign == b"]"
 
     def _forget(self, position: int) -> None:
-        """Drop what is held before `position`, and all of a string that opens there but its open end."""
+        """Drop what is held, but stay inside a string that opens at `position`."""
         slashes = _slashes(self.held, len(self.held))
         inside = position < len(self.held)
         self._drop(len(self.held))
@@ -120,8 +120,8 @@ class _Array:
 
     def _skip_space(self) -> None:
         while True:
-            found = _SOLID.search(self.held)
-            self._drop(found.start() if found else len(self.held))
+            match = _SOLID.search(self.held)
+            self._drop(match.start() if match else len(self.held))
             if self.held or not self._read():
                 return
 
@@ -130,7 +130,7 @@ class _Array:
         del self.held[:count]
 
     def _read(self) -> bool:
-        # As much again as is held: a long string is scanned anew after each read, which so stays linear.
+        # As much as is held already: a long string is scanned again after each read, which stays linear this way.
         size = len(self.held)
         data = self.file.read(max(self.chunk, min(size, self.limit + 1 - size)))
         self.held += data
@@ -143,7 +143,7 @@ class _Array:
 
 
 def _string_end(held: bytearray, position: int) -> int | None:
-    """Where the quote stands that closes the string around `position`; None if it is not held yet."""
+    """The position of the quote that closes the string around `position`; None if it is not held yet."""
     while (quote := held.find(b'"', position)) >= 0:
         if _slashes(held, quote) % 2 == 0:
             return quote
@@ -152,7 +152,7 @@ def _string_end(held: bytearray, position: int) -> int | None:
 
 
 def _slashes(held: bytearray, stop: int) -> int:
-    """How many backslashes in a row stand before `stop`."""
+    """How many consecutive backslashes there are before `stop`."""
     start = stop
     while start and held[start - 1] == 0x5C:
         piece = held[max(0, start - 1024) : start]
@@ -166,5 +166,5 @@ def _is_json(line: bytes) -> bool:
     except RecordError:
         return False
     except RecursionError:
-        return True
+        pass
     return True

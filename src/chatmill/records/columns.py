@@ -1,11 +1,11 @@
-"""Plain conversations in columns: the lines of a block at once, without an object for each message.
+"""Conversations of roles and texts only, in columns: all lines of a block at once, without an object per message.
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
 
     ->  data ...Hi...Yes...   roles [1 2]   start, stop of both texts in the data   first_message [0 2]
 
-The work is done in C. Where that was not compiled there are no columns, and every record is read for itself: slower,
-and the same rows.
+The work is done in C. Without the compiled module there are no columns, and every record is read on its own: slower,
+with the same rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPILED = _columns is not None
 
 @dataclass(frozen=True, eq=False)
 class ChatColumns(Sequence[Record]):
-    """Records of consecutive lines, each nothing but roles and texts. As a sequence it makes them when it is asked."""
+    """Records of consecutive lines with roles and texts only. As a sequence it creates them when they are accessed."""
 
     source: str
     file: str
@@ -40,13 +40,13 @@ class ChatColumns(Sequence[Record]):
     """Of the first record."""
     data: bytes
     record_stop: Index
-    """Where each record ends in the data: as MessagePack, of which its key is made."""
+    """Where each record ends in the data, which is MessagePack and the input of its key."""
     first_message: Index
     roles: NDArray[np.uint8]
     """Indices into ROLES."""
     start: Index
     stop: Index
-    made: Callable[[], Sequence[Record]]
+    load_records: Callable[[], Sequence[Any]]
 
     def __len__(self) -> int:
         return len(self.record_stop)
@@ -59,7 +59,7 @@ class ChatColumns(Sequence[Record]):
         return self._records[index]
 
     def keys(self) -> bytes:
-        """What `record_key` gives for each, one after the other."""
+        """The `record_key` of each record, concatenated."""
         data, start, keys = memoryview(self.data), 0, []
         for stop in self.record_stop.tolist():
             keys.append(hashlib.sha256(data[start:stop]).digest()[:16])
@@ -68,7 +68,7 @@ class ChatColumns(Sequence[Record]):
 
     @cached_property
     def _records(self) -> Sequence[Record]:
-        records = self.made()
+        records = self.load_records()
         if len(records) != len(self):
             raise RuntimeError(
                 f"{self.file}:{self.line}: {len(self)} records in columns, {len(records)} of the same lines"
@@ -76,12 +76,15 @@ class ChatColumns(Sequence[Record]):
         return records
 
 
-def plain_lines(
-    block: bytes, at: int, *, source: str, file: str, line: int, made: Callable[[int, bytes], Sequence[Any]]
+def parse(
+    block: bytes, at: int, *, source: str, file: str, line: int, parse_lines: Callable[[int, bytes], Sequence[Any]]
 ) -> tuple[int, ChatColumns]:
-    """The plain lines of a block from byte `at` on, and where they end; `made` makes records of them when asked."""
+    """The columns of the lines from byte `at` on that have roles and texts only, and where these lines end.
+
+    `parse_lines` creates the records of lines, given the number of the first one, when they are accessed.
+    """
     end, data, messages, record_stop, roles, start, stop = _columns.columns(block, at)
-    found = ChatColumns(
+    columns = ChatColumns(
         source,
         file,
         line,
@@ -91,11 +94,11 @@ def plain_lines(
         roles=np.frombuffer(roles, dtype=np.uint8),
         start=np.frombuffer(start, dtype=np.int64),
         stop=np.frombuffer(stop, dtype=np.int64),
-        made=lambda: made(line, block[at:end]),
+        load_records=lambda: parse_lines(line, block[at:end]),
     )
-    return end, found
+    return end, columns
 
 
 def keys_of(records: Sequence[Record]) -> bytes:
-    """The sixteen bytes of each record's key, one after the other."""
+    """The `record_key` of each record, concatenated."""
     return records.keys() if isinstance(records, ChatColumns) else b"".join(map(record_key, records))

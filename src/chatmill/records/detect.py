@@ -1,4 +1,4 @@
-"""Which shape a file has, told from its first records by their keys."""
+"""Detect the shape of a file from the keys of its first records."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _HINT = f"name it with --shape: {', '.join(SHAPES)}"
 
 
 def detect(file: str, units: Iterable[tuple[int, bytes]]) -> str:
-    """The one shape that the first records of a file can all have; several or none is an error.
+    """The one shape that the first records of a file have in common; several or none is an error.
 
-    `primer` is never told from records: all of them are also `messages`.
+    `primer` is never detected, because all of its records are also `messages`.
     """
     possible: set[str] | None = None
     unknown: Object | None = None
@@ -44,7 +44,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]]) -> str:
         keys = keys_shown(list(unknown)) or "none"
         raise DataError(f"{file}: no shape is told by records with the keys {keys}; {_HINT}")
     if possible is None or "messages" in possible:
-        # Where not one record is an object every shape finds the same faults, so any will do to report them.
+        # If no record is an object, every shape reports the same faults.
         return "messages"
     if len(possible) > 1:
         raise DataError(f"{file}: its records can be {' or '.join(sorted(possible))}; {_HINT}")
@@ -52,30 +52,30 @@ def detect(file: str, units: Iterable[tuple[int, bytes]]) -> str:
 
 
 def shapes_of(record: Any) -> set[str]:
-    """The shapes a decoded record can have, by its keys; empty where no shape is known by them."""
+    """The shapes that a decoded record can have, by its keys; none if they are unknown."""
     if isinstance(record, str):
         return {"transcript"} if _has_marker(record) else set()
     if not isinstance(record, dict):
         return set()
     keys = {key for key, value in record.items() if value is not None}
-    found = set()
+    shapes = set()
     if "messages" in keys:
-        found |= _chat_shapes(record)
+        shapes |= _chat_shapes(record)
     if "conversations" in keys:
-        found.add("sharegpt")
+        shapes.add("sharegpt")
     if {"instruction", "output"} <= keys:
-        found.add("alpaca")
+        shapes.add("alpaca")
     if {"instruction", "response"} <= keys:
-        found.add("dolly")
+        shapes.add("dolly")
     if isinstance(record.get("prompt"), dict) or {"message_id", "message_tree_id", "text"} <= keys:
-        found.add("oasst1")
+        shapes.add("oasst1")
     elif _has_marker(record.get("text")):
-        found.add("transcript")
-    return found
+        shapes.add("transcript")
+    return shapes
 
 
 def _chat_shapes(record: Object) -> set[str]:
-    """`messages` and `tool` share their plain turns; what only one of them knows tells them apart."""
+    """`messages`, `tool`, or both: they share plain turns and differ in roles and keys."""
     turns = record["messages"] if isinstance(record["messages"], list) else []
     turns = [turn for turn in turns if isinstance(turn, dict)]
     roles = {turn.get("role") for turn in turns if isinstance(turn.get("role"), str)}
@@ -87,7 +87,7 @@ def _chat_shapes(record: Object) -> set[str]:
 
 
 def _value(data: bytes) -> Any:
-    """The decoded record; None where it cannot be decoded. Raw transcript text stands for itself."""
+    """The decoded record, or raw transcript text; None if it cannot be decoded."""
     if data.lstrip()[:2] == b"<|":
         return data.decode(errors="replace")
     try:

@@ -1,4 +1,4 @@
-"""Which files are read, under what name, and their bytes whether compressed or not."""
+"""Expand inputs to files, and open files whether compressed or not."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from chatmill.errors import DataError, RecordError, one_line
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet")
 Units = Generator[tuple[int, bytes], None, None]
-"""What a file is read as: the bytes of each record with the line (of a table, the row) it begins on, from 1."""
+"""The bytes of each record of a file, with the line (of a table, the row) that it begins on, from 1."""
 
 _BOM = b"\xef\xbb\xbf"
 
 
 def expand(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files that names and globs stand for: in the order given, sorted within a glob, each file once."""
+    """The files of names and globs: in the given order, sorted within a glob, each file once."""
     given = [inputs] if isinstance(inputs, str | Path) else inputs
-    found: dict[Path, Path] = {}
+    files: dict[Path, Path] = {}
     for name in given:
         for path in _matches(Path(name)):
             suffix(path)
-            found.setdefault(path.resolve(), path)
-    return list(found.values())
+            files.setdefault(path.resolve(), path)
+    return list(files.values())
 
 
 def suffix(path: Path) -> str:
-    """The ending that says how a file is read; another one is an error."""
-    # Longest first: `.jsonl.gz` also ends like a file of no known kind.
-    for known in sorted(SUFFIXES, key=len, reverse=True):
+    """The suffix that decides how a file is read; an unknown one is an error."""
+    for known in SUFFIXES:
         if path.name.lower().endswith(known):
             return known
     raise DataError(f"{shown(path)}: not a kind of file that is read; expected {', '.join(SUFFIXES)}")
 
 
 def source_name(path: Path) -> str:
-    """`conversations` for `data/conversations.jsonl.gz`: the name records are mixed by."""
+    """The name by which records are mixed: `conversations` for `data/conversations.jsonl.gz`."""
     return path.name[: -len(suffix(path))]
 
 
@@ -65,7 +64,7 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
 
 
 class _Gunzip(gzip.GzipFile):
-    """Decompression whose faults are faults of the data: reading ends there, with one line."""
+    """Decompression that raises a `RecordError` for corrupt data."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "rb")
@@ -88,9 +87,9 @@ def _matches(path: Path) -> list[Path]:
         return [path]
     if not glob.has_magic(str(path)):
         raise DataError(f"{shown(path)}: no such file; expected a file or a glob")
-    # As in a shell, and unlike Path.glob, a star leaves hidden files out.
+    # As in a shell, and unlike Path.glob, a star does not match hidden files.
     names = glob.glob(str(path), recursive=True)  # noqa: PTH207
-    found = sorted(match for name in names if (match := Path(name)).is_file())
-    if not found:
+    matches = sorted(match for name in names if (match := Path(name)).is_file())
+    if not matches:
         raise DataError(f"{shown(path)}: the glob matches no file; expected at least one")
-    return found
+    return matches

@@ -1,7 +1,7 @@
 """A file as numbered units of bytes: lines, or the conversations of a transcript stream.
 
-Of a unit longer than the limit only a beginning that is longer than it too is passed on, which is how the parser
-knows; the rest is read past and never held.
+Of a unit longer than the limit only a beginning is passed on, long enough for the parser to refuse it; the remaining
+bytes are skipped and never held.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from chatmill.records.shapes.transcript import EOS
 
 _CHUNK = 1 << 18
 BLOCK = 1 << 18
-"""Bytes of lines that are parsed together: they and what is made of them stay in the cache."""
+"""Bytes of lines that are parsed together: small enough that they and their records stay in the CPU cache."""
 WIDE_BLOCK = 1 << 20
-"""The same for columns, which take little room, and cost more the fewer rows they have."""
+"""The same for columns, which are compact, and cheaper per row the more rows they have."""
 
 
 def lines(path: Path, *, limit: int) -> Units:
-    """The lines of a file with their numbers, without line ends; blank ones left out."""
+    """The lines of a file with their numbers, without line ends and blank lines."""
     before = 0
     for block in blocks(path, limit=limit):
         pieces = split(block)
@@ -32,9 +32,9 @@ def lines(path: Path, *, limit: int) -> Units:
 
 
 def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None, size: int = BLOCK) -> Iterator[bytes]:
-    """The lines of bytes [start, stop), some at a time. `start` and `stop` are where lines begin, as `cut` gives them.
+    """The lines of bytes [start, stop), some at a time. `start` and `stop` are beginnings of lines, as from `cut`.
 
-    What stands before a fault of the file is passed on before the fault is raised.
+    Lines before a fault of the file are yielded before the fault is raised.
     """
     held = bytearray()
     with open_bytes(path) as file:
@@ -47,7 +47,7 @@ def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None, s
                 yield b"".join((held, memoryview(data)[:end])) if held or end < len(data) else data
                 held.clear()
             held += data[end:]
-            # One more than the limit, for a line end of two bytes, of which the last that is kept may be the first.
+            # One byte over the limit, because the last byte kept may be the first of a two-byte line end.
             if len(held) > limit + 1:
                 yield bytes(held[: limit + 2]) + b"\n"
                 held.clear()
@@ -68,13 +68,13 @@ def is_blank(line: bytes) -> bool:
 def cut(path: Path, *, size: int) -> Iterator[tuple[int, int]]:
     """Cut an uncompressed file of lines into pieces of at least `size` bytes: (start, stop) each.
 
-    Only the ends of the pieces are read, so that a plan for a very large file costs nothing.
+    Only the ends of the pieces are read, so that planning is fast for very large files.
     """
     end = path.stat().st_size
     with path.open("rb") as file:
         start = 0
         while start < end:
-            # From the last byte that the piece must have on, to the end of the line it is of.
+            # From the last byte that the piece must have to the end of its line.
             stop = file.seek(min(start + size, end) - 1)
             stop += _skip_line(file)
             yield start, stop
@@ -82,7 +82,7 @@ def cut(path: Path, *, size: int) -> Iterator[tuple[int, int]]:
 
 
 def conversations(path: Path, *, limit: int, chunk: int = _CHUNK) -> Units:
-    """The pieces of a stream between `<|EOS|>` marks with the line each begins on; blank ones left out."""
+    """The pieces of a stream between `<|EOS|>` marks with the line each begins on, without blank ones."""
     held, searched, overlong, line = bytearray(), 0, False, 1
     with open_bytes(path) as file:
         while data := file.read(chunk):
@@ -107,19 +107,19 @@ def conversations(path: Path, *, limit: int, chunk: int = _CHUNK) -> Units:
 
 
 def _piece(held: bytearray, end: int, line: int, limit: int) -> Units:
-    """What stands before `end`, from its first character on, at the line of that character."""
+    """The text before `end` without leading space, at the line of its first character."""
     text = bytes(held[: min(end, limit + 1)])
     begin = len(text) - len(text.lstrip())
     if begin < len(text):
-        # Spaces in front are dropped for the line number, not for the length: a piece is what stands between marks.
+        # Leading space is dropped for the line number, but counts for the length of the piece.
         yield line + text.count(b"\n", 0, begin), text if len(text) > limit else text[begin:]
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """Read past the rest of a line; how many bytes that was."""
-    passed = 0
-    while rest := file.readline(_CHUNK):
-        passed += len(rest)
-        if rest.endswith(b"\n"):
+    """Skip to the end of a line and return the number of bytes."""
+    skipped = 0
+    while piece := file.readline(_CHUNK):
+        skipped += len(piece)
+        if piece.endswith(b"\n"):
             break
-    return passed
+    return skipped

@@ -11,14 +11,14 @@ from chatmill.errors import DataError, RecordError
 from chatmill.records.files import Units, open_bytes, shown
 
 _ROWS = 256
-# Whatever a table may hold that JSON does not know is written as text.
+# Types that JSON does not have are written as text.
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
 
 
 def rows(path: Path) -> Units:
-    """The rows with their numbers, from 1. A missing number, which tables write as NaN, becomes null.
+    """The rows with their numbers, from 1. A missing number, which is NaN in a table, becomes null.
 
-    Columns that hold bytes are not read: no field of a conversation is made of them.
+    Columns of bytes are not read: no field of a conversation has that type.
     """
     try:
         import pyarrow

@@ -1,8 +1,8 @@
-"""From files to records: what is read is planned first, then read part by part.
+"""Read the records of files: plan which parts to read, then read them part by part.
 
     inputs ── plan ──▶ parts ── units ──▶ (line, bytes) ── parser ──▶ records
 
-A part is a file, or the lines of a byte range of one, and is all that a worker needs to know.
+A part is a file, or the lines in a byte range of one; a worker needs nothing else.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from chatmill.errors import RecordError, UsageError
-from chatmill.records import array, files, lines, parquet
-from chatmill.records.columns import COMPILED, ChatColumns, plain_lines
+from chatmill.records import array, columns, files, lines, parquet
+from chatmill.records.columns import COMPILED, ChatColumns
 from chatmill.records.detect import detect
 from chatmill.records.record import Record
 from chatmill.records.shapes import SHAPES, ShapeParser, oasst, parser, transcript
 
 MAX_LINE_BYTES = 64 * 2**20
-ENOUGH = 2**17
-"""Bytes of plain lines from which on columns pay off, where other lines stand between them."""
-STRETCH = 2**16
+MIN_COLUMN_BYTES = 2**17
+"""Bytes of consecutive lines for which columns are faster, where the lines of a block are mixed."""
+RETRY_BYTES = 2**16
 """Bytes of lines that are read one by one before columns are tried again."""
 OnError = Literal["stop", "skip"]
 OnReject = Callable[[RecordError], None]
@@ -31,7 +31,7 @@ OnReject = Callable[[RecordError], None]
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """One file of one shape, or of a file of lines those that begin in bytes [start, stop), numbered from 1."""
+    """One file of one shape, or the lines of one that begin in bytes [start, stop), numbered from 1."""
 
     path: Path
     shape: str
@@ -40,9 +40,9 @@ class FilePart:
     stop: int | None = None
 
     def cut(self, size: int) -> list[FilePart]:
-        """Parts of at least `size` bytes that hold the same records in the same order.
+        """Parts of at least `size` bytes with the same records in the same order.
 
-        Compressed files, arrays and tables stay whole, and so do shapes whose records run over several lines.
+        Compressed files, arrays and tables are not cut, nor are shapes whose records span several lines.
         """
         if not _is_of_lines(self) or files.suffix(self.path).endswith(".gz"):
             return [self]
@@ -58,10 +58,13 @@ def read_records(
     on_reject: OnReject | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[Record]:
-    """The records of all files in order, one at a time.
+    """Iterate over the records of all files in order.
 
-    Names and globs that match nothing, and shapes that cannot be told, are errors before the first record. With
-    `on_error` "stop" the first faulty record is raised; with "skip" each one goes to `on_reject` and reading goes on.
+    >>> [record.id for record in chatmill.read_records(["data/conversations.jsonl"])][:2]
+    ['chat-000', 'chat-001']
+
+    Names and globs that match nothing, and shapes that cannot be detected, raise before the first record. With
+    `on_error` "stop" the first faulty record is raised; with "skip" each goes to `on_reject` and reading continues.
     """
     parts = plan(inputs, shape=shape, source=source, max_line_bytes=max_line_bytes)
     on_fault = _fault_handler(on_error, on_reject)
@@ -75,7 +78,7 @@ def plan(
     source: str | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[FilePart]:
-    """One part a file, in the order they are read; `shape` None is told from the first records of each file."""
+    """One part per file, in reading order; a `shape` of None is detected from the first records of each file."""
     if shape is not None and shape not in SHAPES:
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
     return [
@@ -91,109 +94,105 @@ def read_part(
     on_end: Callable[[int], None] = lambda lines: None,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[Record]:
-    """The records of one part. Each fault goes to `on_fault`, which raises it to stop, or returns to go on.
-
-    `on_end` is told how many lines the part has, so that those of the next can be numbered on.
-    """
-    for found in _read(part, max_line_bytes, columns=False, on_end=on_end):
-        for each in found:
-            if isinstance(each, RecordError):
-                on_fault(each)
-            else:
-                yield each
+    """The records of one part, one at a time; see `read_blocks`."""
+    blocks = read_blocks(part, on_fault=on_fault, on_end=on_end, max_line_bytes=max_line_bytes, as_columns=False)
+    return (record for block in blocks for record in block)
 
 
 def read_blocks(
-    part: FilePart, *, on_fault: OnReject, on_end: Callable[[int], None], max_line_bytes: int = MAX_LINE_BYTES
+    part: FilePart,
+    *,
+    on_fault: OnReject,
+    on_end: Callable[[int], None],
+    max_line_bytes: int = MAX_LINE_BYTES,
+    as_columns: bool = True,
 ) -> Iterator[ChatColumns | list[Record]]:
-    """The same records many at a time: in columns where they are plain, in lists where not."""
-    for found in _read(part, max_line_bytes, columns=True, on_end=on_end):
-        if isinstance(found, ChatColumns):
-            yield found
+    """The records of one part, many at a time: columns where possible (unless not `as_columns`), lists otherwise.
+
+    Each fault goes to `on_fault`, which raises it to stop, or returns to continue. `on_end` gets the number of lines
+    of the part, so that the lines of the next one can be numbered.
+    """
+    for parsed in _read(part, max_line_bytes, as_columns=as_columns, on_end=on_end):
+        if isinstance(parsed, ChatColumns):
+            yield parsed
             continue
         records: list[Record] = []
-        for each in found:
-            if isinstance(each, RecordError):
-                # Those before the fault are not lost with it.
+        for item in parsed:
+            if isinstance(item, RecordError):
+                # The records before a fault are passed on first.
                 if records:
                     yield records
                     records = []
-                on_fault(each)
+                on_fault(item)
             else:
-                records.append(each)
+                records.append(item)
         if records:
             yield records
 
 
-Found = Sequence[Record | RecordError]
+ParsedItems = Sequence[Record | RecordError]
 
 
-def _read(part: FilePart, limit: int, *, columns: bool, on_end: Callable[[int], None]) -> Iterator[Found]:
-    """Records and faults, some at a time, up to where the file itself breaks."""
+def _read(part: FilePart, limit: int, *, as_columns: bool, on_end: Callable[[int], None]) -> Iterator[ParsedItems]:
+    """Records and faults, some at a time, up to where the file itself is broken."""
     line = 0
-    with closing(_parsed(part, limit, columns=columns)) as parsed:
-        while True:
-            try:
-                line, found = next(parsed)
-            except StopIteration:
-                on_end(line)
-                return
-            except RecordError as fault:
-                # The file itself is broken from here on; where it knows no line, it is after the last one read.
-                yield [fault.at(str(part.path), fault.line or line + 1)]
-                return
-            yield found
+    with closing(_parsed(part, limit, as_columns=as_columns)) as parsed:
+        try:
+            for line, items in parsed:  # noqa: B007
+                yield items
+            on_end(line)
+        except RecordError as fault:
+            # The file is broken from here on; without a line of its own, the fault is after the last line read.
+            yield [fault.at(str(part.path), fault.line or line + 1)]
 
 
-def _parsed(part: FilePart, limit: int, *, columns: bool) -> Generator[tuple[int, Found], None, None]:
-    """Records and faults, some at a time, and the last line that has been read."""
+def _parsed(part: FilePart, limit: int, *, as_columns: bool) -> Generator[tuple[int, ParsedItems], None, None]:
+    """Records and faults, some at a time, with the number of the last line read."""
     parse = parser(part.shape, file=str(part.path), source=part.source, limit=limit)
     if not _is_of_lines(part):
         for line, data in _units(part, limit):
             yield line, parse(line, data)
         return
     before = 0
-    columns = columns and COMPILED and parse.read_lines is not None
-    size = lines.WIDE_BLOCK if columns else lines.BLOCK
+    as_columns = as_columns and COMPILED and parse.decode_lines is not None
+    size = lines.WIDE_BLOCK if as_columns else lines.BLOCK
     for block in lines.blocks(part.path, limit=limit, start=part.start, stop=part.stop, size=size):
-        # A block within the limit holds no line over it.
-        as_columns = columns and len(block) <= limit
-        for count, found in _in_columns(parse, before, block) if as_columns else [_one_by_one(parse, before, block)]:
+        # A block within the limit has no line over it.
+        in_columns = as_columns and len(block) <= limit
+        for count, items in _columns(parse, before, block) if in_columns else [_one_by_one(parse, before, block)]:
             before += count
-            yield before, found
+            yield before, items
 
 
-def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, Found]:
-    """How many lines a block has, and what they hold."""
-    if found := parse.plain(before + 1, block):
-        return len(found), found
+def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, ParsedItems]:
+    """The number of lines of a block, and their records and faults."""
+    if records := parse.block(before + 1, block):
+        return len(records), records
     pieces = lines.split(block)
     numbered = enumerate(pieces, before + 1)
-    return len(pieces), [each for n, data in numbered if not lines.is_blank(data) for each in parse(n, data)]
+    return len(pieces), [item for n, data in numbered if not lines.is_blank(data) for item in parse(n, data)]
 
 
-def _in_columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[int, Found]]:
-    """The same in columns, as far as the lines are plain; in between, some of them one by one."""
+def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[int, ParsedItems]]:
+    """The same, in columns as far as the lines allow it, with others one by one in between."""
 
-    def made(line: int, data: bytes) -> Found:
+    def parse_lines(line: int, data: bytes) -> ParsedItems:
         return _one_by_one(parse, line - 1, data)[1]
 
-    at = 0
+    at, place = 0, {"source": parse.source, "file": parse.file}
     while at < len(block):
-        end, found = plain_lines(block, at, source=parse.source, file=parse.file, line=before + 1, made=made)
-        if end - at < min(ENOUGH, len(block)):
-            end = block.find(b"\n", end + STRETCH) + 1 or len(block)
-            count, others = _one_by_one(parse, before, block[at:end])
-            yield count, others
-        else:
-            count = len(found)
-            yield count, found
+        end, records = columns.parse(block, at, line=before + 1, parse_lines=parse_lines, **place)
+        count, items = len(records), cast(ParsedItems, records)
+        if end - at < min(MIN_COLUMN_BYTES, len(block)):
+            end = block.find(b"\n", end + RETRY_BYTES) + 1 or len(block)
+            count, items = _one_by_one(parse, before, block[at:end])
+        yield count, items
         before += count
         at = end
 
 
 def _is_of_lines(part: FilePart) -> bool:
-    """Whether each record is a line of a text file."""
+    """Whether every record is one line of a text file."""
     ending = files.suffix(part.path).removesuffix(".gz")
     return ending in (".jsonl", ".txt") and part.shape not in ("oasst1", "transcript-stream")
 
@@ -201,35 +200,35 @@ def _is_of_lines(part: FilePart) -> bool:
 def _units(part: FilePart, limit: int) -> files.Units:
     ending = files.suffix(part.path).removesuffix(".gz")
     if ending == ".parquet":
-        found = parquet.rows(part.path)
+        units = parquet.rows(part.path)
     elif part.shape == "transcript-stream":
-        found = lines.conversations(part.path, limit=limit)
+        units = lines.conversations(part.path, limit=limit)
     elif ending == ".json":
-        found = array.units(part.path, limit=limit)
+        units = array.units(part.path, limit=limit)
     else:
-        found = lines.lines(part.path, limit=limit)
-    return oasst.grouped(found, limit=limit) if part.shape == "oasst1" else found
+        units = lines.lines(part.path, limit=limit)
+    return oasst.grouped(units, limit=limit) if part.shape == "oasst1" else units
 
 
 def _shape(path: Path, shape: str | None, limit: int) -> str:
-    """The shape a file is read as: told from its first records, and whether a transcript is lines or a stream."""
+    """The shape of a file: the given or detected one, with transcripts told apart as lines or stream."""
     ending = files.suffix(path).removesuffix(".gz")
     if ending == ".parquet" and shape == "transcript-stream":
         raise UsageError(f"{files.shown(path)}: a table is no stream; expected shape transcript-lines")
     if ending == ".txt" and shape in (None, "transcript"):
-        with closing(lines.lines(path, limit=limit)) as found:
-            first = next(_readable(found), (0, b'"'))[1]
+        with closing(lines.lines(path, limit=limit)) as units:
+            first = next(_readable(units), (0, b'"'))[1]
         # Objects in a text file are JSON Lines under another name.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
             return "transcript-lines" if transcript.is_line_a_record(first) else "transcript-stream"
     if shape is None:
-        with closing(_units(FilePart(path, "messages", ""), limit)) as found:
-            shape = detect(files.shown(path), _readable(found))
+        with closing(_units(FilePart(path, "messages", ""), limit)) as units:
+            shape = detect(files.shown(path), _readable(units))
     return "transcript-lines" if shape == "transcript" else shape
 
 
 def _readable(units: files.Units) -> Iterator[tuple[int, bytes]]:
-    """Units up to where the file breaks: reading will report that, telling the shape need not."""
+    """Units up to where the file is broken, which reading reports; detecting the shape need not."""
     try:
         yield from units
     except RecordError:

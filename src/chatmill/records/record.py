@@ -1,26 +1,59 @@
-"""One conversation as chatmill knows it, whatever the shape of the file it came from."""
+"""The one form of a conversation that every shape is read into: `Record`, `Message`, `ToolCall`."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Literal, get_args
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Literal, get_args
 
 import msgspec
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
+_construct = msgspec.StructMeta.__call__
+
+
+class _FromFields(msgspec.StructMeta):
+    """Makes `Message(**fields)` and `Record(**fields)` check and convert their fields as the reader does."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
+        from chatmill.records.shapes.messages import message_from_fields, record_from_fields
+
+        if cls not in (Message, Record):
+            return _construct(cls, *args, **fields)
+        names = cls.__struct_fields__[: len(args)]
+        if len(args) > len(names) or not fields.keys().isdisjoint(names):
+            raise TypeError(f"{cls.__name__}() takes each of {', '.join(cls.__struct_fields__)} at most once")
+        parse = message_from_fields if cls is Message else record_from_fields
+        return parse({**dict(zip(names, args, strict=True)), **fields})
+
 
 class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """A function the assistant calls. `arguments` is compact JSON with the key order of the input."""
+    """A function call by the assistant. `arguments` is compact JSON with the key order of the input.
+
+    >>> chatmill.ToolCall("weather", '{"city":"Oslo"}', id="call_1").name
+    'weather'
+    """
 
     name: str
     arguments: str
     id: str | None = None
 
 
-class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """One turn. `weight` None leaves the choice to the format and `--train-on`; a number wins over both."""
+class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metaclass=_FromFields):
+    """One message of a conversation. It takes the fields of OpenAI and Hugging Face messages.
+
+    >>> call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    >>> chatmill.Message(role="assistant", content=None, tool_calls=[call]).tool_calls
+    (ToolCall(name='weather', arguments='{}', id='c1'),)
+    >>> chatmill.Message("assistant", [{"type": "text", "text": "4"}], thinking="2 + 2 = 4", train=True).weight
+    1.0
+
+    `content` may be a list of text parts, or None with tool calls; the reasoning may be called `reasoning_content`,
+    `reasoning` or `thinking`; `train` is a weight of 1 or 0. What cannot be read is a `RecordError`.
+    """
 
     role: Role
     content: str = ""
@@ -29,25 +62,37 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     name: str | None = None
     tool_call_id: str | None = None
     weight: float | None = None
+    """None leaves the choice to the format and `--train-on`; a number takes precedence over both."""
     complete: bool = True
     """False for a transcript span that never closed: rendered without its close, and never trained."""
 
 
-class Record(msgspec.Struct, frozen=True):
-    """A conversation and where it stands: `source` is the name it is mixed by, `file` and `line` its place."""
+class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
+    """A conversation and its origin: the `source` it is mixed by, and the `file` and `line` it was read from.
+
+    >>> record = chatmill.Record([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
+    >>> record.messages[1].content
+    'Hello'
+
+    Messages are `Message` objects or dicts of their fields; tools are definitions, or compact JSON of them.
+    """
 
     messages: list[Message]
     id: str | None = None
     tools: tuple[str, ...] = ()
-    """The definitions offered to the assistant, each as compact JSON."""
+    """The definitions of the functions that the assistant may call, each as compact JSON."""
     source: str = ""
     file: str = ""
     line: int = 0
 
 
+new_message: Callable[..., Message] = MethodType(_construct, Message)
+"""`Message` without checks, for fields that were checked already."""
+new_record: Callable[..., Record] = MethodType(_construct, Record)
+
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def record_key(record: Record) -> bytes:
-    """Sixteen bytes that are the same for the same conversation, wherever it stands and whatever its id is."""
+    """Sixteen bytes that identify a conversation, whatever its id and origin."""
     return hashlib.sha256(_ENCODER.encode((record.messages, record.tools))).digest()[:16]

@@ -1,4 +1,4 @@
-"""Records that were left out, written down with their reasons."""
+"""The file of rejected records and their reasons."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from chatmill.records.shapes.decode import json_line
 
 
 class Rejects:
-    """A JSONL file of rejected records, and how many there are of each kind. Call it with each fault.
+    """Writes a JSONL file of rejected records, and counts them by kind. Call it with each fault.
 
-    A line has file, line, id, kind, reason (the whole text a person would read) and the beginning of the record.
-    The file is made even when nothing is rejected: an empty one says so. It is never one of the `inputs`.
+    A line has file, line, id, kind, reason (the text of the fault) and the beginning of the record. The file is
+    created even if nothing is rejected. It must not be one of the `inputs`.
     """
 
     def __init__(self, path: str | Path, inputs: Sequence[str | Path] = ()) -> None:

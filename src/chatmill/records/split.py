@@ -1,4 +1,4 @@
-"""Which records are validation: the rule of the primer specification, by position in a seeded shuffle."""
+"""The validation split of the primer specification: by position in a seeded shuffle."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from chatmill.errors import UsageError
 
 
 class Split(NamedTuple):
-    """Numbers of records, each in exactly one of the two lists."""
+    """Indices of records, each in exactly one of the two lists."""
 
     train: list[int]
     val: list[int]
 
 
 def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
-    """Records 0 to count-1 in an order shuffled by `seed`: the first floor(count * val_frac) validate, the rest train.
+    """Shuffle records 0 to count-1 by `seed`: the first floor(count * val_frac) validate, all others train.
 
     5 records, 0.4, shuffled to 3 1 0 4 2  ->  val 3 1, train 0 4 2
-    The product is the one of floating point, so 0.29 of 100 is 28.999… and gives 28.
+    The product is computed in floating point: 0.29 of 100 is 28.999… and gives 28.
     """
     if not 0 <= val_frac < 1:
         raise UsageError(f"a share of {val_frac} for validation cannot be; expected one from 0 to below 1")

@@ -19,9 +19,9 @@ from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import MAX_LINE_BYTES, Record
 from chatmill.records.files import expand, shown, source_name
 from chatmill.records.lines import lines
+from chatmill.records.shapes import messages
 from chatmill.records.shapes.decode import decode_object, named
 from chatmill.records.shapes.fields import record_id
-from chatmill.records.shapes.messages import careful
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
         try:
             record = decode_object(data)
             id = record_id(record)
-            turns, _, tools = careful(record)
+            turns, _, tools = messages.parse(record)
             objects = record.get("objects")
             if id is None:
                 raise RecordError("the record has no id", 'expected "id", which rollouts name it by', kind="id")

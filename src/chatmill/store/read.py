@@ -36,8 +36,11 @@ MAPPED = 256
 def open_dataset(path: str | Path) -> Dataset:
     """Open a dataset; `DataError` if a file is missing or does not have its size.
 
-        train = open_dataset("data/v1")["train"]
-        rows = train.rows([0, 7])
+    >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),))
+    >>> built = chatmill.prepare_dataset(job, "v1")
+    >>> rows = chatmill.open_dataset("v1")["train"].rows([0, 7])
+    >>> rows.lengths.tolist()
+    [266, 85]
 
     Datasets that other programs wrote by the episode specification open too, without spans and origins.
     """
@@ -92,7 +95,13 @@ def _episodes(folder: Path, metadata: Metadata, split: str) -> Episodes:
 
 @dataclass(frozen=True)
 class Dataset:
-    """An open dataset: `dataset["train"]` are the episodes of a split."""
+    """An open dataset: `dataset["train"]` are the episodes of a split.
+
+    >>> built = chatmill.prepare_dataset(chatmill.Job((chatmill.InputSource(("data/primer.jsonl",)),)), "v1")
+    >>> dataset = chatmill.open_dataset("v1")
+    >>> dataset.splits, len(dataset["train"])
+    (('train',), 120)
+    """
 
     path: Path
     metadata: Metadata | None

@@ -1,4 +1,4 @@
-"""JSON of one record: bytes to plain values, or the one fault that says where they stop being JSON; and back."""
+"""Decode the JSON of one record, with a fault that says where it is invalid; and encode values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REASON = re.compile(r"JSON is malformed: (.*) \(byte (\d+)\)")
 
 
 def decode(data: bytes) -> Any:
-    """The JSON value that `data` holds. Nesting too deep for the stack is left to the caller."""
+    """The JSON value of `data`. A `RecursionError` from nesting that is too deep is left to the caller."""
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -28,7 +28,7 @@ def decode(data: bytes) -> Any:
 
 
 def decode_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that `data` holds; any other value is a fault."""
+    """The JSON object of `data`; any other value is a fault."""
     value = decode(data)
     if type(value) is not dict:
         raise RecordError(f"the record is {named(value)}", "expected one JSON object", kind="object")
@@ -48,7 +48,7 @@ def compact(value: Any) -> str:
 
 
 def json_line(value: Any) -> bytes:
-    """A value as a line of JSON. What is no UTF-8 in the name of a file is escaped, and read back as it was."""
+    """A value as a line of JSON. File names that are not valid UTF-8 are escaped, and read back unchanged."""
     try:
         return msgspec.json.encode(value) + b"\n"
     except UnicodeEncodeError:
@@ -56,13 +56,13 @@ def json_line(value: Any) -> bytes:
 
 
 def named(value: Any) -> str:
-    """What a JSON value is, in words for a fault: `a number`, `an object`."""
+    """The type of a JSON value, for a fault: `a number`, `an object`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names[type(value)]
+    return names.get(type(value), f"a Python {type(value).__name__}")
 
 
 def _diagnose(data: bytes, error: str) -> RecordError:
@@ -71,9 +71,9 @@ def _diagnose(data: bytes, error: str) -> RecordError:
     if lone := _LONE_SURROGATE.search(data):
         what = f"half of a surrogate pair at {_place(data, lone.start(1))}"
         return RecordError(what, "expected both halves, or the character itself", kind="surrogate")
-    if found := _REASON.match(error):
-        # Trailing characters are found by looking past the first of them.
-        reason, at = found[1], int(found[2]) - (found[1] == "trailing characters")
+    if match := _REASON.match(error):
+        # Trailing characters are reported one byte after the first of them.
+        reason, at = match[1], int(match[2]) - (match[1] == "trailing characters")
     elif "out of range" in error:
         return RecordError("a number is out of range", "expected numbers that fit a double", kind="json")
     else:

@@ -1,22 +1,23 @@
-"""The fields that several shapes share, each checked, each fault naming its owner (`message 3`, counted from 0)."""
+"""Checked access to the fields that several shapes share; a fault names its owner (`message 3`, counted from 0)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from chatmill.errors import RecordError, one_line
-from chatmill.records.record import Message, Role, ToolCall
+from chatmill.records.record import Message, Role, ToolCall, new_message
 from chatmill.records.shapes.decode import compact, decode, named
 
 Object = dict[str, Any]
 
-# Weights are stored as 32-bit floats: a larger one would become infinite there, a smaller one 0.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+# Weights are stored as 32-bit floats, in which a larger one is infinite and a smaller one 0.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
 
 
 class ParsedRecord(NamedTuple):
-    """What a shape finds in one record; the reader adds the place and makes it a `Record`."""
+    """The conversation of one record; the reader adds its origin to make it a `Record`."""
 
     messages: list[Message]
     id: str | None = None
@@ -28,9 +29,9 @@ def quoted(text: str) -> str:
     return f'"{one_line(text)}"'
 
 
-def listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str], last: str = "or") -> str:
     """`a, b or c`."""
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def required(owner: str, fields: Object, key: str) -> Any:
@@ -54,21 +55,39 @@ def optional_text(owner: str, fields: Object, key: str) -> str | None:
     return text(owner, fields, key) if fields.get(key) is not None else None
 
 
-def messages(fields: Object, key: str) -> list[Object]:
-    """The list of message objects under `key`: at least one."""
-    found = required("the record", fields, key)
-    if type(found) is not list:
-        raise RecordError(f"the record has {named(found)} as {key}", "expected a list of messages", kind="type")
-    if not found:
+def messages(fields: Object, key: str) -> list[Any]:
+    """The list of messages under `key`, at least one: objects, or `Message` where Python code gives them."""
+    turns = required("the record", fields, key)
+    if type(turns) not in (list, tuple):
+        raise RecordError(f"the record has {named(turns)} as {key}", "expected a list of messages", kind="type")
+    if not turns:
         raise RecordError(f"the record has an empty list as {key}", "expected at least one message", kind="empty")
-    for index, message in enumerate(found):
-        if type(message) is not dict:
+    for index, message in enumerate(turns):
+        if type(message) not in (dict, Message):
             raise RecordError(f"message {index} is {named(message)}", "expected an object", kind="type")
-    return found
+    return list(turns)
+
+
+def system(fields: Object) -> list[Message]:
+    """The message that a top-level `system` text stands for; none if it is missing or empty."""
+    text = optional_text("the record", fields, "system")
+    return [new_message("system", text)] if text else []
+
+
+def conversation(
+    fields: Object,
+    key: str,
+    parse_message: Callable[[str, Object], Message],
+    head: Callable[[Object], list[Message]] = lambda fields: [],
+) -> ParsedRecord:
+    """The conversation of a record with `id`, `tools`, and a list of messages under `key`, after those of `head`."""
+    turns = enumerate(messages(fields, key))
+    body = [*head(fields), *(parse_message(f"message {index}", turn) for index, turn in turns)]
+    return ParsedRecord(body, record_id(fields), tools(fields))
 
 
 def role(owner: str, fields: Object, key: str, roles: Mapping[str, Role]) -> Role:
-    """The role that the name under `key` stands for in `roles`."""
+    """The role to which `roles` maps the name under `key`."""
     right = f"expected {listed(tuple(roles))}"
     if key not in fields:
         raise RecordError(f"{owner} has no {key}", right, kind="role")
@@ -81,7 +100,7 @@ def role(owner: str, fields: Object, key: str, roles: Mapping[str, Role]) -> Rol
 
 
 def record_id(fields: Object, key: str = "id") -> str | None:
-    """The name of a record: a string, or a whole number as text."""
+    """The id of a record: a string, or a whole number as text."""
     value = fields.get(key)
     if value is None or type(value) is str:
         return value
@@ -91,7 +110,7 @@ def record_id(fields: Object, key: str = "id") -> str | None:
 
 
 def weight(owner: str, fields: Object, role: Role) -> float | None:
-    """What `train` or `weight` says: None where neither is given. Tool results are never trained."""
+    """The weight that `train` or `weight` sets; None where neither is given. Tool results are never trained."""
     train, number = fields.get("train"), fields.get("weight")
     if train is not None and number is not None:
         raise RecordError(f"{owner} has both train and weight", "expected one of them", kind="weight")
@@ -113,8 +132,10 @@ def weight(owner: str, fields: Object, role: Role) -> float | None:
 
 
 def reasoning(owner: str, fields: Object, role: Role) -> str:
-    """The text of `reasoning_content` or `reasoning`; empty where neither is given."""
-    given = {found for key in ("reasoning_content", "reasoning") if (found := optional_text(owner, fields, key))}
+    """The text of `reasoning_content`, `reasoning` or `thinking`; empty where none is given."""
+    if fields.keys().isdisjoint(_REASONING):
+        return ""
+    given = {text for key in _REASONING if (text := optional_text(owner, fields, key))}
     if len(given) > 1:
         what = f"{owner} has a reasoning and another reasoning_content"
         raise RecordError(what, "expected one of them", kind="content")
@@ -124,14 +145,22 @@ def reasoning(owner: str, fields: Object, role: Role) -> str:
 
 
 def refuse(owner: str, fields: Object, *keys: str, right: str) -> None:
-    """Fault where one of `keys` is set: it holds content that would be lost in silence."""
+    """Fault where one of `keys` is set, because its content would be lost without notice."""
     for key in keys:
         if fields.get(key) is not None:
             raise RecordError(f'{owner} has a "{key}"', right, kind="keys")
 
 
+def only(owner: str, fields: Object, known: Sequence[str]) -> None:
+    """Fault where there is any key besides the known ones."""
+    if unknown := [key for key in fields if key not in known]:
+        noun = "key" if len(unknown) == 1 else "keys"
+        what = f"{owner} has the unknown {noun} {keys_shown(unknown)}"
+        raise RecordError(what, f"expected only {listed(known, 'and')}", kind="keys")
+
+
 def tool_call(owner: str, fields: Any, id: str | None = None) -> ToolCall:
-    """A call from `{"name": …, "arguments": …}`, the arguments an object or JSON text that holds one."""
+    """A call from `{"name": …, "arguments": …}`, with arguments as an object or as JSON text of one."""
     if type(fields) is not dict:
         raise RecordError(f"{owner} is {named(fields)}", "expected an object with name and arguments", kind="arguments")
     name, given = text(owner, fields, "name"), required(owner, fields, "arguments")
@@ -147,7 +176,7 @@ def tool_call(owner: str, fields: Any, id: str | None = None) -> ToolCall:
 
 
 def tools(fields: Object) -> tuple[str, ...]:
-    """The definitions under `tools`, each as compact JSON: a list of objects, or JSON text that holds one."""
+    """The definitions under `tools`, a list of objects or JSON text of one, each as compact JSON."""
     given, right = fields.get("tools"), "expected a list of tool definitions"
     if type(given) is str:
         try:
@@ -165,5 +194,5 @@ def tools(fields: Object) -> tuple[str, ...]:
 
 
 def keys_shown(keys: Sequence[str]) -> str:
-    """Keys from data for a fault, the first few of them."""
+    """The first few keys, for a fault."""
     return ", ".join(quoted(key) for key in keys[:6]) + (", …" if len(keys) > 6 else "")

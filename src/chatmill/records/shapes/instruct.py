@@ -1,19 +1,18 @@
-"""The `alpaca` and `dolly` shapes: one instruction, what it is about, and the answer."""
+"""The `alpaca` and `dolly` shapes: one instruction, its context, and the answer."""
 
 from __future__ import annotations
 
 from chatmill.errors import RecordError
-from chatmill.records.record import Message
+from chatmill.records.record import Message, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import named
 from chatmill.records.shapes.fields import Object, ParsedRecord
 
 
 def alpaca(record: Object) -> ParsedRecord:
-    """system?, the pairs of `history`, then instruction with input, and output."""
-    system = fields.optional_text("the record", record, "system")
-    head = [Message("system", system)] if system else []
-    return ParsedRecord(head + _history(record) + _exchange(record, "input", "output"), fields.record_id(record))
+    """`system` if given, the pairs of `history`, then instruction with input, and output."""
+    turns = fields.system(record) + _history(record) + _exchange(record, "input", "output")
+    return ParsedRecord(turns, fields.record_id(record))
 
 
 def dolly(record: Object) -> ParsedRecord:
@@ -21,12 +20,13 @@ def dolly(record: Object) -> ParsedRecord:
     return ParsedRecord(_exchange(record, "context", "response"), fields.record_id(record))
 
 
-def _exchange(record: Object, about: str, answer: str) -> list[Message]:
-    """The question, with what it is about below it after a blank line, and the answer."""
+def _exchange(record: Object, context_key: str, answer_key: str) -> list[Message]:
+    """The instruction, with its context below it after a blank line, and the answer."""
     instruction = fields.text("the record", record, "instruction")
-    context = fields.optional_text("the record", record, about)
+    context = fields.optional_text("the record", record, context_key)
     question = "\n\n".join(part for part in (instruction, context) if part)
-    return [Message("user", question), Message("assistant", fields.text("the record", record, answer))]
+    answer = fields.text("the record", record, answer_key)
+    return [new_message("user", question), new_message("assistant", answer)]
 
 
 def _history(record: Object) -> list[Message]:
@@ -40,5 +40,5 @@ def _history(record: Object) -> list[Message]:
     for index, pair in enumerate(history):
         if type(pair) is not list or len(pair) != 2 or not all(type(text) is str for text in pair):
             raise RecordError(f"history {index} is not a pair of strings", right, kind="content")
-        turns += [Message("user", pair[0]), Message("assistant", pair[1])]
+        turns += [new_message("user", pair[0]), new_message("assistant", pair[1])]
     return turns

@@ -1,7 +1,7 @@
-"""The `messages` shape: OpenAI-style chat, and the way by which the bulk of all data comes.
+"""The `messages` shape: OpenAI-style chat, which most data has.
 
-`plain` decodes the common form straight into typed values and refuses everything else; what it refuses goes
-through `careful`, which knows every form and every fault. Where `plain` answers, both answer the same.
+`decode` and `decode_lines` decode the common form, roles and texts only, straight into typed values and return None for
+anything else; `parse` reads every accepted form and names every fault. Where both read a record, they agree.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import msgspec
 import numpy as np
 
 from chatmill.errors import RecordError
-from chatmill.records.record import ROLES, Message, Role, ToolCall
+from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, new_message, new_record
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import named
 from chatmill.records.shapes.fields import Object, ParsedRecord, quoted
 
 _ROLES: dict[str, Role] = {role: role for role in ROLES}
+_FIELDS = (
+    *("role", "content", "reasoning", "reasoning_content", "thinking", "tool_calls", "name", "tool_call_id"),
+    *("weight", "train", "complete", "function_call", "refusal", "audio", "annotations"),
+)
 
 
-class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """Role and text; the keys that tables and exports fill with null may be there as null."""
+class _CommonMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """Role and text; keys that tables and exports fill with null may be present as null."""
 
     role: Role
     content: str
@@ -35,43 +39,43 @@ class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     weight: None = None
 
 
-class _PlainRecord(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    messages: list[_PlainMessage]
+class _CommonRecord(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    messages: list[_CommonMessage]
     id: str | int | None = None
     tools: None = None
 
 
-_PLAIN = msgspec.json.Decoder(_PlainRecord)
+_DECODER = msgspec.json.Decoder(_CommonRecord)
 
 
-def plain(data: bytes) -> ParsedRecord | None:
-    """The conversation where it is nothing but roles and texts; None where a careful look is needed."""
+def decode(data: bytes) -> ParsedRecord | None:
+    """The conversation of a record in the common form; None for any other."""
     try:
-        found = _PLAIN.decode(data)
+        record = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return _conversation(found) if found.messages else None
+    return _conversation(record) if record.messages else None
 
 
-def plain_lines(block: bytes) -> list[ParsedRecord] | None:
-    """The conversations of a block of lines, if each line holds exactly one and all of them are plain."""
+def decode_lines(block: bytes) -> list[ParsedRecord] | None:
+    """The conversations of a block of lines, if every line is one record in the common form."""
     count = _object_lines(block)
     if not count:
         return None
     try:
-        found = _PLAIN.decode_lines(block)
+        records = _DECODER.decode_lines(block)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    if len(found) != count or not all(record.messages for record in found):
+    if len(records) != count or not all(record.messages for record in records):
         return None
-    return [_conversation(record) for record in found]
+    return [_conversation(record) for record in records]
 
 
 def _object_lines(block: bytes) -> int:
     """How many lines there are, if each of them begins with { and ends with }; otherwise 0.
 
-    The decoder takes line ends for spaces. But within a value no { comes after a }, so that all of these line ends
-    stand between values, and with as many values as lines each line is one.
+    The decoder treats line ends as spaces. But within a value no { follows a }, so these line ends are between values,
+    and with as many values as lines each line is one value.
     """
     raw = np.frombuffer(block, dtype=np.uint8)
     ends = np.flatnonzero(raw == ord("\n"))
@@ -81,17 +85,36 @@ def _object_lines(block: bytes) -> int:
     return len(ends) if opens and (raw[ends - 1] == ord("}")).all() else 0
 
 
-def _conversation(found: _PlainRecord) -> ParsedRecord:
-    name = str(found.id) if isinstance(found.id, int) else found.id
-    return ParsedRecord([Message(message.role, message.content) for message in found.messages], name)
+def _conversation(record: _CommonRecord) -> ParsedRecord:
+    name = str(record.id) if isinstance(record.id, int) else record.id
+    return ParsedRecord([new_message(message.role, message.content) for message in record.messages], name)
 
 
-def careful(record: Object) -> ParsedRecord:
+def parse(record: Object) -> ParsedRecord:
     """The conversation of one record in any of the accepted forms."""
     fields.refuse("the record", record, "system", right='expected it as the first message, or shape "tool"')
     fields.refuse("the record", record, "functions", right="expected tools and tool_calls")
-    turns = [_message(f"message {index}", turn) for index, turn in enumerate(fields.messages(record, "messages"))]
-    return ParsedRecord(turns, fields.record_id(record), fields.tools(record))
+    return fields.conversation(record, "messages", _message)
+
+
+def message_from_fields(given: Object, owner: str = "the message") -> Message:
+    """The message of these fields, as `parse` reads it; an unknown field is a fault."""
+    fields.only(owner, given, _FIELDS)
+    message = _message(owner, given)
+    return message if given.get("complete", True) else msgspec.structs.replace(message, complete=False)
+
+
+def record_from_fields(given: Object) -> Record:
+    """The record of these fields, with messages as `Message` or as dicts of their fields."""
+    fields.only("the record", given, Record.__struct_fields__)
+    messages = [
+        turn if isinstance(turn, Message) else message_from_fields(turn, f"message {index}")
+        for index, turn in enumerate(fields.messages(given, "messages"))
+    ]
+    tools = given.get("tools", ())
+    if not isinstance(tools, tuple) or not all(isinstance(tool, str) for tool in tools):
+        tools = fields.tools(given)
+    return new_record(**{**given, "messages": messages, "id": fields.record_id(given), "tools": tools})
 
 
 def _message(owner: str, turn: Object) -> Message:
@@ -100,14 +123,14 @@ def _message(owner: str, turn: Object) -> Message:
     fields.refuse(owner, turn, "function_call", right="expected tool_calls")
     fields.refuse(owner, turn, "refusal", "audio", right="expected its text as content")
     calls = _tool_calls(owner, turn, role)
-    return Message(
-        role=role,
-        content=_content(owner, turn, calls),
-        reasoning=fields.reasoning(owner, turn, role),
-        tool_calls=calls,
-        name=fields.optional_text(owner, turn, "name"),
-        tool_call_id=fields.optional_text(owner, turn, "tool_call_id"),
-        weight=fields.weight(owner, turn, role),
+    return new_message(
+        role,
+        _content(owner, turn, calls),
+        fields.reasoning(owner, turn, role),
+        calls,
+        fields.optional_text(owner, turn, "name"),
+        fields.optional_text(owner, turn, "tool_call_id"),
+        fields.weight(owner, turn, role),
     )
 
 
@@ -120,16 +143,16 @@ def _content(owner: str, turn: Object, calls: tuple[ToolCall, ...]) -> str:
     if type(content) is not list:
         what = f"{owner} has {named(content)} as content" if "content" in turn else f"{owner} has no content"
         raise RecordError(what, "expected a string or a list of text parts", kind="content")
-    return "".join(_part(f"{owner}, part {index}", part) for index, part in enumerate(content))
+    return "".join(_text_part(f"{owner}, part {index}", part) for index, part in enumerate(content))
 
 
-def _part(owner: str, part: Any) -> str:
+def _text_part(owner: str, part: Any) -> str:
     right = 'expected {"type": "text", "text": …}'
     if type(part) is not dict:
         raise RecordError(f"{owner} is {named(part)}", right, kind="content")
     if part.get("type") != "text":
-        found = f"type {quoted(part['type'])}" if type(part.get("type")) is str else "no type"
-        raise RecordError(f"{owner} has {found}", right, kind="content")
+        given = f"type {quoted(part['type'])}" if type(part.get("type")) is str else "no type"
+        raise RecordError(f"{owner} has {given}", right, kind="content")
     return fields.text(owner, part, "text")
 
 
@@ -137,7 +160,7 @@ def _tool_calls(owner: str, turn: Object, role: Role) -> tuple[ToolCall, ...]:
     calls = turn.get("tool_calls")
     if calls is None:
         return ()
-    if type(calls) is not list:
+    if type(calls) not in (list, tuple):
         raise RecordError(f"{owner} has {named(calls)} as tool_calls", "expected a list", kind="arguments")
     if calls and role != "assistant":
         what = f"{owner} has tool_calls on role {role}"
@@ -147,11 +170,13 @@ def _tool_calls(owner: str, turn: Object, role: Role) -> tuple[ToolCall, ...]:
 
 def _tool_call(owner: str, call: Any) -> ToolCall:
     """One call, nested under `function` as servers write it, or flat."""
+    if type(call) is ToolCall:
+        return call
     if type(call) is not dict:
         return fields.tool_call(owner, call)
     kind = call.get("type")
     if kind not in (None, "function"):
-        found = quoted(kind) if type(kind) is str else named(kind)
-        raise RecordError(f"{owner} has type {found}", 'expected "function"', kind="arguments")
+        given = quoted(kind) if type(kind) is str else named(kind)
+        raise RecordError(f"{owner} has type {given}", 'expected "function"', kind="arguments")
     function = call if call.get("function") is None else call["function"]
     return fields.tool_call(owner, function, fields.optional_text(owner, call, "id"))

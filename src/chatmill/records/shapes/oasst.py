@@ -1,7 +1,7 @@
 """The `oasst1` shape: message trees, one conversation each, along the best-ranked replies.
 
-A tree comes whole (`prompt` with its `replies`) or as flat messages on consecutive lines, which `grouped`
-brings together as one unit: a JSON list of them.
+A tree is one object (`prompt` with its `replies`), or flat messages on consecutive lines, which `grouped` joins to one
+JSON list.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from chatmill.errors import RecordError
-from chatmill.records.record import Message, Role
+from chatmill.records.record import Message, Role, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import named
 from chatmill.records.shapes.fields import Object, ParsedRecord, quoted
@@ -21,18 +21,18 @@ from chatmill.records.shapes.fields import Object, ParsedRecord, quoted
 _ROLES: dict[str, Role] = {"prompter": "user", "assistant": "assistant"}
 
 
-class _Flat(msgspec.Struct, gc=False):
-    """As much of a message as grouping needs; one with a prompt is a whole tree."""
+class _FlatMessage(msgspec.Struct, gc=False):
+    """The fields of a message that grouping needs; one with a prompt is a whole tree."""
 
     message_tree_id: str
     message_id: str | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"null")
 
 
-_FLAT = msgspec.json.Decoder(_Flat)
+_DECODER = msgspec.json.Decoder(_FlatMessage)
 
 
-def careful(record: Any) -> ParsedRecord:
+def parse(record: Any) -> ParsedRecord:
     """The conversation of one tree, from an object with `prompt` or a list of flat messages."""
     if type(record) is list and record and all(type(message) is dict for message in record):
         root, replies = _flat_tree(record)
@@ -51,13 +51,13 @@ def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tupl
     """Units with the flat messages of one tree joined to one JSON list, at the line of the first.
 
     a1 a2 b1 tree a3  ->  [a1,a2] [b1] tree [a3]
-    A broken line passes on alone at once, and the tree around it goes on without it.
+    A broken line is passed on alone, and its tree continues without it.
     """
     tree, line, size = None, 0, 0
     lines: list[bytes] = []
     for number, data in units:
         try:
-            message = _FLAT.decode(data)
+            message = _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             yield number, data
             continue
@@ -71,7 +71,7 @@ def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tupl
         if not lines:
             tree, line, size = message.message_tree_id, number, 0
         if size <= limit:
-            # Beyond the limit the tree is a fault already: one line more says so, and the rest need not be held.
+            # Over the limit the tree is a fault: one more line makes it so, and no others are held.
             lines.append(data)
             size += len(data) + 1
     if lines:
@@ -105,22 +105,22 @@ def _flat_tree(messages: list[Object]) -> tuple[Object, dict[str, list[Object]]]
 
 def _best_path(root: Any, replies: dict[str, list[Object]]) -> list[Message]:
     path: list[Message] = []
-    choice = _standing("the prompt", [root])
+    choice = _undeleted("the prompt", [root])
     while choice:
         owner = f"message {len(path)}"
         best = min(choice, key=_rank)
-        path.append(Message(fields.role(owner, best, "role", _ROLES), fields.text(owner, best, "text")))
+        path.append(new_message(fields.role(owner, best, "role", _ROLES), fields.text(owner, best, "text")))
         below = replies[best["message_id"]] if replies else best.get("replies") or []
         if type(below) is not list:
             raise RecordError(f"{owner} has {named(below)} as replies", "expected a list of messages", kind="type")
-        choice = _standing(f"a reply to {owner}", below)
+        choice = _undeleted(f"a reply to {owner}", below)
     if not path:
         raise RecordError("the prompt of the tree is deleted", "expected a prompt that stands", kind="empty")
     return path
 
 
-def _standing(owner: str, messages: list[Any]) -> list[Object]:
-    """The messages that are not deleted, each checked as far as choosing among them needs."""
+def _undeleted(owner: str, messages: list[Any]) -> list[Object]:
+    """The messages that are not deleted, with the fields that choosing among them needs checked."""
     for message in messages:
         if type(message) is not dict:
             raise RecordError(f"{owner} is {named(message)}", "expected a message object", kind="type")

@@ -6,17 +6,15 @@ from typing import Literal
 
 import msgspec
 
-from chatmill.errors import RecordError
-from chatmill.records.record import Message, Role
+from chatmill.records.record import Message, Role, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.fields import Object, ParsedRecord
 
-_Role = Literal["system", "user", "assistant"]
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
 
 class _PrimerMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    role: _Role
+    role: Literal["system", "user", "assistant"]
     content: str
 
 
@@ -24,35 +22,26 @@ class _PrimerRecord(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     messages: list[_PrimerMessage]
 
 
-_STRICT = msgspec.json.Decoder(_PrimerRecord)
+_DECODER = msgspec.json.Decoder(_PrimerRecord)
 
 
-def plain(data: bytes) -> ParsedRecord | None:
-    """The conversation where the record is right; None where a careful look must say what is wrong."""
+def decode(data: bytes) -> ParsedRecord | None:
+    """The conversation of a valid record; None for any other, of which `parse` says what is wrong."""
     try:
-        found = _STRICT.decode(data)
+        turns = _DECODER.decode(data).messages
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return ParsedRecord([Message(turn.role, turn.content) for turn in found.messages]) if found.messages else None
+    return ParsedRecord([new_message(turn.role, turn.content) for turn in turns]) if turns else None
 
 
-def careful(record: Object) -> ParsedRecord:
-    """The conversation of one record, any departure from the specification a fault."""
+def parse(record: Object) -> ParsedRecord:
+    """The conversation of one record; anything that the specification does not allow is a fault."""
     turns = fields.messages(record, "messages")
-    _only("the record", record, ("messages",))
+    fields.only("the record", record, ("messages",))
     return ParsedRecord([_message(f"message {index}", turn) for index, turn in enumerate(turns)])
 
 
 def _message(owner: str, turn: Object) -> Message:
-    role = fields.role(owner, turn, "role", _ROLES)
-    content = fields.text(owner, turn, "content")
-    _only(owner, turn, ("role", "content"))
-    return Message(role, content)
-
-
-def _only(owner: str, given: Object, known: tuple[str, ...]) -> None:
-    unknown = [key for key in given if key not in known]
-    if unknown:
-        noun = "key" if len(unknown) == 1 else "keys"
-        what = f"{owner} has the unknown {noun} {fields.keys_shown(unknown)}"
-        raise RecordError(what, f"expected only {' and '.join(known)}", kind="keys")
+    role, content = fields.role(owner, turn, "role", _ROLES), fields.text(owner, turn, "content")
+    fields.only(owner, turn, ("role", "content"))
+    return new_message(role, content)
