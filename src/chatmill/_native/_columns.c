@@ -1,9 +1,9 @@
-/* Lines of plain conversations to columns, without an object for each message.
+/* Lines of conversations in the common form to columns, without an object for each message.
 
-   A line is plain if it is {"messages": [{"role": …, "content": …}, …]}, with an id or without, and every other key of
-   the accepted ones is null. Reading ends before the first line that is anything else: a careful reader has to look at
-   it. What is taken here is written as MessagePack, of which the keys of records are made, and in which their texts lie
-   as they are. */
+   A line has the common form if it is {"messages": [{"role": …, "content": …}, …]}, with an id or without, and every
+   other accepted key is null. Reading ends before the first line that is anything else, which Python has to parse. What
+   is taken here is written as MessagePack, from which the keys of records are computed, and which holds their texts
+   unchanged. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -294,7 +294,7 @@ static int take_record(Reader *self) {
     return 1;
 }
 
-/* One line with its end: 0, and nothing taken, if it is not plain. */
+/* One line with its end: 0, and nothing taken, if it does not have the common form. */
 static int take_line(Reader *self) {
     Reader before = *self;
     if (*self->at == '{' && take_record(self)) {

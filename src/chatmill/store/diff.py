@@ -1,8 +1,8 @@
-"""What two datasets have in common: conversations matched by what was said, wherever they stand.
+"""Compare two datasets: conversations are matched by content, whatever their order, shards and packing.
 
-Two hashes are taken of each conversation, of its ids and of how they are trained. No more than 34 bytes are kept of
-it, and they are compared a sixteenth of all keys at a time. A key that comes several times is matched as often as
-both have it, the most alike first:
+Each conversation gets two hashes, of its ids and of how they are trained. At most 34 bytes are kept per conversation,
+and they are compared a sixteenth of all keys at a time. Repeated keys are matched as often as both datasets have them,
+the most similar first:
 
     A   k:57* k:57. k:8.       equal 1, mask 1, changed 0, removed 1
     B   k:57* k:57*
@@ -26,22 +26,22 @@ from chatmill.store.read import Dataset, Episodes, open_dataset
 Words = NDArray[np.uint64]
 
 EXAMPLES = 3
-"""Conversations of each kind that are named."""
+"""Example conversations of each kind."""
 TOKENS = 1 << 20
 """Tokens that are hashed at a time."""
 SHARES = 16
-ALIKE = {"equal": "kims", "moved": "kim", "mask": "ki", "changed": "k"}
-"""What a pair of each kind shares, the most alike first: key, ids, mask, split."""
+EQUAL_COLUMNS = {"equal": "kims", "moved": "kim", "mask": "ki", "changed": "k"}
+"""The columns in which a pair of each kind is equal, the most similar first: key, ids, mask, split."""
 CAUSES = ("tokenizer", "format", "fit", "input")
 CONFIG = {"add_tokens": "tokenizer", "sources": "input", "dedupe": "input"}
-"""What keys of a config belong to that are not `fit`."""
+"""The part of config keys that do not belong to `fit`."""
 PARENT = "reweighed_from"
-"""A key of a config that tells of the past and causes nothing."""
+"""A config key that is history and causes no difference."""
 
 
 @dataclass(frozen=True)
 class ConversationOrigin:
-    """Where a conversation came from, and the split it is in."""
+    """The file and line of a conversation, and the split it is in."""
 
     split: str
     file: str | None
@@ -50,7 +50,7 @@ class ConversationOrigin:
 
 @dataclass(frozen=True)
 class Difference:
-    """How many conversations differ in one way, and the first of them."""
+    """How many conversations differ in one respect, and the first of them."""
 
     count: int
     examples: tuple[ConversationOrigin, ...]
@@ -58,7 +58,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Cause:
-    """One thing in which the making of the two differs."""
+    """A setting or input in which the two builds differ."""
 
     part: str
     """tokenizer, format, fit or input."""
@@ -69,69 +69,63 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diff:
+    """How two datasets differ; `kinds` are all differences by name."""
+
     identical: bool
-    """They have the same hash: the same bytes."""
+    """They have the same hash, and so the same bytes."""
     by_key: bool
-    """Matched by what was said. Else, because one of them has no keys, by ids, so that none can be `changed`."""
+    """Matched by the text of conversations; otherwise by ids, because one dataset has no keys: none is `changed`."""
     equal: int
     added: Difference
     removed: Difference
     changed: Difference
-    """The same was said, in other ids."""
+    """The same text with other ids."""
     mask: Difference
-    """The same ids, trained otherwise."""
+    """The same ids with another mask."""
     moved: Difference
-    """The same in everything, in another split."""
+    """Equal, but in another split."""
     causes: tuple[Cause, ...]
 
     @property
     def kinds(self) -> dict[str, Difference]:
-        return {
-            "added": self.added,
-            "removed": self.removed,
-            "changed": self.changed,
-            "mask": self.mask,
-            "moved": self.moved,
-        }
+        return {name: getattr(self, name) for name in ("added", "removed", "changed", "mask", "moved")}
 
     @property
     def same(self) -> bool:
-        """Whether both hold the same conversations, however they are ordered and packed."""
+        """Whether both have the same conversations, in any order and packing."""
         return not any(kind.count for kind in self.kinds.values())
 
 
 def diff_datasets(one: str | Path, other: str | Path) -> Diff:
-    """Compare two datasets, conversation by conversation: what became of `one` on the way to `other`."""
+    """Compare two datasets by conversation: what changed from `one` to `other`."""
     a, b = _Conversations(open_dataset(one)), _Conversations(open_dataset(other))
     by_key = a.has_keys and b.has_keys
     if not by_key:
         a.match_by_ids()
         b.match_by_ids()
-    found = {name: _Examples() for name in (*ALIKE, "removed", "added")}
+    kinds = {name: _Examples() for name in (*EQUAL_COLUMNS, "removed", "added")}
     share_of_a, share_of_b = a.shares(), b.shares()
     for share in range(SHARES):
         in_a, in_b = np.flatnonzero(share_of_a == share), np.flatnonzero(share_of_b == share)
-        for name, columns in ALIKE.items():
+        for name, columns in EQUAL_COLUMNS.items():
             of_a, of_b = _pairs(a.columns(columns, in_a), b.columns(columns, in_b))
-            found[name].add(in_b[of_b])
+            kinds[name].add(in_b[of_b])
             in_a, in_b = np.delete(in_a, of_a), np.delete(in_b, of_b)
-        found["removed"].add(in_a)
-        found["added"].add(in_b)
+        kinds["removed"].add(in_a)
+        kinds["added"].add(in_b)
+    equal = kinds.pop("equal").count
+    differences = {name: (a if name == "removed" else b).difference(kind) for name, kind in kinds.items()}
     return Diff(
         identical=a.dataset.sha256 is not None and a.dataset.sha256 == b.dataset.sha256,
         by_key=by_key,
-        equal=found["equal"].count,
-        added=b.kind(found["added"]),
-        removed=a.kind(found["removed"]),
-        changed=b.kind(found["changed"]),
-        mask=b.kind(found["mask"]),
-        moved=b.kind(found["moved"]),
-        causes=tuple(_causes(a.dataset.metadata, b.dataset.metadata, found["removed"].count, found["added"].count)),
+        equal=equal,
+        **differences,
+        causes=tuple(_causes(a.dataset.metadata, b.dataset.metadata, kinds["removed"].count, kinds["added"].count)),
     )
 
 
 class _Examples:
-    """How many, and the lowest numbers among them."""
+    """Counts conversations, and keeps the lowest of their numbers."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -143,13 +137,13 @@ class _Examples:
 
 
 def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
-    """Which of a and of b go together: equal in all columns, each used once, the first of them first.
+    """Pair rows of a and b that are equal in all columns, each used once, in order.
 
     a  7 7 8
     b  7 9 7 7    ->  0 1 and 0 2
     """
     columns = [np.concatenate(pair) for pair in zip(a, b, strict=True)]
-    # Stable: of equals, those of a stand before those of b, each in their order.
+    # Stable: of equal rows, those of a come before those of b, each in their order.
     order = np.lexsort(columns[::-1])
     begins = np.ones(len(order), dtype=np.bool_)
     begins[1:] = np.any([column[order[1:]] != column[order[:-1]] for column in columns], axis=0)
@@ -162,7 +156,7 @@ def _pairs(a: list[NDArray[Any]], b: list[NDArray[Any]]) -> tuple[Index, Index]:
 
 
 class _Conversations:
-    """All conversations of a dataset, numbered over its splits, as columns of hashes."""
+    """All conversations of a dataset, numbered across its splits, as columns of hashes."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -189,22 +183,18 @@ class _Conversations:
         self._key[:, 0], self._key[:, 1] = self._ids, 0
 
     def shares(self) -> NDArray[np.uint8]:
-        """The sixteenth of all keys that each conversation is compared in; for padding none of them."""
+        """The sixteenth of all keys in which each conversation is compared; none for padding."""
         return np.where(self._real, (self._key[:, 0] >> np.uint64(60)).astype(np.uint8), np.uint8(SHARES))
 
     def columns(self, names: str, numbers: Index) -> list[NDArray[Any]]:
-        found: dict[str, list[NDArray[Any]]] = {
-            "k": [self._key[:, 0], self._key[:, 1]],
-            "i": [self._ids],
-            "m": [self._mask],
-            "s": [self._split],
-        }
-        return [column[numbers] for name in names for column in found[name]]
+        key = [self._key[:, 0], self._key[:, 1]]
+        columns: dict[str, list[NDArray[Any]]] = {"k": key, "i": [self._ids], "m": [self._mask], "s": [self._split]}
+        return [column[numbers] for name in names for column in columns[name]]
 
-    def kind(self, found: _Examples) -> Difference:
-        return Difference(found.count, tuple(self._place(number) for number in found.first))
+    def difference(self, examples: _Examples) -> Difference:
+        return Difference(examples.count, tuple(self._origin(number) for number in examples.first))
 
-    def _place(self, number: int) -> ConversationOrigin:
+    def _origin(self, number: int) -> ConversationOrigin:
         for name in self.dataset.splits:
             episodes = self.dataset[name]
             for shard, count in enumerate(_segments(episodes)):
@@ -215,7 +205,7 @@ class _Conversations:
 
 
 def _segments(episodes: Episodes) -> list[int]:
-    """How many conversations, and pieces of padding, each shard has; without origins a row is one."""
+    """The number of conversations and padding of each shard; without origins every row is one."""
     return [shard.records.get(ORIGINS, shard.num_episodes) for shard in episodes.shards]
 
 
@@ -227,14 +217,14 @@ def _origin(split: str, episodes: Episodes, shard: int, number: int) -> Conversa
     return ConversationOrigin(split, episodes.files[origin["file"]].path if known else None, int(origin["line"]))
 
 
-# Hashes that do not depend on how a conversation is cut into spans, and work on all of them at once.
+# Hashes that do not depend on how a conversation is cut into spans, computed for all at once.
 
 
 def _hashes(rows: Rows) -> tuple[Words, Words]:
-    """For each conversation a hash of its ids, and one of the weight and target of each of them.
+    """For each conversation a hash of its ids, and one of the weights and targets of its tokens.
 
-    Each is a sum over tokens, of what the token is times a random number that its position has. Over a span
-    what it is does not change, so that the sum of the random numbers, which is looked up, is enough.
+    Each is a sum over tokens of the value of a token times a random number for its position. Within a span the weight
+    and target are constant, so that only the sum of the random numbers, which is looked up, is needed.
     """
     longest = int(np.diff(rows.segment_start).max(initial=0))
     random = np.random.PCG64(0).random_raw(longest)
@@ -245,19 +235,19 @@ def _hashes(rows: Rows) -> tuple[Words, Words]:
     start = rows.span_start[:-1] - np.repeat(rows.segment_start[:-1], np.diff(rows.first_span))
     weight = spans["weight"].astype(np.float32).view(np.uint32).astype(np.uint64) << np.uint64(32)
     target = (spans["target"].astype(np.int64) + 1).astype(np.uint64)
-    how = np.where(spans["weight"] > 0, _mixed(weight | target), np.uint64(0))
-    mask = how * (until[start + spans["length"]] - until[start])
+    trained = np.where(spans["weight"] > 0, _mixed(weight | target), np.uint64(0))
+    mask = trained * (until[start + spans["length"]] - until[start])
     return _sums(ids, rows.segment_start), _sums(mask, rows.first_span)
 
 
 def _mixed(words: Words) -> Words:
-    """Spread what differs in a few bits over all of them."""
+    """Spread a difference in a few bits over all bits."""
     words = words * np.uint64(0x9E3779B97F4A7C15)
     return words ^ (words >> np.uint64(32))
 
 
 def _until(words: Words) -> Words:
-    """The sum, modulo 2**64, of all words before each, and of all."""
+    """The sums, modulo 2**64, of all words before each one, and of all words."""
     until = np.zeros(len(words) + 1, dtype=np.uint64)
     np.cumsum(words, out=until[1:])
     return until
@@ -269,7 +259,7 @@ def _sums(words: Words, start: Index) -> Words:
 
 
 def is_padding(rows: Rows) -> NDArray[np.bool_]:
-    """Which segments hold nothing but padding."""
+    """Which segments are only padding."""
     spans = np.diff(rows.first_span)
     padding: Index = np.diff(offsets(rows.spans["part"] == Part.PAD)[rows.first_span])
     only: NDArray[np.bool_] = (spans > 0) & (padding == spans)
@@ -277,31 +267,27 @@ def is_padding(rows: Rows) -> NDArray[np.bool_]:
 
 
 def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: int) -> Iterator[Cause]:
-    """In what the two were made differently, as their metadata say it."""
+    """The settings and inputs in which the metadata of the two differ."""
     if one is None or other is None:
         return
-    a, b = _made_of(one), _made_of(other)
-    known = False
-    for part, what in sorted(a.keys() | b.keys(), key=lambda key: (CAUSES.index(key[0]), key[1])):
-        if a.get((part, what)) != b.get((part, what)):
-            known = True
-            yield Cause(part, what, a.get((part, what)), b.get((part, what)))
-    if not known and (removed or added):
-        # The same files with as many records, made in the same way: it is their text that changed.
+    a, b = _settings(one), _settings(other)
+    keys = sorted(a.keys() | b.keys(), key=lambda key: (CAUSES.index(key[0]), key[1]))
+    causes = [Cause(*key, a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)]
+    yield from causes
+    if not causes and (removed or added):
+        # The same settings, files and number of records: the text of the files changed.
         yield Cause("input", "conversations", removed, added)
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _made_of(metadata: Metadata) -> dict[tuple[str, str], Any]:
-    """Everything that may be the cause of a difference, by the part it belongs to and its name."""
+def _settings(metadata: Metadata) -> dict[tuple[str, str], Any]:
+    """Everything that may cause a difference, by its part and name."""
     format = metadata.format if isinstance(metadata.format, dict) else {"format": metadata.format}
     config = {name: value for name, value in metadata.config.items() if name != PARENT}
-    sources = [source for source in _list(config.get("sources")) if isinstance(source, dict) and "train_on" in source]
+    listed = config.get("sources")
+    tables = [source for source in listed if isinstance(source, dict)] if isinstance(listed, list) else []
+    sources = [source for source in tables if "train_on" in source]
     if sources:
-        # A source says how it is trained, which is no matter of the input, and after reweighing not true any more.
+        # How a source is trained is not part of the input, and no longer true after reweighing.
         config["sources"] = [{key: source[key] for key in source if key != "train_on"} for source in sources]
         if PARENT not in metadata.config:
             trained = {str(source.get("file")): source["train_on"] for source in sources}

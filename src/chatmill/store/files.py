@@ -1,6 +1,6 @@
-"""The one seam through which anything reaches the disk: created, written, synced, renamed.
+"""All operations that change files go through `disk`: create, write, sync, rename.
 
-Tests put a `Disk` of their own in place of `disk`, which records every operation, fails, or stops at one.
+Tests replace `disk` by one that records every operation, fails, or stops at one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from chatmill.errors import DataError
 
 BUFFER = 1 << 20
 HURRY = 1 << 22
-"""Bytes of a file that are sent to the disk at a time."""
+"""Bytes of a file after which the system is told to begin writing them."""
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
 
 class Disk:
-    """The operations themselves. Nothing in the store changes a file or folder in any other way."""
+    """The operations. Nothing in the store changes a file or folder in any other way."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()
@@ -34,7 +34,7 @@ class Disk:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
 
     def append(self, path: Path) -> int:
-        """A file that is there, open for writing at its end."""
+        """An existing file, open for writing at its end."""
         return os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_CLOEXEC", 0))
 
     def write(self, fd: int, data: Any) -> int:
@@ -44,13 +44,13 @@ class Disk:
         os.close(fd)
 
     def hurry(self, fd: int, start: int, size: int) -> None:
-        """Have the system begin to write these bytes, without waiting for them: a sync has less to do then."""
+        """Have the system begin to write these bytes without waiting, so that a later sync has less to do."""
         if hasattr(os, "posix_fadvise"):
-            # It says that they are not needed soon. Those that are not yet on the disk are sent there, and stay.
+            # The advice is that they are not needed soon; the system starts writing those that are not on disk yet.
             os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
 
     def sync(self, path: Path) -> None:
-        """Make the bytes of a file, or the names in a folder, outlast a loss of power."""
+        """Make the bytes of a file, or the names in a folder, survive a power loss."""
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
@@ -58,22 +58,22 @@ class Disk:
             os.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or folder another name; a file of that name is replaced."""
+        """Rename a file or folder; an existing file of that name is replaced."""
         source.replace(target)
 
     def rename_new(self, source: Path, target: Path) -> None:
-        """Give a folder a name that nothing has; `FileExistsError` if something does."""
+        """Rename a folder to a new name; `FileExistsError` if it exists."""
         if not _renameat2(source, target, RENAME_NOREPLACE):
             if os.path.lexists(target):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
             source.rename(target)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second, new name; what is written under one is there under both, so nothing ever is."""
+        """Make a hard link. Neither name may be written to afterwards, since both share their bytes."""
         os.link(source, target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Let two folders swap their names in one step; False where the system cannot."""
+        """Exchange the names of two folders atomically; False where the system cannot."""
         return _renameat2(one, other, RENAME_EXCHANGE)
 
     def remove(self, path: Path) -> None:
@@ -88,7 +88,7 @@ disk = Disk()
 
 
 def _renameat2(source: Path, target: Path, flag: int) -> bool:
-    """Linux's rename with a flag; False where the system or the file system has none."""
+    """`renameat2` of Linux; False where the system or the file system does not have it."""
     try:
         call: Callable[..., int] = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError, TypeError):
@@ -102,7 +102,7 @@ def _renameat2(source: Path, target: Path, flag: int) -> bool:
 
 
 class _Raw(io.RawIOBase):
-    """An open file as Python's buffers want it."""
+    """A raw file for `io.BufferedWriter` that writes through `disk`."""
 
     def __init__(self, path: Path, hurry: bool) -> None:
         self._fd = -1
@@ -122,7 +122,7 @@ class _Raw(io.RawIOBase):
                 self._hurried = self._written
             return count
         except OSError as error:
-            # A full disk is reported with the file that it stopped.
+            # A full disk is reported with the name of the file.
             error.filename = str(self._path)
             raise
 
@@ -134,17 +134,17 @@ class _Raw(io.RawIOBase):
 
 
 def create(path: Path, *, hurry: bool = False) -> BinaryIO:
-    """A new file whose bytes are written in large pieces; not synced, but with `hurry` on their way to the disk."""
+    """A new buffered file, not synced; with `hurry` the system begins to write its bytes early."""
     return io.BufferedWriter(_Raw(path, hurry), BUFFER)
 
 
 def real(path: Path) -> Path:
-    """Where a path leads. A circle of links leads nowhere, which is told by whatever opens it, not here."""
+    """The path with links resolved; a cycle of links is no error here, but when it is opened."""
     return Path(os.path.realpath(path))
 
 
 def make_folder(path: Path) -> None:
-    """A folder and those above it, each entered durably in the one above; nothing is done if it is there."""
+    """Create a folder and its parents and sync them; nothing is done if it exists."""
     if not path.is_dir():
         if path.parent != path:
             make_folder(path.parent)
@@ -173,10 +173,10 @@ def remove_tree(folder: Path, *, first: str | None = None) -> None:
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """Raise before any work is done for a file that may not be replaced, or has no folder to lie in."""
+    """Raise, before any work is done, if a file must not be replaced or has no parent folder."""
     if path.is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")
-    # A link that leads nowhere would be replaced all the same.
+    # A broken link would be replaced as well.
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path}: exists already; give another name, or --overwrite")
     if not path.parent.is_dir():
@@ -185,7 +185,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def writing(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
-    """A file that appears whole when the block ends, and not at all if it fails or is killed before."""
+    """A file that appears complete when the block ends, and not at all if it fails or is killed."""
     refuse_existing(path, overwrite=overwrite)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     _remove_if_there(aside)
@@ -207,6 +207,6 @@ def _remove_if_there(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, overwrite: bool = False) -> None:
-    """The whole file or nothing: a kill at any moment leaves the old file, or none, or the new one."""
+    """Write a file atomically: a kill at any moment leaves the old file, none, or the new one."""
     with writing(path, overwrite=overwrite) as file:
         file.write(data)

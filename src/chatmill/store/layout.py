@@ -1,13 +1,13 @@
-"""How a dataset lies on disk; all numbers little-endian.
+"""The files of a dataset; all numbers are little-endian.
 
 DIR/dataset_metadata.json         written last: counts, size and sha256 of every file and of itself
 DIR/tokenizer_state.json
 DIR/train|val/shard_00000/
     tokens.bin     uint16, or uint32 if the vocabulary needs it
-    mask.bin       uint8       1 where the span's weight is over 0: a copy for other readers
+    mask.bin       uint8       1 where the weight of the span is over 0: a copy for other readers
     episodes.idx   EPISODE     start and length of each row, within the shard
     spans.bin      STORED_SPAN the span table, without targets
-    origins.bin    SEGMENT     a conversation each: its row, its first span, where it came from
+    origins.bin    SEGMENT     one per conversation: its row, its first span, its file and line
     targets.bin    TARGET      only if a span has a target other than its own tokens
 """
 
@@ -35,7 +35,7 @@ STORED_SPAN = np.dtype(
 )
 SEGMENT = np.dtype([("first_span", "<u8"), ("row", "<u8"), ("file", "<u4"), ("line", "<u8"), ("key", "<u8", (2,))])
 TARGET = np.dtype([("span", "<u8"), ("target", "<u4")])
-"""Spans that are predicted as another id, in order of their number within the shard."""
+"""Spans that are trained to predict another id, in order of their number within the shard."""
 MASKS = np.dtype("u1")
 
 NARROW = 2**16

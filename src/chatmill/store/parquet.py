@@ -1,7 +1,7 @@
-"""A dataset as Parquet files that other trainers read, with a card that says what it is.
+"""Export a dataset as Parquet files for other trainers, with a dataset card.
 
     OUT/data/train-00000-of-00002.parquet    a file for each shard
-    OUT/README.md                            the card; its head tells the Hugging Face `datasets` library the splits
+    OUT/README.md                            the card; its header declares the splits for Hugging Face `datasets`
     OUT/chatmill_export.json                 written last
 
     input_ids     a b c d e      one row, packed of two conversations
@@ -9,7 +9,7 @@
     position_ids  0 1 2 0 1
     seq_lengths   3 2
 
-Labels stand under their own tokens: those who train on them shift inside the model.
+Labels are not shifted: models that compute the loss themselves do that.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TOKENS = 1 << 20
 """Tokens of a row group; memory is a few times this."""
 MOST_INT32 = 2**31
 SPLIT_NAMES = {"val": "validation"}
-"""How the `datasets` library calls our splits, where it has a name of its own."""
+"""The names of splits in the `datasets` library, where they differ."""
 
 
 @dataclass
 class Exported:
-    """What a split became."""
+    """The counts of an exported split."""
 
     rows: int = 0
     conversations: int = 0
@@ -54,7 +54,7 @@ class Exported:
     trained: int = 0
     """Labels that are not -100."""
     weighted: int = 0
-    """Of those, how many had a weight other than 1, which labels cannot say."""
+    """Of those, how many had a weight other than 1, which labels cannot express."""
     files: int = 0
 
 
@@ -86,7 +86,7 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 def _wide(dataset: Dataset) -> bool:
-    """Whether ids may not fit 31 bits."""
+    """Whether ids may need more than 31 bits."""
     if dataset.metadata is not None:
         return dataset.metadata.vocab_size > MOST_INT32
     return any(shard.dtype.itemsize > 2 for name in dataset.splits for shard in dataset[name].shards)
@@ -115,7 +115,7 @@ def _export(episodes: Episodes, folder: Path, split: str, wide: bool) -> Exporte
 
 
 def _columns(rows: Rows) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
-    """For each column where the list of each row begins, and all lists one after the other."""
+    """For each column the start of the list of each row, and the values of all lists."""
     position = rows.positions()
     labels = np.where(rows.mask() & (position > 0), rows.targets(), IGNORED)
     lengths = np.diff(rows.segment_start)

@@ -1,4 +1,4 @@
-"""From a finished build to a dataset: everything synced, then one rename. It is there whole or not at all."""
+"""Publish a finished build: sync everything, then rename it once, so that it exists whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from chatmill.store.layout import METADATA
 
 
 def staging_for(target: Path) -> Path:
-    """Where a dataset is built: beside its place, on the same file system, under a name that nothing opens."""
+    """The folder in which a dataset is built: next to its target, on the same file system."""
     return target.with_name(f".{target.name}.building")
 
 
 def set_aside(target: Path) -> Path:
-    """Where the old dataset stands for a moment on systems that cannot exchange two folders."""
+    """The temporary name of the old dataset on systems that cannot exchange two folders."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def check_target(target: Path, *, overwrite: bool, marker: str = METADATA) -> None:
-    """Raise before any work is done for a place that may not be published to."""
+    """Raise, before any work is done, if nothing can be published at `target`."""
     if target.is_symlink():
         raise DataError(f"{target}: a symbolic link; give the folder itself")
     if not target.exists():
@@ -36,10 +36,10 @@ def check_target(target: Path, *, overwrite: bool, marker: str = METADATA) -> No
 
 
 def publish(staging: Path, target: Path, *, overwrite: bool, marker: str = METADATA) -> None:
-    """Sync all of `staging` and give it the name `target`, in one step; `marker` is the file that was written last.
+    """Sync all of `staging` and rename it to `target`; `marker` is the file that was written last.
 
-    An existing target is refused, or with `overwrite` exchanged for the new one and then removed. When this
-    returns, the new dataset outlasts a loss of power.
+    An existing target is refused, or with `overwrite` exchanged for the new one and then removed. When this returns,
+    the new dataset survives a power loss.
     """
     if not (staging / marker).is_file():
         raise DataError(f"{staging}: has no {marker}; an unfinished build is not published")
@@ -88,9 +88,9 @@ def _sync_parents(*paths: Path) -> None:
 
 @contextmanager
 def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: Path | None = None) -> Iterator[Path]:
-    """A folder beside `target` to build in, ours alone: published when the block ends, removed if it fails.
+    """A locked folder next to `target` to build in: published when the block ends, removed if it fails.
 
-    What a killed process left there is removed first. `source` is what the block reads, and may not overlap.
+    What a killed process left there is removed first. `source` is what the block reads; the two must not overlap.
     """
     here, there = files.real(target), files.real(source or target)
     if here != there and (here in there.parents or there in here.parents):
@@ -113,12 +113,12 @@ def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Raise if another process is in this block with the same folder. A killed process holds nothing."""
+    """Lock a folder; raise if another process holds the lock. The lock of a killed process is gone."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The one before us may have published it after we opened it.
+            # The previous holder may have published the folder after this process opened it.
             alone = folder.is_dir() and os.path.samestat(os.fstat(fd), folder.stat())
         except BlockingIOError:
             alone = False
