@@ -13,7 +13,7 @@ from plain_rows import unbuild
 from chatmill.ledger import Ledger
 from chatmill.load.batch import Batch
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule, offsets
-from chatmill.store import write_cache
+from chatmill.store import CacheMeta, write_cache
 from chatmill.store.layout import INDEX, MASK, TOKENS, shard_name
 from chatmill.store.metadata import write_metadata
 from chatmill.store.publish import publish, staging_for
@@ -58,16 +58,18 @@ def write_source(root: Path, name: str, splits: Mapping[str, Rows], *, vocab_siz
         ledger.add("stored", rows=len(rows), tokens=len(rows.ids), trained=trained)
     write_cache(
         root,
-        name,
+        CacheMeta(
+            source=name,
+            format="primer",
+            tokenizer_sha256="0" * 64,
+            vocab_size=vocab_size,
+            special_token_ids={"eot": PAD},
+            val_frac=0.1,
+            seed=1,
+            T_max=1024,
+            ledger=ledger,
+        ),
         {split: [rows] for split, rows in splits.items()},
-        format="primer",
-        tokenizer_sha256="0" * 64,
-        vocab_size=vocab_size,
-        special_token_ids={"eot": PAD},
-        val_frac=0.1,
-        seed=1,
-        t_max=1024,
-        ledger=ledger,
         shard_tokens=200,
     )
     return root / name

@@ -21,7 +21,7 @@ from chatmill.ledger import Ledger
 from chatmill.rows import SPAN, Rows, concat, rows_from_mask
 from chatmill.store import files, is_cache, open_cache, verify_cache, write_cache
 from chatmill.store.hashed_json import json_text, self_hash
-from chatmill.store.primer_cache import cache_folder
+from chatmill.store.primer_cache import CacheMeta, cache_folder
 from chatmill.store.publish import set_aside, staging_for
 
 ROWS = some_rows(1, count=30, targets=False)
@@ -39,16 +39,18 @@ def ledger_of(*parts: Rows) -> Ledger:
 def write(out, splits: dict[str, list[Rows]], *, vocab_size=1000, shard_tokens=100, ledger=None, overwrite=False):
     return write_cache(
         out,
-        "primer",
+        CacheMeta(
+            source="primer",
+            format="primer",
+            tokenizer_sha256="0" * 64,
+            vocab_size=vocab_size,
+            special_token_ids={"sys": 0, "usr": 1, "asst": 2, "eot": 3},
+            val_frac=0.1,
+            seed=42,
+            T_max=1024,
+            ledger=ledger or ledger_of(*(rows for parts in splits.values() for rows in parts)),
+        ),
         splits,
-        format="primer",
-        tokenizer_sha256="0" * 64,
-        vocab_size=vocab_size,
-        special_token_ids={"sys": 0, "usr": 1, "asst": 2, "eot": 3},
-        val_frac=0.1,
-        seed=42,
-        t_max=1024,
-        ledger=ledger or ledger_of(*(rows for parts in splits.values() for rows in parts)),
         shard_tokens=shard_tokens,
         overwrite=overwrite,
     )
@@ -328,16 +330,18 @@ def test_a_replacement_that_was_interrupted_is_undone_before_any_work(built):
     with pytest.raises(DataError, match="--overwrite"):
         write_cache(
             built.parent,
-            "primer",
+            CacheMeta(
+                source="primer",
+                format="primer",
+                tokenizer_sha256="",
+                vocab_size=9,
+                special_token_ids={},
+                val_frac=0,
+                seed=0,
+                T_max=2,
+                ledger=Ledger(),
+            ),
             {"train": rows()},
-            format="primer",
-            tokenizer_sha256="",
-            vocab_size=9,
-            special_token_ids={},
-            val_frac=0,
-            seed=0,
-            t_max=2,
-            ledger=Ledger(),
         )
     assert contents(built) == before
 

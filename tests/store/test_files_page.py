@@ -19,7 +19,7 @@ from chatmill.audit import Audit
 from chatmill.ledger import Ledger
 from chatmill.load.loader import EpisodeLoader
 from chatmill.rows import Part, Role, Rows, Rule
-from chatmill.store import open_cache, write_cache
+from chatmill.store import CacheMeta, open_cache, write_cache
 from chatmill.store.metadata import write_metadata
 from chatmill.store.read import open_dataset
 from chatmill.store.write import SplitWriter
@@ -164,16 +164,18 @@ def test_a_cache_is_read_by_the_page_as_the_library_reads_it(tmp_path, vocab_siz
     ledger.add("stored", rows=len(rows), tokens=len(rows.ids), trained=int(rows.mask().sum()))
     write_cache(
         tmp_path,
-        "primer",
+        CacheMeta(
+            source="primer",
+            format="primer",
+            tokenizer_sha256="0" * 64,
+            vocab_size=vocab_size,
+            special_token_ids={"sys": 0, "usr": 1, "asst": 2, "eot": 3},
+            val_frac=0.1,
+            seed=42,
+            T_max=1024,
+            ledger=ledger,
+        ),
         {"train": [rows]},
-        format="primer",
-        tokenizer_sha256="0" * 64,
-        vocab_size=vocab_size,
-        special_token_ids={"sys": 0, "usr": 1, "asst": 2, "eot": 3},
-        val_frac=0.1,
-        seed=42,
-        t_max=1024,
-        ledger=ledger,
         shard_tokens=150,
     )
     header = table("## A cache")

@@ -81,16 +81,18 @@ def build_cache(
     split = shuffle_split(len(rows), config.val_frac, seed=config.seed)
     return write_cache(
         out,
-        source,
+        CacheMeta(
+            source=source,
+            format=format.name,
+            tokenizer_sha256=renderer.tokenizer.sha256,
+            vocab_size=renderer.tokenizer.vocab_size,
+            special_token_ids=renderer.tokenizer.special_token_ids(),
+            val_frac=float(config.val_frac),
+            seed=config.seed,
+            T_max=config.t_max,
+            ledger=ledger,
+        ),
         {name: _fitted(rows, numbers, config.t_max, ledger) for name, numbers in split._asdict().items()},
-        format=format.name,
-        tokenizer_sha256=renderer.tokenizer.sha256,
-        vocab_size=renderer.tokenizer.vocab_size,
-        special_token_ids=renderer.tokenizer.special_token_ids(),
-        val_frac=float(config.val_frac),
-        seed=config.seed,
-        t_max=config.t_max,
-        ledger=ledger,
         overwrite=overwrite,
     )
 

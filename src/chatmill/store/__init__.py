@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
     from chatmill.store.metadata import Metadata as Metadata
     from chatmill.store.metadata import write_metadata as write_metadata
     from chatmill.store.parquet import export_parquet as export_parquet
+    from chatmill.store.primer_cache import CacheMeta as CacheMeta
     from chatmill.store.primer_cache import PrimerCache as PrimerCache
     from chatmill.store.primer_cache import is_cache as is_cache
     from chatmill.store.primer_cache import open_cache as open_cache

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from chatmill.errors import ChatmillError, DataError
-from chatmill.ledger import Ledger
 from chatmill.rows import OWN_ID, Rows, concat
 from chatmill.store.files import create, make_folder
 from chatmill.store.hashed_files import HashedFile
 from chatmill.store.layout import EPISODE, SPLITS, token_dtype
-from chatmill.store.primer_cache import (
-    META,
-    CacheMeta,
-    CacheShard,
-    CacheSplit,
-    cache_folder,
-    parse_meta,
-    shard_file,
-    stored_counts,
-)
+from chatmill.store.primer_cache import META, CacheMeta, CacheShard, CacheSplit, cache_folder, parse_meta, shard_file
 from chatmill.store.publish import building
 from chatmill.store.verify import ledger_faults
 
@@ -31,45 +22,26 @@ SHARD_TOKENS = 1 << 24
 
 def write_cache(
     out: Path,
-    source: str,
+    meta: CacheMeta,
     splits: Mapping[str, Iterable[Rows]],
     *,
-    format: str,
-    tokenizer_sha256: str,
-    vocab_size: int,
-    special_token_ids: Mapping[str, int],
-    val_frac: float,
-    seed: int,
-    t_max: int,
-    ledger: Ledger,
     shard_tokens: int = SHARD_TOKENS,
     overwrite: bool = False,
 ) -> CacheMeta:
-    """Build the cache of a source in a staging folder and publish it with one rename, or leave nothing.
+    """Build a cache in a staging folder and publish it as OUT/SOURCE with one rename, or leave nothing.
 
-    The rows of a split may come in any number of parts, without influence on the bytes. The ledger may be filled
-    while they are produced; it must count them all, and balance, when the last part is written.
+    Returns `meta` with the splits that were written. The rows of a split may come in any number of parts, without
+    influence on the bytes. The ledger of `meta` may be filled while they are produced; it must count them all, and
+    balance, when the last part is written.
     """
-    target = cache_folder(out, source)
+    target = cache_folder(out, meta.source)
     with building(target, "building", overwrite=overwrite, marker=META) as staging:
         written = {
-            name: _write_split(staging / name, splits.get(name, ()), vocab_size=vocab_size, shard_tokens=shard_tokens)
-            for name in SPLITS
+            name: _write_split(staging / name, splits.get(name, ()), meta.vocab_size, shard_tokens) for name in SPLITS
         }
-        meta = CacheMeta(
-            source=source,
-            format=format,
-            tokenizer_sha256=tokenizer_sha256,
-            vocab_size=vocab_size,
-            special_token_ids=dict(special_token_ids),
-            splits=written,
-            val_frac=val_frac,
-            seed=seed,
-            T_max=t_max,
-            ledger=ledger,
-        )
+        meta = replace(meta, splits=written)
         # What is inconsistent or cannot be read back is an error of the caller, better found now than by the reader.
-        for fault in ledger_faults(staging, meta.ledger, stored_counts(meta)):
+        for fault in ledger_faults(staging, meta.ledger, meta.stored_counts()):
             raise ChatmillError(fault)
         parse_meta(meta.to_bytes(), place=str(staging / META))
         # Written last: its presence means that every shard is complete.
@@ -78,7 +50,7 @@ def write_cache(
     return meta
 
 
-def _write_split(folder: Path, parts: Iterable[Rows], *, vocab_size: int, shard_tokens: int) -> CacheSplit:
+def _write_split(folder: Path, parts: Iterable[Rows], vocab_size: int, shard_tokens: int) -> CacheSplit:
     make_folder(folder)
     shards = tuple(
         _write_shard(folder / shard_file(number), rows, vocab_size=vocab_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from chatmill.store.layout import METADATA, SPLITS, TARGETS, TOKENIZER_STATE, sh
 
 SCHEMA = "chatmill-episodes"
 SCHEMA_VERSION = 1
+TOTALS = ("num_episodes", "num_tokens", "num_trained_tokens")
+"""Sums over the shards of a split that are in the file."""
 
 
 def total(name: str) -> Any:
@@ -156,32 +158,13 @@ def parse_metadata(raw: bytes, *, place: str) -> Metadata:
 
 
 def _to_json(metadata: Metadata) -> dict[str, Any]:
-    return {
-        "schema": SCHEMA,
-        "schema_version": SCHEMA_VERSION,
-        "dtype": metadata.dtype.name,
-        **{field.name: getattr(metadata, field.name) for field in fields(metadata)},
-        "tokenizer_state": vars(metadata.tokenizer_state),
-        "splits": {name: _split_to_json(split) for name, split in metadata.splits.items()},
-        "ledger": metadata.ledger.to_json(),
-    }
-
-
-def _split_to_json(split: SplitInfo) -> dict[str, Any]:
-    return {
-        "num_episodes": split.num_episodes,
-        "num_tokens": split.num_tokens,
-        "num_trained_tokens": split.num_trained_tokens,
-        "files": [list(file) for file in split.files],
-        "shards": [
-            {
-                "name": shard_name(number),
-                **vars(shard),
-                "files": {name: vars(info) for name, info in shard.files.items()},
-            }
-            for number, shard in enumerate(split.shards)
-        ],
-    }
+    data = asdict(metadata)
+    for name, split in data["splits"].items():
+        split |= {total: getattr(metadata.splits[name], total) for total in TOTALS}
+        for number, shard in enumerate(split["shards"]):
+            shard["name"] = shard_name(number)
+    schema = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "dtype": metadata.dtype.name}
+    return {**data, **schema, "ledger": metadata.ledger.to_json()}
 
 
 # From JSON: every value is checked, alone and against the others.
@@ -223,7 +206,7 @@ def _split(data: JsonObject, dtype: np.dtype[Any]) -> SplitInfo:
             raise data.fault(f"files[{number}]", file, "a source and a path")
     shards = tuple(_shard(shard, number, dtype) for number, shard in enumerate(data.tables("shards")))
     split = SplitInfo(shards, tuple(File(*file) for file in data.items("files")))
-    for name in ("num_episodes", "num_tokens", "num_trained_tokens"):
+    for name in TOTALS:
         data.count(name)
         data.equal(name, getattr(split, name))
     return split

@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from chatmill.store.verify import SplitCounts, Verified, ledger_faults
 
 META = "meta.json"
 SCHEMA, SCHEMA_VERSION = "chatmill-cache", 1
+TOTALS = ("num_examples", "num_tokens", "num_label_tokens")
+"""Sums over the shards of a split that are in `meta.json`."""
 HEADER = struct.Struct("<8sIIQQQ")
 MAGIC, VERSION = b"cm-cache", 1
 
@@ -69,7 +71,7 @@ class CacheSplit:
     num_label_tokens = total("num_label_tokens")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheMeta:
     """The content of `meta.json`, under the names of the specification."""
 
@@ -78,7 +80,7 @@ class CacheMeta:
     tokenizer_sha256: str
     vocab_size: int
     special_token_ids: Mapping[str, int]
-    splits: Mapping[str, CacheSplit]
+    splits: Mapping[str, CacheSplit] = field(default_factory=dict)
     val_frac: float
     seed: int
     T_max: int
@@ -97,28 +99,20 @@ class CacheMeta:
         """The file, byte for byte."""
         return hashed_text(self._data())
 
+    def stored_counts(self) -> dict[str, int]:
+        """Examples, tokens and label tokens in all shards, by their names in the ledger's faults."""
+        sums = [sum(getattr(split, total) for split in self.splits.values()) for total in TOTALS]
+        return dict(zip(("examples", "tokens", "label tokens"), sums, strict=True))
+
     def _data(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "schema_version": SCHEMA_VERSION,
-            "dtype": self.dtype.name,
-            **vars(self),
-            "splits": {
-                name: {
-                    "num_examples": split.num_examples,
-                    "num_tokens": split.num_tokens,
-                    "num_label_tokens": split.num_label_tokens,
-                    "num_shards": len(split.shards),
-                    "shard_size": split.shard_size,
-                    "shards": [
-                        {"name": shard_file(number), "size": shard.size(self.dtype), **vars(shard)}
-                        for number, shard in enumerate(split.shards)
-                    ],
-                }
-                for name, split in self.splits.items()
-            },
-            "ledger": self.ledger.to_json(),
-        }
+        data = asdict(self)
+        for name, split in data["splits"].items():
+            split |= {total: getattr(self.splits[name], total) for total in TOTALS}
+            split["num_shards"] = len(split["shards"])
+            for number, shard in enumerate(self.splits[name].shards):
+                split["shards"][number] |= {"name": shard_file(number), "size": shard.size(self.dtype)}
+        schema = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "dtype": self.dtype.name}
+        return {**data, **schema, "ledger": self.ledger.to_json()}
 
 
 def cache_folder(out: Path, source: str) -> Path:
@@ -195,23 +189,16 @@ def parse_meta(raw: bytes, *, place: str) -> CacheMeta:
 
 
 def _meta(data: dict[str, Any]) -> CacheMeta:
-    def pick(value: dict[str, Any], *names: str) -> dict[str, Any]:
-        return {name: value[name] for name in names}
+    def make(kind: type[Any], value: dict[str, Any], **parsed: Any) -> Any:
+        return kind(**{each.name: value[each.name] for each in fields(kind) if each.name not in parsed}, **parsed)
 
     splits = {
-        name: CacheSplit(
-            split["shard_size"],
-            tuple(
-                CacheShard(**pick(shard, "num_examples", "num_tokens", "num_label_tokens", "sha256"))
-                for shard in split["shards"]
-            ),
-        )
-        for name, split in pick(data["splits"], *SPLITS).items()
+        name: make(CacheSplit, split, shards=tuple(make(CacheShard, shard) for shard in split["shards"]))
+        for name, split in data["splits"].items()
     }
-    given = pick(
-        data, "source", "format", "tokenizer_sha256", "vocab_size", "special_token_ids", "val_frac", "seed", "T_max"
-    )
-    meta = CacheMeta(**given, splits=splits, ledger=Ledger.from_json(data["ledger"]))
+    meta: CacheMeta = make(CacheMeta, data, splits=splits, ledger=Ledger.from_json(data["ledger"]))
+    if tuple(splits) != SPLITS:
+        raise ValueError(f"splits {', '.join(splits)}")
     for id in meta.special_token_ids.values():
         if not 0 <= id < meta.vocab_size:
             raise ValueError(f"control token {id} of {meta.vocab_size}")
@@ -302,7 +289,7 @@ def verify_cache(path: str | Path, *, full: bool) -> Verified:
         for name in SPLITS:
             for number, shard in enumerate(meta.splits[name].shards):
                 faults += _table_faults(cache[name], number, shard, meta.vocab_size)
-        faults += ledger_faults(folder, meta.ledger, stored_counts(meta))
+        faults += ledger_faults(folder, meta.ledger, meta.stored_counts())
     if full:
         faults += listed.hash_faults()
     counts = {
@@ -310,15 +297,6 @@ def verify_cache(path: str | Path, *, full: bool) -> Verified:
         for name, split in meta.splits.items()
     }
     return Verified(tuple(faults), counts, meta.sha256)
-
-
-def stored_counts(meta: CacheMeta) -> dict[str, int]:
-    splits = meta.splits.values()
-    return {
-        "examples": sum(split.num_examples for split in splits),
-        "tokens": sum(split.num_tokens for split in splits),
-        "label tokens": sum(split.num_label_tokens for split in splits),
-    }
 
 
 def _table_faults(episodes: Episodes, number: int, shard: CacheShard, vocab_size: int) -> Iterator[str]:
