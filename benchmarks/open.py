@@ -21,7 +21,7 @@ from measure import machine, report, versions
 
 from chatmill.ledger import Ledger
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows
-from chatmill.store.metadata import write_metadata
+from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.read import Episodes, open_dataset
 from chatmill.store.write import SplitWriter
 
@@ -125,15 +125,17 @@ def write(folder: Path, rows: Rows, count: int, *, vocab_size: int) -> float:
     taken = time.perf_counter() - started
     write_metadata(
         folder,
-        vocab_size=vocab_size,
-        format={},
-        tokenizer={"name": "generator", "sha256": "0" * 64},
+        Metadata(
+            vocab_size=vocab_size,
+            format={},
+            tokenizer={"name": "generator", "sha256": "0" * 64},
+            special_token_ids={},
+            pad_token_id=None,
+            splits={"train": info},
+            ledger=Ledger(),
+            config={},
+        ),
         tokenizer_state={},
-        special_token_ids={},
-        pad_token_id=None,
-        splits={"train": info},
-        ledger=Ledger(),
-        config={},
     )
     return info.num_tokens / taken / 1e6
 

@@ -33,7 +33,7 @@ from chatmill.config import read_values  # noqa: E402
 from chatmill.ledger import Ledger  # noqa: E402
 from chatmill.load.loader import EpisodeLoader  # noqa: E402
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows  # noqa: E402
-from chatmill.store.metadata import write_metadata  # noqa: E402
+from chatmill.store.metadata import Metadata, write_metadata  # noqa: E402
 from chatmill.store.write import SplitWriter  # noqa: E402
 from chatmill.train.config import TrainConfig  # noqa: E402
 from chatmill.train.loop import train_model  # noqa: E402
@@ -199,15 +199,17 @@ def dataset(folder: Path, vocab_size: int, setting: Setting) -> Path:
         info = writer.close()
     write_metadata(
         path,
-        vocab_size=vocab_size,
-        format={},
-        tokenizer={"name": "generator", "sha256": "0" * 64},
+        Metadata(
+            vocab_size=vocab_size,
+            format={},
+            tokenizer={"name": "generator", "sha256": "0" * 64},
+            special_token_ids={},
+            pad_token_id=0,
+            splits={"train": info},
+            ledger=Ledger(),
+            config={},
+        ),
         tokenizer_state={},
-        special_token_ids={},
-        pad_token_id=0,
-        splits={"train": info},
-        ledger=Ledger(),
-        config={},
     )
     return path
 

@@ -27,7 +27,7 @@ from measure import machine, memory_of, report, versions
 from chatmill.format import load_format
 from chatmill.ledger import Ledger
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Part, Role, Rows, Rule, copy_tokens, offsets
-from chatmill.store.metadata import write_metadata
+from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.write import SplitWriter
 from chatmill.tokenizer import open_tokenizer
 
@@ -190,15 +190,17 @@ def write(folder: Path, episodes: int) -> tuple[int, list[str]]:
     ledger.add("stored", rows=episodes, tokens=info.num_tokens, trained=info.num_trained_tokens)
     write_metadata(
         folder,
-        vocab_size=tokenizer.vocab_size,
-        format={"name": format.name},
-        tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+        Metadata(
+            vocab_size=tokenizer.vocab_size,
+            format={"name": format.name},
+            tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+            special_token_ids=tokenizer.special_token_ids(),
+            pad_token_id=None,
+            splits={"train": info},
+            ledger=ledger,
+            config={"train_on": "assistant"},
+        ),
         tokenizer_state=tokenizer.state(added_tokens=False),
-        special_token_ids=tokenizer.special_token_ids(),
-        pad_token_id=None,
-        splits={"train": info},
-        ledger=ledger,
-        config={"train_on": "assistant"},
     )
     return info.num_tokens, words
 

@@ -24,7 +24,7 @@ from chatmill.fit.packing import pack_lengths
 from chatmill.ledger import Ledger
 from chatmill.load.order import make_order
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows
-from chatmill.store.metadata import write_metadata
+from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.verify import verify_dataset
 from chatmill.store.write import SplitWriter
 
@@ -127,15 +127,17 @@ def write(folder: Path, count: int, *, shard_tokens: int = 1 << 24) -> None:
     ledger.add("stored", rows=count, tokens=tokens, trained=trained)
     write_metadata(
         folder,
-        vocab_size=50_000,
-        format={},
-        tokenizer={"name": "made", "sha256": "0" * 64},
+        Metadata(
+            vocab_size=50_000,
+            format={},
+            tokenizer={"name": "made", "sha256": "0" * 64},
+            special_token_ids={"eot": 0},
+            pad_token_id=0,
+            splits={"train": info},
+            ledger=ledger,
+            config={},
+        ),
         tokenizer_state={},
-        special_token_ids={"eot": 0},
-        pad_token_id=0,
-        splits={"train": info},
-        ledger=ledger,
-        config={},
     )
 
 

@@ -14,7 +14,7 @@ from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.load.loader import EpisodeLoader
 from chatmill.records import Message, Record
-from chatmill.store.metadata import write_metadata
+from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.publish import publish, staging_for
 from chatmill.store.write import SplitWriter
 from chatmill.tokenizer import open_tokenizer
@@ -51,20 +51,22 @@ def make_dataset(target: Path, *, train: int = 50, val: int = 5, seed: int = 1) 
         ledger.add("stored", rows=count, tokens=len(rows.ids), trained=infos[name].num_trained_tokens)
     write_metadata(
         staging,
-        vocab_size=tokenizer.vocab_size,
-        format={"name": format.name, "tokens": dict(format.tokens)},
-        tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+        Metadata(
+            vocab_size=tokenizer.vocab_size,
+            format={"name": format.name, "tokens": dict(format.tokens)},
+            tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+            special_token_ids=tokenizer.special_token_ids(),
+            pad_token_id=0,
+            splits=infos,
+            ledger=ledger,
+            config={"train_on": "assistant", "max_tokens": None},
+        ),
         tokenizer_state={
             "name": tokenizer.name,
             "sha256": tokenizer.sha256,
             "control": dict(format.tokens),
             "added_tokens": False,
         },
-        special_token_ids=tokenizer.special_token_ids(),
-        pad_token_id=0,
-        splits=infos,
-        ledger=ledger,
-        config={"train_on": "assistant", "max_tokens": None},
     )
     publish(staging, target, overwrite=False)
     return target

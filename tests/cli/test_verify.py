@@ -11,7 +11,7 @@ from plain_rows import build
 
 from chatmill.cli.main import main
 from chatmill.ledger import Ledger
-from chatmill.store.metadata import write_metadata
+from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.publish import publish, staging_for
 from chatmill.store.write import SplitWriter
 
@@ -25,15 +25,17 @@ def dataset(tmp_path) -> Path:
         splits = {"train": writer.close()}
     write_metadata(
         staging,
-        vocab_size=10,
-        format={},
-        tokenizer={"name": "bytes", "sha256": "0" * 64},
+        Metadata(
+            vocab_size=10,
+            format={},
+            tokenizer={"name": "bytes", "sha256": "0" * 64},
+            special_token_ids={},
+            pad_token_id=None,
+            splits=splits,
+            ledger=Ledger(),
+            config={},
+        ),
         tokenizer_state={},
-        special_token_ids={},
-        pad_token_id=None,
-        splits=splits,
-        ledger=Ledger(),
-        config={},
     )
     publish(staging, tmp_path / "x", overwrite=False)
     return tmp_path / "x"

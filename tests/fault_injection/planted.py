@@ -84,12 +84,12 @@ def renamed_early() -> None:
     """The folder gets its name before its last file is written."""
     last = pipeline.write_metadata
 
-    def early(folder: Path, **fields: Any) -> Any:
+    def early(folder: Path, described: Any, **options: Any) -> Any:
         target = folder.with_name(folder.name.removeprefix(".").removesuffix(".building"))
         if target.exists():
             files.remove_tree(target)
         files.disk.rename_new(folder, target)
-        return last(target, **fields)
+        return last(target, described, **options)
 
     pipeline.write_metadata = early
     pipeline.publish = lambda *args, **options: None

@@ -15,7 +15,7 @@ from chatmill.load.batch import Batch
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule, offsets
 from chatmill.store import CacheMeta, write_cache
 from chatmill.store.layout import INDEX, MASK, TOKENS, shard_name
-from chatmill.store.metadata import write_metadata
+from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.publish import publish, staging_for
 from chatmill.store.write import SplitWriter
 
@@ -34,15 +34,17 @@ def write_rows(target: Path, splits: Mapping[str, Rows], *, vocab_size: int = 10
         ledger.add("stored", rows=len(rows), tokens=len(rows.ids), trained=infos[name].num_trained_tokens)
     write_metadata(
         staging,
-        vocab_size=vocab_size,
-        format={"name": "plain"},
-        tokenizer={"name": "bytes", "sha256": "0" * 64},
+        Metadata(
+            vocab_size=vocab_size,
+            format={"name": "plain"},
+            tokenizer={"name": "bytes", "sha256": "0" * 64},
+            special_token_ids={"eot": PAD},
+            pad_token_id=PAD,
+            splits=infos,
+            ledger=ledger,
+            config={},
+        ),
         tokenizer_state={"kind": "bytes"},
-        special_token_ids={"eot": PAD},
-        pad_token_id=PAD,
-        splits=infos,
-        ledger=ledger,
-        config={},
     )
     publish(staging, target, overwrite=False)
     return target

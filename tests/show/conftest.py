@@ -10,7 +10,7 @@ from chatmill.format import load_format
 from chatmill.ledger import Ledger
 from chatmill.rows import ORIGIN, SPAN, File, Part, Role, Rows, Rule
 from chatmill.show.dataset import open_view
-from chatmill.store.metadata import write_metadata
+from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.write import SplitWriter
 from chatmill.tokenizer import train_bpe
 
@@ -64,14 +64,16 @@ def rollout_target(tmp_path):
     ledger.add("stored", rows=1, tokens=5, trained=3)
     write_metadata(
         staging,
-        vocab_size=metadata.vocab_size,
-        format=metadata.format,
-        tokenizer=metadata.tokenizer,
+        Metadata(
+            vocab_size=metadata.vocab_size,
+            format=metadata.format,
+            tokenizer=metadata.tokenizer,
+            special_token_ids=metadata.special_token_ids,
+            pad_token_id=metadata.pad_token_id,
+            splits={"train": info},
+            ledger=ledger,
+            config={},
+        ),
         tokenizer_state=shown.dataset.tokenizer_state(),
-        special_token_ids=metadata.special_token_ids,
-        pad_token_id=metadata.pad_token_id,
-        splits={"train": info},
-        ledger=ledger,
-        config={},
     )
     return open_view(staging)

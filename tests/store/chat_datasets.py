@@ -78,15 +78,17 @@ def write_rows(
         ledger.add("stored", **counts, trained=infos[name].num_trained_tokens)
     metadata = write_metadata(
         staging,
-        vocab_size=opened.vocab_size,
-        format={"name": chosen.name, "tokens": dict(chosen.tokens)},
-        tokenizer={"name": tokenizer, "sha256": hashlib.sha256(tokenizer.encode()).hexdigest()},
+        Metadata(
+            vocab_size=opened.vocab_size,
+            format={"name": chosen.name, "tokens": dict(chosen.tokens)},
+            tokenizer={"name": tokenizer, "sha256": hashlib.sha256(tokenizer.encode()).hexdigest()},
+            special_token_ids=opened.special_token_ids(),
+            pad_token_id=0,
+            splits=infos,
+            ledger=ledger,
+            config={"train_on": "assistant", "max_tokens": None, **(config or {})},
+        ),
         tokenizer_state={"name": tokenizer},
-        special_token_ids=opened.special_token_ids(),
-        pad_token_id=0,
-        splits=infos,
-        ledger=ledger,
-        config={"train_on": "assistant", "max_tokens": None, **(config or {})},
     )
     publish(staging, target, overwrite=overwrite)
     return metadata

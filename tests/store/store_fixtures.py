@@ -70,15 +70,17 @@ def finish(staging: Path, splits: dict[str, SplitInfo], *, vocab_size: int) -> M
         ledger.add("stored", **counts, trained=info.num_trained_tokens)
     return write_metadata(
         staging,
-        vocab_size=vocab_size,
-        format={"name": "plain é"},
-        tokenizer={"name": "bytes", "sha256": "0" * 64},
+        Metadata(
+            vocab_size=vocab_size,
+            format={"name": "plain é"},
+            tokenizer={"name": "bytes", "sha256": "0" * 64},
+            special_token_ids={"eos": 3},
+            pad_token_id=0,
+            splits=splits,
+            ledger=ledger,
+            config={"fit": "turns", "share": 1e-05},
+        ),
         tokenizer_state={"kind": "bytes"},
-        special_token_ids={"eos": 3},
-        pad_token_id=0,
-        splits=splits,
-        ledger=ledger,
-        config={"fit": "turns", "share": 1e-05},
     )
 
 

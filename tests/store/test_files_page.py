@@ -20,7 +20,7 @@ from chatmill.ledger import Ledger
 from chatmill.load.loader import EpisodeLoader
 from chatmill.rows import Part, Role, Rows, Rule
 from chatmill.store import CacheMeta, open_cache, write_cache
-from chatmill.store.metadata import write_metadata
+from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.read import open_dataset
 from chatmill.store.write import SplitWriter
 
@@ -70,15 +70,17 @@ def dataset(request, tmp_path_factory) -> tuple[Path, Rows]:
         info = writer.close()
     write_metadata(
         folder,
-        vocab_size=request.param,
-        format={"name": "made"},
-        tokenizer={"name": "made", "sha256": "0" * 64},
+        Metadata(
+            vocab_size=request.param,
+            format={"name": "made"},
+            tokenizer={"name": "made", "sha256": "0" * 64},
+            special_token_ids={"eot": 7},
+            pad_token_id=7,
+            splits={"train": info},
+            ledger=Ledger(),
+            config={},
+        ),
         tokenizer_state={"name": "made"},
-        special_token_ids={"eot": 7},
-        pad_token_id=7,
-        splits={"train": info},
-        ledger=Ledger(),
-        config={},
     )
     return folder, rows
 

@@ -183,15 +183,17 @@ def _write(
     special = tokenizer.special_token_ids()
     return write_metadata(
         place.staging,
-        vocab_size=vocab_size,
-        format=renderer.to_json(),
-        tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+        Metadata(
+            vocab_size=vocab_size,
+            format=renderer.to_json(),
+            tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+            special_token_ids=special,
+            pad_token_id=special[renderer.eot],
+            splits=splits,
+            ledger=ledger,
+            config=_config(job, units),
+        ),
         tokenizer_state=tokenizer.state(added_tokens=job.add_tokens),
-        special_token_ids=special,
-        pad_token_id=special[renderer.eot],
-        splits=splits,
-        ledger=ledger,
-        config=_config(job, units),
     )
 
 

@@ -114,13 +114,15 @@ def _write(
             split = writer.close()
         return write_metadata(
             staging,
-            vocab_size=tokenizer.vocab_size,
-            format=task.format.to_json(),
-            tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+            Metadata(
+                vocab_size=tokenizer.vocab_size,
+                format=task.format.to_json(),
+                tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
+                special_token_ids=special,
+                pad_token_id=special[task.format.eot],
+                splits={"train": split},
+                ledger=ledger,
+                config=config,
+            ),
             tokenizer_state=tokenizer.state(added_tokens=task.add_tokens),
-            special_token_ids=special,
-            pad_token_id=special[task.format.eot],
-            splits={"train": split},
-            ledger=ledger,
-            config=config,
         )

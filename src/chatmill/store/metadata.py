@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from chatmill.store.layout import METADATA, SPLITS, TARGETS, TOKENIZER_STATE, sh
 
 SCHEMA = "chatmill-episodes"
 SCHEMA_VERSION = 1
+NOT_WRITTEN = FileInfo(0, "")
 TOTALS = ("num_episodes", "num_tokens", "num_trained_tokens")
 """Sums over the shards of a split that are in the file."""
 
@@ -58,8 +59,10 @@ class SplitInfo:
     num_trained_tokens = total("num_trained_tokens")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Metadata:
+    """The metadata of a dataset; `write_metadata` sets `tokenizer_state`."""
+
     vocab_size: int
     format: Any
     tokenizer: Mapping[str, str]
@@ -70,7 +73,7 @@ class Metadata:
     ledger: Ledger
     config: Mapping[str, Any]
     """All other settings that have an influence on the bytes."""
-    tokenizer_state: FileInfo
+    tokenizer_state: FileInfo = NOT_WRITTEN
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -82,35 +85,14 @@ class Metadata:
         return self_hash(_to_json(self))
 
 
-def write_metadata(
-    folder: Path,
-    *,
-    vocab_size: int,
-    format: Any,
-    tokenizer: Mapping[str, str],
-    tokenizer_state: Any,
-    special_token_ids: Mapping[str, int],
-    pad_token_id: int | None,
-    splits: Mapping[str, SplitInfo],
-    ledger: Ledger,
-    config: Mapping[str, Any],
-) -> Metadata:
+def write_metadata(folder: Path, metadata: Metadata, *, tokenizer_state: Any) -> Metadata:
     """Complete a dataset: write `tokenizer_state.json` and, as the last file, `dataset_metadata.json`.
 
-    `format`, `tokenizer_state` and `config` are any JSON values.
+    `tokenizer_state`, and the `format` and `config` of the metadata, are any JSON values. Returns the metadata as it
+    is read back, with the size and hash of the tokenizer state.
     """
     state = (json.dumps(tokenizer_state, sort_keys=True, indent=1) + "\n").encode()
-    metadata = Metadata(
-        vocab_size=vocab_size,
-        format=format,
-        tokenizer=dict(tokenizer),
-        special_token_ids=dict(special_token_ids),
-        pad_token_id=pad_token_id,
-        splits=dict(splits),
-        ledger=ledger,
-        config=dict(config),
-        tokenizer_state=FileInfo(len(state), hashlib.sha256(state).hexdigest()),
-    )
+    metadata = replace(metadata, tokenizer_state=FileInfo(len(state), hashlib.sha256(state).hexdigest()))
     text = hashed_text(_to_json(metadata))
     # What cannot be read back is an error of the caller, better found now than by the reader.
     parsed = parse_metadata(text, place=str(folder / METADATA))

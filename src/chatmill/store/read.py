@@ -172,10 +172,14 @@ class Episodes:
 
     def lengths_of(self, numbers: ArrayLike) -> Index:
         """Tokens in each of these episodes."""
-        chosen = self._chosen(numbers)
+        chosen = np.asarray(numbers, dtype=np.int64)
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
+            raise IndexError(f"episodes {chosen.min()} to {chosen.max()} of {len(self)}")
         lengths = np.empty(len(chosen), dtype=np.int64)
-        for shard, where, local in self._by_shard(chosen):
-            lengths[where] = self.array(shard, INDEX)["length"][local]
+        shard_of = np.searchsorted(self._first, chosen, side="right") - 1
+        for shard in np.unique(shard_of).tolist():
+            here = shard_of == shard
+            lengths[here] = self.array(shard, INDEX)["length"][chosen[here] - self._firsts[shard]]
         return lengths
 
     def tokens(self, number: int) -> NDArray[np.unsignedinteger]:
@@ -267,19 +271,6 @@ class Episodes:
             raise IndexError(f"episode {number} of {self._firsts[-1]}")
         shard = bisect_right(self._firsts, number) - 1
         return shard, number - self._firsts[shard]
-
-    def _chosen(self, numbers: ArrayLike) -> Index:
-        chosen = np.asarray(numbers, dtype=np.int64)
-        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
-            raise IndexError(f"episodes {chosen.min()} to {chosen.max()} of {len(self)}")
-        return chosen
-
-    def _by_shard(self, chosen: Index) -> Iterator[tuple[int, NDArray[np.bool_], Index]]:
-        """For each shard that is needed: which of the chosen episodes are in it, and their numbers there."""
-        shard_of = np.searchsorted(self._first, chosen, side="right") - 1
-        for shard in np.unique(shard_of).tolist():
-            where = shard_of == shard
-            yield shard, where, chosen[where] - self._firsts[shard]
 
     def _runs(self, chosen: list[int]) -> Iterator[_EpisodeRun]:
         """The chosen episodes as runs of consecutive ones, whose tokens, spans and segments are one slice each."""

@@ -68,18 +68,13 @@ def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn
     with building(Path(target), "reweighing", overwrite=overwrite, marker=METADATA, source=dataset.path) as staging:
         work = _Reweigher(dataset, train_on)
         splits = {name: work.split(staging / name, name, info) for name, info in parent.splits.items()}
-        metadata = write_metadata(
-            staging,
-            vocab_size=parent.vocab_size,
-            format=parent.format,
-            tokenizer=parent.tokenizer,
-            tokenizer_state=dataset.tokenizer_state(),
-            special_token_ids=parent.special_token_ids,
-            pad_token_id=parent.pad_token_id,
+        changed_metadata = replace(
+            parent,
             splits=splits,
             ledger=_ledger(parent.ledger, splits, work.untrained),
             config={**parent.config, "train_on": train_on, "reweighed_from": parent.sha256},
         )
+        metadata = write_metadata(staging, changed_metadata, tokenizer_state=dataset.tokenizer_state())
         if metadata.tokenizer_state != parent.tokenizer_state:
             raise DataError(f"{source}: tokenizer_state.json was changed; run chatmill verify --full")
     return Reweighed(metadata, parent, work.untrained.rows, work.linked, work.copied)
