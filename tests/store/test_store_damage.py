@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forged_metadata import FORGED, rewrite, shard_of
 from store_fixtures import contents, some_rows, write_dataset
-from store_lies import LIES, rewrite, shard_of
 
 import chatmill.store.verify as store_verify
 from chatmill.errors import DataError
@@ -83,9 +83,9 @@ def test_shards_and_files_that_nobody_answers_for_are_named(dataset):
 # Metadata that hashes well, and lies.
 
 
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("lie", FORGED)
 def test_metadata_that_lies_is_one_clear_line(dataset, lie):
-    change, said = LIES[lie]
+    change, said = FORGED[lie]
     rewrite(dataset, change)
     with pytest.raises(DataError) as error:
         open_dataset(dataset)

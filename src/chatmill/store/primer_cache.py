@@ -110,7 +110,7 @@ class CacheMeta:
             split |= {total: getattr(self.splits[name], total) for total in TOTALS}
             split["num_shards"] = len(split["shards"])
             for number, shard in enumerate(self.splits[name].shards):
-                split["shards"][number] |= {"name": shard_file(number), "size": shard.size(self.dtype)}
+                split["shards"][number].update(name=shard_file(number), size=shard.size(self.dtype))
         schema = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "dtype": self.dtype.name}
         return {**data, **schema, "ledger": self.ledger.to_json()}
 

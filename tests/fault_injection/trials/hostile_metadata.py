@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forged_metadata import FORGED, rewrite
 from record_mutations import broken_value
 from store_fixtures import FIELDS, some_rows, write_dataset
-from store_lies import LIES, rewrite
 
 from chatmill.store.layout import METADATA
 from chatmill.store.read import open_dataset
@@ -75,7 +75,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     right = read_all(dataset)
     path = dataset / METADATA
     whole = path.read_bytes()
-    named = list(LIES)
+    named = list(FORGED)
     for number in range(size):
         what = named[number] if number < len(named) else ""
 
@@ -83,7 +83,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             nonlocal changed
             changed = what or lie(data, rng)
             if what:
-                LIES[what][0](data)
+                FORGED[what][0](data)
 
         changed = ""
         rewrite(dataset, change)
@@ -101,7 +101,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
             tally.is_wrong(f"{changed}: {outside[0]} was opened")
         elif ended.broke or opened.broke:
             tally.loses(f"{changed}: {ended.broke or opened.broke}")
-        elif what and LIES[what][1] not in next(iter(ended.value), ""):
+        elif what and FORGED[what][1] not in next(iter(ended.value), ""):
             tally.is_wrong(f"{changed}: {ended.value or 'nobody notices'}")
         elif opened.value is False and not ended.value:
             tally.is_wrong(f"{changed}: other rows are read, and nobody notices")

@@ -1,4 +1,4 @@
-"""Metadata that hashes well, and lies."""
+"""Metadata with a valid hash and wrong content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatmill.store.hashed_json import json_text, self_hash
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the metadata and give it the right hash, as only ill will would."""
+    """Change the metadata and give it a valid hash, as only an attacker would."""
     path = folder / "dataset_metadata.json"
     data = json.loads(path.read_bytes())
     data.pop("sha256")
@@ -24,7 +24,7 @@ def shard_of(data: dict[str, Any]) -> Any:
     return data["splits"]["train"]["shards"][0]
 
 
-LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a path for a name": (
         lambda d: shard_of(d).update(name="../../etc"),
         'splits.train.shards[0].name is "../../etc"; expected "shard_00000"',
