@@ -313,7 +313,7 @@ def test_control_tokens_come_from_the_format_alone(record, name):
     expected = []
     messages = record.messages
     if messages[0].role != "system" and (record.tools or format.default_system is not None):
-        messages = [Message("system"), *messages]
+        messages = [Message("system", ""), *messages]
     for message in messages:
         turn = format.turns[message.role]
         pieces = format.split(turn.open) + (format.split(turn.close) if message.complete else [])

@@ -110,10 +110,10 @@ def test_a_record_takes_messages_dicts_and_tool_definitions():
     hello = {"role": "user", "content": "Hi"}
     record = Record((hello, Message("assistant", "Hello")), id=7, tools=[{"name": "f"}])
     assert record == Record([Message(**hello), Message("assistant", "Hello")], "7", ('{"name":"f"}',))
+    assert Record([]).messages == []
     for turns, fault in (
         ([hello, "Hello"], "message 1 is a string; expected an object"),
         ("Hi", "the record has a string as messages; expected a list of messages"),
-        ([], "the record has an empty list as messages; expected at least one message"),
     ):
         with pytest.raises(RecordError) as refused:
             Record(turns)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from store_fixtures import some_rows, write_dataset
 
 from chatmill.errors import DataError
-from chatmill.load.batch import shift
 from chatmill.records import Message, Record
 from chatmill.store import parquet as module
 from chatmill.store.parquet import Exported, export_parquet
@@ -250,7 +249,8 @@ def losses_one_by_one(episodes) -> list[float]:
         total, count = torch.zeros(()), 0
         for start, stop in zip(rows.segment_start[:-1], rows.segment_start[1:], strict=True):
             ids, mask = (values[None, start:stop] for values in (rows.ids.astype(np.int64), rows.mask()))
-            x, y, trained = shift(ids, mask)
+            x, trained = ids[:, :-1], mask[:, 1:]
+            y = np.where(trained, ids[:, 1:], -100)
             logits = model(input_ids=torch.from_numpy(x)).logits
             total = total + torch.nn.functional.cross_entropy(logits[0], torch.from_numpy(y[0]), reduction="sum")
             count += int(trained.sum())

@@ -105,11 +105,12 @@ def message_from_fields(given: Object, owner: str = "the message") -> Message:
 
 
 def record_from_fields(given: Object) -> Record:
-    """The record of these fields, with messages as `Message` or as dicts of their fields."""
+    """The record of these fields, with messages as `Message` or as dicts of their fields; there may be none."""
     fields.only("the record", given, Record.__struct_fields__)
+    turns = [] if given.get("messages") == [] else fields.messages(given, "messages")
     messages = [
         turn if isinstance(turn, Message) else message_from_fields(turn, f"message {index}")
-        for index, turn in enumerate(fields.messages(given, "messages"))
+        for index, turn in enumerate(turns)
     ]
     tools = given.get("tools", ())
     if not isinstance(tools, tuple) or not all(isinstance(tool, str) for tool in tools):
