@@ -13,7 +13,7 @@ from chatmill.audit import replay_step, verify_log
 from chatmill.audit.heads import checkpoint_heads
 from chatmill.cli.options import AsJson, counting, echo_json
 from chatmill.errors import one_line
-from chatmill.show.replay_view import replay_tokenizer, replayed_rows
+from chatmill.show.step_rows import replay_tokenizer, replayed_rows
 
 app = typer.Typer(
     help="Check the audit log of a run, or see a step of it again.", no_args_is_help=True, rich_markup_mode=None

@@ -46,14 +46,8 @@ def stats(
     splits = stats_of(view, split, tuple(block_size or BLOCK_SIZES))
     if as_json:
         ledger = None if view.ledger is None else view.ledger.to_json()
-        echo_json(
-            {
-                "path": str(dataset),
-                "sha256": view.dataset.sha256,
-                "splits": {each.split: each.to_json() for each in splits},
-                "ledger": ledger,
-            }
-        )
+        counts = {each.split: each.to_json() for each in splits}
+        echo_json({"path": str(dataset), "sha256": view.dataset.sha256, "splits": counts, "ledger": ledger})
         return
     for each in splits:
         _print_stats(each)

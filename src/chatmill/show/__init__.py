@@ -6,7 +6,7 @@ terminal                rows in the terminal: by span, by turn, by token
 stats, charts, report   statistics of a split, and an HTML page about a dataset
 index                   the viewer's index for filters and search
 source_record           the record that a segment was rendered from
-order_view              when an episode is trained
+order_view, step_rows   when an episode is trained; the rows of a training step
 viewer, server, page/   the viewer's JSON API, its HTTP server, and the page
 
 Names are imported when they are first used.
@@ -14,8 +14,9 @@ Names are imported when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from chatmill._exports import lazy_exports as _lazy_exports
 
 if _TYPE_CHECKING:
     from chatmill.show.dataset import DatasetView as DatasetView
@@ -32,25 +33,4 @@ if _TYPE_CHECKING:
     from chatmill.show.text import visible as visible
     from chatmill.show.viewer import Viewer as Viewer
 
-_MODULES = {
-    "dataset": "DatasetView open_view",
-    "explain": "Explanation explain_token",
-    "report": "report_html",
-    "stats": "SplitStats split_stats",
-    "terminal": "conversation_lines span_lines token_lines",
-    "text": "TokenText visible",
-    "viewer": "Viewer",
-}
-_HOME = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
-
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__, __getattr__, __dir__ = _lazy_exports(__name__)

@@ -41,6 +41,8 @@ HEADERS = {
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_QUERY = 1000
 """Characters of a text in a query."""
+FILTERS = {"role": list, "rule": list, "source": "", "least": int, "most": int, "share_from": float, "share_to": float}
+"""Parameters of a query that filter episodes: their types, or their defaults."""
 Endpoint = Callable[[Request], Response]
 
 
@@ -82,19 +84,7 @@ def application(viewer: Viewer) -> BaseHTTPMiddleware:
     api: dict[str, Endpoint] = {
         "/api/about": _call(viewer.about),
         "/api/progress": _call(viewer.progress),
-        "/api/{split}/episodes": _call(
-            viewer.episodes,
-            role=list,
-            rule=list,
-            source="",
-            least=int,
-            most=int,
-            share_from=float,
-            share_to=float,
-            q="",
-            start=0,
-            limit=PAGE,
-        ),
+        "/api/{split}/episodes": _call(viewer.episodes, **FILTERS, q="", start=0, limit=PAGE),
         "/api/{split}/episode/{number:int}": _call(viewer.episode, start=0, q=""),
         "/api/{split}/episode/{number:int}/token/{token:int}": _call(viewer.explain),
         "/api/{split}/episode/{number:int}/record/{segment:int}": _call(viewer.record),
@@ -133,7 +123,7 @@ def _json(value: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def _call(method: Callable[..., dict[str, Any]], **parameters: Any) -> Endpoint:
-    """Call a method with the parameters of the path and these of the query, given by default or, without one, type."""
+    """Call a method with the parameters of the path and of the query; for these a default is given, or a type."""
 
     # Not a coroutine: Starlette then runs it in a thread, so that a slow answer does not delay others.
     def endpoint(request: Request) -> Response:

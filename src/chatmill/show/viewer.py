@@ -165,7 +165,9 @@ class Viewer:
         """An episode of a list, with the match of a search or a preview."""
         row = self._view.row(split, number)
         file, line, _ = origin_of(row, 0) if len(row.origins) else (None, None, None)
-        match = locate(row.ids.tolist(), self._view.text, q) if q else None
+        text = {"words": preview(row, self._view.text, 120)}
+        if q and (match := locate(row.ids.tolist(), self._view.text, q)) is not None:
+            text = {"before": match.before, "found": match.match, "after": match.after}
         return {
             "episode": number,
             "tokens": len(row.ids),
@@ -173,11 +175,7 @@ class Viewer:
             "segments": len(row.origins),
             "place": None if file is None else f"{visible(Path(file).name, limit=80)}:{line}",
             "map": strip(row),
-            **(
-                {"words": preview(row, self._view.text, 120)}
-                if match is None
-                else {"before": match.before, "found": match.match, "after": match.after}
-            ),
+            **text,
         }
 
     # One episode.
@@ -249,12 +247,9 @@ class Viewer:
     def audit(self, log: int, start: int) -> dict[str, Any]:
         """Some lines of an audit log."""
         lines = timeline(self._log(log))
-        steps = [stop for line in lines if (stop := line["fields"].get("stop_step", "")).isdigit()]
-        return {
-            "lines": lines[max(0, start) :][:MAX_PAGE],
-            "of": len(lines),
-            "steps": max(map(int, steps), default=0),
-        }
+        steps = [int(stop) for line in lines if (stop := line["fields"].get("stop_step", "")).isdigit()]
+        page = lines[max(0, start) :][:MAX_PAGE]
+        return {"lines": page, "of": len(lines), "steps": max(steps, default=0)}
 
     def step(self, log: int, step: int) -> dict[str, Any]:
         """The rows that a run loaded at a step."""
