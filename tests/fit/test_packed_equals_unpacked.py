@@ -9,7 +9,7 @@ from plain_rows import build
 from torch import nn
 
 from chatmill.fit.packing import pack
-from chatmill.load.batch import IGNORE_INDEX, shift
+from chatmill.load import IGNORE_INDEX, collate
 from chatmill.rows import Role, Rows, Rule
 
 VOCABULARY, WIDTH, LONGEST, CAPACITY = 61, 16, 24, 40
@@ -62,7 +62,10 @@ def token_losses(rows: Rows, *, ignoring: str = "") -> float:
     positions = padded(rows, rows.positions(), 0)
     segments = padded(rows, rows.segments(), -1)
     weights = padded(rows, rows.weights(), 0)
-    x, y, _ = shift(ids, weights > 0, segments=None if ignoring == "borders" else segments)
+    batch = collate(rows, pad_token_id=0)
+    x, y = batch.x, batch.y
+    if ignoring == "borders":
+        y = np.where(weights[:, 1:] > 0, ids[:, 1:], IGNORE_INDEX)
     if ignoring == "segments":
         segments = np.minimum(segments, 0)
     if ignoring == "positions":
