@@ -59,8 +59,11 @@ def test_every_export_has_a_docstring_with_an_example_that_runs(name, tmp_path, 
     (tmp_path / "data").symlink_to(Path(__file__).resolve().parents[1] / "data")
     value = getattr(chatmill, name)
     examples = doctest.DocTestParser().get_examples(inspect.getdoc(value) or "")
+    names = {"chatmill": chatmill, **{each: getattr(chatmill, each) for each in chatmill.__all__}}
     assert examples, f"chatmill.{name} has no example in its docstring"
-    test = doctest.DocTest(examples, {"chatmill": chatmill}, f"chatmill.{name}", None, None, None)
+    test = doctest.DocTest(
+        examples, {each: getattr(chatmill, each) for each in chatmill.__all__}, f"chatmill.{name}", None, None, None
+    )
     output: list[str] = []
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     doctest.DocTestRunner(optionflags=flags).run(test, out=output.append)

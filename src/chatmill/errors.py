@@ -8,7 +8,14 @@ from __future__ import annotations
 
 
 class ChatmillError(Exception):
-    """A fault the user can mend; `str()` of it is the one line that says how."""
+    """An error that the user can fix; `str()` of it is one line that says where, what, and what would be right.
+
+    >>> try:
+    ...     open_dataset("nowhere")
+    ... except ChatmillError as error:
+    ...     print(error)
+    nowhere: ...
+    """
 
     exit_code = 1
 

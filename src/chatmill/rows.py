@@ -131,6 +131,15 @@ class File(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
+    """Many rows of tokens in columns, and a table of spans that says what each token is and why it is trained.
+
+    >>> rows = open_renderer("primer", "bytes").render([Record([Message("user", "hi"), Message("assistant", "yo")])])
+    >>> rows.mask().astype(int).tolist()
+    [0, 0, 0, 0, 0, 1, 1, 1]
+    >>> len(rows), rows.lengths.tolist(), rows.spans["weight"].tolist()
+    (1, [8], [0.0, 0.0, 0.0, 0.0, 1.0, 1.0])
+    """
+
     ids: Ids
     spans: Table
     first_span: Index

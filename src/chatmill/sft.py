@@ -48,16 +48,34 @@ KEYS = ("sys", "usr", "asst", "eot")
 
 
 class ChatMsg(TypedDict):
+    """One message of a `ChatExample`.
+
+    >>> ChatMsg(role="user", content="hi")
+    {'role': 'user', 'content': 'hi'}
+    """
+
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class ChatExample(TypedDict):
+    """A conversation for `serialize_chat_to_ids`.
+
+    >>> ChatExample(messages=[ChatMsg(role="user", content="hi")])
+    {'messages': [{'role': 'user', 'content': 'hi'}]}
+    """
+
     messages: list[ChatMsg]
 
 
 def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer, default_system_text: str) -> list[int]:
-    """The whole chat as ids, the system turn first: the given one, or one with the default text."""
+    """The whole chat as ids, the system turn first: the given one, or one with the default text.
+
+    >>> tokenizer = open_tokenizer("bytes", control=load_format("ngpt").tokens)
+    >>> chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    >>> serialize_chat_to_ids(chat, tokenizer=tokenizer, default_system_text="s")
+    [256, 115, 259, 257, 113, 259, 258, 97, 259]
+    """
     messages = _messages(ex.get("messages") if isinstance(ex, Mapping) else None)
     for number, message in enumerate(messages):
         if number and message.role == "system":
@@ -68,7 +86,11 @@ def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer, default_
 
 
 def sft_loss_mask_for_ids(ids: list[int], *, sys_id: int, usr_id: int, asst_id: int, eot_id: int) -> list[bool]:
-    """True on assistant content and on the end token that closes it, False everywhere else."""
+    """True on assistant content and on the end token that closes it, False everywhere else.
+
+    >>> sft_loss_mask_for_ids([257, 113, 259, 258, 97, 259], sys_id=256, usr_id=257, asst_id=258, eot_id=259)
+    [False, False, False, False, True, True]
+    """
     mask: list[bool] = assistant_mask(ids, assistant=asst_id, close=eot_id).tolist()
     return mask
 
@@ -87,6 +109,11 @@ def pack_sft_ids_and_mask(
     """Exactly S ids with their mask: oldest exchanges dropped, then cut from the left, or padded on the right.
 
     The mask is cut as it is given and never computed anew, so a cut answer stays trained up to its end.
+
+    >>> ids, mask = [257, 113, 259, 258, 97, 259], [False, False, False, False, True, True]
+    >>> special = {"sys_id": 256, "usr_id": 257, "asst_id": 258, "eot_id": 259}
+    >>> pack_sft_ids_and_mask(ids, mask, S=8, pad_id=0, **special)[0]
+    [257, 113, 259, 258, 97, 259, 0, 0]
     """
     if len(ids) != len(mask):
         raise DataError(f"{len(ids)} ids with a mask of {len(mask)}; they must be equally long")
@@ -106,7 +133,12 @@ def collate_sft_batch(
     device: str,
     ignore_index: int = IGNORE_INDEX,
 ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
-    """x, y and loss mask, each (B, T); y is `ignore_index` wherever no loss is computed."""
+    """x, y and loss mask, each (B, T); y is `ignore_index` wherever no loss is computed.
+
+    >>> x, y, loss_mask = collate_sft_batch([([258, 97, 259], [False, True, True])], T=2, device="cpu")
+    >>> x.tolist(), y.tolist()
+    ([[258, 97]], [[97, 259]])
+    """
     import torch
 
     for number, (ids, mask) in enumerate(packed):
@@ -124,7 +156,12 @@ def collate_sft_batch(
 def render_chat_sft(
     tokenizer: TextTokenizer, messages: list[dict[str, Any]], *, add_final_eot: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Ids and labels of a chat, rendered in its own order; labels are -100 outside assistant turns."""
+    """Ids and labels of a chat, rendered in its own order; labels are -100 outside assistant turns.
+
+    >>> tokenizer = open_tokenizer("bytes", control=load_format("primer").tokens)
+    >>> render_chat_sft(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
+    ([261, 113, 263, 262, 97, 263], [-100, -100, -100, -100, 97, 263])
+    """
     parsed = _messages(messages)
     if all(message.role != "assistant" for message in parsed):
         raise DataError("no message has role assistant; there would be nothing to train")

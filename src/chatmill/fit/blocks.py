@@ -58,7 +58,13 @@ def pack_chat_blocks(
     eos_id: int,
     remainder: Remainder = "pad",
 ) -> tuple[list[list[int]], list[list[bool]]]:
-    """Documents of token ids, each without its last EOS, as blocks of exactly `block_size` ids and their masks."""
+    """Documents of token ids, each without its last EOS, as blocks of exactly `block_size` ids and their masks.
+
+    >>> markers = {"system_id": 1, "user_id": 2, "assistant_id": 3, "end_id": 4, "eos_id": 5}
+    >>> blocks, masks = pack_chat_blocks([[2, 10, 4, 3, 11, 4]], block_size=8, **markers)
+    >>> blocks, [[int(bit) for bit in mask] for mask in masks]
+    ([[2, 10, 4, 3, 11, 4, 5, 5]], [[0, 0, 0, 1, 1, 1, 0, 0]])
+    """
     openers = {Role.SYSTEM: system_id, Role.USER: user_id, Role.ASSISTANT: assistant_id}
     rows = parse(documents, openers=openers, close=end_id, eos=eos_id)
     packed = blocks(rows, block_size, remainder=remainder)

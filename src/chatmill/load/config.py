@@ -19,7 +19,11 @@ MIX = ValueCheck(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(Config):
-    """The keys that decide which episodes stand in which batch, and how they are laid out in it."""
+    """The keys that decide which episodes stand in which batch, and how they are laid out in it.
+
+    >>> LoadConfig(batch_size=4, packing="bins", use_loss_mask=True).block_size
+    512
+    """
 
     batch_size: int = key(8, "rows per optimizer step, over all ranks and accumulation steps", integer(1))
     block_size: int = key(512, "tokens per row of x", integer(1))
