@@ -61,9 +61,7 @@ def test_every_export_has_a_docstring_with_an_example_that_runs(name, tmp_path, 
     examples = doctest.DocTestParser().get_examples(inspect.getdoc(value) or "")
     names = {"chatmill": chatmill, **{each: getattr(chatmill, each) for each in chatmill.__all__}}
     assert examples, f"chatmill.{name} has no example in its docstring"
-    test = doctest.DocTest(
-        examples, {each: getattr(chatmill, each) for each in chatmill.__all__}, f"chatmill.{name}", None, None, None
-    )
+    test = doctest.DocTest(examples, names, f"chatmill.{name}", None, None, None)
     output: list[str] = []
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     doctest.DocTestRunner(optionflags=flags).run(test, out=output.append)
