@@ -38,7 +38,7 @@ class Log:
         self.folder = folder
         folder.mkdir()
 
-    def said(self, what: str) -> dict[int, set[int]]:
+    def units_by_worker(self, what: str) -> dict[int, set[int]]:
         """The units of each worker."""
         found: dict[int, set[int]] = {}
         for path in self.folder.glob(f"*.{what}"):
@@ -48,8 +48,8 @@ class Log:
 
     def two_that_hold(self) -> dict[int, set[int]] | None:
         """Two workers that each finished a unit, and what they hold now."""
-        finished = self.said("finished")
-        held = {pid: units - finished.get(pid, set()) for pid, units in self.said("began").items()}
+        finished = self.units_by_worker("finished")
+        held = {pid: units - finished.get(pid, set()) for pid, units in self.units_by_worker("began").items()}
         held = {pid: units for pid, units in held.items() if units and finished.get(pid)}
         return held if len(held) == 2 else None
 
@@ -104,7 +104,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
                     ).sha256
                 )
             )
-            others = [units for pid, units in log.said("finished").items() if pid not in killed]
+            others = [units for pid, units in log.units_by_worker("finished").items() if pid not in killed]
             if ended.value is None:
                 tally.loses(f"kill {number}: {ended.refused or ended.broke}")
             elif not killed or not set().union(*killed.values()) <= set().union(*others):

@@ -89,7 +89,7 @@ class Runs:
         log = self.folder / f"logs-{name}" / said["log"]
         checked = verify_log(log, self.folder / "data", heads={"the checkpoint": said["head"]})
         assert checked.fault is None, checked.fault
-        tensors = [*sorted(last.path.glob("state-*")), last.model / "model.safetensors"]
+        tensors = [*sorted(last.path.glob("state-*")), last.path / "model/model.safetensors"]
         curve = [[line["step"], line.get("loss"), line.get("val_loss")] for line in read_metrics(run)]
         return {"step": last.step, "files": {path.name: file_info(path).sha256 for path in tensors}, "curve": curve}
 

@@ -87,8 +87,8 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     def came_to(name: str) -> dict[str, str]:
         """The weights and moments of the last checkpoint; `DataError` if the audit log is not of them."""
         last = list_checkpoints(folder / name)[-1]
-        said = open_checkpoint(last, World(0, 1, torch.device("cpu"))).said["audit"]
-        checked = verify_log(folder / f"logs-{name}" / said["log"], data, heads={"the checkpoint": said["head"]})
+        audit = open_checkpoint(last, World(0, 1, torch.device("cpu"))).state["audit"]
+        checked = verify_log(folder / f"logs-{name}" / audit["log"], data, heads={"the checkpoint": audit["head"]})
         assert checked.fault is None, checked.fault
         return {name: hash for name, hash in digests(last).items() if "safetensors" in name}
 
