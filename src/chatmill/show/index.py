@@ -9,7 +9,7 @@
 It can be used while it is built, and then covers the first `filtered` and the first `searched` episodes.
 
 Why not SQLite FTS5: a query of one character takes 20 times as long (100,000 episodes, 33 MB of text, 2 ARM cores: 9 ms
-here, 150 to 240 ms there; two characters: 95 and 150 to 230 ms), building takes 2.7 to 8 times as long, and the trigram
+here, 150 to 240 ms there; two characters: 95 and 140 to 305 ms), building takes 2.7 to 8 times as long, and the trigram
 tokenizer ignores text behind a NUL and is missing from SQLite before 3.34.
 """
 
