@@ -27,8 +27,7 @@ import numpy as np
 from measure import alone, machine, versions
 from numpy.typing import NDArray
 
-from chatmill.fit.blocks import blocks
-from chatmill.fit.packing import pack, pack_lengths
+from chatmill.fit import cut_blocks, pack, pack_lengths
 from chatmill.format import open_renderer
 from chatmill.records import Message, Record
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, Rows, offsets
@@ -98,7 +97,7 @@ SIDES: dict[str, Callable[[int], object]] = {
     "trl": lambda rows: trl_pack(trl_dataset(real_shaped(rows), np.int8), batch_size=None),
     "copy": lambda rows: pack(one_span_rows(real_shaped(rows // 10)), CAPACITY),
     "trl copy": lambda rows: trl_pack(trl_dataset(real_shaped(rows // 10), np.int32), batch_size=None),
-    "blocks": lambda rows: blocks(post_training_rows(rows // 80), 4096),
+    "blocks": lambda rows: cut_blocks(post_training_rows(rows // 80), 4096),
 }
 """What the memory of a process of its own is measured of."""
 
@@ -228,7 +227,7 @@ def streaming(count: int, runs: int) -> Comparison:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     timings, promises, speeds = [], [], {}
     for size in (1024, 4096):
-        seconds, packed = median_of(runs, lambda size=size: blocks(rows[:], size))
+        seconds, packed = median_of(runs, lambda size=size: cut_blocks(rows[:], size))
         speeds[str(size)] = len(rows.ids) / seconds / 1e6
         timings.append(Timing(f"chatmill blocks of {size}", seconds, len(packed), 1.0))
         promises.append(

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.fit.packing import pack_lengths
+from chatmill.fit import pack_lengths
 from chatmill.ledger import Ledger
 from chatmill.load.order import make_order
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows

@@ -1,7 +1,7 @@
-"""What goes wrong, with where and what would be right.
+"""Errors that say where, what, and what would be right.
 
-Every error a user can cause is a `ChatmillError` whose text is one line. The command line prints that
-line and exits with `exit_code`; a traceback is always a defect of chatmill itself.
+Every error that a user can cause is a `ChatmillError` with a text of one line. The command line prints that line and
+exits with `exit_code`; a traceback is always a defect of chatmill itself.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class ChatmillError(Exception):
 
 
 class UsageError(ChatmillError):
-    """The command was asked for something it cannot mean: a wrong flag, name or combination."""
+    """A wrong flag, name, setting or combination of them."""
 
     exit_code = 2
 
 
 class DataError(ChatmillError, ValueError):
-    """Input that is not what it should be. Also a `ValueError`, as the documented functions promise."""
+    """Invalid data. Also a `ValueError`, as the documented functions promise."""
 
 
 class RecordError(DataError):
-    """One faulty record: `file:line (id=…): what; what would be right`.
+    """An invalid record: `file:line (id=…): what; what would be right`.
 
-    `what` alone is the reason under which rejects are written; `kind` is the short name they are counted by.
+    `what` is the reason that is written with rejected records; `kind` is the short name under which they are counted.
     """
 
     def __init__(self, what: str, right: str, *, kind: str) -> None:
@@ -45,15 +45,15 @@ class RecordError(DataError):
         self.line = 0
         self.id: str | None = None
         self.raw = b""
-        """The beginning of the record as it stands in the file."""
+        """The beginning of the record, as in the file."""
 
     def at(self, file: str, line: int, id: str | None = None) -> RecordError:
-        """The same fault with its place; the reader knows it, the parser does not."""
+        """Add the place, which the reader knows and the parser does not."""
         self.file, self.line, self.id = file, line, id
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Worker processes send their faults home."""
+        """Pickle all attributes: worker processes send their errors to the main process."""
         return _record_error, (self.what, self.right, self.kind, vars(self))
 
     def __str__(self) -> str:
@@ -69,6 +69,6 @@ def _record_error(what: str, right: str, kind: str, state: dict[str, object]) ->
 
 
 def one_line(text: str, limit: int = 80) -> str:
-    """Text from data made safe to print: no control characters, no line breaks, at most `limit` long."""
+    """Make text from data safe to print: no control characters or line breaks, at most `limit` characters."""
     shown = "".join(ch if ch.isprintable() else ch.encode("unicode_escape", "replace").decode() for ch in text[:limit])
     return shown + "…" if len(text) > limit else shown

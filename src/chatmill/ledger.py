@@ -1,16 +1,16 @@
-"""The ledger: every row and token in exactly one bucket, each with its reason.
+"""The ledger: where every row and token went, and why.
 
     records:  read = rejected + rendered
     tokens:   rendered + repeated + injected + padding = stored + truncated + dropped
     rows:     rendered + repeated = stored + dropped        (a row here is a conversation, packed or not)
 
-It is kept by whoever moves rows along, merged over processes, and written beside the data.
+Functions that render, cut, drop or store rows add to it; it is merged over processes and written beside the data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
 from chatmill.errors import ChatmillError
@@ -19,7 +19,7 @@ Bucket = Literal[
     "read", "rejected", "rendered", "repeated", "injected", "padding", "stored", "truncated", "dropped", "noted"
 ]
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
-# "noted" counts what was kept but deserves a look (an answer that was cut); it takes no part in the balance.
+# "noted" counts rows that were kept but deserve a look (an answer that was cut); it is not part of the balance.
 RECORDS: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] = (("read",), ("rejected", "rendered"))
 TOKENS: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] = (
     ("rendered", "repeated", "injected", "padding"),
@@ -34,6 +34,9 @@ class LedgerEntry:
     tokens: int = 0
     trained: int = 0
 
+    def plus(self, rows: int, tokens: int, trained: int) -> None:
+        self.rows, self.tokens, self.trained = self.rows + rows, self.tokens + tokens, self.trained + trained
+
 
 @dataclass
 class Ledger:
@@ -43,48 +46,43 @@ class Ledger:
         """Count rows and tokens in a bucket; `trained` is how many of the tokens have a weight over 0."""
         if min(rows, tokens, trained) < 0 or trained > tokens:
             raise ValueError(f"{bucket}: rows {rows}, tokens {tokens}, trained {trained} cannot be counted")
-        entry = self.entries.setdefault((bucket, reason), LedgerEntry())
-        entry.rows += rows
-        entry.tokens += tokens
-        entry.trained += trained
+        self.entries.setdefault((bucket, reason), LedgerEntry()).plus(rows, tokens, trained)
 
     def merge(self, other: Ledger) -> None:
         for (bucket, reason), entry in other.entries.items():
-            self.add(bucket, reason, rows=entry.rows, tokens=entry.tokens, trained=entry.trained)
+            self.add(bucket, reason, **vars(entry))
 
     def total(self, *buckets: Bucket) -> LedgerEntry:
-        """The sum over these buckets, whatever the reason."""
-        chosen = [entry for (bucket, _), entry in self.entries.items() if bucket in buckets]
-        return LedgerEntry(
-            sum(entry.rows for entry in chosen),
-            sum(entry.tokens for entry in chosen),
-            sum(entry.trained for entry in chosen),
-        )
+        """The sum over these buckets, for all reasons."""
+        total = LedgerEntry()
+        for (bucket, _), entry in self.entries.items():
+            if bucket in buckets:
+                total.plus(entry.rows, entry.tokens, entry.trained)
+        return total
 
     def __iter__(self) -> Iterator[tuple[Bucket, str, LedgerEntry]]:
-        """Entries in the order of the way, then by reason, so that two equal ledgers read the same."""
+        """Entries in the order of `BUCKETS`, then by reason, so that equal ledgers print the same."""
         for bucket, reason in sorted(self.entries, key=lambda key: (BUCKETS.index(key[0]), key[1])):
             yield bucket, reason, self.entries[bucket, reason]
 
     def check(self) -> None:
         """Raise unless everything that came in is accounted for."""
-        for what, (came, went), column in (
+        for what, (sources, uses), column in (
             ("records", RECORDS, "rows"),
             ("rows", ROWS, "rows"),
             ("tokens", TOKENS, "tokens"),
         ):
-            left, right = getattr(self.total(*came), column), getattr(self.total(*went), column)
+            left, right = getattr(self.total(*sources), column), getattr(self.total(*uses), column)
             if left != right:
                 raise ChatmillError(
-                    f"the ledger does not balance: {' + '.join(came)} is {left} {what}, {' + '.join(went)} is {right}; "
+                    f"the ledger does not balance: {' + '.join(sources)} is {left} {what}, {' + '.join(uses)} is {right}; "
                     "this is a fault of chatmill, please report it"
                 )
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
         out: dict[str, dict[str, dict[str, int]]] = {}
         for bucket, reason, entry in self:
-            counts = {"rows": entry.rows, "tokens": entry.tokens, "trained": entry.trained}
-            out.setdefault(bucket, {})[reason] = counts
+            out.setdefault(bucket, {})[reason] = asdict(entry)
         return out
 
     @classmethod

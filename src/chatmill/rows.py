@@ -1,12 +1,12 @@
-"""Rows: token ids with a span table that says what every token is and why it is trained.
+"""Rows: token ids with a span table that records what every token is and why it is trained.
 
     ids       u32[N]                 all tokens of all rows, flat
     spans     SPAN[P]                tile the ids: length, role, part, message, weight, target, rule
-    segments  first_span i64[G+1]    one conversation each (padding is one of its own), with its origin
+    segments  first_span i64[G+1]    one conversation each (padding is a segment too), with its origin
     rows      first_segment i64[R+1]
 
-The loss mask, positions and segment ids are never stored: they are read off the spans. A rendered
-conversation, a packed row, a block and a rollout target are all `Rows`.
+The loss mask, positions and segment ids are not stored but derived from the spans. A rendered conversation, a packed
+row, a block and a rollout target are all `Rows`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Role(IntEnum):
     ASSISTANT = 2
     TOOL = 3
     NONE = 255
-    """Padding, and tokens that stand outside every turn."""
+    """Padding, and tokens outside of every turn."""
 
 
 class Part(IntEnum):
@@ -54,9 +54,9 @@ class Part(IntEnum):
     INJECTED = 6
     PAD = 7
     PREFIX = 8
-    """What a rollout wrote, kept as it is."""
+    """The part of a rollout that is kept unchanged."""
     SLOT = 9
-    """A coordinate of the rollout that is trained toward the object it was matched to."""
+    """A coordinate of a rollout, trained toward the object that it was matched to."""
     STRUCTURE = 10
     """Keys and punctuation of an entry that was appended to a rollout."""
     VALUE = 11
@@ -71,41 +71,41 @@ class Rule(IntEnum):
     """Why a span has its weight. `reweigh` changes only what ROLE decided."""
 
     ROLE = 0
-    """The speaker: assistant turns are trained, others are context, as `train_on` says."""
+    """By role: assistant turns are trained and others are context, as `train_on` selects."""
     HEADER = 1
-    """A part the format never trains: an opener, what follows the end of a turn, the end of a conversation."""
+    """A part that the format never trains: a turn's header, what follows its end, the end of a conversation."""
     FLAG = 2
-    """The message said so itself, by `train` or `weight`."""
+    """By the message's own `train` or `weight`."""
     GIVEN = 3
-    """The caller brought the mask."""
+    """By a mask that the caller gave."""
     UNFINISHED = 4
-    """The turn, or in a block an answer before it, does not close, so that nothing in it may be learned."""
+    """The turn, or in a block an answer before it, is not closed, so nothing in it is trained."""
     PAD = 5
     INCOMPLETE_USER = 6
-    """No complete user turn stands before the answer in its block."""
+    """No complete user turn is before the answer in its block."""
     INJECTED = 7
-    """A copy that begins a cut turn anew."""
+    """A copy that opens a cut turn again."""
     EARLIER_WINDOW = 8
-    """Trained in the row before; here it is context for what follows."""
+    """Trained in an earlier window; here context for what follows."""
     PROMPT = 9
-    """What a rollout answers, whoever said it."""
+    """The prompt of a rollout, of any role."""
     ROLLOUT = 10
-    """What the model wrote itself is context, never trained as text."""
+    """Written by the model itself: context, never trained as text."""
     MATCHED = 11
-    """A slot of an object that was matched: the target is the true value."""
+    """A slot of a matched object: its target is the true value."""
     MISSED = 12
-    """What the rollout did not find, or how its answer should have ended."""
+    """An object that the rollout missed, or the right end of its answer."""
     VALUES_OFF = 13
-    """The texts of appended entries, where they are not to be trained."""
+    """A text of an appended entry, where these are not trained."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)
-"""The message index of spans that belong to no message of the record: padding, a default system text."""
+"""The message index of spans without a message of the record: padding, a default system text."""
 NO_FILE = np.uint32(2**32 - 1)
 LONG = 64
-"""Tokens a piece, on average, from which on copying slice by slice is quicker than through an index of tokens."""
+"""The average tokens of a piece from which on copying slices is faster than an index of tokens."""
 OWN_ID = np.int32(-1)
-"""The target of a span whose tokens are predicted as they are."""
+"""The target of a span whose tokens are their own labels."""
 
 SPAN = np.dtype(
     [
@@ -119,11 +119,11 @@ SPAN = np.dtype(
     ]
 )
 ORIGIN = np.dtype([("file", "<u4"), ("line", "<u8"), ("key", "<u8", (2,))])
-"""Where a conversation came from, and a hash of what was said in it, whatever it was rendered with."""
+"""The file and line of a conversation, and a hash of its messages that does not depend on rendering."""
 
 
 class File(NamedTuple):
-    """Where conversations came from: the source they are mixed by, and the file's name as it was given."""
+    """A file of conversations: the source that it is mixed as, and its path as given."""
 
     source: str
     path: str
@@ -151,7 +151,7 @@ class Rows:
         return len(self.first_segment) - 1
 
     def __getitem__(self, rows: slice) -> Rows:
-        """Consecutive rows, as views: nothing is copied."""
+        """Consecutive rows, as views without a copy."""
         start, stop, step = rows.indices(len(self))
         if step != 1:
             raise ValueError("a slice of Rows has step 1; use take for any other choice")
@@ -167,7 +167,7 @@ class Rows:
             self.files,
         )
 
-    # Where things begin, each with one entry more than there are things.
+    # First tokens of spans, segments and rows, each followed by the number of tokens.
 
     @cached_property
     def span_start(self) -> Index:
@@ -186,21 +186,21 @@ class Rows:
         """Tokens in each row."""
         return np.diff(self.row_start)
 
-    # What the spans say of every token.
+    # Values for each token.
 
     def per_token(self, values: NDArray[Any]) -> NDArray[Any]:
-        """One value a span, spread over its tokens."""
+        """Repeat the value of each span for all of its tokens."""
         return np.repeat(values, self.spans["length"])
 
     def weights(self) -> NDArray[np.float32]:
-        """How much predicting each token counts: 0 is context, over 0 is trained."""
+        """The loss weight of each token: 0 is context, over 0 is trained."""
         return self.per_token(self.spans["weight"])
 
     def mask(self) -> NDArray[np.bool_]:
         return self.per_token(self.spans["weight"] > 0)
 
     def targets(self) -> NDArray[np.int64]:
-        """What each token should be predicted as: itself, unless its span names another id."""
+        """The label of each token: itself, unless its span has another target."""
         target = self.per_token(self.spans["target"])
         return np.where(target == OWN_ID, self.ids.astype(np.int64), target.astype(np.int64))
 
@@ -209,13 +209,13 @@ class Rows:
         return run_positions(np.diff(self.segment_start))
 
     def segments(self) -> Index:
-        """Which conversation of its row each token belongs to, counted from 0."""
+        """The segment of each token, counted from 0 in each row."""
         return np.repeat(run_positions(np.diff(self.first_segment)), np.diff(self.segment_start))
 
     # Operations.
 
     def take(self, rows: ArrayLike) -> Rows:
-        """The rows with these numbers, in this order; a number may come twice."""
+        """The rows with these numbers, in this order; a number may be repeated."""
         chosen = np.asarray(rows, dtype=np.int64)
         segments = ragged_index(self.first_segment[chosen], np.diff(self.first_segment)[chosen])
         span_counts = np.diff(self.first_span)[segments]
@@ -230,7 +230,7 @@ class Rows:
         )
 
     def reweigh(self, train_on: TrainOn) -> Rows:
-        """The same tokens under another choice of speakers; flags, headers and the like stay as they are."""
+        """The same tokens with other roles trained; weights that flags, headers and the like decided stay."""
         spans = joined([self.spans])
         weigh(spans, self.first_span, train_on)
         return Rows(self.ids, spans, self.first_span, self.origins, self.first_segment, self.files)
@@ -260,7 +260,7 @@ class Rows:
 
 
 def concat(parts: Sequence[Rows]) -> Rows:
-    """Rows one after the other; files that several parts name are named once."""
+    """Concatenate rows; a file of several parts is listed once."""
     if not parts:
         return EMPTY
     files = {file: number for number, file in enumerate(dict.fromkeys(f for part in parts for f in part.files))}
@@ -283,17 +283,17 @@ def concat(parts: Sequence[Rows]) -> Rows:
 
 
 def joined(tables: Sequence[Table]) -> Table:
-    """Tables of one kind one after the other, as a copy.
+    """Concatenate tables of one type, as a copy.
 
-    As bytes: numpy copies structured arrays field by field, ten times slower. (For the same reason rows of a
-    table are chosen by `take`, never by an index in brackets.)
+    As bytes, because numpy copies structured arrays field by field, ten times slower. (For the same reason records of a
+    table are selected by `take`, never by an index in brackets.)
     """
     dtype = tables[0].dtype
     return np.concatenate([as_bytes(table) for table in tables]).view(dtype)
 
 
 def as_bytes(table: Table) -> Table:
-    """The same records, without their fields."""
+    """The same records as opaque bytes."""
     return np.ascontiguousarray(table).view(np.dtype((np.void, table.dtype.itemsize)))
 
 
@@ -315,7 +315,10 @@ def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
 
 
 def offsets(lengths: NDArray[Any]) -> Index:
-    """Where each of several things begins if they stand one after the other; the last entry is their end."""
+    """The start of each item if items of these lengths follow one another; the last entry is their end.
+
+    [2 3]  ->  [0 2 5]
+    """
     start = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=start[1:])
     return start
@@ -366,7 +369,7 @@ def no_origins(count: int) -> Table:
 
 
 def ragged_index(start: Index, length: NDArray[Any]) -> Index:
-    """The numbers start, start+1 … of every range, one range after the other.
+    """The numbers start, start + 1 … of each range, concatenated.
 
     [5 0], lengths [2 3]  ->  [5 6 0 1 2]
     """
@@ -374,7 +377,7 @@ def ragged_index(start: Index, length: NDArray[Any]) -> Index:
     start, length = start[full], length[full]
     if not len(start):
         return np.empty(0, dtype=np.int64)
-    # One running sum: a step of 1 inside a range, and a jump where the next one begins.
+    # One cumulative sum: steps of 1 inside a range, and a jump where the next one begins.
     stop = np.cumsum(length, dtype=np.int64)
     index = np.ones(stop[-1], dtype=np.int64)
     index[0] = start[0]
@@ -383,7 +386,7 @@ def ragged_index(start: Index, length: NDArray[Any]) -> Index:
 
 
 def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | None = None) -> Ids:
-    """Token ranges one after the other, each within `ids`, or within `literals` if it starts at len(ids) or later."""
+    """Concatenate token ranges, each of `ids`, or of `literals` if it starts at len(ids) or later."""
     if literals is None:
         literals = np.empty(0, dtype=np.uint32)
     end, total = len(ids), int(length.sum())
@@ -404,7 +407,7 @@ def copy_tokens(ids: Ids, start: Index, length: NDArray[Any], literals: Ids | No
 
 
 def copy_ranges(source: NDArray[Any], start: Index, stop: Index, target: NDArray[Any], to: Index) -> None:
-    """source[start:stop] to target[to:], for every one of these ranges."""
+    """Copy source[start:stop] to target[to:], for each of several ranges."""
     if _copy is not None and source.dtype == target.dtype and source.ndim == target.ndim == 1:
         start, stop, to = (np.ascontiguousarray(places, dtype=np.int64) for places in (start, stop, to))
         _copy.ranges(target, to, np.ascontiguousarray(source), start, stop, source.itemsize)

@@ -1,4 +1,4 @@
-"""The documented functions: ids, mask, fixed length, tensors, each a thin face over the house.
+"""The documented functions, thin wrappers: chats to ids, mask, rows of one length, and tensors.
 
     ids   = serialize_chat_to_ids(example, tokenizer=tok, default_system_text=DEFAULT_SYSTEM_TEXT)
     mask  = sft_loss_mask_for_ids(ids, **special)
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from chatmill.errors import DataError, one_line
-from chatmill.fit.blocks import pack_chat_blocks
-from chatmill.fit.gather import gather
-from chatmill.fit.parse import assistant_mask, parse, with_mask
-from chatmill.fit.truncate import turns
+from chatmill.fit import pack_chat_blocks, truncate
+from chatmill.fit.parse_ids import assistant_mask, rows_from_ids, with_mask
 from chatmill.format import ChatFormat, TurnRenderer, load_format
+from chatmill.ledger import Ledger
 from chatmill.load import IGNORE_INDEX, collate
 from chatmill.records import Message, Record
 from chatmill.rows import Ids, Index, Role, Rows, offsets, rows_from_mask
@@ -106,7 +105,7 @@ def pack_sft_ids_and_mask(
     eot_id: int,
     pad_id: int,
 ) -> tuple[list[int], list[bool]]:
-    """Exactly S ids with their mask: oldest exchanges dropped, then cut from the left, or padded on the right.
+    """Exactly S ids with their mask: the oldest exchanges are dropped, then tokens from the left, or padding is added.
 
     The mask is cut as it is given and never computed anew, so a cut answer stays trained up to its end.
 
@@ -120,8 +119,8 @@ def pack_sft_ids_and_mask(
     if S < 1:
         raise DataError(f"S is {S}; a row holds at least one token")
     openers = {Role.SYSTEM: sys_id, Role.USER: usr_id, Role.ASSISTANT: asst_id}
-    row = with_mask(parse([ids], openers=openers, close=eot_id), mask)
-    row = gather(row, turns(row, S))
+    row = with_mask(rows_from_ids([ids], openers=openers, close=eot_id), mask)
+    row = truncate(row, S, "turns", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     padding = S - len(row.ids)
     return row.ids.tolist() + [pad_id] * padding, row.mask().tolist() + [False] * padding
 
@@ -167,13 +166,13 @@ def render_chat_sft(
         raise DataError("no message has role assistant; there would be nothing to train")
     row = _rendered(parsed, load_format("primer"), tokenizer)
     labels = np.where(row.mask(), row.targets(), IGNORE_INDEX)
-    # Every turn of this format closes with one token, the end of turn.
+    # Every turn of this format ends with one token, the end of turn.
     end = None if add_final_eot else -1
     return row.ids[:end].tolist(), labels[:end].tolist()
 
 
 def _messages(messages: object) -> list[Message]:
-    """Documented messages, exactly role and content, as the house knows them."""
+    """Check documented messages, which have exactly a role and a content, and convert them."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise DataError('"messages" must be a list of at least one {"role": …, "content": …}')
     out = []
@@ -190,12 +189,12 @@ def _messages(messages: object) -> list[Message]:
 
 
 def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokenizer) -> Rows:
-    # Rendering uses no more of a tokenizer than `_Port` has.
-    return TurnRenderer(format, _Port(tokenizer)).render([Record(messages)])  # type: ignore[arg-type]
+    # Rendering uses no more of a tokenizer than this adapter has.
+    return TurnRenderer(format, _RenderTokenizer(tokenizer)).render([Record(messages)])  # type: ignore[arg-type]
 
 
-class _Port:
-    """Any tokenizer that can encode a text, as rendering wants it."""
+class _RenderTokenizer:
+    """Adapts a tokenizer that has only `encode` and `special_token_ids` to rendering."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self.tokenizer = tokenizer

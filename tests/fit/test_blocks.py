@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatmill.errors import DataError
-from chatmill.fit.blocks import blocks, pack_chat_blocks
-from chatmill.fit.gather import GatherPlan, gather
-from chatmill.fit.parse import parse
+from chatmill.fit import GatherPlan, cut_blocks, gather, pack_chat_blocks
+from chatmill.fit.parse_ids import rows_from_ids
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
@@ -49,7 +48,7 @@ def packed(*documents: str, size: int, remainder: str = "pad") -> list[str]:
 
 
 def parsed(*documents: str) -> Rows:
-    rows = parse(
+    rows = rows_from_ids(
         [[ord(token) for token in document] for document in documents],
         openers={Role.SYSTEM: ord("S"), Role.USER: ord("U"), Role.ASSISTANT: ord("A")},
         close=ord("E"),
@@ -252,7 +251,7 @@ def test_the_remainder_is_padded_with_eos_or_dropped():
 def test_documents_may_be_empty_or_none_at_all():
     assert packed(size=4) == []
     assert packed("", "", size=4) == ["XXXX ...."]
-    assert blocks(EMPTY, 4).lengths.tolist() == []
+    assert cut_blocks(EMPTY, 4).lengths.tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -275,7 +274,7 @@ def test_what_cannot_be_packed_is_named(options, fault):
 
 def test_a_block_says_of_every_span_where_it_comes_from_and_why_it_has_its_weight():
     rows = parsed("SsEUuEAaEUvvE", "AbEUwEAcE", "UxAyE")
-    assert told(blocks(rows, 11)) == [
+    assert told(cut_blocks(rows, 11)) == [
         [
             "0 . system open role 0 S",
             "0 . system content role 0 s",
@@ -324,7 +323,7 @@ def test_a_block_says_of_every_span_where_it_comes_from_and_why_it_has_its_weigh
 
 
 def test_an_answer_after_one_left_open_is_unfinished_business():
-    lines = told(blocks(parsed("UuEAaUvEAbE"), 12))[0]
+    lines = told(cut_blocks(parsed("UuEAaUvEAbE"), 12))[0]
     assert [line for line in lines if "assistant" in line] == [
         "0 . assistant open unfinished 1 A",
         "0 . assistant content unfinished 1 a",
@@ -341,7 +340,7 @@ def test_segments_keep_the_origin_of_their_conversation_and_padding_has_none():
             Record([Message("user", "v"), Message("assistant", "b")], file="y.jsonl", line=8),
         ]
     )
-    packed_rows = blocks(rows, 9)
+    packed_rows = cut_blocks(rows, 9)
     assert packed_rows.first_segment.tolist() == [0, 2, 4]
     assert packed_rows.origins["line"].tolist() == [3, 8, 8, 0]
     assert [packed_rows.files[file].path for file in packed_rows.origins["file"][:3]] == [
@@ -361,19 +360,19 @@ def test_a_flag_of_the_message_holds_unless_the_block_masks_the_answer():
         Message("assistant", "c", weight=0.0),
         Message("assistant", "d"),
     ]
-    spans = blocks(TurnRenderer(POST_TRAINING, BYTES).render([Record(chat)]), 16).spans
+    spans = cut_blocks(TurnRenderer(POST_TRAINING, BYTES).render([Record(chat)]), 16).spans
     answers = spans[spans["role"] == Role.ASSISTANT]
     assert answers["weight"].tolist() == [0, 0, 0, 0.5, 0.5, 0.5, 0, 0, 0, 1, 1, 1]
     assert answers["rule"].tolist() == [Rule.INCOMPLETE_USER] * 3 + [Rule.FLAG] * 6 + [Rule.ROLE] * 3
 
 
 def test_an_answer_the_block_masks_stays_masked_when_the_speakers_are_chosen_anew():
-    rows = blocks(parsed("AaEUuEAbE"), 10).reweigh("assistant")
+    rows = cut_blocks(parsed("AaEUuEAbE"), 10).reweigh("assistant")
     assert rows.mask().tolist() == [False] * 6 + [True] * 3 + [False]
 
 
 def test_what_is_injected_is_context_even_where_every_speaker_is_trained():
-    rows = blocks(parsed("SsEUuuE").reweigh("all"), 6)
+    rows = cut_blocks(parsed("SsEUuuE").reweigh("all"), 6)
     assert "".join(map(chr, rows.ids.tolist())) == "SsEUuuSsEUEX"
     assert rows.weights().tolist() == [1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0]
 
@@ -382,7 +381,7 @@ def test_a_row_that_was_cut_before_may_begin_inside_a_turn():
     whole = parsed("UuuEAaE", "UuEAaE")
     each = np.array([0, 1, 2])
     rows = gather(whole, GatherPlan(np.array([1, 12]), np.array([8, 15]), each, each[:2], each))
-    made = blocks(rows, 5)
+    made = cut_blocks(rows, 5)
     assert "".join(map(chr, made.ids.tolist())) == "uuEAaEXaEX"
     assert made.mask().tolist() == [False] * 10
 
@@ -391,7 +390,7 @@ def test_a_tool_result_opens_with_the_user_marker_and_is_begun_anew_like_a_user_
     chat = [Message("user", "u"), Message("assistant", "a"), Message("tool", "3"), Message("assistant", "b")]
     rows = TurnRenderer(POST_TRAINING, BYTES).render([Record(chat)])
     user = BYTES.special_token_ids()["usr"]
-    again = blocks(rows, 30).take([1])
+    again = cut_blocks(rows, 30).take([1])
     assert again.ids[0] == rows.ids[6] == user
     assert again.spans[["role", "part", "rule", "message"]][0].tolist() == (Role.TOOL, Part.INJECTED, Rule.INJECTED, 2)
     assert again.weights().tolist() == [0] * 13 + [1, 1, 1] + [0] * 14
@@ -401,10 +400,10 @@ def test_rows_of_a_format_that_blocks_cannot_begin_anew_are_refused():
     chatml = load_format("chatml")
     record = Record([Message("user", "u"), Message("assistant", "a")])
     with pytest.raises(DataError, match="does not end with EOS"):
-        blocks(TurnRenderer(chatml, open_tokenizer("bytes", control=chatml.tokens)).render([record]), 8)
+        cut_blocks(TurnRenderer(chatml, open_tokenizer("bytes", control=chatml.tokens)).render([record]), 8)
     ended = replace(chatml, tokens=dict(chatml.tokens) | {"eos": "<|EOS|>"}, end="<|EOS|>")
     with pytest.raises(DataError, match="opens user turns and others"):
-        blocks(TurnRenderer(ended, open_tokenizer("bytes", control=ended.tokens)).render([record]), 8)
+        cut_blocks(TurnRenderer(ended, open_tokenizer("bytes", control=ended.tokens)).render([record]), 8)
 
 
 def counts(ledger: Ledger) -> dict[str, tuple[int, int, int]]:
@@ -413,7 +412,7 @@ def counts(ledger: Ledger) -> dict[str, tuple[int, int, int]]:
 
 def test_the_ledger_counts_what_is_injected_padded_left_out_and_not_trained():
     ledger = Ledger()
-    made = blocks(parsed("UuuuuuuuuuEAaEXUuEAaE", "UuEAaEUvvE", "AbE", "UuEAbE"), 5, ledger=ledger)
+    made = cut_blocks(parsed("UuuuuuuuuuEAaEXUuEAaE", "UuEAaEUvvE", "AbE", "UuEAbE"), 5, ledger=ledger)
     assert "".join(map(chr, made.ids.tolist())) == "UuuuuUuuuuUuEAaEUvvEXAbEXUuEAbEXXXX"
     assert counts(ledger) == {
         "repeated goes_on_in_next_block": (4, 0, 0),
@@ -429,7 +428,7 @@ def test_the_ledger_counts_what_is_injected_padded_left_out_and_not_trained():
 
 def test_a_dropped_remainder_is_counted_without_what_was_injected_into_it():
     ledger = Ledger()
-    made = blocks(parsed("SsEUuEAaEUvvEAbE", "UwEAcE", "xE"), 11, remainder="drop", ledger=ledger)
+    made = cut_blocks(parsed("SsEUuEAaEUvvEAbE", "UwEAcE", "xE"), 11, remainder="drop", ledger=ledger)
     assert "".join(map(chr, made.ids.tolist())) == "SsEUuEAaEUvSsEUvEAbEXU"
     assert counts(ledger) == {
         "repeated goes_on_in_next_block": (1, 0, 0),
@@ -528,7 +527,7 @@ def test_blocks_of_every_size_from_1_to_64_are_those_of_the_oracle(documents, re
 @given(documents_, remainders, st.integers(1, 40))
 def test_spans_segments_and_the_ledger_tell_the_same_story(documents, remainder, size):
     rows, ledger = parsed(*documents), Ledger()
-    made = blocks(rows, size, remainder=remainder, ledger=ledger)
+    made = cut_blocks(rows, size, remainder=remainder, ledger=ledger)
     made.check()
     expected, kinds, lost = slow_blocks(documents, size, remainder)
     part = made.per_token(made.spans["part"])
@@ -578,7 +577,7 @@ records = st.builds(
 def test_rendered_rows_give_the_blocks_of_their_token_ids(chats, remainder, size):
     rows = TurnRenderer(POST_TRAINING, BYTES).render(chats)
     ids = BYTES.special_token_ids()
-    made = blocks(rows, size, remainder=remainder)
+    made = cut_blocks(rows, size, remainder=remainder)
     made.check()
     expected = pack_chat_blocks(
         [rows[row : row + 1].ids[:-1].tolist() for row in range(len(rows))],
@@ -597,7 +596,7 @@ def test_rendered_rows_give_the_blocks_of_their_token_ids(chats, remainder, size
 def test_parsed_ids_have_the_spans_that_rendering_gave_them(chats):
     rows = TurnRenderer(POST_TRAINING, BYTES).render(chats)
     ids = BYTES.special_token_ids()
-    again = parse(
+    again = rows_from_ids(
         [rows[row : row + 1].ids[:-1].tolist() for row in range(len(rows))],
         openers={Role.SYSTEM: ids["sys"], Role.USER: ids["usr"], Role.ASSISTANT: ids["asst"]},
         close=ids["eot"],

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.errors import DataError
-from chatmill.fit.length_filter import turns_that_fit
+from chatmill.fit import turns_that_fit
 from chatmill.format import TurnRenderer, load_format
 from chatmill.records import Message, Record
 from chatmill.rows import EMPTY

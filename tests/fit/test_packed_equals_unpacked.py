@@ -8,7 +8,7 @@ import torch
 from plain_rows import build
 from torch import nn
 
-from chatmill.fit.packing import pack
+from chatmill.fit import pack
 from chatmill.load import IGNORE_INDEX, collate
 from chatmill.rows import Role, Rows, Rule
 

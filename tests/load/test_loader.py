@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from chatmill.errors import DataError, UsageError
-from chatmill.fit.packing import pack
+from chatmill.fit import pack
 from chatmill.load.batch import Batch, row_digests
 from chatmill.load.loader import EpisodeLoader
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TOKENS, shard_name

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from prepare_fixtures import JOBS, assert_equal, build, job_of, joined, stored_rows, told, write_corpus
 
-from chatmill.fit.blocks import blocks
-from chatmill.fit.truncate import truncate
+from chatmill.fit import cut_blocks, truncate
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import InputSource, Job
@@ -72,7 +71,7 @@ def test_a_dataset_holds_each_record_rendered_and_cut_by_itself(tmp_path, inputs
     for split in metadata.splits:
         rows, stored = joined(splits[split]), stored_rows(tmp_path / "x", split)
         if job.fit == "blocks":
-            rows = blocks(rows, job.max_tokens, ledger=ledger)
+            rows = cut_blocks(rows, job.max_tokens, ledger=ledger)
             assert (stored.lengths == job.max_tokens).all()
         if job.pack is None:
             compare = assert_blocks_equal if job.fit == "blocks" else assert_equal

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatmill.fit.blocks import blocks, stream_blocks
+from chatmill.fit import cut_blocks, stream_blocks
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
@@ -34,7 +34,7 @@ def test_any_chunks_give_the_blocks_of_all_rows_and_the_same_ledger(records, cut
     borders = sorted({0, len(rows), *(cut for cut in cuts if cut < len(rows))})
     chunks = [rows[start:stop] for start, stop in pairwise(borders)]
     whole, streamed = Ledger(), Ledger()
-    expected = blocks(rows, size, remainder=remainder, ledger=whole)
+    expected = cut_blocks(rows, size, remainder=remainder, ledger=whole)
     found = concat([EMPTY, *stream_blocks(chunks, size, remainder=remainder, ledger=streamed)])
     found.check()
     for field in ("ids", "spans", "first_span", "origins", "first_segment"):

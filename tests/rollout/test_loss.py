@@ -10,7 +10,7 @@ import torch
 from rollout_fixtures import EOS, Toy, box, thing
 
 from chatmill.errors import UsageError
-from chatmill.fit.packing import pack
+from chatmill.fit import pack
 from chatmill.load import collate
 from chatmill.load.batch import IGNORE_INDEX
 from chatmill.rollout.loss import TERMS, Axis, TermWeights, rollout_loss

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.fit.packing import pack as pack_rows
+from chatmill.fit import pack as pack_rows
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record

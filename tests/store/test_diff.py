@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_fixtures import write_dataset
 
-from chatmill.fit.blocks import stream_blocks
+from chatmill.fit import stream_blocks
 from chatmill.ledger import Ledger
 from chatmill.rows import Role, Rule
 from chatmill.store import diff as module

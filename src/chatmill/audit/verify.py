@@ -93,7 +93,7 @@ def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mappin
     return None, sum(number > last for number in numbers.values())
 
 
-class _RunState(NamedTuple):
+class _LoggedState(NamedTuple):
     """The state of a run after a line."""
 
     at: Cursor = Cursor()
@@ -109,10 +109,10 @@ class _Checker:
     def __init__(self, dataset: str | Path | None, progress: Callable[[int], None] | None) -> None:
         self._dataset, self._progress = dataset, progress
         self._run: LoggedRun | None = None
-        self._state = _RunState()
+        self._state = _LoggedState()
         self._due: list[tuple[str, dict[str, Any]]] = [("dataset_load", {})]
         """Lines that must come next."""
-        self._checkpoints: dict[str, tuple[int, _RunState]] = {}
+        self._checkpoints: dict[str, tuple[int, _LoggedState]] = {}
         self._last = START
         self.lines = 0
         self.steps = 0
@@ -197,7 +197,7 @@ class _Checker:
         self.steps += len(recomputed.steps)
         if recomputed.source_counts is not None:
             total = add_counts(total, plan, recomputed.source_counts)
-        self._state = _RunState(last.after, started and not last.ends_epoch, total)
+        self._state = _LoggedState(last.after, started and not last.ends_epoch, total)
         if last.ends_epoch:
             epoch = last.at.epoch
             self._due = [("drop_last", drop_fields(epoch, last))] if len(last.dropped) else []

@@ -22,7 +22,7 @@ from chatmill.cli.options import (
 )
 from chatmill.cli.render_options import AddTokens, FormatName, TemplateFlags, TokenizerName, TrainedTurns
 from chatmill.config import LONGEST
-from chatmill.fit.truncate import FitRule, truncate
+from chatmill.fit import FitRule, truncate
 from chatmill.format import open_renderer
 from chatmill.ledger import Ledger
 from chatmill.prepare.primer import count_stored

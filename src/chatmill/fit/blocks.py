@@ -1,14 +1,14 @@
-"""Blocks: conversations end to end, cut into rows of one exact size; a cut user turn is begun anew.
+"""Blocks: conversations are concatenated and cut into rows of one exact size; a cut user turn is opened again.
 
     stream    S s E U u E A a E U v w E A b E EOS …
     blocks    S s E U u E A a E U v | S s E U w E A b E EOS …
                                       ~~~~~~~ injected: the system turn and the user marker
 
-What is injected depends on where a block begins, and where the next one begins on what is injected. So
-blocks are cut one after the other, over a table of user turns; all else is arithmetic on columns.
+What is injected depends on where a block begins, and where the next block begins depends on what is injected. So blocks
+are cut one after the other, over a table of user turns; everything else is arithmetic on columns.
 
-A position is inside a turn if tokens of the turn stand on both sides of it: a block that begins at a marker
-or at EOS begins no turn anew, whether or not the turn before it was closed.
+A position is inside a turn if tokens of the turn are on both sides of it: a block that begins at a marker or at EOS
+opens no turn again, whether or not the turn before it was closed.
 """
 
 from __future__ import annotations
@@ -22,26 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
-from chatmill.fit.gather import OWN_RULE, GatherPlan, gather
-from chatmill.fit.parse import parse
+from chatmill.fit.gather_plan import OWN_RULE, GatherPlan, gather
+from chatmill.fit.parse_ids import rows_from_ids
+from chatmill.fit.turns import begins_segment
 from chatmill.ledger import Bucket, Ledger
-from chatmill.rows import (
-    EMPTY,
-    NO_FILE,
-    NO_MESSAGE,
-    ORIGIN,
-    OWN_ID,
-    SPAN,
-    Index,
-    Part,
-    Role,
-    Rows,
-    Rule,
-    Table,
-    concat,
-    joined,
-    ragged_index,
-)
+from chatmill.rows import EMPTY, Index, Part, Role, Rows, Rule, Table, concat, joined, ragged_index, rows_from_mask
 
 Remainder = Literal["pad", "drop"]
 Flags = NDArray[np.bool_]
@@ -66,23 +51,23 @@ def pack_chat_blocks(
     ([[2, 10, 4, 3, 11, 4, 5, 5]], [[0, 0, 0, 1, 1, 1, 0, 0]])
     """
     openers = {Role.SYSTEM: system_id, Role.USER: user_id, Role.ASSISTANT: assistant_id}
-    rows = parse(documents, openers=openers, close=end_id, eos=eos_id)
-    packed = blocks(rows, block_size, remainder=remainder)
+    rows = rows_from_ids(documents, openers=openers, close=end_id, eos=eos_id)
+    packed = cut_blocks(rows, block_size, remainder=remainder)
     shape = (len(packed), block_size)
     return packed.ids.reshape(shape).tolist(), packed.mask().reshape(shape).tolist()
 
 
-def blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None) -> Rows:
-    """Rows of exactly `block_size` tokens, whose segments are the conversations, or pieces of them, in each block.
+def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None) -> Rows:
+    """Cut rows into blocks of exactly `block_size` tokens; segments are the conversations, or pieces of them, in each.
 
-    A row is a document: conversations that end with EOS, in a format that opens each turn with one token of its own.
+    A row is a document: conversations that end with EOS, in a format whose turns begin with a marker token.
 
-    - A block that begins inside a user turn (a tool result is one) first repeats the conversation's last complete
-      system turn, if that leaves room, and the user marker.
-    - If that user turn does not end in the block either, the rest of its document is left out.
-    - An answer is trained only if it is whole in its block, the last user turn before it there is complete, and no
-      answer before it there was left open; EOS and a system marker start this count afresh.
-    - The last block is filled with EOS, or dropped.
+    - A block that begins inside a user turn (or tool result) first repeats the conversation's last complete system
+      turn, if that leaves room, and the user marker.
+    - If that user turn does not end in the block either, the remainder of its document is left out.
+    - An answer is trained only if it is whole in its block, the last user turn before it in the block is complete, and
+      every answer before it in the block is closed; EOS and a system marker reset this.
+    - The last block is padded with EOS, or dropped.
     """
     return _blocks(rows, block_size, 0, last=True, remainder=remainder, ledger=ledger)[0]
 
@@ -90,24 +75,24 @@ def blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", ledger:
 def stream_blocks(
     chunks: Iterable[Rows], block_size: int, *, remainder: Remainder = "pad", ledger: Ledger | None = None
 ) -> Iterator[Rows]:
-    """The blocks of all chunks in their order, as `blocks` would cut them together, with little held at a time."""
+    """The blocks that `cut_blocks` makes of all chunks together, with little memory."""
     carry, at = EMPTY, 0
     for chunk in chunks:
         rows = concat([carry, chunk])
-        made, stop = _blocks(rows, block_size, at, last=False, remainder=remainder, ledger=ledger)
-        if len(made):
-            yield made
+        blocks, stop = _blocks(rows, block_size, at, last=False, remainder=remainder, ledger=ledger)
+        if len(blocks):
+            yield blocks
         row = int(np.searchsorted(rows.row_start, stop, side="right")) - 1
         carry, at = rows[row:], stop - int(rows.row_start[row])
-    made, _ = _blocks(carry, block_size, at, last=True, remainder=remainder, ledger=ledger)
-    if len(made):
-        yield made
+    blocks, _ = _blocks(carry, block_size, at, last=True, remainder=remainder, ledger=ledger)
+    if len(blocks):
+        yield blocks
 
 
 def _blocks(
     rows: Rows, block_size: int, at: int, *, last: bool, remainder: Remainder, ledger: Ledger | None
 ) -> tuple[Rows, int]:
-    """Blocks from token `at` on, and where they end; unless these rows are the last, only those that are full."""
+    """Blocks from token `at` on, and where they end; only full blocks unless these rows are the `last`."""
     if block_size < 1:
         raise DataError(f"block_size is {block_size}; a block holds at least one token")
     if remainder not in ("pad", "drop"):
@@ -122,21 +107,21 @@ def _blocks(
     packed = replace(EMPTY, files=rows.files)
     if len(kept.start):
         weighed = replace(rows, spans=_weigh(rows, turns, cuts))
-        packed = gather(weighed, _plan(rows, turns, kept, padding), _end(int(rows.ids[-1]), padding))
+        packed = gather(weighed, _plan(rows, turns, kept, padding), _eos_padding(int(rows.ids[-1]), padding))
     if ledger is not None:
         _count(ledger, rows, cuts, kept, packed, at, stop)
     return packed, stop
 
 
 class _BlockTurns(NamedTuple):
-    """One entry a turn; a run of tokens outside of turns is one without a role."""
+    """One entry for each turn; a run of tokens outside of turns is a turn without a role."""
 
     start: Index
     stop: Index
     row_stop: Index
     """Where the turn's document ends."""
     role: NDArray[np.uint8]
-    """A tool result is a user turn, and what does not begin with its marker has no role."""
+    """A tool result counts as a user turn; a turn without its marker has no role."""
     closed: Flags
     system: Index
     """The last complete system turn of the conversation so far, or -1."""
@@ -149,10 +134,7 @@ class _BlockTurns(NamedTuple):
 
 
 def _turns(rows: Rows) -> _BlockTurns:
-    spans, part = rows.spans, rows.spans["part"]
-    begins = np.zeros(len(spans), dtype=bool)
-    filled = np.diff(rows.first_span) > 0
-    begins[rows.first_span[:-1][filled]] = True
+    spans, part, begins = rows.spans, rows.spans["part"], begins_segment(rows)
     new = begins | (part == Part.OPEN)
     new[1:] |= (spans["message"][1:] != spans["message"][:-1]) | (spans["role"][1:] != spans["role"][:-1])
     first = np.flatnonzero(new)
@@ -164,7 +146,7 @@ def _turns(rows: Rows) -> _BlockTurns:
     closed = part[last] == Part.CLOSE
 
     such = 'blocks take rows of a format such as "post-training"'
-    if np.any(part[rows.first_span[1:][filled] - 1] != Part.EOS):
+    if np.any(part[np.append(begins[1:], True)] != Part.EOS):
         raise DataError(f"a conversation does not end with EOS; {such}, which puts one there")
     others = rows.ids[start[(role == Role.SYSTEM) | (role == Role.ASSISTANT)]]
     if len(shared := np.intersect1d(rows.ids[start[role == Role.USER]], others)):
@@ -173,12 +155,12 @@ def _turns(rows: Rows) -> _BlockTurns:
     number = np.arange(len(first))
 
     def latest(which: Flags, since: Index) -> Index:
-        found = np.maximum.accumulate(np.where(which, number, -1))
-        return np.where(found >= since, found, -1)
+        last = np.maximum.accumulate(np.where(which, number, -1))
+        return np.where(last >= since, last, -1)
 
     conversation = np.maximum.accumulate(np.where(begins[first], number, 0))
     system, answer = role == Role.SYSTEM, role == Role.ASSISTANT
-    fresh = np.maximum(conversation, latest(system, conversation))
+    reset = np.maximum(conversation, latest(system, conversation))
     return _BlockTurns(
         start,
         stop,
@@ -186,14 +168,14 @@ def _turns(rows: Rows) -> _BlockTurns:
         role,
         closed,
         system=latest(system & closed, conversation),
-        user=latest(role == Role.USER, fresh),
-        left_open=latest(answer & ~closed, fresh),
+        user=latest(role == Role.USER, reset),
+        left_open=latest(answer & ~closed, reset),
         of_span=np.cumsum(new) - 1,
     )
 
 
 class _Cuts(NamedTuple):
-    """One entry a block: the tokens [start, stop) it takes, and the turns begun anew before them (-1 for none)."""
+    """One entry for each block: the tokens [start, stop) it takes, and the turns injected before them (-1 for none)."""
 
     start: Index
     stop: Index
@@ -207,15 +189,15 @@ class _Cuts(NamedTuple):
 
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
-    """The blocks from token `at` on, and where they end; unless these turns are the last, only full ones."""
+    """Where blocks begin and end from token `at` on; only full blocks unless these turns are the `last`."""
     users = np.flatnonzero(turns.role == Role.USER)
     system = turns.system[users]
     system_length = np.where(system >= 0, turns.stop[system] - turns.start[system], 0)
-    # Two more must fit: the user marker, and a token of the stream, or a block would not get on.
+    # Two more tokens must fit: the user marker and one of the stream, or the next block would begin at the same place.
     system[system_length + 2 > block_size] = -1
     injected = 1 + np.where(system >= 0, system_length, 0)
 
-    # The one loop, once a block. Plain lists, because numpy is slow at single numbers.
+    # The one loop, once for each block. Lists, because numpy is slow at single numbers.
     user_start, user_stop = turns.start[users].tolist(), turns.stop[users].tolist()
     row_stop, room = turns.row_stop[users].tolist(), (block_size - injected).tolist()
     taken: list[tuple[int, int, int]] = []
@@ -236,33 +218,33 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
             at = stop if user_stop[user] <= stop else row_stop[user]
 
     starts, stops, cut = np.array(taken, dtype=np.int64).reshape(-1, 3).T
-    anew = cut >= 0
+    injects = cut >= 0
     cuts = _Cuts(
         starts,
         stops,
-        system=np.where(anew, np.append(system, -1)[cut], -1),
-        user=np.where(anew, np.append(users, -1)[cut], -1),
+        system=np.where(injects, np.append(system, -1)[cut], -1),
+        user=np.where(injects, np.append(users, -1)[cut], -1),
         length=stops - starts + np.append(injected, 0)[cut],
     )
     return cuts, at
 
 
 def _weigh(rows: Rows, turns: _BlockTurns, cuts: _Cuts) -> Table:
-    """The spans of the rows, with every answer that its block may not train made context.
+    """The spans of the rows, with weight 0 for every answer that its block may not train.
 
-    Blocks do not overlap in the rows, so an answer is whole in one block at most, and one weight says it all.
+    Blocks do not overlap in the rows, so an answer is whole in at most one block and one weight is enough.
     """
     block = np.searchsorted(cuts.start, turns.start, side="right") - 1
     start, stop = cuts.start[block], cuts.stop[block]
-    # What began before all of these blocks was decided with the blocks before.
+    # A turn that began before all of these blocks was decided with earlier blocks.
     whole = turns.closed & (turns.stop <= stop) & (block >= 0)
     after_open = (turns.left_open >= 0) & (turns.start[turns.left_open] >= start)
-    # A user turn that reaches into the block from before is begun anew there, so its end is all that counts.
-    asked = (turns.user >= 0) & turns.closed[turns.user] & (turns.stop[turns.user] > start)
-    why = np.where(asked, np.uint8(OWN_RULE), np.uint8(Rule.INCOMPLETE_USER))
-    why[~whole | after_open] = Rule.UNFINISHED
+    # A user turn that reaches into the block from before is opened again there, so only its end counts.
+    has_user = (turns.user >= 0) & turns.closed[turns.user] & (turns.stop[turns.user] > start)
+    rule = np.where(has_user, np.uint8(OWN_RULE), np.uint8(Rule.INCOMPLETE_USER))
+    rule[~whole | after_open] = Rule.UNFINISHED
     spans = joined([rows.spans])
-    of_span = why[turns.of_span]
+    of_span = rule[turns.of_span]
     masked = (spans["role"] == Role.ASSISTANT) & (of_span != OWN_RULE)
     spans["weight"][masked] = 0
     spans["rule"][masked] = of_span[masked]
@@ -270,7 +252,7 @@ def _weigh(rows: Rows, turns: _BlockTurns, cuts: _Cuts) -> Table:
 
 
 def _plan(rows: Rows, turns: _BlockTurns, cuts: _Cuts, padding: int) -> GatherPlan:
-    """Each block as its system turn, its user marker (both may be empty) and its piece of every conversation."""
+    """Each block as its system turn and user marker (either may be empty) and its pieces of conversations."""
     block, segment, start, stop = _pieces(rows, cuts.start, cuts.stop)
     count, first = len(cuts.start), np.searchsorted(block, np.arange(len(cuts.start) + 1))
     # Two places before the pieces of each block.
@@ -295,7 +277,7 @@ def _plan(rows: Rows, turns: _BlockTurns, cuts: _Cuts, padding: int) -> GatherPl
 
 
 class _TokenRanges(NamedTuple):
-    """Token ranges cut at the ends of conversations."""
+    """Token ranges, cut at the ends of conversations."""
 
     of_range: Index
     segment: Index
@@ -313,21 +295,19 @@ def _pieces(rows: Rows, start: Index, stop: Index) -> _TokenRanges:
     return _TokenRanges(of_range, filled[number], start, stop)
 
 
-def _end(eos: int, length: int) -> Rows | None:
-    """Padding: EOS again and again, as context."""
+def _eos_padding(eos: int, length: int) -> Rows | None:
+    """A row of EOS, as padding; None if `length` is 0."""
     if length == 0:
         return None
-    span = np.array([(length, NO_MESSAGE, 0, OWN_ID, Role.NONE, Part.PAD, Rule.PAD)], dtype=SPAN)
-    one = np.array([0, 1], dtype=np.int64)
-    origin = np.zeros(1, dtype=ORIGIN)
-    origin["file"] = NO_FILE
-    return Rows(np.full(length, eos, dtype=np.uint32), span, one, origin, one)
+    row = rows_from_mask(np.full(length, eos, dtype=np.uint32), np.zeros(length), [length])
+    row.spans["part"], row.spans["rule"] = Part.PAD, Rule.PAD
+    return row
 
 
 def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, at: int, end: int) -> None:
-    """What the blocks add, leave out and may not train.
+    """Count what the blocks add, leave out and do not train.
 
-    A conversation in three blocks is three rows there: two are counted as repeated, without a token.
+    A conversation in three blocks becomes three rows: two are counted as repeated, without tokens.
     """
     rule, length = packed.spans["rule"], packed.spans["length"]
     answers = packed.spans["role"] == Role.ASSISTANT
@@ -341,7 +321,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         if np.any(chosen):
             ledger.add(bucket, reason, tokens=int(length[chosen].sum()))
     pieces = _pieces(rows, kept.start, kept.stop).segment
-    # A conversation that goes on from the blocks before has a row there already.
+    # A conversation that began in an earlier block has a row there already.
     entered = int(np.searchsorted(rows.segment_start, at, side="right")) - 1
     before = [entered] if at > rows.segment_start[entered] else []
     stored = np.unique(np.concatenate([np.array(before, dtype=np.int64), pieces]))
@@ -349,20 +329,20 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         ledger.add("repeated", "goes_on_in_next_block", rows=again)
 
     if not len(cuts.start):
-        # Nothing but documents of which no block can hold a piece.
+        # No block can hold a piece of any of these documents.
         cuts = _Cuts(*(np.array([value], dtype=np.int64) for value in (at, at, -1, -1, 0)))
         kept = cuts
     next_start = np.append(cuts.start[1:], end)
     gap = next_start > cuts.stop
-    rest = slice(len(kept.start), None)
+    not_kept = slice(len(kept.start), None)
     for reason, start, stop in (
         ("user_span_over_block", cuts.stop[gap], next_start[gap]),
-        ("remainder", cuts.start[rest], cuts.stop[rest]),
+        ("remainder", cuts.start[not_kept], cuts.stop[not_kept]),
     ):
         lost = _pieces(rows, start, stop)
         each = np.arange(len(lost.start) + 1)
         left_out = gather(rows, GatherPlan(lost.start, lost.stop, each, lost.segment, each))
-        # A conversation that has nothing left is a dropped row; the others are cut, or end with the last block.
+        # A conversation of which nothing is stored is a dropped row; others are truncated, or end with the last block.
         whole = ~np.isin(lost.segment, stored)
         dropped = whole | (reason == "remainder")
         sides: tuple[tuple[Bucket, Flags], ...] = (("dropped", dropped), ("truncated", ~dropped))

@@ -1,4 +1,4 @@
-"""The length filter: keep of a conversation the exchanges that a model's context can hold, from the first on."""
+"""The length filter: how many of the first exchanges of a conversation fit in a model's context."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from chatmill.rows import Index, Part, Role, Rows
 
 
 def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
-    """How many turns of each row may stay, the system turn included, and their tokens; 0 where no answer could.
+    """The number of turns of each row that fit, the system turn included, and their tokens; 0 if no answer fits.
 
-        system user asst | user asst | user asst      each part must fit; the first that does not ends it
+        system user asst | user asst | user asst      each part must fit; the first that does not ends the row
 
-    The first exchange must fit together with the system turn, each later one by itself. What ends a
-    conversation (EOS) takes no room.
+    The first exchange must fit together with the system turn, each later one by itself. EOS at the end of a
+    conversation does not count.
     """
     if context_length < 1:
         raise DataError(f"a context of {context_length} tokens holds nothing; give at least 1")
@@ -23,14 +23,16 @@ def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
     if not len(turn.start):
         return np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     of_turn = np.searchsorted(rows.span_start, turn.start)
-    room = np.add.reduceat(np.where(rows.spans["part"] == Part.EOS, 0, rows.spans["length"]).astype(np.int64), of_turn)
+    turn_tokens = np.add.reduceat(
+        np.where(rows.spans["part"] == Part.EOS, 0, rows.spans["length"]).astype(np.int64), of_turn
+    )
 
     first_turn = np.searchsorted(turn.start, rows.row_start)
     begins = turn.begins_exchange & (turn.start > turn.head_stop[turn.row])
     begins[first_turn[:-1][np.diff(first_turn) > 0]] = True
     part = np.flatnonzero(begins)
     end = len(turn.start)
-    over = np.where(np.add.reduceat(room, part) > context_length, part, end)
+    over = np.where(np.add.reduceat(turn_tokens, part) > context_length, part, end)
     stop = np.minimum(first_of(over, turn.row[part], count, end), first_turn[1:])
     answer = first_of(np.where(turn.role == Role.ASSISTANT, np.arange(end), end), turn.row, count, end)
     kept = answer < stop

@@ -1,7 +1,6 @@
-"""Packing: rows that share a longer row, chosen by best fit decreasing.
+"""Packing: several rows share a longer one, chosen by best fit decreasing.
 
-`pack_lengths` decides over lengths alone; `pack` carries the decision out on `Rows`. Padding what is left
-of a row is the loader's work.
+`pack_lengths` plans over lengths alone; `pack` applies the plan to `Rows`. The loader pads what is left of a row.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
-from chatmill.fit.gather import GatherPlan, gather
+from chatmill.fit.gather_plan import GatherPlan, gather
 from chatmill.rows import Index, Rows, offsets, ragged_index
 
 WINDOW = 2**20
-"""Rows that one plan looks at."""
+"""Rows that are packed together."""
 
 Seed = int | tuple[int, ...]
-"""Several numbers are one seed, such as (seed, epoch, window)."""
+"""A number, or several that make one seed, such as (seed, epoch, window)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """Which rows stand together: bin b holds the rows order[first[b]:first[b + 1]], by rising number."""
+    """Which rows share a bin: bin b holds the rows order[first[b]:first[b + 1]], in ascending order."""
 
     order: Index
     first: Index
@@ -42,10 +41,14 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
 
     [3] [2] [4], capacity 5  ->  [4] [3 2]        order 2 0 1, first 0 1 3
 
-    The longest row goes first, of equals the one with the lower number, each into the fullest bin that has
-    room for it, of equally full bins the one opened first, else into a new bin. Bins stand in the order in
-    which they were opened; a seed permutes them and changes nothing else.
+    Rows are placed longest first, ties by number, each into the fullest bin with room for it, ties by age, or into a
+    new bin. Bins are in the order in which they were opened; a seed permutes them and changes nothing else.
     A row longer than the capacity is an error: truncate or block it first.
+
+    >>> from chatmill.fit import pack_lengths
+    >>> bins = pack_lengths([3, 2, 4], 5)
+    >>> bins.order.tolist(), bins.first.tolist()
+    ([2, 0, 1], [0, 1, 3])
     """
     length = np.asarray(lengths)
     if length.dtype.kind != "i":
@@ -56,7 +59,7 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
     value, count = np.unique(length, return_counts=True)
     steps = _best_fit(zip(value[::-1].tolist(), count[::-1].tolist(), strict=True), capacity, int(value[0]))
     first_bin, bins, each = np.array(steps, dtype=np.int64).T
-    # In the narrowest type: numpy counts 16 bits where it has to compare 64.
+    # In the narrowest type: numpy radix-sorts 16 bits, and compares 64.
     longest_first = np.argsort((capacity - length).astype(np.min_scalar_type(capacity)), kind="stable")
     bin_of = np.empty(len(length), dtype=np.int64)
     bin_of[longest_first] = np.repeat(ragged_index(first_bin, bins), np.repeat(each, bins))
@@ -68,12 +71,12 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], capacity: int, *, seed: 
 
 
 def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = WINDOW) -> Rows:
-    """Rows of at most `capacity` tokens that hold every given row once, whole, each segment still its own.
+    """Pack rows into rows of at most `capacity` tokens. Each row stays whole, and its segments stay apart.
 
     aaa | bb | cccc, capacity 5  ->  cccc | aaa bb        positions 0123 | 012 01, segments 0000 | 000 11
 
-    Each `window` consecutive rows are packed by themselves, so that the plan of any number of rows stays
-    small; their bins are permuted by (seed, number of the window).
+    Each `window` consecutive rows are packed on their own, which bounds the memory of the plan; their bins are permuted
+    by (seed, number of the window).
     """
     if window < 1:
         raise DataError(f"a window of {window} rows; it must hold at least one")
@@ -82,8 +85,10 @@ def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = W
     if not len(rows):
         return rows
     order, sizes = [], []
+    seeds = seed if isinstance(seed, tuple) else (seed,)
     for number, start in enumerate(range(0, len(rows), window)):
-        bins = pack_lengths(lengths[start : start + window], capacity, seed=_extended(seed, number))
+        window_seed = None if seed is None else (*seeds, number)
+        bins = pack_lengths(lengths[start : start + window], capacity, seed=window_seed)
         order.append(bins.order + start)
         sizes.append(np.diff(bins.first))
     chosen = np.concatenate(order)
@@ -112,35 +117,34 @@ def _check(lengths: Index, capacity: int) -> None:
 
 
 def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> list[tuple[int, int, int]]:
-    """Place runs of (length, how many), longest first; give steps of (first bin, how many bins, rows for each).
+    """Place runs of (length, count), longest first; returns steps of (first bin, number of bins, rows for each).
 
-    A bin that is the best for one row is still the best for the next of that length until it has no room:
-    it has become fuller, and no other was as full. So bins that are equally full take the same number of
-    rows, and one step fills a range of them:
+    The best bin for one row is the best for the next of that length too, until it has no room: it has become fuller,
+    and no other was as full. So equally full bins take the same number of rows, and one step fills a range of them:
 
         bins 7 to 9 with room for 5, six rows of 2  ->  (7, 3, 2)        room for 1 in each is left
     """
     steps = []
-    room: list[int] = []  # rising: every amount of room that some bin still has
-    having: dict[int, list[tuple[int, int]]] = {}  # for each of them a heap of ranges of bins
+    free: list[int] = []  # ascending: every amount of space that some bin still has
+    ranges: dict[int, list[tuple[int, int]]] = {}  # for each of them a heap of ranges of bins
     opened = 0
 
-    def leave(space: int, start: int, stop: int) -> None:
+    def put_back(space: int, start: int, stop: int) -> None:
         if space < shortest or start == stop:
             return
-        if space not in having:
-            having[space] = []
-            insort(room, space)
-        heappush(having[space], (start, stop))
+        if space not in ranges:
+            ranges[space] = []
+            insort(free, space)
+        heappush(ranges[space], (start, stop))
 
     for length, count in runs:
         while count:
-            best = bisect_left(room, length)
-            if best < len(room):
-                space = room[best]
-                start, stop = heappop(having[space])
-                if not having[space]:
-                    del having[space], room[best]
+            best = bisect_left(free, length)
+            if best < len(free):
+                space = free[best]
+                start, stop = heappop(ranges[space])
+                if not ranges[space]:
+                    del ranges[space], free[best]
             else:
                 space = capacity
                 start = opened
@@ -149,22 +153,19 @@ def _best_fit(runs: Iterable[tuple[int, int]], capacity: int, shortest: int) -> 
             full = start + min(stop - start, count // each)
             if full > start:
                 steps.append((start, full - start, each))
-                leave(space - each * length, start, full)
+                put_back(space - each * length, start, full)
                 count -= (full - start) * each
             if count and full < stop:
                 # Fewer rows than the next bin could take: it takes them all.
                 steps.append((full, 1, count))
-                leave(space - count * length, full, full + 1)
+                put_back(space - count * length, full, full + 1)
                 full, count = full + 1, 0
-            leave(space, full, stop)
+            put_back(space, full, stop)
     return steps
 
 
 def _grouped(group: Index) -> Index:
-    """The numbers 0, 1, 2 … sorted by their group, rising within each, in its place.
-
-    A stable argsort, several times as fast, and without memory of its own.
-    """
+    """A stable argsort, in place: several times as fast, and without memory of its own."""
     group *= len(group)
     group += np.arange(len(group), dtype=np.int64)
     group.sort()
@@ -173,16 +174,7 @@ def _grouped(group: Index) -> Index:
 
 
 def _permutation(seed: Seed, count: int) -> Index:
-    """A permutation that depends on these numbers alone.
-
-    Only the raw stream of PCG64 is promised to stay the same in every version of numpy, so it is sorted here.
-    """
+    """A permutation that is the same in every version of numpy, which guarantees only the raw stream of PCG64."""
     if min(seed if isinstance(seed, tuple) else (seed,)) < 0:
         raise DataError(f"the seed is {seed}; it must be 0 or more")
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
-
-
-def _extended(seed: Seed | None, number: int) -> Seed | None:
-    if seed is None:
-        return None
-    return (*seed, number) if isinstance(seed, tuple) else (seed, number)

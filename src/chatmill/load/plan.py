@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chatmill.errors import DataError, UsageError
-from chatmill.fit.packing import pack_lengths
+from chatmill.fit import pack_lengths
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MixedOrder, row_weights, shares
 from chatmill.load.order import IdentityOrder, Order, make_order

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
-from chatmill.fit.blocks import stream_blocks
-from chatmill.fit.packing import pack_lengths
+from chatmill.fit import pack_lengths, stream_blocks
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged

@@ -14,7 +14,7 @@ import numpy as np
 
 from chatmill.config import BELOW_ONE, LONGEST, Config, ValueCheck, integer, key, required
 from chatmill.errors import DataError, RecordError, UsageError
-from chatmill.fit.truncate import truncate
+from chatmill.fit import truncate
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.prepare.unit import trained_tokens

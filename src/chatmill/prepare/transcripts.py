@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from chatmill.errors import RecordError
-from chatmill.fit.length_filter import turns_that_fit
+from chatmill.fit import turns_that_fit
 from chatmill.format import TurnRenderer, transcript_turns
 from chatmill.ledger import Ledger
 from chatmill.records import Record

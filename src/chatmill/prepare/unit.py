@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from chatmill.errors import DataError, RecordError
-from chatmill.fit.truncate import truncate_from
+from chatmill.fit import truncate_with_sources
 from chatmill.format import Renderer, TemplateOptions, open_renderer
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
@@ -77,7 +77,7 @@ def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
         records.ledger.add("read", rows=count)
         records.ledger.add("rendered", rows=count, tokens=len(rows.ids), trained=trained_tokens(rows))
         if job.fit != "blocks":
-            rows, source = truncate_from(
+            rows, source = truncate_with_sources(
                 rows,
                 job.capacity,
                 job.fit,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from chatmill.errors import DataError
-from chatmill.fit.gather import GatherPlan, gather
+from chatmill.fit import GatherPlan, gather
 from chatmill.format import ChatFormat, TurnRenderer
 from chatmill.format.compiled import END, OPEN
 from chatmill.records import Record

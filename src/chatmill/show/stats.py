@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.fit.packing import pack_lengths
+from chatmill.fit import pack_lengths
 from chatmill.load.plan import WINDOW
 from chatmill.rows import NO_FILE, Index, Part, Role, Rows, Rule, offsets
 from chatmill.show.row_view import Origin, origin_of

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
-from chatmill.fit.packing import pack_lengths
-from chatmill.fit.truncate import truncate
+from chatmill.fit import pack_lengths, truncate
 from chatmill.ledger import Ledger
 from chatmill.load.config import LoadConfig
 from chatmill.load.row_table import collate

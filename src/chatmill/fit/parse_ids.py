@@ -1,4 +1,4 @@
-"""Parse: bare token ids back into turns, for callers that bring ids instead of conversations."""
+"""Parse token ids into turns, for callers that have ids instead of conversations."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from chatmill.errors import DataError
-from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Part, Role, Rows, Rule, offsets, weigh
+from chatmill.rows import OWN_ID, SPAN, Part, Role, Rows, Rule, mask_runs, no_origins, offsets, weigh
 
 
-def parse(
+def rows_from_ids(
     documents: Sequence[Sequence[int]], *, openers: Mapping[Role, int], close: int, eos: int | None = None
 ) -> Rows:
-    """One row a document, as rendering would give it: a turn runs from its marker through the first `close`.
+    """Make one row of each document, as rendering would: a turn runs from its marker through the first `close`.
 
         U u E A a EOS b   ->   U|u|E A|a EOS   b EOS
-                               user  asst      a stray token, which is nobody's
+                               user  asst      outside of every turn
 
-    Another marker ends a turn unclosed. With `eos` each document gets one at its end, and every EOS ends a turn
-    and a conversation, which is a segment; without, a document is one conversation.
+    Another marker ends a turn without closing it. With `eos`, each document gets one at its end, and every EOS ends a
+    turn and a segment; without, a document is one segment.
     """
     ends_with: tuple[int, ...] = () if eos is None else (eos,)
     if len({*openers.values(), close, *ends_with}) < len(openers) + 1 + len(ends_with):
@@ -63,31 +63,26 @@ def parse(
     spans["role"] = np.where(inside, np.append(role_at[opens], Role.NONE)[turn], Role.NONE)
     spans["part"] = part_at[start]
     spans["rule"] = np.where(spans["part"] == Part.EOS, Rule.HEADER, Rule.ROLE)
-    # Messages count turns and strays; the EOS belongs to the last, as in a rendered row.
+    # Turns and runs outside of turns count as messages; EOS belongs to the last one, as in a rendered row.
     unit = np.cumsum((spans["part"] == Part.OPEN) | (~inside & (spans["part"] != Part.EOS)))
     before = np.append(0, unit)[first_span[:-1]]
     spans["message"] = np.maximum(unit - np.repeat(before, np.diff(first_span)) - 1, 0)
     weigh(spans, first_span, "assistant")
-    origins = np.zeros(len(segment_start) - 1, dtype=ORIGIN)
-    origins["file"] = NO_FILE
+    origins = no_origins(len(segment_start) - 1)
     return Rows(tokens, spans, first_span, origins, np.searchsorted(segment_start, row_start))
 
 
 def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
-    """The same rows under a mask that the caller brings, spans split where it changes."""
+    """Replace the weights of rows by a mask; spans are split where it changes."""
     trained = np.asarray(mask, dtype=bool)
-    border = np.zeros(len(rows.ids) + 1, dtype=bool)
-    border[rows.span_start] = True
-    border[1:-1] |= trained[1:] != trained[:-1]
-    start = np.flatnonzero(border[:-1])
-    spans = rows.spans.take(np.searchsorted(rows.span_start, start, side="right") - 1)
-    spans["length"] = np.diff(np.append(start, len(rows.ids)))
-    spans["weight"], spans["rule"] = trained[start], Rule.GIVEN
+    start = mask_runs(trained, rows.span_start)
+    spans = rows.spans.take(np.searchsorted(rows.span_start, start[:-1], side="right") - 1)
+    spans["length"], spans["weight"], spans["rule"] = np.diff(start), trained[start[:-1]], Rule.GIVEN
     return replace(rows, spans=spans, first_span=np.searchsorted(start, rows.segment_start))
 
 
 def assistant_mask(ids: ArrayLike, *, assistant: int, close: int) -> NDArray[np.bool_]:
-    """True from after each `assistant` token through the next `close`, whatever stands between them."""
+    """True from after each `assistant` token through the next `close`, whatever is between them."""
     tokens = np.asarray(ids, dtype=np.int64)
     place = np.arange(1, len(tokens) + 1)
     opened = np.maximum.accumulate(np.where(tokens == assistant, place, 0))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chatmill import pack_sft_ids_and_mask
 from chatmill.errors import DataError, RecordError
-from chatmill.fit.truncate import RULES, truncate, truncate_from
+from chatmill.fit import RULES, truncate, truncate_with_sources
 from chatmill.format import TurnRenderer, load_format, parse_format
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
@@ -236,7 +236,7 @@ def test_no_row_is_too_long_and_every_token_is_accounted_for(chats, capacity, ru
 def test_no_row_holds_a_token_of_another_conversation_and_each_is_in_its_order(chats, capacity, rule, drop):
     rows = rendered(*chats)
     numbered = replace(rows, ids=np.arange(len(rows.ids), dtype=np.uint32))
-    made, source = truncate_from(
+    made, source = truncate_with_sources(
         numbered, capacity, rule, ledger=Ledger(), drop_untrained=drop, require_terminators=False
     )
     for row, of in enumerate(source.tolist()):
@@ -251,8 +251,8 @@ def test_rows_that_stay_are_the_same_whether_copied_in_stretches_or_one_by_one(c
     made = []
     for stretch in (0, 10**9):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("chatmill.fit.truncate.STRETCH", stretch)
-            made.append(truncate_from(rows, capacity, rule, ledger=Ledger(), **options))
+            patch.setattr("chatmill.fit.truncation.STRETCH", stretch)
+            made.append(truncate_with_sources(rows, capacity, rule, ledger=Ledger(), **options))
     (one, source), (other, other_source) = made
     assert source.tolist() == other_source.tolist()
     for field in ("ids", "spans", "first_span", "origins", "first_segment"):

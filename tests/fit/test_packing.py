@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plain_rows import build, origins_, spans_, unbuild
 
 from chatmill.errors import DataError
-from chatmill.fit.packing import Bins, pack, pack_lengths
+from chatmill.fit import Bins, pack, pack_lengths
 from chatmill.rows import EMPTY, concat
 
 # Rows as plain data, as in test_rows; some segments are empty, no row is.

@@ -1,4 +1,4 @@
-"""Plans: which tokens go where. Every fit function makes one, and `gather` alone copies tokens."""
+"""Gather plans: new rows as pieces of old ones. Fit functions make a plan; only `gather` copies tokens."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.rows import NO_FILE, ORIGIN, Index, Part, Rows, Rule, copy_tokens, joined, offsets, ragged_index
+from chatmill.rows import Index, Part, Rows, Rule, copy_tokens, joined, no_origins, offsets, ragged_index
 
 OWN_RULE = 255
-"""The rule of a piece whose spans keep their own."""
+"""The rule of a piece whose spans keep their weights and rules."""
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """New rows as pieces of old ones, in their order.
+    """New rows as pieces of old ones.
 
-    A piece is the token range [start, stop) of the source. Starts from len(source.ids) on count into the
-    literals: tokens that the source does not have, such as padding.
+    A piece is the token range [start, stop) of the source. A start of len(source.ids) or more points into the literals:
+    tokens that the source does not have, such as padding.
     """
 
     start: Index
     stop: Index
     first_piece: Index
-    """Where each new segment begins among the pieces, and their end."""
+    """The first piece of each new segment, and the number of pieces."""
     origin: Index
-    """For each new segment the source segment it is made from, or -1 for none."""
+    """The source segment that each new segment is made from; -1 for none."""
     first_segment: Index
-    """Where each new row begins among the new segments, and their end."""
+    """The first new segment of each new row, and the number of new segments."""
     rule: NDArray[np.uint8] | None = None
-    """For each piece why all of it is context, or OWN_RULE; INJECTED also makes its spans the part of that name."""
+    """For each piece the rule that makes all of it context, or OWN_RULE; INJECTED also sets the part of its spans."""
 
 
 def gather(source: Rows, plan: GatherPlan, literals: Rows | None = None) -> Rows:
-    """The rows that the plan describes; spans are cut where pieces are, and empty pieces leave no trace."""
+    """The rows that a plan describes. Spans are cut where pieces are; empty pieces are left out."""
     full = plan.stop > plan.start
     start, stop = plan.start[full], plan.stop[full]
     spans, span_start = source.spans, source.span_start
@@ -58,9 +58,7 @@ def gather(source: Rows, plan: GatherPlan, literals: Rows | None = None) -> Rows
     if known.all():
         origins = source.origins.take(plan.origin)
     else:
-        nowhere = np.zeros(1, dtype=ORIGIN)
-        nowhere["file"] = NO_FILE
-        origins = joined([nowhere, source.origins]).take(np.where(known, plan.origin + 1, 0))
+        origins = joined([no_origins(1), source.origins]).take(np.where(known, plan.origin + 1, 0))
     return Rows(
         copy_tokens(source.ids, start, stop - start, literals.ids if literals is not None else None),
         cut,

@@ -1,0 +1,325 @@
+"""Truncation: rows that are too long are cut by one of five rules.
+
+    turns     drop whole exchanges, oldest first; keep the system turn and the last answer
+    tail      keep the last tokens
+    windows   make several rows that train each token once
+    drop      drop the row
+    error     raise for the first such row
+
+Rules plan over spans and never look at a token. What is cut or dropped is counted with its reason.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import DataError, RecordError
+from chatmill.fit.gather_plan import OWN_RULE, GatherPlan, gather
+from chatmill.fit.turns import first_of, last_of, turns_of
+from chatmill.ledger import Ledger
+from chatmill.rows import NO_FILE, Index, Rows, Rule, concat, offsets
+
+FitRule = Literal["turns", "tail", "windows", "drop", "error"]
+RULES: tuple[FitRule, ...] = get_args(FitRule)
+STRETCH = 16
+"""The average number of consecutive unchanged rows from which on copying stretches of rows is faster."""
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """New rows, each made of three ranges of one source row: head, context and what is trained. Any may be empty."""
+
+    source: Index
+    start: Index
+    stop: Index
+    """(new rows, 3)"""
+
+    def take(self, numbers: Index) -> Truncation:
+        return Truncation(self.source[numbers], self.start[numbers], self.stop[numbers])
+
+
+def truncate(rows: Rows, capacity: int | None, rule: FitRule = "turns", *, ledger: Ledger, **options: Any) -> Rows:
+    """Rows of at most `capacity` tokens (None: nothing is cut), without those that have nothing to train.
+
+    `options` are those of `truncate_with_sources`.
+
+    >>> import numpy as np
+    >>> from chatmill.fit import truncate
+    >>> from chatmill.ledger import Ledger
+    >>> from chatmill.rows import rows_from_mask
+    >>> rows = rows_from_mask(np.arange(6, dtype=np.uint32), np.ones(6), [6])
+    >>> truncate(rows, 4, "tail", ledger=Ledger()).ids.tolist()
+    [2, 3, 4, 5]
+    """
+    return truncate_with_sources(rows, capacity, rule, ledger=ledger, **options)[0]
+
+
+def truncate_with_sources(
+    rows: Rows,
+    capacity: int | None,
+    rule: FitRule,
+    *,
+    ledger: Ledger,
+    drop_untrained: bool = True,
+    require_terminators: bool = False,
+    min_tokens: int = 1,
+) -> tuple[Rows, Index]:
+    """The rows that `truncate` returns, and the source row of each.
+
+    Counted in the ledger: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short,
+    no_trained_tokens, answers_cut_off (only the part that was cut had some) or no_terminator; rows and tokens
+    `repeated` by windows; and, `noted` as answer_cut, answers that lost a part.
+    """
+    if capacity is not None and capacity < 1:
+        raise DataError(f"rows of {capacity} tokens cannot be; give at least 1")
+    if np.any(np.diff(rows.first_segment) != 1):
+        raise DataError("a row holds several conversations; truncate before packing")
+    too_long = rows.lengths > capacity if capacity is not None else np.zeros(len(rows), dtype=bool)
+    trained_before = offsets(np.where(rows.spans["weight"] > 0, rows.spans["length"], 0))
+    whole_trained = np.diff(trained_before[rows.first_span[rows.first_segment]])
+    if not too_long.any() and whole_trained.all() and np.all(rows.lengths >= min_tokens):
+        return rows, np.arange(len(rows), dtype=np.int64)
+    cut, answers_cut = _whole(rows), np.zeros((2, len(rows)), dtype=bool)
+    if capacity is not None and too_long.any():
+        cut, answers_cut = _cut_long(rows, np.flatnonzero(too_long), capacity, rule)
+
+    size = (cut.stop - cut.start).sum(axis=1)
+    shortened = size < rows.lengths[cut.source]
+    trained = whole_trained[cut.source]
+    trained[shortened] = _trained(rows, trained_before, cut.take(np.flatnonzero(shortened)))
+    begins_cut, ends_cut = answers_cut
+    # A dropped row is counted whole; of a dropped window only what it has, because others hold what it lacks.
+    counted, counted_trained = size, trained
+    if rule != "windows":
+        counted, counted_trained = rows.lengths[cut.source], whole_trained[cut.source]
+    reasons = {
+        "too_long": too_long[cut.source] & (rule == "drop"),
+        "too_short": size < min_tokens,
+        "no_trained_tokens": (counted_trained == 0) & drop_untrained,
+        "answers_cut_off": (trained == 0) & drop_untrained,
+        "no_terminator": ends_cut & require_terminators,
+    }
+    kept = np.ones(len(size), dtype=bool)
+    for reason, applies in reasons.items():
+        dropped = applies & kept
+        if dropped.any():
+            of_rows = {"rows": int(dropped.sum()), "tokens": int(counted[dropped].sum())}
+            ledger.add("dropped", reason, **of_rows, trained=int(counted_trained[dropped].sum()))
+            kept &= ~dropped
+    lost = int((counted - size)[kept].sum())
+    if lost:
+        ledger.add("truncated", rule, tokens=lost, trained=int((whole_trained[cut.source] - trained)[kept].sum()))
+    more_rows, more_tokens = len(size) - len(rows), int(size.sum()) - len(rows.ids)
+    if rule == "windows" and more_rows:
+        ledger.add("repeated", "windows", rows=more_rows, tokens=more_tokens)
+    cut_answers = (begins_cut | ends_cut) & kept
+    if cut_answers.any():
+        ledger.add("noted", "answer_cut", rows=int(cut_answers.sum()), tokens=int(size[cut_answers].sum()))
+    if kept.all() and len(size) == len(rows) and not lost:
+        return rows, cut.source
+    chosen = cut.take(np.flatnonzero(kept))
+    return _gathered(rows, chosen, shortened[kept]), chosen.source
+
+
+def _gathered(rows: Rows, cut: Truncation, shortened: NDArray[np.bool_]) -> Rows:
+    """The new rows. Long stretches of unchanged rows are copied whole."""
+    source = np.where(shortened, -2, cut.source)
+    ends = np.flatnonzero(source[1:] != source[:-1] + 1) + 1
+    if not len(source) or len(ends) * STRETCH > len(source):
+        return gather(rows, _plan(cut))
+    changed = gather(rows, _plan(cut.take(np.flatnonzero(shortened))))
+    parts, at = [], 0
+    for start, stop in pairwise([0, *ends.tolist(), len(source)]):
+        if shortened[start]:
+            parts.append(changed[at : at + 1])
+            at += 1
+        else:
+            parts.append(rows[source[start] : source[stop - 1] + 1])
+    return concat(parts)
+
+
+def _plan(cut: Truncation) -> GatherPlan:
+    count = len(cut.source)
+    each = np.arange(count + 1, dtype=np.int64)
+    rule = np.tile(np.array([OWN_RULE, Rule.EARLIER_WINDOW, OWN_RULE], dtype=np.uint8), count)
+    return GatherPlan(cut.start.ravel(), cut.stop.ravel(), 3 * each, cut.source, each, rule)
+
+
+def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Truncation, NDArray[np.bool_]]:
+    """Cut the long rows by the rule; also whether each new row begins or ends inside an answer, as (2, new rows)."""
+    if rule == "error":
+        raise _too_long(rows, int(long[0]), capacity)
+    few = rows.take(long)
+    rules = {"turns": _turns, "tail": _tail, "windows": _windows, "drop": _whole}
+    cut = rules[rule](few, capacity)
+    inside = np.array(_answers_cut(few, cut))
+    shift = (rows.row_start[long] - few.row_start[:-1])[cut.source][:, None]
+    others = _whole(rows).take(np.flatnonzero(rows.lengths <= capacity))
+    source = np.concatenate([long[cut.source], others.source])
+    order = np.argsort(source, kind="stable")
+    whole = Truncation(
+        source, np.concatenate([cut.start + shift, others.start]), np.concatenate([cut.stop + shift, others.stop])
+    )
+    return whole.take(order), np.column_stack([inside, np.zeros((2, len(others.source)), dtype=bool)])[:, order]
+
+
+# The rules.
+
+
+def _turns(rows: Rows, capacity: int) -> Truncation:
+    """Cut every row to at most `capacity` tokens, by exchanges first.
+
+        system | user asst | user asst | user asst | user        too long by a little
+        system             | user asst | user asst | user        the oldest exchange is dropped
+        system                         | user asst               then what follows the last answer
+                                          er asst                then tokens from the left
+
+    An exchange is a user turn and everything up to the next one. The exchange of the last assistant turn is never
+    dropped, so the end of that turn is always there to be learned.
+    """
+    turn, count = turns_of(rows), len(rows)
+    row_start, row_stop = rows.row_start[:-1], rows.row_start[1:]
+    anchor_start, anchor_stop = np.append(turn.start, 0)[turn.anchor], np.append(turn.stop, 0)[turn.anchor]
+    head = turn.head_stop - row_start
+
+    # Oldest exchanges: the tail begins at the first exchange from which on everything fits, at the latest the anchor's.
+    exchange = turn.begins_exchange & (turn.start <= anchor_start[turn.row])
+    need = row_stop - row_start - capacity
+    fits = exchange & (turn.start - turn.head_stop[turn.row] >= need[turn.row])
+    never = np.iinfo(np.int64).max
+    latest = last_of(np.where(exchange, turn.start, -1), turn.row, count)
+    earliest = first_of(np.where(fits, turn.start, never), turn.row, count, never)
+    tail_start = np.where(latest < 0, turn.head_stop, np.minimum(earliest, latest))
+    # Turns after the anchor, the last one first.
+    can_end = (turn.stop >= anchor_stop[turn.row]) & (head[turn.row] + turn.stop - tail_start[turn.row] <= capacity)
+    tail_stop = np.maximum(last_of(np.where(can_end, turn.stop, -1), turn.row, count), anchor_stop)
+    tail_stop = np.where(row_stop > row_start, tail_stop, row_stop)
+    # Tokens from the left.
+    excess = np.maximum(head + tail_stop - tail_start - capacity, 0)
+    head_start = row_start + np.minimum(excess, head)
+    return _ranges((head_start, turn.head_stop), (tail_start + np.maximum(excess - head, 0), tail_stop))
+
+
+def _tail(rows: Rows, capacity: int) -> Truncation:
+    start, stop = rows.row_start[:-1], rows.row_start[1:]
+    return _ranges((start, start), (np.maximum(start, stop - capacity), stop))
+
+
+def _whole(rows: Rows, capacity: int = 0) -> Truncation:
+    start, stop = rows.row_start[:-1], rows.row_start[1:]
+    return _ranges((start, start), (start, stop))
+
+
+def _ranges(head: tuple[Index, Index], tail: tuple[Index, Index]) -> Truncation:
+    """One new row for each source row, without context."""
+    start, stop = (np.column_stack([head[end], tail[0], tail[end]]) for end in (0, 1))
+    return Truncation(np.arange(len(start)), start, stop)
+
+
+def _windows(rows: Rows, capacity: int) -> Truncation:
+    """Several rows for each row, which together train each of its tokens once.
+
+        system | user asst | user asst | user asst
+        system | user asst                            trained: the first exchange
+        system |      asst | user asst                trained: the second, with what fits of the first before it
+        system                  r asst | user asst    trained: the third
+
+    A window takes whole exchanges while they fit. An exchange longer than a window is cut: its first part fills a
+    window, and each further window keeps half of its room for the tokens before. A system turn that would take more
+    than half of every window is not repeated.
+    """
+    turn = turns_of(rows)
+    borders = [0, *turn.start[turn.begins_exchange].tolist()]
+    source: list[int] = []
+    ranges: list[tuple[int, int, int, int, int, int]] = []
+    row_ranges = pairwise(rows.row_start.tolist())
+    for row, ((start, stop), head) in enumerate(zip(row_ranges, turn.head_stop.tolist(), strict=True)):
+        if stop - start <= capacity:
+            source.append(row)
+            ranges.append((start, start, start, start, start, stop))
+            continue
+        first_exchange = head
+        if 2 * (head - start) > capacity:
+            head = start
+        room = capacity - (head - start)
+        at = head
+        for until in _window_ends(head, stop, borders, room, first_exchange):
+            source.append(row)
+            ranges.append((start, head, max(head, until - room), at, at, until))
+            at = until
+    table = np.array(ranges, dtype=np.int64).reshape(-1, 3, 2)
+    return Truncation(np.array(source, dtype=np.int64), table[:, :, 0], table[:, :, 1])
+
+
+def _window_ends(at: int, stop: int, borders: list[int], room: int, first_exchange: int) -> list[int]:
+    """The end of each window's trained range, from `at` on, given where exchanges begin."""
+    ends = []
+    whole = True
+    while at < stop:
+        reach = at + (room if whole else max(1, room // 2))
+        border = stop if reach >= stop else borders[bisect_right(borders, reach) - 1]
+        # A window that ended where the first exchange begins would hold no exchange at all.
+        whole = border > max(at, first_exchange)
+        at = border if whole else min(reach, stop)
+        ends.append(at)
+    return ends
+
+
+def _too_long(rows: Rows, row: int, capacity: int) -> RecordError:
+    origin = rows.origins[rows.first_segment[row]]
+    file = "" if origin["file"] == NO_FILE else rows.files[origin["file"]].path
+    return RecordError(
+        f"the row has {rows.lengths[row]:,} tokens, more than the {capacity:,} allowed",
+        f"allow more, or choose another rule: {', '.join(RULES[:-1])}",
+        kind="too_long",
+    ).at(file, int(origin["line"]))
+
+
+# Effects of a cut on what is trained.
+
+
+def _trained(rows: Rows, before: Index, cut: Truncation) -> Index:
+    """Trained tokens of each new row; `before` counts those before each span."""
+    trained = rows.spans["weight"] > 0
+    if not len(trained):
+        return np.zeros(len(cut.source), dtype=np.int64)
+
+    def until(token: Index) -> Index:
+        span = np.minimum(np.searchsorted(rows.span_start, token, side="right") - 1, len(trained) - 1)
+        out: Index = before[span] + np.where(trained[span], token - rows.span_start[span], 0)
+        return out
+
+    own = [0, 2]
+    counts: Index = (until(cut.stop[:, own]) - until(cut.start[:, own])).sum(axis=1)
+    return counts
+
+
+def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Whether each new row begins inside an answer, and whether it ends inside one and so lacks its terminator."""
+    start, stop = cut.start, cut.stop
+    # Only the trained range counts; the head and the context before it are whole, or are not trained.
+    context = start[:, 1] < stop[:, 1]
+    first = np.where(context, start[:, 1], start[:, 2])
+    head_cut = (start[:, 0] < stop[:, 0]) & _inside_answer(rows, start[:, 0])
+    begins = (first < stop[:, 2]) & _inside_answer(rows, first)
+    ends = (start[:, 2] < stop[:, 2]) & _inside_answer(rows, stop[:, 2])
+    return head_cut | begins, ends
+
+
+def _inside_answer(rows: Rows, token: Index) -> NDArray[np.bool_]:
+    """Whether a cut before this token separates trained tokens of one message."""
+    if not len(rows.spans):
+        return np.zeros(len(token), dtype=bool)
+    inner = (token > 0) & (token < len(rows.ids)) & ~np.isin(token, rows.row_start)
+    right, left = (
+        np.searchsorted(rows.span_start, np.where(inner, token - back, 0), side="right") - 1 for back in (0, 1)
+    )
+    weight, message = rows.spans["weight"], rows.spans["message"]
+    inside: NDArray[np.bool_] = inner & (weight[left] > 0) & (weight[right] > 0) & (message[left] == message[right])
+    return inside
