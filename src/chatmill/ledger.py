@@ -75,7 +75,8 @@ class Ledger:
             left, right = getattr(self.total(*sources), column), getattr(self.total(*uses), column)
             if left != right:
                 raise ChatmillError(
-                    f"the ledger does not balance: {' + '.join(sources)} is {left} {what}, {' + '.join(uses)} is {right}; "
+                    f"the ledger does not balance: {' + '.join(sources)} is {left} {what}, "
+                    f"{' + '.join(uses)} is {right}; "
                     "this is a fault of chatmill, please report it"
                 )
 

@@ -190,10 +190,10 @@ def _messages(messages: object) -> list[Message]:
 
 def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokenizer) -> Rows:
     # Rendering uses no more of a tokenizer than this adapter has.
-    return TurnRenderer(format, _RenderTokenizer(tokenizer)).render([Record(messages)])  # type: ignore[arg-type]
+    return TurnRenderer(format, _TextTokenizerAdapter(tokenizer)).render([Record(messages)])  # type: ignore[arg-type]
 
 
-class _RenderTokenizer:
+class _TextTokenizerAdapter:
     """Adapts a tokenizer that has only `encode` and `special_token_ids` to rendering."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
