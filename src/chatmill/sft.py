@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import numpy as np
 
 from chatmill.errors import DataError, one_line
-from chatmill.fit import pack_chat_blocks, truncate
+from chatmill.fit import pack_chat_blocks as pack_chat_blocks
+from chatmill.fit import truncate
 from chatmill.fit.parse_ids import assistant_mask, rows_from_ids, with_mask
 from chatmill.format import ChatFormat, TurnRenderer, load_format
 from chatmill.ledger import Ledger
-from chatmill.load import IGNORE_INDEX, collate
+from chatmill.load import IGNORE_INDEX as IGNORE_INDEX
+from chatmill.load import collate
 from chatmill.records import Message, Record
 from chatmill.rows import Ids, Index, Role, Rows, offsets, rows_from_mask
 from chatmill.tokenizer import TextTokenizer
@@ -31,18 +33,6 @@ if TYPE_CHECKING:
 
 DEFAULT_SYSTEM_TEXT = "you are a helpful assistant."
 
-__all__ = [
-    "DEFAULT_SYSTEM_TEXT",
-    "IGNORE_INDEX",
-    "ChatExample",
-    "ChatMsg",
-    "collate_sft_batch",
-    "pack_chat_blocks",
-    "pack_sft_ids_and_mask",
-    "render_chat_sft",
-    "serialize_chat_to_ids",
-    "sft_loss_mask_for_ids",
-]
 KEYS = ("sys", "usr", "asst", "eot")
 
 

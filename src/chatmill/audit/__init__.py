@@ -6,24 +6,26 @@ replay_step, ReplayedStep  the exact batch of a step
 read_log, LogLine, …       the file itself, line by line
 """
 
-from chatmill.audit.log import AuditError, AuditLog, LogLine, TornLine, parse_line, read_log, write_line
-from chatmill.audit.recompute import MismatchError
-from chatmill.audit.recorder import Audit
-from chatmill.audit.replay import ReplayedStep, replay_step
-from chatmill.audit.verify import AuditResult, verify_log
+from __future__ import annotations
 
-__all__ = [
-    "Audit",
-    "AuditError",
-    "AuditLog",
-    "AuditResult",
-    "LogLine",
-    "MismatchError",
-    "ReplayedStep",
-    "TornLine",
-    "parse_line",
-    "read_log",
-    "replay_step",
-    "verify_log",
-    "write_line",
-]
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from chatmill._exports import lazy_exports as _lazy_exports
+
+if _TYPE_CHECKING:
+    from chatmill.audit.heads import checkpoint_heads as checkpoint_heads
+    from chatmill.audit.log import AuditError as AuditError
+    from chatmill.audit.log import AuditLog as AuditLog
+    from chatmill.audit.log import LogLine as LogLine
+    from chatmill.audit.log import TornLine as TornLine
+    from chatmill.audit.log import parse_line as parse_line
+    from chatmill.audit.log import read_log as read_log
+    from chatmill.audit.log import write_line as write_line
+    from chatmill.audit.recompute import MismatchError as MismatchError
+    from chatmill.audit.recompute import ReplayedStep as ReplayedStep
+    from chatmill.audit.recompute import replay_step as replay_step
+    from chatmill.audit.recorder import Audit as Audit
+    from chatmill.audit.verify import AuditResult as AuditResult
+    from chatmill.audit.verify import verify_log as verify_log
+
+__all__, __getattr__, __dir__ = _lazy_exports(__name__)

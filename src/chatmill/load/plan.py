@@ -23,8 +23,7 @@ from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MixedOrder, row_weights, shares
 from chatmill.load.order import IdentityOrder, Order, make_order
 from chatmill.load.read import EpisodeReader
-from chatmill.load.source import DataSource
-from chatmill.load.source_stats import row_size
+from chatmill.load.source import DataSource, row_size
 from chatmill.rows import Index, offsets
 
 WINDOW = 1 << 16
