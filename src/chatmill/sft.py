@@ -110,7 +110,8 @@ def pack_sft_ids_and_mask(
         raise DataError(f"S is {S}; a row holds at least one token")
     openers = {Role.SYSTEM: sys_id, Role.USER: usr_id, Role.ASSISTANT: asst_id}
     row = with_mask(rows_from_ids([ids], openers=openers, close=eot_id), mask)
-    row = truncate(row, S, "turns", ledger=Ledger(), drop_untrained=False, min_tokens=0)
+    if len(ids) > S:
+        row = truncate(row, S, "turns", ledger=Ledger(), drop_untrained=False, min_tokens=0)
     padding = S - len(row.ids)
     return row.ids.tolist() + [pad_id] * padding, row.mask().tolist() + [False] * padding
 
