@@ -21,11 +21,12 @@ install: $(DEV_STAMP) ## make .venv with the pinned versions and the package, ed
 test: check browser ## install, check, run every test (ARGS="-k words" to choose)
 	.venv/bin/python -m pytest -n 2 $(ARGS)
 
-check: $(DEV_STAMP) ## format, lint, types, import direction
+check: $(DEV_STAMP) ## format, lint, types, import direction, names
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/python scripts/check_imports.py
+	.venv/bin/python scripts/check_names.py
 
 # Debian's browser, for the tests of what it shows; where it cannot be installed, those say so and are skipped.
 browser:
