@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
 from chatmill.train.config import TrainConfig
 from chatmill.train.loop import train_model
-from chatmill.train.metrics_log import read_metrics
+from chatmill.train.run_dir import read_metrics
 
 STEPS = 12
 CLOSE = 0.02

@@ -20,7 +20,7 @@ from chatmill.show.text import visible
 from chatmill.tokenizer import open_tokenizer, train_bpe
 from chatmill.train.chat_model import ChatModel, ChatSession, open_chat_model
 from chatmill.train.generation import Sampling
-from chatmill.train.metrics_log import read_metrics
+from chatmill.train.run_dir import read_metrics
 
 torch.set_num_threads(1)
 ANSWERS = dict(talk for talks in TALKS.values() for talk in talks)

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from chatmill.errors import DataError, UsageError
-from chatmill.rollout.files import RolloutLog, RolloutReplay
+from chatmill.rollout.files import Rollout, RolloutReplay, log_rollouts
 from chatmill.rollout.generators import CompletionServer
 
 
@@ -139,10 +139,9 @@ def test_no_server_at_all_is_one_line():
 
 def test_a_logged_run_is_answered_again_from_its_log(tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    log = RolloutLog(path)
-    log.add(0, ["a", "b"], [[1], [2]], [[5, 6], []])
-    log.add(4, ["b", "a"], [[2], [1]], [[7], [8]])
-    log.close()
+    with path.open("ab") as log:
+        log_rollouts(log, [Rollout("a", [5, 6], [1], 0, 0), Rollout("b", [], [2], 0, 1)])
+        log_rollouts(log, [Rollout("b", [7], [2], 4, 0), Rollout("a", [8], [1], 4, 1)])
     replay = RolloutReplay(path)
     assert replay([[1], [2]], step=0) == [[5, 6], []]
     assert replay([[1]], step=4, first_row=1) == [[8]]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from chatmill.rollout.match import DetectionScore, score_objects
 from chatmill.rollout.schema import Detection
-from chatmill.rollout.score import DetectionScore, score_objects
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "detect"))
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from chatmill.errors import DataError, UsageError
 from chatmill.train.checkpoint import choose, open_checkpoint, restore, save
+from chatmill.train.config import OptimizerConfig
 from chatmill.train.distributed import World
 from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRows, file_info, write_tensors
 from chatmill.train.step import make_optimizer
@@ -69,13 +70,13 @@ def test_rows_that_no_file_has_are_missed(tmp_path):
 
 def test_moments_come_back_as_they_were(tmp_path):
     model = small_gpt()
-    optimizer = make_optimizer(model, lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     path = save(tmp_path, {"step": 1}, model, optimizer, ALONE, sharded=True, keep=1, about=None)
     other = small_gpt(seed=3)
-    fresh = make_optimizer(other, lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
+    fresh = make_optimizer(other, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))
     restore(open_checkpoint(path, ALONE), other, fresh)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)

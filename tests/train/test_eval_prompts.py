@@ -15,7 +15,7 @@ from chatmill.records import Message, Record
 from chatmill.rows import Rows
 from chatmill.store.read import open_dataset
 from chatmill.tokenizer import open_tokenizer
-from chatmill.train.eval_prompts import EvalPrompt, RowOrigin, eval_prompts, origins
+from chatmill.train.score import EvalPrompt, RowOrigin, eval_prompts, origins
 
 FORMATS = {name: load_format(name) for name in ("chatml", "ngpt", "primer", "post-training")}
 TOKENIZERS = {name: open_tokenizer("bytes", control=format.tokens) for name, format in FORMATS.items()}

@@ -31,7 +31,7 @@ from chatmill.train.checkpoint import list_checkpoints, model_folder
 from chatmill.train.gpt import GPT
 from chatmill.train.load_model import open_model
 from chatmill.train.loop import OutOfMemoryError, StepRecord, train_model
-from chatmill.train.metrics_log import read_metrics, read_rows
+from chatmill.train.run_dir import read_metrics, read_rows
 from chatmill.train.score import score_model
 from chatmill.train.step import NotFiniteError, Stepper
 

@@ -12,7 +12,7 @@ from chatmill import pack_chat_blocks
 from chatmill.errors import UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.train.loop import train_model
-from chatmill.train.metrics_log import read_metrics
+from chatmill.train.run_dir import read_metrics
 
 SYSTEM, USER, ASSISTANT, END, EOS = 1, 2, 3, 4, 5
 TALK = [SYSTEM, 9, END, USER, 10, END, ASSISTANT, 11, 12, END, USER, 13, END, ASSISTANT, 14, END]

@@ -13,6 +13,7 @@ from train_fixtures import curve, prepare, ranks, trained, weights
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.train.checkpoint import list_checkpoints, model_folder, save
+from chatmill.train.config import OptimizerConfig
 from chatmill.train.distributed import World
 from chatmill.train.load_model import open_ready
 from chatmill.train.step import make_optimizer
@@ -139,7 +140,7 @@ def test_another_model_or_another_order_is_refused_by_name(undisturbed, sums_dat
 
 def test_a_checkpoint_of_stage_2_is_refused_and_its_model_offered(sums_data, tmp_path):
     model = small_gpt()
-    optimizer = make_optimizer(model, lr=0.01, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.01, beta1=0.9, beta2=0.9, weight_decay=0.0))
     # As `chatmill rollout train` saves.
     world, said = World(0, 1, torch.device("cpu")), {"step": 2, "config": {"rollout_every": 2}}
     path = save(tmp_path / "stage2", said, model, optimizer, world, sharded=False, keep=2, about={})

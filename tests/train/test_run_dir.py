@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.errors import DataError
-from chatmill.train.metrics_log import MetricsLog, read_metrics, rewind
 from chatmill.train.plot import HEIGHT, MOST, WIDTH, loss_plot
-from chatmill.train.progress import TrainProgress
+from chatmill.train.run_dir import MetricsLog, TrainProgress, read_metrics, rewind
 
 
 class Terminal(io.StringIO):

@@ -9,9 +9,10 @@ from model_fixtures import conversation, gradients, packed, plain_loss, small_gp
 from train_fixtures import ranks
 
 from chatmill.load.batch import Batch
+from chatmill.train.config import OptimizerConfig
 from chatmill.train.distributed import World, whole
 from chatmill.train.gpt import GPT
-from chatmill.train.step import StepCounts, Stepper, count_batch, make_optimizer, micro_batches, seed_step
+from chatmill.train.step import StepCounts, Stepper, count_batch, micro_batches, seed_step
 
 CPU = torch.device("cpu")
 LENGTH = 40
@@ -39,8 +40,7 @@ def uneven(per_rank: int = 2) -> Batch:
 def a_stepper(model: GPT, world: World | None = None, *, sharded: bool = False, grad_clip: float = 0.0) -> Stepper:
     world = world or World(0, 1, CPU)
     module = world.distribute(model, sharded=sharded, compute=None)
-    optimizer = make_optimizer(model, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    return Stepper(model, module, optimizer, world, grad_clip=grad_clip)
+    return Stepper(model, module, world, OptimizerConfig(learning_rate=0.1, grad_clip=grad_clip))
 
 
 def reference(batch: Batch) -> tuple[float, list[torch.Tensor]]:

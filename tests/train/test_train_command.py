@@ -20,7 +20,7 @@ from chatmill.cli.guard import guarded
 from chatmill.cli.main import main as chatmill
 from chatmill.errors import UsageError
 from chatmill.train.command import main
-from chatmill.train.metrics_log import read_metrics
+from chatmill.train.run_dir import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKED = ("msgspec", "typer", "rich", "tokenizers", "fastokens", "jinja2", "transformers", "peft")

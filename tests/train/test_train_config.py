@@ -12,7 +12,7 @@ from train_fixtures import SMALL, config
 from chatmill.config import from_environment
 from chatmill.errors import UsageError
 from chatmill.train.config import TrainConfig, layered
-from chatmill.train.schedule import LRSchedule
+from chatmill.train.step import LRSchedule
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.json"))

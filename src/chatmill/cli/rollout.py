@@ -13,9 +13,8 @@ from chatmill.cli.options import AsJson, counting, echo_json
 from chatmill.cli.render_options import AddTokens, FormatName, TokenizerName
 from chatmill.prepare.job import SHARD_TOKENS
 from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
-from chatmill.rollout.health import Health
 from chatmill.rollout.match import GATE
-from chatmill.rollout.task import open_task
+from chatmill.rollout.task import Health, open_task
 from chatmill.store.metadata import Metadata
 
 app = typer.Typer(help="Train on the model's own answers.", no_args_is_help=True, rich_markup_mode=None)

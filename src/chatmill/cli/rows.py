@@ -40,7 +40,7 @@ def rows_command(
       chatmill rows checkpoints/my_sft_model --step 812 -n 5
       chatmill rows checkpoints/my_sft_model --step 812 --json
     """
-    from chatmill.train.metrics_log import read_rows, rows_data
+    from chatmill.train.run_dir import read_rows, rows_data
 
     folder = run or newest_run(RUNS)
     losses = sorted(read_rows(folder, step), key=lambda row: (-row.loss, row.episode, row.segment))
@@ -63,7 +63,7 @@ def rows_command(
 
 def newest_run(folder: Path) -> Path:
     """The run that last wrote losses of conversations."""
-    from chatmill.train.metrics_log import ROWS
+    from chatmill.train.run_dir import ROWS
 
     written = {path.parent.parent: path.stat().st_mtime_ns for path in folder.glob(f"*/{ROWS}/rank_00000.jsonl")}
     if not written:

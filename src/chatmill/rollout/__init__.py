@@ -34,26 +34,26 @@ if _TYPE_CHECKING:
     from chatmill.rollout.files import read_truth as read_truth
     from chatmill.rollout.generators import CompletionServer as CompletionServer
     from chatmill.rollout.generators import Generator as Generator
-    from chatmill.rollout.health import Health as Health
     from chatmill.rollout.loop import RolloutResult as RolloutResult
     from chatmill.rollout.loop import train_rollouts as train_rollouts
     from chatmill.rollout.loss import Axis as Axis
     from chatmill.rollout.loss import RolloutLoss as RolloutLoss
     from chatmill.rollout.loss import TermWeights as TermWeights
+    from chatmill.rollout.match import DetectionScore as DetectionScore
     from chatmill.rollout.match import Matching as Matching
     from chatmill.rollout.match import match_equal as match_equal
     from chatmill.rollout.match import match_objects as match_objects
+    from chatmill.rollout.match import score_objects as score_objects
     from chatmill.rollout.scan import Scan as Scan
     from chatmill.rollout.scan import scan_rollout as scan_rollout
     from chatmill.rollout.schema import Detection as Detection
     from chatmill.rollout.schema import Fields as Fields
     from chatmill.rollout.schema import Schema as Schema
-    from chatmill.rollout.score import DetectionScore as DetectionScore
-    from chatmill.rollout.score import score_objects as score_objects
     from chatmill.rollout.target import Target as Target
     from chatmill.rollout.target import build_answer as build_answer
     from chatmill.rollout.target import build_target as build_target
     from chatmill.rollout.target import serialize_append as serialize_append
+    from chatmill.rollout.task import Health as Health
     from chatmill.rollout.task import Task as Task
     from chatmill.rollout.task import answer_rows as answer_rows
     from chatmill.rollout.task import open_task as open_task

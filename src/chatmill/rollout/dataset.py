@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from chatmill.errors import DataError, RecordError
 from chatmill.ledger import Ledger
 from chatmill.rollout.files import GroundTruth, Rollout, read_rollouts, read_truth
-from chatmill.rollout.health import Health
-from chatmill.rollout.task import Task, answer_rows, target_rows
+from chatmill.rollout.task import Health, Task, answer_rows, target_rows
 from chatmill.rows import Rows
 from chatmill.store.layout import METADATA
 from chatmill.store.metadata import Metadata, write_metadata

@@ -8,10 +8,10 @@ A rollout names its record by id; prompt, step and row are optional.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -98,21 +98,10 @@ def read_rollouts(path: str | Path) -> Iterator[tuple[int, Rollout]]:
             raise RecordError(f"no rollout ({error})", right, kind="rollout").at(_name(file), line) from None
 
 
-class RolloutLog:
-    """Appends every rollout of a run to a file, one a line."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
-
-    def add(
-        self, step: int, ids: Sequence[str], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-    ) -> None:
-        for row, (id, prompt, answer) in enumerate(zip(ids, prompts, answers, strict=True)):
-            self._file.write(msgspec.json.encode(Rollout(id, list(answer), list(prompt), step, row)) + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+def log_rollouts(file: BinaryIO, rollouts: Iterable[Rollout]) -> None:
+    """Append rollouts to the log of a run, one a line."""
+    file.writelines(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts)
+    file.flush()
 
 
 class RolloutReplay:

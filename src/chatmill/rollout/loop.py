@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -24,11 +25,10 @@ from chatmill.load.order import make_order
 from chatmill.load.row_table import collate
 from chatmill.records.files import expand
 from chatmill.rollout.config import RolloutConfig
-from chatmill.rollout.files import Rollout, RolloutLog, read_truth
+from chatmill.rollout.files import Rollout, log_rollouts, read_truth
 from chatmill.rollout.generators import Generator, generator_of
-from chatmill.rollout.health import Health
 from chatmill.rollout.loss import Axis, RolloutLoss, TermWeights
-from chatmill.rollout.task import Task, open_task, prompt_lists, target_rows, task_prompts
+from chatmill.rollout.task import Health, Task, open_task, prompt_lists, target_rows, task_prompts
 from chatmill.rollout.vocabulary import vocabulary_of
 from chatmill.rows import Rows
 from chatmill.store.layout import TOKENIZER_STATE
@@ -38,10 +38,9 @@ from chatmill.train.load_model import compute_dtype, open_model
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import TRAINING, trained_with
 from chatmill.train.run_dir import RunDir, config_changes, open_resumed
-from chatmill.train.schedule import LRSchedule
 from chatmill.train.sharded_tensors import file_info
 from chatmill.train.signals import stop_on_signal
-from chatmill.train.step import make_stepper, micro_batches, seed_step
+from chatmill.train.step import LRSchedule, Stepper, micro_batches, seed_step
 
 ROLLOUTS = "rollouts.jsonl"
 MAY_CHANGE = {"max_iters", "save_interval", "keep_checkpoints", "log_interval", "device", "replay"}
@@ -93,17 +92,12 @@ def train_rollouts(
             world,
             step=run.step,
             total=config.max_iters,
-            log_interval=config.log_interval,
             quiet=quiet,
             # A round is logged under its first step, and a checkpoint is written after a round's last.
             rewinds={ROLLOUTS: run.step - 1},
         )
-        log = RolloutLog(folder / ROLLOUTS)
-        try:
+        with closing(run_dir), (folder / ROLLOUTS).open("ab") as log:
             return run.train(generator, run_dir, log)
-        finally:
-            log.close()
-            run_dir.close()
 
 
 class _RolloutRun:
@@ -120,7 +114,12 @@ class _RolloutRun:
         if not self.truths:
             raise DataError(f"{config.truth}: holds no record; expected at least one")
         self.model = (model or _open_model(config, self.task, world)).to(world.device)
-        _check_vocabulary(self.model, self.task, config)
+        if self.task.tokenizer.vocab_size > self.model.vocab_size:
+            raise UsageError(
+                f"{config.init_from_model}: knows {self.model.vocab_size} tokens, "
+                f"the tokenizer {self.task.tokenizer.vocab_size}; "
+                "train it with this tokenizer first, as `chatmill rollout answers` prepares it"
+            )
         self.order = make_order("epoch", len(self.truths), seed=config.seed)
         axis = None
         if self.task.schema.uses_coordinates:
@@ -128,7 +127,7 @@ class _RolloutRun:
             axis = Axis.of(ids, self.model.vocab_size, world.device)
         weights = config.text_weight, config.soft_weight, config.wasserstein_weight, config.outside_weight
         self.loss_function = self.model.loss = RolloutLoss(axis, TermWeights(*weights, config.sigma))
-        self.stepper = make_stepper(self.model, self.model, world, config)
+        self.stepper = Stepper(self.model, self.model, world, config)
         self.lr = LRSchedule.of(config, warmup=config.warmup_iters, total=config.max_iters)
         self.step = 0
         self.health = Health()
@@ -149,7 +148,7 @@ class _RolloutRun:
         checkpoints.restore(checkpoint, self.model, self.stepper.optimizer)
         self.step, self.saved = checkpoint.step, checkpoint.path
 
-    def train(self, generator: Generator, run_dir: RunDir, log: RolloutLog) -> RolloutResult:
+    def train(self, generator: Generator, run_dir: RunDir, log: BinaryIO) -> RolloutResult:
         """Take all remaining steps; after a signal those of the round, after which a run can resume."""
         config = self.config
         rows: list[Rows] = []
@@ -166,7 +165,7 @@ class _RolloutRun:
         stopped = request.by if self.step < config.max_iters else None
         return RolloutResult(self.folder, self.saved, self.step, config.max_iters, self.loss, self.health, stopped)
 
-    def _round(self, generator: Generator, run_dir: RunDir, log: RolloutLog) -> list[Rows]:
+    def _round(self, generator: Generator, run_dir: RunDir, log: BinaryIO) -> list[Rows]:
         """Answer the prompts of the next steps; the rows of each step."""
         config, began = self.config, time.perf_counter()
         steps = min(config.rollout_every, config.max_iters - self.step)
@@ -176,13 +175,14 @@ class _RolloutRun:
         places = [place for place, prompt in enumerate(all_prompts) if len(prompt) < self.model.max_positions]
         truths, prompts = [self.truths[numbers[place]] for place in places], [all_prompts[place] for place in places]
         answers = generator(prompts, step=self.step)
-        log.add(self.step, [truth.record.id or "" for truth in truths], prompts, answers)
+        rollouts = [
+            Rollout(truth.record.id or "", list(answer), prompt, self.step, row)
+            for row, (truth, prompt, answer) in enumerate(zip(truths, prompts, answers, strict=True))
+        ]
+        log_rollouts(log, rollouts)
         generated = time.perf_counter()
         health = Health()
-        pairs = [
-            (truth, Rollout(truth.record.id or "", answer, prompt))
-            for truth, prompt, answer in zip(truths, prompts, answers, strict=True)
-        ]
+        pairs = list(zip(truths, rollouts, strict=True))
         rows = target_rows(pairs, self.task, health, train_values=config.train_values, train_cut=config.train_cut)
         fits = rows.lengths <= self.model.max_positions
         health.too_long = len(all_prompts) - int(np.count_nonzero(fits))
@@ -267,11 +267,3 @@ def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
                 "give the tokenizer, the format and add_tokens that it was trained with"
             )
     return open_model(folder, compute=compute_dtype(config.dtype, world.device))
-
-
-def _check_vocabulary(model: CausalModel, task: Task, config: RolloutConfig) -> None:
-    if task.tokenizer.vocab_size > model.vocab_size:
-        raise UsageError(
-            f"{config.init_from_model}: knows {model.vocab_size} tokens, the tokenizer {task.tokenizer.vocab_size}; "
-            "train it with this tokenizer first, as `chatmill rollout answers` prepares it"
-        )

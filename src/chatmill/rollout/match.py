@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,3 +217,41 @@ def _identity(thing: Any) -> Any:
     if isinstance(thing, Mapping):
         return frozenset((key, _identity(value)) for key, value in thing.items())
     return (type(thing).__name__, thing)
+
+
+# Recall and precision of answers, by a stricter rule than training uses.
+
+
+class DetectionScore(NamedTuple):
+    """Counts over any number of answers."""
+
+    correct: int = 0
+    """Predicted objects with the description of a true one and enough overlap."""
+    predicted: int = 0
+    true: int = 0
+
+    def plus(self, other: DetectionScore) -> DetectionScore:
+        return DetectionScore(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    @property
+    def recall(self) -> float:
+        return self.correct / self.true if self.true else 1.0
+
+    @property
+    def precision(self) -> float:
+        return self.correct / self.predicted if self.predicted else 1.0
+
+    @property
+    def f1(self) -> float:
+        return 2 * self.correct / (self.predicted + self.true) if self.predicted + self.true else 1.0
+
+
+def score_objects(
+    predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]], *, overlap: float = 0.5
+) -> DetectionScore:
+    """The score of one answer: objects are matched within each description, by overlap."""
+    correct = 0
+    for desc in {thing["desc"] for thing in truth}:
+        mine, theirs = ([thing for thing in things if thing["desc"] == desc] for things in (predicted, truth))
+        correct += len(match_objects(mine, theirs, gate=overlap).pairs)
+    return DetectionScore(correct, len(predicted), len(truth))

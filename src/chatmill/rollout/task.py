@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from chatmill.errors import DataError, one_line
-from chatmill.format import ChatFormat, load_format
-from chatmill.records import record_key
+from chatmill.fit import GatherPlan, gather
+from chatmill.format import ChatFormat, TurnRenderer, load_format
+from chatmill.format.compiled import END, OPEN
+from chatmill.records import Record, record_key
 from chatmill.rollout.files import GroundTruth, Rollout
-from chatmill.rollout.health import Health
 from chatmill.rollout.match import GATE
-from chatmill.rollout.prompt import check_prompts, join_prompts, prompt_rows
 from chatmill.rollout.schema import Detection, Fields, Schema
-from chatmill.rollout.target import build_answer, build_target
+from chatmill.rollout.target import Target, build_answer, build_target, one_row
 from chatmill.rollout.vocabulary import COORDINATES
-from chatmill.rows import Rows
+from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, concat
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -59,6 +61,133 @@ def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
 def prompt_lists(prompts: Rows) -> list[list[int]]:
     """The ids of each prompt, as generators take them."""
     return [prompts.ids[start:stop].tolist() for start, stop in pairwise(prompts.row_start.tolist())]
+
+
+# Prompts as rows: the same ids in generation and in training.
+
+
+def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: Tokenizer) -> Rows:
+    """One row a record: its messages and the header of the answer, all of it context.
+
+    The ids of a row are what `Renderer.prompt_ids` gives for its record.
+    """
+    renderer = TurnRenderer(format, tokenizer)
+    rendered = renderer.render(records)
+    opening = np.array(renderer.compiled.fixed("assistant", OPEN), dtype=np.uint32)
+    ending = len(renderer.compiled.fixed("assistant", END))
+    spans = np.zeros(1, dtype=SPAN)
+    spans["length"], spans["target"] = len(opening), OWN_ID
+    spans["role"], spans["part"] = Role.ASSISTANT, Part.OPEN
+    count, here = len(rendered), len(rendered.ids)
+    start = np.stack([rendered.row_start[:-1], np.full(count, here)], axis=1)
+    stop = np.stack([rendered.row_start[1:] - ending, np.full(count, here + len(opening))], axis=1)
+    rows = gather(rendered, _two_pieces_a_row(start, stop), one_row(opening, spans))
+    rows.spans["message"][rows.first_span[1:] - 1] = [len(record.messages) for record in records]
+    rows.spans["weight"], rows.spans["rule"] = 0, Rule.PROMPT
+    return rows
+
+
+def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:
+    """Rows of two pieces, (rows, 2), each with the origin of the row of the same number."""
+    numbers = np.arange(len(start) + 1, dtype=np.int64)
+    return GatherPlan(
+        start=start.ravel(), stop=stop.ravel(), first_piece=2 * numbers, origin=numbers[:-1], first_segment=numbers
+    )
+
+
+def join_prompts(prompts: Rows, answers: Sequence[Rows]) -> Rows:
+    """Each prompt followed by its answer, as one conversation with the origin of the prompt."""
+    if len(prompts) != len(answers):
+        raise DataError(f"{len(prompts)} prompts and {len(answers)} answers; expected one answer a prompt")
+    source = concat([prompts, *answers])
+    count = len(prompts)
+    both = np.stack([np.arange(count), np.arange(count) + count], axis=1)
+    rows = gather(source, _two_pieces_a_row(source.row_start[:-1][both], source.row_start[1:][both]))
+    # The answer is the message whose header ends the prompt.
+    opened = prompts.spans["message"][prompts.first_span[1:] - 1]
+    of_answer = rows.spans["rule"] != Rule.PROMPT
+    rows.spans["message"] = np.where(of_answer, np.repeat(opened, np.diff(rows.first_span)), rows.spans["message"])
+    return rows
+
+
+def check_prompts(
+    rows: Rows, prompts: Sequence[Sequence[int]], where: Callable[[int], str] = lambda row: f"row {row}"
+) -> None:
+    """Raise unless every row starts with the prompt it was generated from and trains none of it."""
+    mask = rows.mask()
+    for row, (start, prompt) in enumerate(zip(rows.row_start[:-1].tolist(), prompts, strict=True)):
+        stop = start + len(prompt)
+        if rows.ids[start:stop].tolist() != list(prompt):
+            raise DataError(
+                f"{where(row)}: training would use another prompt than generation did; "
+                "use the format, the tokenizer and the messages that it was generated with"
+            )
+        if mask[start:stop].any():
+            token = int(mask[start:stop].argmax())
+            raise DataError(f"{where(row)}: token {token} of the prompt is trained; only the answer may be")
+
+
+@dataclass
+class Health:
+    """Sums over targets."""
+
+    rollouts: int = 0
+    valid: int = 0
+    """Valid objects in the rollouts."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Entries that are no valid object, by reason."""
+    truncated: int = 0
+    """Rollouts whose tokens ended before the answer did."""
+    fallback: Counter[str] = field(default_factory=Counter)
+    """Rollouts of which nothing was kept, by reason."""
+    broken: int = 0
+    """Targets that are not JSON, because a kept body is not."""
+    matched: int = 0
+    missed: int = 0
+    """True objects that were matched, and those that were missed and are appended."""
+    false_positives: int = 0
+    gated: int = 0
+    """Pairs that overlap, but too little."""
+    slots: int = 0
+    too_long: int = 0
+    """Prompts and targets longer than the model's positions, which are left out."""
+    rollout_tokens: int = 0
+    kept_tokens: int = 0
+    target_tokens: int = 0
+    trained_tokens: int = 0
+
+    def add(self, target: Target, rollout_tokens: int) -> None:
+        self.rollouts += 1
+        self.valid += len(target.valid_objects)
+        self.dropped.update(target.dropped)
+        self.truncated += target.truncated
+        if target.fallback is not None:
+            self.fallback[target.fallback] += 1
+        self.broken += not target.target_is_json
+        self.matched += len(target.matched)
+        self.missed += len(target.missed)
+        self.false_positives += len(target.valid_objects) - len(target.matched)
+        self.gated += target.gated
+        self.slots += target.slots
+        self.rollout_tokens += rollout_tokens
+        self.kept_tokens += target.kept
+        self.target_tokens += len(target.ids)
+        self.trained_tokens += int(target.rows.mask().sum())
+
+    def merge(self, other: Health) -> None:
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            setattr(self, name, mine + value)
+
+    def to_json(self) -> dict[str, Any]:
+        """All counts, reasons in order of their names."""
+        return {
+            name: dict(sorted(value.items())) if isinstance(value, Counter) else value
+            for name, value in vars(self).items()
+        }
+
+
+# Rows of many records.
 
 
 def target_rows(

@@ -41,10 +41,10 @@ if _TYPE_CHECKING:
     from chatmill.train.loss import TrainedPositions as TrainedPositions
     from chatmill.train.loss import by_segment as by_segment
     from chatmill.train.loss import weighted_loss as weighted_loss
-    from chatmill.train.metrics_log import read_metrics as read_metrics
-    from chatmill.train.metrics_log import read_rows as read_rows
     from chatmill.train.model import CausalModel as CausalModel
     from chatmill.train.model import Inputs as Inputs
+    from chatmill.train.run_dir import read_metrics as read_metrics
+    from chatmill.train.run_dir import read_rows as read_rows
     from chatmill.train.score import score_model as score_model
 
 __all__, __getattr__, __dir__ = _lazy_exports(__name__)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def save(
     def finish() -> None:
         if not world.is_first:
             return
-        infos = {name: info for part in all_written for name, info in part.items()}
+        hashes = {name: info for part in all_written for name, info in part.items()}
         if about is not None:
             files.disk.make_folder(staging / MODEL)
             try:
@@ -147,8 +147,8 @@ def save(
                 with files.create(staging / MODEL / name) as file:
                     file.write(data)
             for path in sorted((staging / MODEL).iterdir()):
-                infos[f"{MODEL}/{path.name}"] = file_info(path)
-        body = {**state, "version": VERSION, "files": {name: [info.size, info.sha256] for name, info in infos.items()}}
+                hashes[f"{MODEL}/{path.name}"] = astuple(file_info(path))
+        body = {**state, "version": VERSION, "files": hashes}
         with files.create(staging / MARKER) as file:
             file.write((json.dumps({**body, "sha256": _sha256(body)}, sort_keys=True) + "\n").encode())
         publish(staging, target, overwrite=True, marker=MARKER)
@@ -160,7 +160,10 @@ def save(
     return target
 
 
-def _write_tensors(staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool) -> dict[str, FileInfo]:
+def _write_tensors(
+    staging: Path, tensors: Mapping[str, Tensor], world: World, *, sharded: bool
+) -> dict[str, tuple[int, str]]:
+    """Write this rank's file; its name with its size and hash."""
     name = f"state-{world.rank:05d}-of-{world.size:05d}.safetensors" if sharded else "state-00000-of-00001.safetensors"
     if sharded and not world.is_first:
         # Replicated tensors are written by rank 0 alone.
@@ -168,7 +171,7 @@ def _write_tensors(staging: Path, tensors: Mapping[str, Tensor], world: World, *
     entries = [_entry(name, tensor, sharded=sharded) for name, tensor in tensors.items()]
     values: Iterator[Tensor] = (local(tensor) if sharded else whole(tensor) for tensor in tensors.values())
     if sharded or world.is_first:
-        return {name: write_tensors(staging / name, entries, values)}
+        return {name: astuple(write_tensors(staging / name, entries, values))}
     for _ in values:
         # The other ranks take part in gathering what rank 0 writes.
         pass

@@ -5,6 +5,7 @@ Numbers that the host needs go over gloo, beside the GPUs' own traffic, so that 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -54,12 +55,14 @@ class World:
         return tensor.numpy()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
+        """The JSON values of all ranks, on every rank; sent as JSON because pickles of other ranks are not loaded."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        sent = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [int(total) for total in self.sums([len(sent) * (rank == self.rank) for rank in range(self.size)])]
+        received = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(received, nn.functional.pad(sent, (0, max(sizes) - len(sent))))
+        return [json.loads(bytes(data[:size].numpy())) for data, size in zip(received, sizes, strict=True)]
 
     def together(self, work: Callable[[], T]) -> T:
         """Call a function on every rank; an error on one rank is raised on all of them."""

@@ -14,9 +14,8 @@ from torch import nn
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.source import DataSource
 from chatmill.train.distributed import World
-from chatmill.train.eval_prompts import EvalPrompt, eval_prompts
 from chatmill.train.model import CausalModel, Inputs, eval_mode
-from chatmill.train.score import ScoredAnswer, end_ids, greedy_answers
+from chatmill.train.score import EvalPrompt, ScoredAnswer, end_ids, eval_prompts, greedy_answers
 
 MAX_ANSWER = 256
 """Prompts with a longer expected answer are not used."""

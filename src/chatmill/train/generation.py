@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -152,14 +153,11 @@ def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, De
 @contextmanager
 def inference(model: CausalModel) -> Iterator[None]:
     """Inference mode: no gradients, no dropout, and compiled layers run eagerly."""
-    with eval_mode(model), torch.inference_mode(), _eager(model):
-        yield
-
-
-def _eager(model: CausalModel) -> AbstractContextManager[Any]:
-    """Layers compiled for training run eagerly: the shapes change with every generated token."""
+    # The shapes change with every generated token: layers compiled for training would be compiled again.
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with eval_mode(model), torch.inference_mode(), eager:
+        yield
 
 
 # Beam search.
@@ -185,22 +183,8 @@ def beam_search(
         for start in range(0, len(prompts), batch_size):
             group = prompts[start : start + batch_size]
             room = min(max_tokens, model.max_positions - max(map(len, group)))
-            answers += _search(model, group, _BeamOptions(beams, room, frozenset(end_ids), length_penalty))
+            answers += _search(model, group, beams, room, frozenset(end_ids), length_penalty)
     return answers
-
-
-class _BeamOptions(NamedTuple):
-    beams: int
-    max_tokens: int
-    end_ids: frozenset[int]
-    length_penalty: float
-
-    def rank(self, score: float, length: int) -> float:
-        return score / length**self.length_penalty
-
-    def best_reachable(self, score: float, length: int) -> float:
-        """The best rank that a beam of this score and length can still reach: scores only fall."""
-        return max(self.rank(score, length + 1), self.rank(score, self.max_tokens))
 
 
 class _Beam(NamedTuple):
@@ -211,57 +195,48 @@ class _Beam(NamedTuple):
     """Which beam of its prompt it extends."""
 
 
-class _Best(NamedTuple):
-    """The best finished answer so far."""
-
-    rank: float = -math.inf
-    ids: list[int] = []  # noqa: RUF012 (never changed)
-
-    def or_better(self, beam: _Beam, options: _BeamOptions) -> _Best:
-        rank = options.rank(beam.score, len(beam.ids))
-        return _Best(rank, beam.ids) if rank > self.rank else self
-
-
-def _search(model: CausalModel, prompts: Prompts, options: _BeamOptions) -> list[list[int]]:
+def _search(
+    model: CausalModel, prompts: Prompts, beams: int, max_tokens: int, end_ids: frozenset[int], length_penalty: float
+) -> list[list[int]]:
     """Search for all prompts in one batch; a prompt leaves the batch when its best answer is certain."""
-    logits, cache = prefill(model, prompts, options.max_tokens)
+    logits, cache = prefill(model, prompts, max_tokens)
     device = logits.device
-    best = [_Best()] * len(prompts)
+    best: list[tuple[float, list[int]]] = [(-math.inf, [])] * len(prompts)
     # A prompt starts with one beam; the others fill up the batch and rank below everything.
-    start = [_Beam(0.0, [], 0)] + [_Beam(-math.inf, [], 0)] * (options.beams - 1)
+    start = [_Beam(0.0, [], 0)] + [_Beam(-math.inf, [], 0)] * (beams - 1)
     active = dict.fromkeys(range(len(prompts)), start)
-    places = torch.arange(len(prompts), device=device).repeat_interleave(options.beams)
+    places = torch.arange(len(prompts), device=device).repeat_interleave(beams)
     cache.take(places)
     logits = logits[places]
-    for length in range(1, options.max_tokens + 1):
+    for length in range(1, max_tokens + 1):
         kept: dict[int, list[_Beam]] = {}
         parents: list[int] = []
-        for at, (row, candidates) in enumerate(_candidates(logits, active, options).items()):
-            for candidate in candidates[: options.beams]:
-                if candidate.ids[-1] in options.end_ids:
-                    best[row] = best[row].or_better(candidate, options)
-            alive = [beam for beam in candidates if beam.ids[-1] not in options.end_ids][: options.beams]
-            if length == options.max_tokens:
-                for beam in alive:
-                    best[row] = best[row].or_better(beam, options)
-            elif options.best_reachable(alive[0].score, length) > best[row].rank:
+        for at, (row, candidates) in enumerate(_candidates(logits, active, beams * (1 + len(end_ids))).items()):
+            alive = [beam for beam in candidates if beam.ids[-1] not in end_ids][:beams]
+            finished = [beam for beam in candidates[:beams] if beam.ids[-1] in end_ids]
+            if length == max_tokens:
+                finished += alive
+            ranked = [(beam.score / length**length_penalty, beam.ids) for beam in finished]
+            best[row] = max([best[row], *ranked], key=itemgetter(0))
+            # Scores only fall, so that a beam ranks best if it ends at once, or at the very end.
+            ends = (length + 1, max_tokens) if length < max_tokens else ()
+            if any(alive[0].score / end**length_penalty > best[row][0] for end in ends):
                 kept[row] = alive
-                parents += [at * options.beams + beam.parent for beam in alive]
+                parents += [at * beams + beam.parent for beam in alive]
         if not kept:
             break
         active = kept
         cache.take(torch.tensor(parents, device=device))
-        tokens = [beam.ids[-1] for beams in kept.values() for beam in beams]
+        tokens = [beam.ids[-1] for alive in kept.values() for beam in alive]
         logits = model.step(torch.tensor(tokens, device=device), cache)
-    return [answer.ids for answer in best]
+    return [ids for _, ids in best]
 
 
-def _candidates(logits: Tensor, active: dict[int, list[_Beam]], options: _BeamOptions) -> dict[int, list[_Beam]]:
-    """The best continuations of each prompt's beams: enough to keep all beams alive even if the others end."""
-    scores = [[beam.score for beam in beams] for beams in active.values()]
-    logprobs = logits.double().log_softmax(dim=1).unflatten(0, (len(active), options.beams))
-    logprobs = logprobs + torch.tensor(scores, dtype=torch.float64, device=logits.device)[:, :, None]
-    top = logprobs.flatten(1).topk(min(options.beams * (1 + len(options.end_ids)), logprobs[0].numel()), dim=1)
+def _candidates(logits: Tensor, active: dict[int, list[_Beam]], count: int) -> dict[int, list[_Beam]]:
+    """The `count` best continuations of each prompt's beams: enough to keep all alive even if others end."""
+    scores = torch.tensor([[beam.score for beam in beams] for beams in active.values()], dtype=torch.float64)
+    logprobs = logits.double().log_softmax(dim=1).unflatten(0, scores.shape) + scores.to(logits.device)[:, :, None]
+    top = logprobs.flatten(1).topk(min(count, logprobs[0].numel()), dim=1)
     candidates: dict[int, list[_Beam]] = {}
     for (row, beams), values, places in zip(active.items(), top.values.tolist(), top.indices.tolist(), strict=True):
         pairs = [divmod(place, logprobs.shape[2]) for place in places]

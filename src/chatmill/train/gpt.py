@@ -7,9 +7,11 @@ it where it is used. So float32 parameters with bfloat16 states are bf16 trainin
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,8 @@ KIND = "chatmill-gpt"
 """The `model_type` in the config of a saved model."""
 REQUIRED = ("vocab_size", "n_layer", "n_embd", "n_head")
 """Keys that the config of a saved model must have."""
+PutInCache: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Adds the keys and values of a layer to its cache; all of them."""
 
 
 class GPT(CausalModel):
@@ -74,7 +78,7 @@ class GPT(CausalModel):
         for depth, block in enumerate(self.layers):
             if cache is not None:
                 # Shapes change at every step of generation: do not use the layer compiled for training.
-                h = block.forward(h, *rotary, mask, cache.layers[depth])
+                h = block.forward(h, *rotary, mask, partial(cache.put, depth))
             elif self._checkpointed and torch.is_grad_enabled():
                 h = checkpoint(block, h, *rotary, mask, use_reentrant=False)
             else:
@@ -89,7 +93,7 @@ class GPT(CausalModel):
 
     def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
         rows, length = ids.shape
-        cache = KVCache.empty(self, rows, length + room)
+        cache = KVCache(self, rows, length + room)
         hidden = self._cached(ids, torch.arange(length, device=ids.device).expand(rows, -1), cache)
         cache.lengths = lengths.clone()
         return self.head().logits(hidden[torch.arange(rows, device=ids.device), lengths - 1]), cache
@@ -153,8 +157,8 @@ class Block(nn.Module):
         self.mlp_norm = Norm(sizes.n_embd, sizes.norm_eps)
         self.mlp = MLP(sizes)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        h = h + self.attention(self.attention_norm(h), cos, sin, mask, cache)
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask, put: PutInCache | None = None) -> Tensor:
+        h = h + self.attention(self.attention_norm(h), cos, sin, mask, put)
         return h + self.mlp(self.mlp_norm(h))
 
 
@@ -168,13 +172,13 @@ class Attention(nn.Module):
         self.q_norm = Norm(sizes.head_size, sizes.norm_eps) if sizes.qk_norm else None
         self.k_norm = Norm(sizes.head_size, sizes.norm_eps) if sizes.qk_norm else None
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: LayerCache | None) -> Tensor:
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask, put: PutInCache | None) -> Tensor:
         q, k, v = self.qkv(h).unflatten(-1, (-1, self.head_size)).split(self.heads, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.put(k, v)
+        if put is not None:
+            k, v = put(k, v)
         return self.out(attend(q, k, v, mask).flatten(-2))
 
 
@@ -226,39 +230,25 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (h * cos + h.roll(h.shape[-1] // 2, dims=-1) * sin).to(heads.dtype)
 
 
-class LayerCache:
-    """Keys and values of one layer, (rows, slots, heads, size); a token's slot is its position."""
-
-    def __init__(self, cache: KVCache, keys: Tensor, values: Tensor) -> None:
-        self._cache, self.keys, self.values = cache, keys, values
-
-    def put(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        positions = self._cache.positions
-        rows = torch.arange(len(positions), device=k.device)[:, None]
-        self.keys[rows, positions] = k
-        self.values[rows, positions] = v
-        return self.keys, self.values
-
-
 class KVCache:
-    """Keys and values of generation. Rows are right-padded: slots after a row's end are masked, then overwritten."""
+    """Keys and values of generation, for each layer (2, rows, slots, heads, size); a token's slot is its position.
 
-    def __init__(self, size: int) -> None:
+    Rows are right-padded: slots after a row's end are masked, then overwritten.
+    """
+
+    def __init__(self, model: GPT, rows: int, size: int) -> None:
         self.size = size
-        self.layers: list[LayerCache] = []
+        weight, shape = model.embedding.weight, (2, rows, size, model.sizes.kv_heads, model.sizes.head_size)
+        dtype = model.compute or weight.dtype
+        self.layers = [torch.zeros(shape, dtype=dtype, device=weight.device) for _ in model.layers]
         self.lengths = self.positions = torch.empty(0)
 
-    @classmethod
-    def empty(cls, model: GPT, rows: int, size: int) -> KVCache:
-        cache = cls(size)
-        weight = model.embedding.weight
-        shape = rows, size, model.sizes.kv_heads, model.sizes.head_size
-        for _ in model.layers:
-            keys, values = (torch.zeros(shape, dtype=model.compute or weight.dtype, device=weight.device) for _ in "kv")
-            cache.layers.append(LayerCache(cache, keys, values))
-        return cache
+    def put(self, depth: int, k: Tensor, v: Tensor) -> Tensor:
+        """Add keys and values of a layer at `positions`; all of that layer."""
+        rows = torch.arange(len(self.positions), device=k.device)[:, None]
+        self.layers[depth][:, rows, self.positions] = torch.stack([k, v])
+        return self.layers[depth]
 
     def take(self, rows: Tensor) -> None:
-        for layer in self.layers:
-            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self.layers = [layer[:, rows] for layer in self.layers]
         self.lengths = self.lengths[rows]

@@ -25,10 +25,9 @@ from chatmill.train.config import TrainConfig
 from chatmill.train.distributed import World, init_world
 from chatmill.train.evaluate import Evaluation, Samples, TokenText, evaluate
 from chatmill.train.loss import LossFunction
-from chatmill.train.metrics_log import RowsData
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import about_model
-from chatmill.train.run_dir import RunDir
+from chatmill.train.run_dir import RowsData, RunDir
 from chatmill.train.setup import TrainState, open_run
 from chatmill.train.signals import stop_on_signal
 from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step
@@ -153,19 +152,10 @@ def train_model(
 
 
 def _run_dir(state: TrainState, folder: Path, dataset_dir: Path, *, quiet: bool) -> RunDir:
-    config = state.config
-    rows = RowsData(str(dataset_dir), state.stage.dataset_sha256, state.loader.config.mix_sft)
-    run_dir = RunDir(
-        folder,
-        {**config.to_json(), "dataset_dir": str(dataset_dir)},
-        state.world,
-        step=state.step,
-        total=state.stage.stop,
-        log_interval=config.log_interval,
-        quiet=quiet,
-        tensorboard=config.tensorboard,
-        rows=rows if config.log_rows else None,
-    )
+    config = {**state.config.to_json(), "dataset_dir": str(dataset_dir)}
+    data = RowsData(str(dataset_dir), state.stage.dataset_sha256, state.loader.config.mix_sft)
+    rows = data if state.config.log_rows else None
+    run_dir = RunDir(folder, config, state.world, step=state.step, total=state.stage.stop, quiet=quiet, rows=rows)
     later = [f"a later checkpoint stays as {path}; it is not used any more" for path in run_dir.set_aside]
     for note in state.notes + later:
         run_dir.print(note)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from chatmill.load.loader import EpisodeLoader
 from chatmill.load.plan import Cursor, LoadPlan
 from chatmill.load.source import DataSource
 from chatmill.store.layout import TOKENIZER_STATE, TOKENS
+from chatmill.store.metadata import Metadata
 from chatmill.store.primer_cache import PrimerCache
 from chatmill.train.checkpoint import model_folder
 from chatmill.train.config import TrainConfig
@@ -129,14 +130,10 @@ def data_vocab_size(sources: Sequence[DataSource]) -> int:
 
 
 def _largest(source: DataSource) -> int:
-    largest = 0
-    for split in source.dataset.splits:
-        episodes = source.dataset[split]
-        for number in range(len(episodes.shards)):
-            tokens = episodes.array(number, TOKENS)
-            for at in range(0, len(tokens), SCAN):
-                largest = max(largest, int(np.max(tokens[at : at + SCAN])))
-    return largest
+    splits = [source.dataset[split] for split in source.dataset.splits]
+    arrays = (split.array(number, TOKENS) for split in splits for number in range(len(split.shards)))
+    parts = (tokens[at : at + SCAN] for tokens in arrays for at in range(0, len(tokens), SCAN))
+    return max((int(np.max(part)) for part in parts), default=0)
 
 
 def trained_with(folder: Path) -> dict[str, Any]:
@@ -161,37 +158,22 @@ def read_optional(path: Path, advice: str) -> Any:
 def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:
     """Files for a model folder, from which prompts can be written just as in training."""
     source = loader.sources[0]
-    about: dict[str, Any] = {
-        "dataset": str(loader.dataset_dir),
-        "dataset_sha256": loader.sha256,
-        "tokenizer_sha256": source.tokenizer_sha256,
-        "step": step,
-    }
-    if isinstance(source.dataset, PrimerCache):
-        meta = source.dataset.meta
-        about |= {"format": meta.format, "special_token_ids": dict(meta.special_token_ids)}
-    elif source.dataset.metadata is not None:
-        metadata = source.dataset.metadata
-        about |= {
-            "format": metadata.format,
-            "tokenizer": dict(metadata.tokenizer),
-            "special_token_ids": dict(metadata.special_token_ids),
-        }
+    about: dict[str, Any] = {"dataset": str(loader.dataset_dir), "dataset_sha256": loader.sha256}
+    about |= {"tokenizer_sha256": source.tokenizer_sha256, "step": step}
+    metadata = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
+    if metadata is not None:
+        tokenizer = {"tokenizer": dict(metadata.tokenizer)} if isinstance(metadata, Metadata) else {}
+        about |= {"format": metadata.format, **tokenizer, "special_token_ids": dict(metadata.special_token_ids)}
     about_files = {TRAINING: (json.dumps(about, indent=1) + "\n").encode()}
     state = source.path / TOKENIZER_STATE
     return {**about_files, TOKENIZER_STATE: state.read_bytes()} if state.is_file() else about_files
 
 
-class EpochSteps(NamedTuple):
-    """The length of an epoch."""
+def one_pass(plan: LoadPlan) -> tuple[int, int] | None:
+    """Steps of one epoch, and the episodes at its end that fill no batch; None for an order that has none.
 
-    steps: int
-    left_out: int
-    """Episodes at its end that fill no batch."""
-
-
-def one_pass(plan: LoadPlan) -> EpochSteps | None:
-    """One epoch of the data; None for an order that has none. `UsageError` if it does not fill a batch."""
+    `UsageError` if an epoch does not fill a batch.
+    """
     if plan.order.length is None:
         return None
     plan.step(Cursor())
@@ -199,6 +181,6 @@ def one_pass(plan: LoadPlan) -> EpochSteps | None:
         steps = left_out = 0
         for step in plan.one_epoch():
             steps, left_out = steps + 1, len(step.dropped)
-        return EpochSteps(steps, left_out)
+        return steps, left_out
     steps, remainder = divmod(plan.order.length, plan.config.batch_size)
-    return EpochSteps(steps, remainder) if plan.drop_last else EpochSteps(steps + (remainder > 0), 0)
+    return (steps, remainder) if plan.drop_last else (steps + (remainder > 0), 0)

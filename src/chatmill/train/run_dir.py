@@ -3,36 +3,40 @@
 checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  step_00000500/
 
 The training loop and the rollout loop begin, resume and write their runs with the same functions.
+
+Each line of a log is a JSON object with its step; a run that resumes first removes the lines after its checkpoint.
+Progress goes to standard error, written by hand because training needs nothing but numpy, torch and safetensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
-from chatmill.errors import UsageError
+from chatmill.errors import DataError, UsageError
 from chatmill.store import files
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.checkpoint import Checkpoint
 from chatmill.train.distributed import World
-from chatmill.train.metrics_log import (
-    METRICS,
-    ROWS,
-    MetricsLog,
-    RowsData,
-    TensorBoardLog,
-    read_metrics,
-    rewind,
-    rows_file,
-    rows_line,
-)
 from chatmill.train.plot import loss_plot
-from chatmill.train.progress import TrainProgress
 from chatmill.train.step import RowLoss
 
 CONFIG, PLOT = "config.json", "loss.svg"
+METRICS = "metrics.jsonl"
+ROWS = "rows"
+"""The folder of the losses of conversations, a file for each rank."""
+COLUMNS = ("episodes", "segments", "losses", "weights")
+"""The fields of `RowLoss` in a line."""
+WIDTH = 24
+"""Characters of the progress bar."""
+SECONDS = 0.2
+"""The bar is redrawn this often at most."""
+DECAY = 0.95
+"""Decay of the moving averages of speed."""
 
 
 def open_resumed(folder: Path, resume: str | None, world: World, *, otherwise: str) -> Checkpoint | None:
@@ -73,13 +77,11 @@ class RunDir:
         *,
         step: int,
         total: int,
-        log_interval: int,
         quiet: bool = False,
-        tensorboard: bool = False,
         rows: RowsData | None = None,
         rewinds: Mapping[str, int] | None = None,
     ) -> None:
-        """Make the folder, or rewind it to `step`; all ranks call this.
+        """Make the folder, or rewind it to `step`; all ranks call this. `config` is that of the run.
 
         `rows` is the data of per-conversation losses, if they are logged; `rewinds` are further line logs, each with
         the last step that is kept.
@@ -93,7 +95,7 @@ class RunDir:
         """Checkpoints later than `step`, under the names that they were given."""
 
         def begin() -> None:
-            if tensorboard:
+            if config.get("tensorboard"):
                 # First: if it is not installed, nothing has been changed.
                 self._metrics.append(TensorBoardLog(folder))
             files.make_folder(folder)
@@ -116,7 +118,7 @@ class RunDir:
             self.close()
             raise
         if world.is_first and not quiet:
-            self._progress = TrainProgress(step, total, every=log_interval)
+            self._progress = TrainProgress(step, total, every=config["log_interval"])
 
     def print(self, text: str) -> None:
         """Print a line on standard error."""
@@ -148,3 +150,195 @@ class RunDir:
         for each in [*self._metrics, self._rows, self._progress]:
             if each is not None:
                 each.close()
+
+
+# Line logs.
+
+
+class MetricsLog:
+    """A file that JSON lines are appended to."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def rewind(path: Path, step: int) -> None:
+    """Remove the lines of a file after a step, and an incomplete last line that a killed run left."""
+    if path.is_file():
+        kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
+        files.write_file(path, b"".join(kept), overwrite=True)
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, in order."""
+    return [line.read() for line in _lines(folder / METRICS)]
+
+
+def rows_file(folder: Path, rank: int) -> Path:
+    return folder / ROWS / f"rank_{rank:05d}.jsonl"
+
+
+class RowsData(NamedTuple):
+    """The data that episode numbers refer to: a run may resume with other data."""
+
+    dataset_dir: str
+    dataset_sha256: str
+    mix_sft: Mapping[str, float] | None
+
+
+def rows_line(step: int, rows: Sequence[RowLoss], data: RowsData) -> dict[str, Any]:
+    """The losses of one step, in columns: most of a line is numbers."""
+    columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
+    return {"step": step, "data": data._asdict(), **dict(zip(COLUMNS, columns, strict=True))}
+
+
+def read_rows(folder: Path, step: int) -> list[RowLoss]:
+    """The losses of the conversations of a step, of all ranks; `DataError` if the run did not write them."""
+    return [row for _, rows in _of_step(folder, step) for row in rows]
+
+
+def rows_data(folder: Path, step: int) -> RowsData:
+    """The data that the episodes of a step are of; `DataError` if the run did not write it."""
+    return _of_step(folder, step)[0][0]
+
+
+def _of_step(folder: Path, step: int) -> list[tuple[RowsData, list[RowLoss]]]:
+    paths = sorted((folder / ROWS).glob("rank_*.jsonl"))
+    if not paths:
+        raise DataError(f"{folder}: holds no losses of conversations; train with --log_rows")
+    start = b'{"step": %d,' % step
+    lines = [_read_rows(line) for path in paths for line in _lines(path) if line.raw.startswith(start)]
+    if not lines:
+        raise DataError(f"{folder}: has no losses of step {step}; see {METRICS} for the steps there are")
+    return lines
+
+
+def _read_rows(line: MetricsLine) -> tuple[RowsData, list[RowLoss]]:
+    try:
+        values = line.read()
+        data = RowsData(**values["data"])
+        Path(data.dataset_dir), bytes.fromhex(data.dataset_sha256)
+        episodes, segments, losses, weights = (values[name] for name in COLUMNS)
+        columns = map(int, episodes), map(int, segments), map(float, losses), map(float, weights)
+        return data, [RowLoss(*row) for row in zip(*columns, strict=True)]
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise line.fault(f"the columns {', '.join(COLUMNS)} of a step, and its data") from None
+
+
+class MetricsLine(NamedTuple):
+    """A complete line of a file."""
+
+    path: Path
+    number: int
+    raw: bytes
+
+    def read(self) -> dict[str, Any]:
+        """The JSON object of the line, which has a step."""
+        try:
+            values = json.loads(self.raw)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or type(values.get("step")) is not int:
+            raise self.fault("an object with its step")
+        return values
+
+    def fault(self, right: str) -> DataError:
+        return DataError(f"{self.path}:{self.number}: is damaged; expected {right}; remove the line")
+
+
+def _lines(path: Path) -> Iterator[MetricsLine]:
+    """The complete lines of a file."""
+    try:
+        with path.open("rb") as file:
+            yield from (MetricsLine(path, number, raw) for number, raw in enumerate(file, 1) if raw.endswith(b"\n"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+class TensorBoardLog:
+    """The same metrics as TensorBoard scalars."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError("tensorboard is true, and it is not installed; pip install tensorboard") from None
+        files.make_folder(folder / "tensorboard")
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        for name, value in line.items():
+            # A step that trains nothing has no loss.
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+# Progress.
+
+
+class TrainProgress:
+    """Shows steps as they end: a bar in a terminal, a line now and then elsewhere."""
+
+    def __init__(self, first: int, total: int, *, every: int, stream: TextIO | None = None) -> None:
+        self._at, self._total, self._every = first, total, every
+        self._stream = stream or sys.stderr
+        self._is_terminal = self._stream.isatty()
+        self._shown = 0.0
+        # Exponential moving averages, each divided by that of ones to correct the bias of the first steps.
+        self._means = dict.fromkeys(("seconds", "tokens", "trained", "ones"), 0.0)
+
+    def step(self, step: int, *, loss: float | None, seconds: float, tokens: float, trained: float) -> None:
+        for name, value in (("seconds", seconds), ("tokens", tokens), ("trained", trained), ("ones", 1.0)):
+            self._means[name] = DECAY * self._means[name] + (1 - DECAY) * value
+        self._at = step
+        now = time.monotonic()
+        if self._is_terminal:
+            if now - self._shown >= SECONDS or step == self._total:
+                self._shown = now
+                done = int(WIDTH * step / max(1, self._total))
+                self._stream.write(f"\r\x1b[K[{'=' * done}{' ' * (WIDTH - done)}] {self._line(loss)}")
+                self._stream.flush()
+        elif step % self._every == 0 or step == self._total:
+            print(self._line(loss), file=self._stream, flush=True)
+
+    def _line(self, loss: float | None) -> str:
+        seconds = self._means["seconds"] or 1e-9
+        speed, trained = self._means["tokens"] / seconds, self._means["trained"] / seconds
+        remaining = (self._total - self._at) * seconds / self._means["ones"]
+        shown_loss = "-" if loss is None else f"{loss:.4f}"
+        return (
+            f"step {self._at:,}/{self._total:,}  loss {shown_loss}  {_short(speed)} tokens/s  "
+            f"{_short(trained)} trained/s  {_clock(remaining)} left"
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        print(f"\r\x1b[K{text}" if self._is_terminal else text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._is_terminal and self._shown:
+            print(file=self._stream, flush=True)
+
+
+def _short(value: float) -> str:
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G" if value < 1000 else f"{value:.0f}G"
+
+
+def _clock(duration: float) -> str:
+    minutes, seconds = divmod(round(duration), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ from chatmill.train.checkpoint import Checkpoint
 from chatmill.train.config import TrainConfig, model_keys
 from chatmill.train.distributed import World
 from chatmill.train.load_model import compute_dtype
-from chatmill.train.metrics_log import METRICS
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import (
-    EpochSteps,
     check_fit,
     data_vocab_size,
     make_model,
@@ -33,9 +32,8 @@ from chatmill.train.preflight import (
     tokenizer_of,
     weights_hash,
 )
-from chatmill.train.run_dir import config_changes, open_resumed
-from chatmill.train.schedule import LRSchedule
-from chatmill.train.step import StepCounts, Stepper, make_stepper
+from chatmill.train.run_dir import METRICS, config_changes, open_resumed
+from chatmill.train.step import LRSchedule, StepCounts, Stepper
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,9 @@ def open_run(
         base = world.together(lambda: _base(config, checkpoint) if world.is_first and model is None else None)
         stepper = _open_model(config, loader, world, checkpoint, model)
         start = 0 if checkpoint is None else checkpoint.state["stage"]["start"] if same_data else checkpoint.step
-        stage = world.together(lambda: _stage(config, loader, start))
+        length, left_out = world.together(lambda: _steps(config, loader))
+        schedule = LRSchedule.of(config, warmup=config.warmup_steps(length), total=length)
+        stage = Stage(start, length, schedule, loader.sha256, config.post_training, left_out)
         state = TrainState(config, world, loader, audit, stepper, stage, base=base)
         if checkpoint is not None:
             state.step, state.saved = checkpoint.step, checkpoint.path
@@ -181,18 +181,9 @@ def _open_data(
     config: TrainConfig, dataset_dir: Path, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, Audit | None, bool]:
     """The loader, at the checkpoint's position if the stage is the same; and whether it is."""
-
-    def open_loader(listener: Audit | None) -> EpisodeLoader:
-        return EpisodeLoader(
-            dataset_dir,
-            config,
-            rank=world.rank,
-            world_size=world.size,
-            listener=listener,
-            pin_memory=world.device.type == "cuda",
-        )
-
-    loader = world.together(lambda: open_loader(None))
+    pin = world.device.type == "cuda"
+    open_loader = partial(EpisodeLoader, dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)
+    loader = world.together(open_loader)
     saved = {} if checkpoint is None else checkpoint.state
     stage = {"dataset_sha256": loader.sha256, "post_training": config.post_training}
     same = bool(saved) and all(saved["stage"][name] == value for name, value in stage.items())
@@ -204,7 +195,7 @@ def _open_data(
             )
         reduce = world.add if world.size > 1 else None
         audit = Audit(config.audit_dir, state=saved["audit"] if same else None, reduce=reduce)
-        loader = world.together(lambda: open_loader(audit))
+        loader = world.together(partial(open_loader, listener=audit))
     if same:
         world.together(lambda: loader.load_state_dict(saved["loader"]))
     return loader, audit, same
@@ -230,7 +221,7 @@ def _open_model(
     if config.compile if config.compile is not None else world.device.type == "cuda":
         model.compile_blocks()
     module = world.distribute(model, sharded=config.parallel == "fsdp", compute=compute)
-    stepper = make_stepper(model, module, world, config)
+    stepper = Stepper(model, module, world, config)
     if checkpoint is not None:
         world.together(lambda: checkpoints.restore(checkpoint, model, stepper.optimizer))
     return stepper
@@ -252,30 +243,23 @@ def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] 
     return mine
 
 
-def _stage(config: TrainConfig, loader: EpisodeLoader, start: int) -> Stage:
-    length, left_out = _steps(config, loader)
-    schedule = LRSchedule.of(config, warmup=config.warmup_steps(length), total=length)
-    return Stage(start, length, schedule, loader.sha256, config.post_training, left_out)
+def _steps(config: TrainConfig, loader: EpisodeLoader) -> tuple[int, int]:
+    """Steps on this data, and the episodes left out at its end.
 
-
-def _steps(config: TrainConfig, loader: EpisodeLoader) -> EpochSteps:
-    """Steps on this data: max_iters, or one epoch if that is not set; in post-training at most one epoch."""
+    Steps are max_iters, or one epoch if that is not set; in post-training at most one epoch.
+    """
     if config.max_iters is not None and not config.post_training:
-        return EpochSteps(config.max_iters, 0)
-    epoch = one_pass(loader.plan(loader.split))
+        return config.max_iters, 0
+    plan = loader.plan(loader.split)
+    epoch = one_pass(plan)
     if epoch is None:
-        why = "post_training is one pass" if config.post_training else "max_iters is null, which is one pass"
-        order = loader.plan(loader.split).order.name
-        raise UsageError(
-            f"{why}, and the order {order} has none; {_instead(config, mixed=loader.config.mix_sft is not None)}"
-        )
-    return epoch if config.max_iters is None or config.max_iters >= epoch.steps else EpochSteps(config.max_iters, 0)
-
-
-def _instead(config: TrainConfig, *, mixed: bool) -> str:
-    if not config.post_training:
-        return "set max_iters"
-    return "give one source of the mix as dataset_dir, and no mix_sft" if mixed else "set batch_sampling_mode to epoch"
+        why, instead = "max_iters is null, which is one pass", "set max_iters"
+        if config.post_training:
+            mixed = loader.config.mix_sft is not None
+            why, instead = "post_training is one pass", "set batch_sampling_mode to epoch"
+            instead = "give one source of the mix as dataset_dir, and no mix_sft" if mixed else instead
+        raise UsageError(f"{why}, and the order {plan.order.name} has none; {instead}")
+    return epoch if config.max_iters is None or config.max_iters >= epoch[0] else (config.max_iters, 0)
 
 
 def _further(config: TrainConfig, stage: Stage) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -138,12 +139,11 @@ def _to_host(tensor: Tensor) -> Tensor:
 class Stepper:
     """A model with its optimizer, on all ranks."""
 
-    def __init__(
-        self, model: CausalModel, module: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, grad_clip: float
-    ) -> None:
-        """`module` is called in place of the model and averages gradients; `grad_clip` 0 disables clipping."""
-        self.model, self.module, self.optimizer, self.world = model, module, optimizer, world
-        self._grad_clip = grad_clip
+    def __init__(self, model: CausalModel, module: nn.Module, world: World, settings: OptimizerConfig) -> None:
+        """`module` is called in place of the model and averages gradients; the optimizer is fresh."""
+        self.model, self.module, self.world = model, module, world
+        self.optimizer = make_optimizer(model, settings)
+        self._grad_clip = settings.grad_clip
         self.is_whole = not any(is_sharded(parameter) for parameter in model.parameters())
         """Whether this rank holds the whole model."""
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -189,27 +189,47 @@ def seed_step(*key: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
-def make_optimizer(
-    model: CausalModel, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
+def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> torch.optim.AdamW:
     """Fused AdamW; weight decay for matrices, none for vectors."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     # AdamW refuses an int, and a config may hold 0 for 0.0.
-    rates = {"lr": float(lr), "betas": (float(betas[0]), float(betas[1])), "eps": float(eps)}
-    return torch.optim.AdamW([group for group in groups if group["params"]], **rates, fused=True)
+    lr, eps, *betas = map(float, (settings.learning_rate, settings.adam_eps, settings.beta1, settings.beta2))
+    used = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(used, lr=lr, betas=tuple(betas), eps=eps, fused=True)
 
 
-def make_stepper(model: CausalModel, module: nn.Module, world: World, settings: OptimizerConfig) -> Stepper:
-    """A stepper with a fresh optimizer."""
-    optimizer = make_optimizer(
-        model,
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.adam_eps,
-        weight_decay=settings.weight_decay,
-    )
-    return Stepper(model, module, optimizer, world, grad_clip=settings.grad_clip)
+@dataclass(frozen=True)
+class LRSchedule:
+    """Rises for `warmup` steps to `peak`, then falls to `floor` at step `total`.
+
+      peak      /‾‾\\__
+               /      ‾\\__ floor
+    step      0  warmup   total
+    """
+
+    peak: float
+    floor: float
+    warmup: int
+    total: int
+    shape: str
+    """cosine, linear or constant."""
+
+    @classmethod
+    def of(cls, settings: OptimizerConfig, *, warmup: int, total: int) -> Self:
+        """The schedule of a config."""
+        peak = settings.learning_rate
+        return cls(peak, peak * settings.min_lr_ratio, warmup, total, settings.lr_schedule)
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of a step; the first is 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        if self.shape == "constant":
+            return self.peak
+        progress = min(1.0, (step - self.warmup) / max(1, self.total - self.warmup))
+        factor = 1 - progress if self.shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return self.floor + (self.peak - self.floor) * factor

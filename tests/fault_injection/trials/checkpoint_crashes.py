@@ -42,6 +42,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     from model_fixtures import small_gpt
 
     from chatmill.train.checkpoint import clean, list_checkpoints, open_checkpoint, restore, save
+    from chatmill.train.config import OptimizerConfig
     from chatmill.train.distributed import World
     from chatmill.train.step import make_optimizer
 
@@ -49,7 +50,7 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
     def made() -> tuple[Any, Any]:
         model = small_gpt(seed=seed)
-        return model, make_optimizer(model, lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
+        return model, make_optimizer(model, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))
 
     def write(step: int) -> None:
         """A checkpoint whose weights are all the number of its step."""

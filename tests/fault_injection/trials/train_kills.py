@@ -80,7 +80,7 @@ class Runs:
         from chatmill.audit import verify_log
         from chatmill.train.checkpoint import list_checkpoints, open_checkpoint
         from chatmill.train.distributed import World
-        from chatmill.train.metrics_log import read_metrics
+        from chatmill.train.run_dir import read_metrics
         from chatmill.train.sharded_tensors import file_info
 
         run = self.folder / "out" / name

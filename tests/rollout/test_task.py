@@ -10,8 +10,8 @@ import pytest
 from chatmill.errors import DataError
 from chatmill.format import PRESETS, TurnRenderer, load_format
 from chatmill.records import Message, Record
-from chatmill.rollout.prompt import check_prompts, join_prompts, prompt_rows
 from chatmill.rollout.target import build_answer, build_target
+from chatmill.rollout.task import check_prompts, join_prompts, prompt_rows
 from chatmill.rollout.vocabulary import COORDINATES
 from chatmill.rows import NO_MESSAGE, Rule
 from chatmill.tokenizer import open_tokenizer
