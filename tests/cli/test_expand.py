@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.testing import CliRunner
 
-from chatmill.cli.expand import KeyOptions, TextFlags, expanded
+from chatmill.cli.expand import expanded, key_options, text_flags
 from chatmill.config import Config, integer, key
 
 
@@ -47,7 +47,7 @@ def test_a_dataclass_stands_for_its_fields():
 def test_keys_of_a_configuration_are_options_of_their_types():
     got: list[Any] = []
 
-    def command(keys: Annotated[dict[str, Any], KeyOptions(Settings)]) -> None:
+    def command(keys: Annotated[dict[str, Any], key_options(Settings)]) -> None:
         got.append(keys)
 
     assert invoke(command).exit_code == 0
@@ -64,7 +64,7 @@ def test_keys_of_a_configuration_are_options_of_their_types():
 def test_flags_as_text_have_both_spellings_and_show_their_defaults():
     got: list[Any] = []
 
-    def command(flags: Annotated[dict[str, str], TextFlags(Settings)]) -> None:
+    def command(flags: Annotated[dict[str, str], text_flags(Settings)]) -> None:
         got.append(flags)
 
     assert invoke(command, "--max_tokens", "9", "--fit", "x").exit_code == 0

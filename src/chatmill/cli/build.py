@@ -1,8 +1,13 @@
-"""`chatmill build-sft-primer` and its kin: one file of conversations to the cache of one source."""
+"""`chatmill build-sft-primer` and its kin: one file of conversations to the cache of one source.
+
+`chatmill.toml` has settings for what no flag gives:
+
+data.primer.val_frac = 0.2       or as tables: [data.primer] val_frac = 0.2
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from chatmill.cli.expand import OptionGroup, option_parameter
 from chatmill.cli.options import (
     AsJson,
     OnError,
@@ -22,14 +28,88 @@ from chatmill.cli.options import (
     reading,
 )
 from chatmill.cli.render_options import AddTokens, TokenizerName
-from chatmill.cli.settings import SettingFlags, cache_config
+from chatmill.config import keys_of, read_toml
+from chatmill.errors import UsageError, one_line
 from chatmill.ledger import Ledger
 from chatmill.prepare.primer import SHAPES, CacheConfig, build_cache
 from chatmill.records import DEFAULT_REJECTS
 from chatmill.store.primer_cache import cache_folder
 
-Flags = Annotated[dict[str, Any], SettingFlags()]
+FILE = Path("chatmill.toml")
+NAMES = {
+    "path": "data.{source}.path",
+    "val_frac": "data.{source}.val_frac",
+    "out_dir": "data.caches.sft_token_cache",
+    "seed": "training.seed",
+    "t_max": "model.T",
+}
+"""What the keys of `CacheConfig` are called in the file."""
+DEFAULT_PATHS = {"primer": "data/primer.jsonl"}
 FROM_FILE = "What no flag gives is taken from chatmill.toml in the current folder, if there is one."
+
+
+# Settings.
+
+
+def setting_flags() -> OptionGroup:
+    """Marks a parameter that gets the flags that win over the file, None where none is given."""
+    options = []
+    for name, each in keys_of(CacheConfig).items():
+        if name != "path":
+            otherwise = f"[{NAMES[name].format(source='SOURCE')}, else {each.default}]"
+            kind: Any = each.type | None
+            options.append(option_parameter(name, Annotated[kind, typer.Option(help=f"{each.help} {otherwise}")], None))
+    return OptionGroup(options)
+
+
+def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> CacheConfig:
+    """The configuration of a source: a flag wins over the file, the file over the default; all faults are one line.
+
+    `flags` are the keys of `CacheConfig`, None where no flag is given.
+    """
+    keys = keys_of(CacheConfig)
+    stored, faults = _read_settings()
+    for name, value in flags.items():
+        if value is not None and not keys[name].check.accepts(value):
+            flag = input_flag if name == "path" else f"--{name.replace('_', '-')}"
+            faults.append(f"{flag} is {one_line(str(value))}, expected {keys[name].check.expected}")
+    of_file = {name: stored.get(dotted.format(source=source)) for name, dotted in NAMES.items()}
+    values: dict[str, Any] = {"path": DEFAULT_PATHS.get(source)}
+    values |= {name: value for layer in (of_file, flags) for name, value in layer.items() if value is not None}
+    if values["path"] is None:
+        faults.append(f"no input; give {input_flag}, or data.{source}.path in {FILE}")
+    if faults:
+        raise UsageError("; ".join(faults))
+    return CacheConfig(**values)
+
+
+def _read_settings() -> tuple[dict[str, Any], list[str]]:
+    """The settings of the file, if there is one, by their dotted names; and what is wrong with them."""
+    if not FILE.exists():
+        return {}, []
+    keys = keys_of(CacheConfig)
+    known = {dotted.format(source=source): keys[name] for name, dotted in NAMES.items() for source in SHAPES}
+    stored, faults = {}, []
+    for dotted, value in _flat(read_toml(FILE, what="expected a TOML file", error=UsageError)):
+        if dotted not in known:
+            faults.append(f'{FILE}: unknown key "{one_line(dotted)}" (known: {", ".join(sorted(known))})')
+        elif not known[dotted].check.accepts(value):
+            faults.append(f"{FILE}: {dotted} is {one_line(repr(value))}, expected {known[dotted].check.expected}")
+        else:
+            stored[dotted] = value
+    return stored, faults
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no table, by its dotted name; an empty table is a value, so that its name is checked."""
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+# Commands.
 
 
 @dataclass(frozen=True)
@@ -47,7 +127,7 @@ def build_sft_primer(
     primer_jsonl: Annotated[
         str | None, typer.Option(help="The file to read. [data.primer.path, else data/primer.jsonl]")
     ] = None,
-    flags: Flags,
+    flags: Annotated[dict[str, Any], setting_flags()],
     options: BuildOptions,
 ) -> None:
     """Build the cache of primer.jsonl: shuffled, split, one example a row. The first faulty line stops it.
@@ -70,7 +150,7 @@ def _command(source: str, summary: str, example: str) -> Callable[..., None]:
     def build(
         *,
         input: Annotated[str | None, typer.Option("--input", help="The file to read. [data.SOURCE.path]")] = None,
-        flags: Flags,
+        flags: Annotated[dict[str, Any], setting_flags()],
         on_error: OnError = "stop",
         rejects: RejectsFile = DEFAULT_REJECTS,
         options: BuildOptions,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, ReadOptions, echo_json, print_rejects, progress, reading
+from chatmill.cli.options import AsJson, ReadOptions, argument, echo_json, print_rejects, progress, reading
 from chatmill.cli.render_options import TemplateFlags
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
@@ -25,9 +25,7 @@ def certify_command(
     tokenizer: Annotated[
         str, typer.Option("--tokenizer", help="A Hugging Face folder, or any tokenizer with --chat-template.")
     ],
-    inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="INPUT...", help="Conversations of your own.", show_default=False)
-    ] = None,
+    inputs: Annotated[list[str] | None, argument("INPUT...", "Conversations of your own.")] = None,
     template: TemplateFlags,
     read: ReadOptions,
     as_json: AsJson = False,

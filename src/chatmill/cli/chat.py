@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json
+from chatmill.cli.options import AsJson, argument, echo_json
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.show.text import visible
 
@@ -20,12 +20,7 @@ HELP = """\
   /new           begin a new conversation
   /quit          end; so does Ctrl-D. Ctrl-C cuts an answer short."""
 
-ModelPath = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A run (checkpoints/NAME), one of its checkpoints, or a model folder.", show_default=False
-    ),
-]
+ModelPath = Annotated[str, argument("MODEL", "A run (checkpoints/NAME), one of its checkpoints, or a model folder.")]
 ModelTokenizer = Annotated[
     str | None,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json
+from chatmill.cli.options import AsJson, argument, echo_json
 from chatmill.errors import one_line
 from chatmill.store.diff import ConversationOrigin, Diff, diff_datasets
 
@@ -22,8 +22,8 @@ MEANING = {
 
 
 def diff(
-    one: Annotated[Path, typer.Argument(metavar="A", help="A dataset.", show_default=False)],
-    other: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    one: Annotated[Path, argument("A", "A dataset.")],
+    other: Annotated[Path, argument("B", "Another.")],
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="End with exit code 1 if a conversation differs, as git diff does.")
     ] = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chatmill.cli.chat import Device, ModelPath
-from chatmill.cli.options import AsJson, counting, echo_json, print_table
+from chatmill.cli.options import AsJson, DatasetOrCaches, counting, echo_json, print_table, share
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import one_line
 from chatmill.show.dataset import open_view
@@ -29,9 +29,7 @@ REASONS = {
 
 def eval_command(
     model: ModelPath,
-    dataset: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A dataset, a cache, or a folder of caches.", show_default=False)
-    ],
+    dataset: DatasetOrCaches,
     split: Annotated[str, typer.Option(help="train or val.")] = "val",
     max_tokens: Annotated[int, typer.Option(min=1, help="Cut an answer that is longer.")] = 256,
     limit: Annotated[
@@ -112,8 +110,8 @@ def _tell(report: EvalReport) -> None:
                 f"{each.conversations:,}",
                 f"{each.loss:.4f}" if each.weight else "-",
                 f"{each.questions:,}",
-                _share(each.exact, each.questions),
-                _share(each.stopped, each.questions),
+                share(each.exact, each.questions, of_nothing="-"),
+                share(each.stopped, each.questions, of_nothing="-"),
             )
             for name, each in scores.items()
         ],
@@ -122,10 +120,6 @@ def _tell(report: EvalReport) -> None:
         typer.echo(f"not asked: {count:,} answers {REASONS[reason]}")
     if report.cut:
         typer.echo(f"{report.cut:,} conversations are longer than the model's positions; their last tokens were read")
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
 
 
 def _tell_wrong(answer: ScoredAnswer, text: TokenText) -> None:

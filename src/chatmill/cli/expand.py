@@ -4,75 +4,52 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import is_dataclass
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, NamedTuple, get_origin
 
 import typer
 
 from chatmill.config import flag_spellings, keys_of
 
 
-class OptionGroup:
-    """Marks a parameter that stands for several options and gets their values as a dict."""
+class OptionGroup(NamedTuple):
+    """Marks a parameter that stands for several options; `gather` makes its value of theirs."""
 
-    def options(self) -> Iterator[inspect.Parameter]:
-        raise NotImplementedError
-
-    def gather(self, **values: Any) -> dict[str, Any]:
-        """The value of the parameter."""
-        return values
-
-    @staticmethod
-    def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+    options: list[inspect.Parameter]
+    gather: Callable[..., Any] = dict
 
 
-class KeyOptions(OptionGroup):
+def option_parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def key_options(config: type[Any]) -> OptionGroup:
     """Marks a parameter that gets the value of every key of a configuration, from options of the keys' own types."""
-
-    def __init__(self, config: type[Any]) -> None:
-        self.config = config
-
-    def options(self) -> Iterator[inspect.Parameter]:
-        for each in keys_of(self.config).values():
-            kind, default = each.type, each.default
-            if get_origin(kind) is tuple:
-                kind, default = list[str] | None, None
-            yield self.parameter(each.name, Annotated[kind, option(self.config, each.name)], default)
-
-    def gather(self, **values: Any) -> dict[str, Any]:
-        tuples = {each.name for each in keys_of(self.config).values() if get_origin(each.type) is tuple}
-        return {name: tuple(value or ()) if name in tuples else value for name, value in values.items()}
+    keys = keys_of(config)
+    tuples = {name for name, each in keys.items() if get_origin(each.type) is tuple}
+    options = []
+    for name, each in keys.items():
+        kind, default = (list[str] | None, None) if name in tuples else (each.type, each.default)
+        options.append(option_parameter(name, Annotated[kind, option(config, name)], default))
+    return OptionGroup(options, lambda **values: values | {name: tuple(values[name] or ()) for name in tuples})
 
 
-class TextFlags(OptionGroup):
+def text_flags(*configs: type[Any]) -> OptionGroup:
     """Marks a parameter that gets the flags of configurations that are given, as text, in both spellings."""
-
-    def __init__(self, *configs: type[Any]) -> None:
-        self.keys = [each for config in configs for each in keys_of(config).values()]
-
-    def options(self) -> Iterator[inspect.Parameter]:
-        for each in self.keys:
-            shown = each.default is not None or "null" in each.help
-            help = f"{each.help}  [default: {json.dumps(each.default)}]" if shown else each.help
-            flag = typer.Option(*flag_spellings(each.name), metavar=each.metavar or "VALUE", help=help)
-            yield self.parameter(each.name, Annotated[str | None, flag], None)
-
-    def gather(self, **values: str | None) -> dict[str, str]:
-        return {name: text for name, text in values.items() if text is not None}
+    options = []
+    for each in (each for config in configs for each in keys_of(config).values()):
+        shown = each.default is not None or "null" in each.help
+        help = f"{each.help}  [default: {json.dumps(each.default)}]" if shown else each.help
+        flag = typer.Option(*flag_spellings(each.name), metavar=each.metavar or "VALUE", help=help)
+        options.append(option_parameter(each.name, Annotated[str | None, flag], None))
+    return OptionGroup(options, lambda **values: {name: text for name, text in values.items() if text is not None})
 
 
 def option(config: type[Any], name: str) -> Any:
     """The typer option of a declared key."""
     each = keys_of(config)[name]
-    return typer.Option(flag_of(config, name), metavar=each.metavar, help=each.help)
-
-
-def flag_of(config: type[Any], name: str) -> str:
-    """The flag of a key, or of a parameter that is none."""
-    each = keys_of(config).get(name)
-    return each.flag if each is not None and each.flag is not None else f"--{name.replace('_', '-')}"
+    return typer.Option(each.flag or f"--{name.replace('_', '-')}", metavar=each.metavar, help=each.help)
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
@@ -82,18 +59,17 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     with an `OptionGroup` stands for the options of the group, and gets a dict.
     """
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[list[str], Callable[..., Any]]] = {}
+    groups: dict[str, OptionGroup] = {}
     for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        options, gather = _expansion(parameter.annotation)
-        if gather is not None:
-            groups[name] = [each.name for each in options], gather
-        parameters += options if gather is not None else [parameter]
+        if (group := _group(parameter.annotation)) is not None:
+            groups[name] = group
+        parameters += [parameter] if group is None else group.options
     if not groups:
         return command
 
     def run(**values: Any) -> None:
-        for name, (options, gather) in groups.items():
-            values[name] = gather(**{option: values.pop(option) for option in options})
+        for name, group in groups.items():
+            values[name] = group.gather(**{each.name: values.pop(each.name) for each in group.options})
         command(**values)
 
     run.__doc__ = command.__doc__
@@ -102,11 +78,8 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _expansion(annotation: Any) -> tuple[list[inspect.Parameter], Callable[..., Any] | None]:
-    """The options that a parameter of this type stands for, and what makes its value of theirs."""
-    for marker in getattr(annotation, "__metadata__", ()):
-        if isinstance(marker, OptionGroup):
-            return list(marker.options()), marker.gather
+def _group(annotation: Any) -> OptionGroup | None:
+    """The options that a parameter of this type stands for."""
     if is_dataclass(annotation) and isinstance(annotation, type):
-        return list(inspect.signature(annotation, eval_str=True).parameters.values()), annotation
-    return [], None
+        return OptionGroup(list(inspect.signature(annotation, eval_str=True).parameters.values()), annotation)
+    return next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, OptionGroup)), None)

@@ -8,18 +8,16 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json
-from chatmill.cli.show import Dataset, ItsTokenizer, Split, warn_without_text
+from chatmill.cli.options import AsJson, DatasetOrCache, argument, echo_json
+from chatmill.cli.show import ItsTokenizer, Split, warn_without_text
 from chatmill.errors import UsageError, one_line
 from chatmill.show.dataset import open_view
 from chatmill.show.explain import explain_token
 
 
 def explain(
-    dataset: Dataset,
-    token: Annotated[
-        str, typer.Argument(metavar="EPISODE:TOKEN", help="An episode, and a token of it, from 0.", show_default=False)
-    ],
+    dataset: DatasetOrCache,
+    token: Annotated[str, argument("EPISODE:TOKEN", "An episode, and a token of it, from 0.")],
     split: Split = None,
     tokenizer: ItsTokenizer = None,
     as_json: AsJson = False,

@@ -11,6 +11,7 @@ import typer
 from chatmill.cli.expand import expanded
 from chatmill.cli.options import (
     AsJson,
+    DatasetDir,
     Inputs,
     OverwriteFile,
     ReadOptions,
@@ -79,7 +80,7 @@ def transcripts(
 
 @app.command("parquet")
 def parquet(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset.", show_default=False)],
+    dataset: DatasetDir,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="The folder to write.")],
     split: Annotated[
         list[str] | None, typer.Option(help="Only this split; may be given twice. Left out, all of them.")

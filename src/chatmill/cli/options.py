@@ -21,12 +21,16 @@ from chatmill.records import DEFAULT_REJECTS, SHAPES, CountedRecords, Rejects
 
 T = TypeVar("T")
 
-Inputs = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="INPUT...", help="Files or globs: .jsonl .json .txt, each also .gz; .parquet.", show_default=False
-    ),
-]
+
+def argument(metavar: str, help: str) -> Any:
+    """An argument that no option names; its help shows no default."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+Inputs = Annotated[list[str], argument("INPUT...", "Files or globs: .jsonl .json .txt, each also .gz; .parquet.")]
+DatasetDir = Annotated[Path, argument("DIR", "A dataset.")]
+DatasetOrCache = Annotated[Path, argument("DIR", "A dataset, or the cache of a source.")]
+DatasetOrCaches = Annotated[Path, argument("DIR", "A dataset, a cache, or a folder of caches.")]
 Shape = Annotated[
     str | None,
     typer.Option(help=f"How the records look: {', '.join(SHAPES)}. Left out, it is detected from the first records."),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json
+from chatmill.cli.options import AsJson, DatasetOrCaches, echo_json
 from chatmill.config import LONGEST
 from chatmill.load.config import LoadConfig
 from chatmill.load.order import MODES
@@ -19,9 +19,7 @@ DEFAULT = LoadConfig()
 
 
 def order(
-    dataset: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A dataset, a cache, or a folder of caches.", show_default=False)
-    ],
+    dataset: DatasetOrCaches,
     seed: Annotated[
         int | None, typer.Option(help="The base seed: epoch_seed of a config.", show_default="1337")
     ] = None,

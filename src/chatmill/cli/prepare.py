@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from chatmill.cli.expand import KeyOptions, flag_of
+from chatmill.cli.expand import key_options
 from chatmill.cli.guard import guarded
 from chatmill.cli.options import AsJson, Inputs, RejectsFile, Shape, echo_json, print_ledger, progress_on_stderr, share
 from chatmill.errors import ChatmillError, UsageError
@@ -35,7 +35,7 @@ def prepare_command(
     context: typer.Context,
     inputs: Inputs,
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")],
-    keys: Annotated[dict[str, Any], KeyOptions(Job)],
+    keys: Annotated[dict[str, Any], key_options(Job)],
     shape: Shape = None,
     val_file: Annotated[list[str] | None, typer.Option(help="Files that are all for validation.")] = None,
     workers: Annotated[
@@ -63,22 +63,14 @@ def prepare_command(
       chatmill prepare recipe.toml -o data/v4
     """
     if len(inputs) == 1 and inputs[0].endswith(".toml"):
-        names = [name for name in (*keys, "shape", "val_file") if _was_given(context, name)]
-        if names:
-            flags = ", ".join(flag_of(Job, name) for name in names)
-            raise UsageError(f"{flags} with a recipe; write it into {inputs[0]} instead")
+        of_recipe = [each for each in context.command.params if each.name in {*keys, "shape", "val_file"}]
+        if flags := [each.opts[0] for each in of_recipe if _was_given(context, str(each.name))]:
+            raise UsageError(f"{', '.join(flags)} with a recipe; write it into {inputs[0]} instead")
         job = load_recipe(Path(inputs[0]))
     else:
         job = Job(_sources(inputs, val_file, shape), **keys)
-    run(
-        job,
-        output,
-        engine=_engine(engine, workers, address),
-        rejects=rejects,
-        overwrite=overwrite,
-        resume=resume,
-        as_json=as_json,
-    )
+    chosen = _engine(engine, workers, address)
+    run(job, output, engine=chosen, rejects=rejects, overwrite=overwrite, resume=resume, as_json=as_json)
 
 
 def _sources(inputs: Sequence[str], val_files: Sequence[str] | None, shape: str | None) -> tuple[InputSource, ...]:
@@ -98,24 +90,18 @@ def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: boo
     rejected: Rejects | None = None
     if job.on_error == "skip":
         rejected = Rejects(rejects, [name for source in job.sources for name in source.inputs])
-    progress = BuildBar()
-    with ExitStack() as opened, progress.bar:
+    on_fault = rejected or (lambda fault: None)
+    with ExitStack() as opened, _build_bar() as bar:
 
-        def on_progress(now: BuildProgress) -> None:
+        def advance(now: BuildProgress) -> None:
             if rejected is not None and not rejected.is_open:
                 # Not before: a command that is refused leaves the rejects of an earlier one alone.
                 opened.enter_context(rejected)
-            progress.show(now)
+            _show_progress(bar, now)
 
         try:
             metadata = prepare_dataset(
-                job,
-                output,
-                engine=engine,
-                overwrite=overwrite,
-                resume=resume,
-                on_fault=rejected or (lambda fault: None),
-                on_progress=on_progress,
+                job, output, engine=engine, overwrite=overwrite, resume=resume, on_fault=on_fault, on_progress=advance
             )
         except KeyboardInterrupt:
             raise StoppedError("stopped; go on with --resume") from None
@@ -137,28 +123,24 @@ def _engine(name: str, workers: int | None, address: str | None) -> Engine:
     return RayEngine(workers, address)
 
 
-class BuildBar:
-    """The progress of a build on standard error: a bar for each step of it."""
+def _build_bar() -> Progress:
+    return progress_on_stderr(
+        TextColumn("{task.description:<7}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[rows]:,} rows, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} Mtok/s"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
 
-    def __init__(self) -> None:
-        self.bar = progress_on_stderr(
-            TextColumn("{task.description:<7}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TextColumn("{task.fields[rows]:,} rows, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} Mtok/s"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._tasks: dict[str, TaskID] = {}
 
-    def show(self, progress: BuildProgress) -> None:
-        if progress.step not in self._tasks:
-            self._tasks[progress.step] = self.bar.add_task(progress.step, rows=0, tokens=0, speed=0.0)
-        task = self._tasks[progress.step]
-        elapsed = self.bar.tasks[task].elapsed or 0
-        speed = progress.tokens / elapsed / 1e6 if elapsed else 0.0
-        counts: dict[str, Any] = {"rows": progress.rows, "tokens": progress.tokens, "speed": speed}
-        self.bar.update(task, completed=progress.done, total=progress.total, **counts)
+def _show_progress(bar: Progress, now: BuildProgress) -> None:
+    """Advance the bar of this step of the build; each step has its own."""
+    if now.step not in [task.description for task in bar.tasks]:
+        bar.add_task(now.step, rows=0, tokens=0, speed=0.0)
+    [task] = [task for task in bar.tasks if task.description == now.step]
+    speed = now.tokens / task.elapsed / 1e6 if task.elapsed else 0.0
+    bar.update(task.id, completed=now.done, total=now.total, rows=now.rows, tokens=now.tokens, speed=speed)
 
 
 def _summary(output: Path, metadata: Metadata) -> dict[str, Any]:
@@ -238,16 +220,6 @@ def script(shape: str, doc: str) -> None:
         shard_tokens=args.tokens_per_shard,
     )
 
-    def build() -> None:
-        run(
-            job,
-            args.output_dir,
-            engine=LocalEngine(),
-            rejects=DEFAULT_REJECTS,
-            overwrite=args.overwrite,
-            resume=args.resume,
-            as_json=args.verbose,
-        )
-
-    guarded(build)
+    options = {"overwrite": args.overwrite, "resume": args.resume, "as_json": args.verbose}
+    guarded(lambda: run(job, args.output_dir, engine=LocalEngine(), rejects=DEFAULT_REJECTS, **options))
     sys.exit(0)

@@ -10,16 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from chatmill.cli.options import (
-    AsJson,
-    Inputs,
-    ReadOptions,
-    print_losses,
-    print_rejects,
-    progress,
-    reading,
-    share,
-)
+from chatmill.cli.options import AsJson, Inputs, ReadOptions, print_losses, print_rejects, progress, reading, share
 from chatmill.cli.render_options import AddTokens, FormatName, TemplateFlags, TokenizerName, TrainedTurns
 from chatmill.config import LONGEST
 from chatmill.fit import FitRule, truncate

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from chatmill import __version__
-from chatmill.cli.options import AsJson, echo_json
-from chatmill.cli.show import Dataset, ItsTokenizer, warn_without_text
+from chatmill.cli.options import AsJson, DatasetOrCache, echo_json
+from chatmill.cli.show import ItsTokenizer, warn_without_text
 from chatmill.cli.stats import stats_of
 from chatmill.show.dataset import open_view
 from chatmill.show.report import BLOCK_SIZES, report_html
@@ -17,7 +17,7 @@ from chatmill.store.files import refuse_existing, write_file
 
 
 def report(
-    dataset: Dataset,
+    dataset: DatasetOrCache,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file of the page.")] = Path("report.html"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     tokenizer: ItsTokenizer = None,

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json, share
+from chatmill.cli.options import AsJson, DatasetDir, echo_json, share
 from chatmill.rows import TrainOn
 from chatmill.store.reweigh import reweigh_dataset
 
 
 def reweigh(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset.", show_default=False)],
+    dataset: DatasetDir,
     train_on: Annotated[
         TrainOn,
         typer.Option(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, counting, echo_json
+from chatmill.cli.options import AsJson, argument, counting, echo_json
 from chatmill.cli.render_options import AddTokens, FormatName, TokenizerName
 from chatmill.prepare.job import SHARD_TOKENS
 from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
@@ -19,9 +19,7 @@ from chatmill.store.metadata import Metadata
 
 app = typer.Typer(help="Train on the model's own answers.", no_args_is_help=True, rich_markup_mode=None)
 
-TruthFile = Annotated[
-    Path, typer.Argument(metavar="TRUTH", help="A .jsonl of records: id, messages, objects.", show_default=False)
-]
+TruthFile = Annotated[Path, argument("TRUTH", "A .jsonl of records: id, messages, objects.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")]
 FieldNames = Annotated[
     str | None,
@@ -40,14 +38,7 @@ def root() -> None:
 
 @app.command("build")
 def build(
-    rollouts: Annotated[
-        Path,
-        typer.Argument(
-            metavar="ROLLOUTS",
-            help="A .jsonl of answers: id, response_token_ids, prompt_token_ids.",
-            show_default=False,
-        ),
-    ],
+    rollouts: Annotated[Path, argument("ROLLOUTS", "A .jsonl of answers: id, response_token_ids, prompt_token_ids.")],
     truth: TruthFile,
     output: Output,
     tokenizer: TokenizerName = "bytes",
@@ -114,7 +105,7 @@ def answers(
 
 @app.command("train")
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A JSON file of settings.", show_default=False)],
+    config: Annotated[Path, argument("CONFIG", "A JSON file of settings.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the run.")],
     resume: Annotated[
         str | None, typer.Option(help="auto: go on with the newest checkpoint, if there is one; or its folder.")

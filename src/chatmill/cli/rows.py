@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json, print_table
+from chatmill.cli.options import AsJson, argument, echo_json, print_table
 from chatmill.errors import UsageError, one_line
 from chatmill.show.step_rows import StepEpisodes
 
@@ -15,12 +15,7 @@ RUNS = Path("checkpoints")
 
 
 def rows_command(
-    run: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[RUN]", help="The folder of a run; of those in checkpoints/ the newest.", show_default=False
-        ),
-    ] = None,
+    run: Annotated[Path | None, argument("[RUN]", "The folder of a run; of those in checkpoints/ the newest.")] = None,
     step: Annotated[int, typer.Option(min=1, help="Which step.", show_default=False)] = ...,  # type: ignore[assignment]
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", min=1, help="Conversations to list at most; all if left out.")

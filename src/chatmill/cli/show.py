@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from chatmill.cli.options import AsJson, counting
+from chatmill.cli.options import AsJson, DatasetOrCache, counting
 from chatmill.errors import UsageError
 from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Rows
@@ -23,9 +22,6 @@ from chatmill.show.text import find, locate
 
 LISTED = 10
 
-Dataset = Annotated[
-    Path, typer.Argument(metavar="DIR", help="A dataset, or the cache of a source.", show_default=False)
-]
 Split = Annotated[str | None, typer.Option(help="train or val; the first that holds an episode if left out.")]
 ItsTokenizer = Annotated[
     str | None,
@@ -36,7 +32,7 @@ ItsTokenizer = Annotated[
 
 
 def show(
-    dataset: Dataset,
+    dataset: DatasetOrCache,
     episode: Annotated[
         int | None, typer.Argument(metavar="[EPISODE]", min=0, help="Its number. Left out, episodes are listed.")
     ] = None,

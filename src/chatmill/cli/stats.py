@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, counting, echo_json, print_ledger, print_table, share
-from chatmill.cli.show import Dataset
+from chatmill.cli.options import AsJson, DatasetOrCache, counting, echo_json, print_ledger, print_table, share
 from chatmill.config import LONGEST
 from chatmill.show.dataset import DatasetView, open_view
 from chatmill.show.stats import BLOCK_SIZES, QUANTILES, SplitStats, split_stats
@@ -26,7 +25,7 @@ BlockSizes = Annotated[
 
 
 def stats(
-    dataset: Dataset,
+    dataset: DatasetOrCache,
     split: Annotated[str | None, typer.Option(help="train or val; all of them if left out.")] = None,
     block_size: BlockSizes = None,
     as_json: AsJson = False,

@@ -9,16 +9,7 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.expand import expanded
-from chatmill.cli.options import (
-    AsJson,
-    Inputs,
-    OverwriteFile,
-    ReadOptions,
-    echo_json,
-    print_rejects,
-    progress,
-    reading,
-)
+from chatmill.cli.options import AsJson, Inputs, OverwriteFile, ReadOptions, echo_json, print_rejects, progress, reading
 from chatmill.cli.render_options import AddTokens, FormatName
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from chatmill.cli.expand import TextFlags
+from chatmill.cli.expand import text_flags
 from chatmill.cli.options import AsJson
 from chatmill.errors import ChatmillError
 from chatmill.show.dataset import open_view
@@ -28,9 +28,7 @@ COMMAND = {"cls": TrainCommand, "context_settings": {"allow_extra_args": True, "
 
 
 def train(
-    context: typer.Context,
-    flags: Annotated[dict[str, str], TextFlags(RunFlags, TrainConfig)],
-    as_json: AsJson = False,
+    context: typer.Context, flags: Annotated[dict[str, str], text_flags(RunFlags, TrainConfig)], as_json: AsJson = False
 ) -> None:
     """Train a model on a dataset, a cache, or a folder of caches that are mixed.
 

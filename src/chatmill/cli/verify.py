@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json
+from chatmill.cli.options import AsJson, DatasetOrCache, echo_json
 from chatmill.store import is_cache, verify_cache, verify_dataset
 
 
 def verify(
-    dataset: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A dataset, or the cache of a source.", show_default=False)
-    ],
+    dataset: DatasetOrCache,
     full: Annotated[
         bool, typer.Option("--full", help="Read every byte: hashes, ids, and that mask equals spans.")
     ] = False,

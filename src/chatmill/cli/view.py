@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, echo_json
-from chatmill.cli.show import Dataset, ItsTokenizer
+from chatmill.cli.options import AsJson, DatasetOrCache, echo_json
+from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
 from chatmill.show.dataset import open_view
@@ -18,7 +18,7 @@ from chatmill.show.viewer import Viewer
 
 
 def view(
-    dataset: Dataset,
+    dataset: DatasetOrCache,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The port; 0 is any that is free.", show_default="any that is free")
     ] = 0,

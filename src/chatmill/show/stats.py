@@ -125,11 +125,7 @@ def _add(stats: SplitStats, rows: Rows) -> None:
     trained_before = offsets(trained)
     row_trained = np.diff(trained_before[rows.first_span[rows.first_segment]])
     _add_longest(stats, rows, row_length, row_trained)
-    for table, column, codes in (
-        (stats.roles, "role", Role),
-        (stats.parts, "part", Part),
-        (stats.rules, "rule", Rule),
-    ):
+    for table, column, codes in ((stats.roles, "role", Role), (stats.parts, "part", Part), (stats.rules, "rule", Rule)):
         _count(table, {code: code.name.lower() for code in codes}, spans[column], length, trained)
     _add_sources(stats, rows, np.diff(trained_before[rows.first_span]))
     stats.rows += len(rows)
