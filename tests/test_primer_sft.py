@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 from chatmill import render_chat_sft
-from chatmill.ledger import Ledger
 from chatmill.prepare.primer import CacheConfig, build_cache
 from chatmill.records import CountedRecords, read_records, shuffle_split
 from chatmill.tokenizer import open_tokenizer
@@ -55,9 +54,9 @@ def test_one_seed_gives_one_split_of_a_file(tmp_path):
 
 
 def test_a_build_leaves_documented_metadata_and_shards_in_both_splits(tmp_path):
-    path, ledger = str(write_primer(tmp_path / "primer.jsonl", 10)), Ledger()
+    path = str(write_primer(tmp_path / "primer.jsonl", 10))
     config = CacheConfig(path=path, out_dir=str(tmp_path), seed=42, val_frac=0.2, t_max=6)
-    build_cache("primer", config, CountedRecords([path], ledger, shape="primer"), ledger)
+    build_cache("primer", config, CountedRecords([path], shape="primer"))
     meta = json.loads((tmp_path / "primer" / "meta.json").read_text())
     assert meta["source"] == "primer"
     assert meta["tokenizer_sha256"] == open_tokenizer("bytes").sha256

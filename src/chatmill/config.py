@@ -123,8 +123,7 @@ def key(
 ) -> T:
     """Declare a key of a configuration; without a check, every value of its type is accepted."""
     about = {"help": help, "check": check, "flag": flag, "variable": variable, "metavar": metavar}
-    declared: T = field(default=default, metadata=about)
-    return declared
+    return field(default=default, metadata=about)
 
 
 def required(help: str, check: ValueCheck | None = None) -> Any:
@@ -271,22 +270,18 @@ def read_toml(path: Path, *, what: str, error: type[ChatmillError] = DataError) 
         raise error(f"{path}: not TOML: {one_line(str(reason))}") from None
 
 
-def read_values(path: Path) -> dict[str, Any]:
-    """The keys of a JSON file over those of the file it inherits from, and so on; `UsageError` for a circle."""
-    chain: list[Path] = []
-    tables: list[dict[str, Any]] = []
-    at: Path | None = path
-    while at is not None:
-        # Read before it is resolved, so that the error for a link to itself names the link.
-        table = _read_json(at)
-        if at.resolve() in (seen.resolve() for seen in chain):
-            circle = " -> ".join(str(each) for each in [*chain, at])
-            raise UsageError(f"{path}: inherits from itself ({circle}); a chain of files must end")
-        chain.append(at)
-        parent = table.pop(INHERITS, None)
-        tables.append(table)
-        at = None if parent is None else _parent_path(parent, at)
-    return {name: value for table in reversed(tables) for name, value in table.items()}
+def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The keys of a JSON file over those of the file it inherits from, and so on; `UsageError` for a circle.
+
+    `heirs` are the files that inherit from this one, the first to be read first.
+    """
+    # Read before it is resolved, so that the error for a link to itself names the link.
+    table = _read_json(path)
+    if path.resolve() in [heir.resolve() for heir in heirs]:
+        circle = " -> ".join(map(str, [*heirs, path]))
+        raise UsageError(f"{heirs[0]}: inherits from itself ({circle}); a chain of files must end")
+    parent = table.pop(INHERITS, None)
+    return table if parent is None else {**read_values(_parent_path(parent, path), (*heirs, path)), **table}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

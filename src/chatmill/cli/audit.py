@@ -11,13 +11,11 @@ import typer
 
 from chatmill.audit import replay_step, verify_log
 from chatmill.audit.heads import checkpoint_heads
-from chatmill.cli.options import AsJson, argument, counting, echo_json
+from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json
 from chatmill.errors import one_line
 from chatmill.show.step_rows import replay_tokenizer, replayed_rows
 
-app = typer.Typer(
-    help="Check the audit log of a run, or see a step of it again.", no_args_is_help=True, rich_markup_mode=None
-)
+app = command_group("Check the audit log of a run, or see a step of it again.")
 Log = Annotated[Path, argument("LOG", "A log: logs/audit/audit_….log.")]
 DatasetDir = Annotated[
     Path | None, typer.Option("--dataset", metavar="DIR", help="What the run read.", show_default="as logged")

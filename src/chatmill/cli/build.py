@@ -30,7 +30,6 @@ from chatmill.cli.options import (
 from chatmill.cli.render_options import AddTokens, TokenizerName
 from chatmill.config import keys_of, read_toml
 from chatmill.errors import UsageError, one_line
-from chatmill.ledger import Ledger
 from chatmill.prepare.primer import SHAPES, CacheConfig, build_cache
 from chatmill.records import DEFAULT_REJECTS
 from chatmill.store.primer_cache import cache_folder
@@ -176,13 +175,11 @@ build_sft_dolly15k = _command(
 
 def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOptions | None = None) -> None:
     """Build the cache and print the summary."""
-    ledger = Ledger()
-    records = reading([config.path], replace(read or ReadOptions(), shape=SHAPES[source]), ledger)
+    records = reading([config.path], replace(read or ReadOptions(), shape=SHAPES[source]))
     meta = build_cache(
         source,
         config,
         records,
-        ledger,
         tokenizer=options.tokenizer,
         add_tokens=options.add_tokens,
         overwrite=options.overwrite,
@@ -201,14 +198,14 @@ def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOp
             }
             for name, split in meta.splits.items()
         }
-        echo_json({"path": str(target), "sha256": meta.sha256, "splits": counts, "ledger": ledger.to_json()})
+        echo_json({"path": str(target), "sha256": meta.sha256, "splits": counts, "ledger": meta.ledger.to_json()})
     else:
         typer.echo(f"examples: {train.num_examples:,} train, {val.num_examples:,} val")
         typer.echo(f"tokens:   {train.num_tokens:,} train, {val.num_tokens:,} val")
         typer.echo(f"labels:   {train.num_label_tokens:,} train, {val.num_label_tokens:,} val")
         typer.echo(f"written:  {target / 'train'}, {target / 'val'}")
-        print_losses(ledger)
-    print_rejects(ledger, records.rejects)
+        print_losses(meta.ledger)
+    print_rejects(records)
     if config.val_frac and not val.num_examples:
-        count = ledger.total("rendered").rows
+        count = meta.ledger.total("rendered").rows
         typer.echo(f"no validation rows: {config.val_frac:g} of {count} examples, rounded down, is 0", err=True)

@@ -12,7 +12,6 @@ from chatmill.cli.render_options import TemplateFlags
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
 from chatmill.format.template.certify import Peer, certify
-from chatmill.ledger import Ledger
 from chatmill.records import Record
 
 
@@ -46,10 +45,9 @@ def certify_command(
     assert isinstance(renderer, TemplateRenderer)
     peer, peer_name = transformers_peer(renderer)
     if inputs:
-        ledger = Ledger()
-        with reading(inputs, read, ledger) as records:
+        with reading(inputs, read) as records:
             findings = certify(renderer, progress(records, "records"), peer=peer, peer_name=peer_name)
-        print_rejects(ledger, records.rejects)
+        print_rejects(records)
     else:
         findings = certify(renderer, (), peer=peer, peer_name=peer_name)
     passed = all(finding.passed for finding in findings)
@@ -70,13 +68,11 @@ def transformers_peer(renderer: TemplateRenderer) -> tuple[Peer | None, str]:
     path = renderer.folder.tokenizer_json
     if path is None:
         return None, ""
-    try:
-        import transformers
-    except ImportError:
-        return None, ""
     opened: Any = None
+    # Without transformers, or for a folder that it cannot open, there is nothing to compare with.
     with suppress(Exception):
-        # A folder that transformers cannot open gives nothing to compare with.
+        import transformers
+
         if path.parent.joinpath("tokenizer_config.json").is_file():
             opened = transformers.AutoTokenizer.from_pretrained(str(path.parent))
         else:

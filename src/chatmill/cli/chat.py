@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -74,9 +74,10 @@ def chat(
 
 def _send_all(session: ChatSession, prompts: list[str], *, as_json: bool) -> None:
     """Send the prompts of the command line; only the answers are printed."""
-    answers: list[dict[str, Any]] = []
+    answers = []
     for text in prompts:
-        reply = session.send(text, _ignore if as_json else _write)
+        # An answer in JSON is printed whole at the end.
+        reply = session.send(text, (lambda text: None) if as_json else _write)
         answers.append({"prompt": text, "answer": reply.text, "tokens": reply.tokens, "stopped": reply.stopped})
         if not as_json:
             _end_reply(reply)
@@ -129,7 +130,3 @@ def _write(text: str) -> None:
     """Print text without control characters."""
     sys.stdout.write(visible(text, keep="\n\t"))
     sys.stdout.flush()
-
-
-def _ignore(text: str) -> None:
-    """For an answer that is printed whole at the end."""

@@ -8,7 +8,6 @@ import typer
 
 from chatmill.cli.options import AsJson, Inputs, ReadOptions, echo_json, print_rejects, progress, reading
 from chatmill.errors import DataError
-from chatmill.ledger import Ledger
 
 
 def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
@@ -19,29 +18,21 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
       chatmill check data/conversations.jsonl
       chatmill check 'data/*.jsonl' --on-error skip --rejects faults.jsonl
     """
-    ledger, roles, sources = Ledger(), Counter[str](), Counter[str]()
-    trainable = 0
-    with reading(inputs, read, ledger) as records:
+    roles, sources, trainable = Counter[str](), Counter[str](), 0
+    with reading(inputs, read) as records:
         for record in progress(records, "records"):
             sources[record.source] += 1
             roles.update(message.role for message in record.messages)
             trainable += any(message.role == "assistant" for message in record.messages)
     good = sum(sources.values())
-    if not good and not ledger.total("rejected").rows:
+    if not good and not records.ledger.total("rejected").rows:
         raise DataError(f"{', '.join(inputs)}: holds no record; expected at least one")
     if as_json:
-        reasons = {reason: entry.rows for bucket, reason, entry in ledger if bucket == "rejected"}
-        echo_json(
-            {
-                "records": good,
-                "with_assistant": trainable,
-                "messages": dict(sorted(roles.items())),
-                "sources": dict(sources),
-                "rejected": reasons,
-            }
-        )
+        reasons = {reason: entry.rows for bucket, reason, entry in records.ledger if bucket == "rejected"}
+        counts = {"messages": dict(sorted(roles.items())), "sources": dict(sources), "rejected": reasons}
+        echo_json({"records": good, "with_assistant": trainable, **counts})
         return
     typer.echo(f"{good:,} records, {trainable:,} of them with an assistant turn")
     typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(roles.items())))
     typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in sources.items()))
-    print_rejects(ledger, records.rejects)
+    print_rejects(records)

@@ -107,9 +107,9 @@ def _tell(report: EvalReport) -> None:
         [
             (
                 one_line(name),
-                f"{each.conversations:,}",
+                each.conversations,
                 f"{each.loss:.4f}" if each.weight else "-",
-                f"{each.questions:,}",
+                each.questions,
                 share(each.exact, each.questions, of_nothing="-"),
                 share(each.stopped, each.questions, of_nothing="-"),
             )

@@ -15,6 +15,7 @@ from chatmill.cli.options import (
     Inputs,
     OverwriteFile,
     ReadOptions,
+    command_group,
     echo_json,
     print_losses,
     print_rejects,
@@ -24,18 +25,12 @@ from chatmill.cli.options import (
 )
 from chatmill.cli.render_options import AddTokens, TokenizerName
 from chatmill.format import TurnRenderer, load_format
-from chatmill.ledger import Ledger
 from chatmill.prepare.transcripts import transcript_lines
 from chatmill.store.files import refuse_existing, writing
 from chatmill.store.parquet import export_parquet
 from chatmill.tokenizer import open_tokenizer
 
-app = typer.Typer(help="Write conversations or datasets for other tools.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@app.callback()
-def root() -> None:
-    """Write conversations or datasets for other tools."""
+app = command_group("Write conversations or datasets for other tools.")
 
 
 @app.command("transcripts")
@@ -64,8 +59,8 @@ def transcripts(
     refuse_existing(output, overwrite=overwrite)
     format = load_format("post-training")
     renderer = TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
-    ledger = Ledger()
-    with reading(inputs, read, ledger) as records, writing(output, overwrite=overwrite) as file:
+    with reading(inputs, read) as records, writing(output, overwrite=overwrite) as file:
+        ledger = records.ledger
         for line in transcript_lines(progress(records, "records"), renderer, context_length, ledger):
             file.write(line.encode() + b"\n")
     ledger.check()
@@ -75,7 +70,7 @@ def transcripts(
         stored = ledger.total("stored")
         typer.echo(f"{output}: {stored.rows:,} conversations, {stored.tokens:,} tokens")
         print_losses(ledger)
-    print_rejects(ledger, records.rejects)
+    print_rejects(records)
 
 
 @app.command("parquet")

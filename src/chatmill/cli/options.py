@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chatmill.ledger import Ledger
-from chatmill.records import DEFAULT_REJECTS, SHAPES, CountedRecords, Rejects
+from chatmill.records import DEFAULT_REJECTS, SHAPES, CountedRecords
 
 T = TypeVar("T")
 
@@ -25,6 +25,10 @@ T = TypeVar("T")
 def argument(metavar: str, help: str) -> Any:
     """An argument that no option names; its help shows no default."""
     return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+def command_group(help: str) -> typer.Typer:
+    return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
 
 
 Inputs = Annotated[list[str], argument("INPUT...", "Files or globs: .jsonl .json .txt, each also .gz; .parquet.")]
@@ -55,19 +59,19 @@ class ReadOptions:
     rejects: RejectsFile = DEFAULT_REJECTS
 
 
-def reading(inputs: list[str], read: ReadOptions, ledger: Ledger) -> CountedRecords:
+def reading(inputs: list[str], read: ReadOptions) -> CountedRecords:
     """The records of the inputs as the options say."""
-    return CountedRecords(inputs, ledger, shape=read.shape, on_error=read.on_error, rejects=read.rejects)
+    return CountedRecords(inputs, shape=read.shape, on_error=read.on_error, rejects=read.rejects)
 
 
 # Summaries.
 
 
-def print_rejects(ledger: Ledger, rejects: Rejects | None) -> None:
+def print_rejects(records: CountedRecords) -> None:
     """Say on standard error which records were rejected, why, and where they are."""
-    if rejects is not None and (count := ledger.total("rejected").rows):
-        reasons = ", ".join(f"{entry.rows} {reason}" for bucket, reason, entry in ledger if bucket == "rejected")
-        typer.echo(f"rejected {count:,}: {reasons}; see {rejects.path}", err=True)
+    if records.rejects is not None and (count := records.ledger.total("rejected").rows):
+        reasons = [f"{entry.rows} {reason}" for bucket, reason, entry in records.ledger if bucket == "rejected"]
+        typer.echo(f"rejected {count:,}: {', '.join(reasons)}; see {records.rejects.path}", err=True)
 
 
 def print_losses(ledger: Ledger, *, err: bool = False) -> None:
@@ -80,23 +84,17 @@ def print_losses(ledger: Ledger, *, err: bool = False) -> None:
 
 def print_ledger(ledger: Ledger) -> None:
     """Print the ledger as a table: bucket, reason and counts."""
-    print_table(
-        ("", "reason"),
-        ("rows", "tokens", "trained"),
-        [
-            (bucket, reason, f"{entry.rows:,}", f"{entry.tokens:,}", f"{entry.trained:,}")
-            for bucket, reason, entry in ledger
-        ],
-    )
+    rows = [(bucket, reason, entry.rows, entry.tokens, entry.trained) for bucket, reason, entry in ledger]
+    print_table(("", "reason"), ("rows", "tokens", "trained"), rows)
 
 
-def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str | int]]) -> None:
     """Print a table with columns of text and, right-aligned, columns of numbers; no cell is read as markup."""
     table = Table(*texts, box=None, pad_edge=False, header_style="")
     for column in numbers:
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else cell) for cell in row))
     Console(highlight=False).print(table)
 
 

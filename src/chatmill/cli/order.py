@@ -52,18 +52,13 @@ def order(
     # The order does not depend on the padding token, which a dataset may not name.
     sources, settings = open_sources(dataset, replace(settings, pad_token_id=0))
     plan = LoadPlan(sources, settings, split)
-    about = {
-        "order": plan.order.name,
-        "seed": settings.epoch_seed,
-        "epoch": epoch,
-        "split": split,
-        "num_episodes": plan.num_eligible,
-        "num_skipped": len(plan.skipped),
-    }
     position = None if find is None else plan.order.find(epoch, plan.ordinal(find))
     episodes = plan.first_episodes(epoch, first).tolist() if find is None else []
     if as_json:
-        echo_json({**about, **({"episodes": episodes} if find is None else {"episode": find, "position": position})})
+        about = {"order": plan.order.name, "seed": settings.epoch_seed, "epoch": epoch, "split": split}
+        counts = {"num_episodes": plan.num_eligible, "num_skipped": len(plan.skipped)}
+        result = {"episodes": episodes} if find is None else {"episode": find, "position": position}
+        echo_json({**about, **counts, **result})
         return
     skipped = f", {len(plan.skipped):,} too short" if len(plan.skipped) else ""
     typer.echo(

@@ -15,7 +15,6 @@ from chatmill.cli.render_options import AddTokens, FormatName, TemplateFlags, To
 from chatmill.config import LONGEST
 from chatmill.fit import FitRule, truncate
 from chatmill.format import open_renderer
-from chatmill.ledger import Ledger
 from chatmill.prepare.primer import count_stored
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records.shapes.decode import json_line
@@ -60,9 +59,10 @@ def render_command(
       chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --template-arg enable_thinking=false
     """
     renderer = open_renderer(format, tokenizer, add_tokens=add_tokens, template=template.options())
-    ledger, console = Ledger(), Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     limit = limit or (None if as_json else SHOWN)
-    with reading(inputs, read, ledger) as records:
+    with reading(inputs, read) as records:
+        ledger = records.ledger
         first = islice(renderer.renderable(progress(records, "records"), records.reject), limit)
         for rows in renderer.render_chunks(first, train_on=train_on, ledger=ledger):
             ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
@@ -85,7 +85,7 @@ def render_command(
     trained = f"{total.trained:,} trained ({share(total.trained, total.tokens)})"
     typer.echo(f"{total.rows:,} rows, {total.tokens:,} tokens, {trained}", err=as_json)
     print_losses(ledger, err=as_json)
-    print_rejects(ledger, records.rejects)
+    print_rejects(records)
 
 
 def rendered_json(row: Rows) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, counting, echo_json
+from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json
 from chatmill.cli.render_options import AddTokens, FormatName, TokenizerName
 from chatmill.prepare.job import SHARD_TOKENS
 from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
@@ -17,7 +17,7 @@ from chatmill.rollout.match import GATE
 from chatmill.rollout.task import Health, open_task
 from chatmill.store.metadata import Metadata
 
-app = typer.Typer(help="Train on the model's own answers.", no_args_is_help=True, rich_markup_mode=None)
+app = command_group("Train on the model's own answers.")
 
 TruthFile = Annotated[Path, argument("TRUTH", "A .jsonl of records: id, messages, objects.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")]
@@ -29,11 +29,6 @@ FieldNames = Annotated[
 ]
 ShardTokens = Annotated[int, typer.Option(min=1, help="Tokens in a shard.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the dataset if it is there.")]
-
-
-@app.callback()
-def root() -> None:
-    """Train on the model's own answers: keep what they found, append what they missed."""
 
 
 @app.command("build")

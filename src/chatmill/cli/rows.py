@@ -9,7 +9,7 @@ import typer
 
 from chatmill.cli.options import AsJson, argument, echo_json, print_table
 from chatmill.errors import UsageError, one_line
-from chatmill.show.step_rows import StepEpisodes
+from chatmill.show.step_rows import step_previews
 
 RUNS = Path("checkpoints")
 
@@ -40,10 +40,12 @@ def rows_command(
     folder = run or newest_run(RUNS)
     losses = sorted(read_rows(folder, step), key=lambda row: (-row.loss, row.episode, row.segment))
     data = rows_data(folder, step)
-    episodes = StepEpisodes(dataset or Path(data.dataset_dir), sha256=data.dataset_sha256, mix_sft=data.mix_sft)
     weight = sum(row.weight for row in losses)
     mean = sum(row.loss * row.weight for row in losses) / weight if weight else 0.0
-    listed = [(row, episodes.preview(row.episode, row.segment)) for row in losses[:limit]]
+    places = [(row.episode, row.segment) for row in losses[:limit]]
+    where = dataset or Path(data.dataset_dir)
+    previews = step_previews(where, places, sha256=data.dataset_sha256, mix_sft=data.mix_sft)
+    listed = list(zip(losses, previews, strict=False))
     if as_json:
         rows = [{**row._asdict(), **about._asdict()} for row, about in listed]
         echo_json({"run": str(folder), "step": step, "loss": mean, "conversations": len(losses), "rows": rows})

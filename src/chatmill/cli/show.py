@@ -1,21 +1,24 @@
-"""`chatmill show`: the episodes of a dataset in the terminal, what is trained in colour."""
+"""`chatmill show` and `chatmill explain`: episodes in the terminal, what is trained in colour; one token, and why."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from chatmill.cli.options import AsJson, DatasetOrCache, counting
-from chatmill.errors import UsageError
+from chatmill.cli.options import AsJson, DatasetOrCache, argument, counting, echo_json
+from chatmill.errors import UsageError, one_line
 from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Rows
 from chatmill.show.dataset import DatasetView, open_view
+from chatmill.show.explain import explain_token
 from chatmill.show.row_view import place_name, preview, row_json, trained_tokens
 from chatmill.show.terminal import conversation_lines, conversation_title, token_lines
 from chatmill.show.text import find, locate
@@ -86,6 +89,32 @@ def show(
         typer.echo(summary)
 
 
+def explain(
+    dataset: DatasetOrCache,
+    token: Annotated[str, argument("EPISODE:TOKEN", "An episode, and a token of it, from 0.")],
+    split: Split = None,
+    tokenizer: ItsTokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say in one sentence what a token is, where it came from, and which rule decided whether it is trained.
+
+    \b
+    Examples:
+      chatmill explain data/chat_sft 3:17
+      chatmill explain data/chat_sft 3:17 --split val --json
+    """
+    numbers = re.fullmatch(r"(\d{1,18}):(\d{1,18})", token, re.ASCII)
+    if numbers is None:
+        raise UsageError(f'"{one_line(token)}" is no token; expected EPISODE:TOKEN, such as 3:17')
+    view = open_view(dataset, tokenizer)
+    explanation = explain_token(view, view.split_named(split)[0], int(numbers[1]), int(numbers[2]))
+    if as_json:
+        echo_json(asdict(explanation))
+        return
+    typer.echo(explanation.sentence)
+    warn_without_text(view)
+
+
 def warn_without_text(view: DatasetView) -> None:
     """Say on standard error why tokens are shown as ids, if they are."""
     if view.without_text is not None:
@@ -96,7 +125,7 @@ def _show_one(view: DatasetView, split: str, episode: int, console: Console, *, 
     row = view.row(split, episode)
     if as_json:
         tokens = view.text.tokens(row.ids.tolist())
-        _write_json({"split": split, "episode": episode, **row_json(row), "tokens": tokens})
+        sys.stdout.write(json_line({"split": split, "episode": episode, **row_json(row), "tokens": tokens}).decode())
         return
     _print([conversation_title(row, split, episode)], console)
     lines = token_lines(row, view.text) if decode else conversation_lines(row, view.text, plain=not _colours(console))
@@ -115,7 +144,7 @@ def _list(
         text = _excerpt(view, row, query)
         if as_json:
             counts = {"split": split, "episode": number, "tokens": tokens, "trained": trained}
-            _write_json({**counts, "place": place, "text": text.plain})
+            sys.stdout.write(json_line({**counts, "place": place, "text": text.plain}).decode())
         else:
             share = trained / tokens if tokens else 0
             line = Text(f"{number:>7,}  {place}  {tokens:,} tokens, {share:.0%} trained  ")
@@ -142,7 +171,3 @@ def _print(lines: Iterable[Text], console: Console) -> None:
             console.print(line)
     else:
         sys.stdout.writelines(f"{line.plain}\n" for line in lines)
-
-
-def _write_json(value: Any) -> None:
-    sys.stdout.write(json_line(value).decode())

@@ -1,16 +1,32 @@
-"""`chatmill stats`: what a dataset holds, in numbers."""
+"""`chatmill stats` and `chatmill report`: what a dataset holds, in numbers, or as a page to open, print or send."""
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, DatasetOrCache, counting, echo_json, print_ledger, print_table, share
+from chatmill import __version__
+from chatmill.cli.options import (
+    AsJson,
+    DatasetOrCache,
+    OverwriteFile,
+    counting,
+    echo_json,
+    print_ledger,
+    print_table,
+    share,
+)
+from chatmill.cli.show import ItsTokenizer, warn_without_text
 from chatmill.config import LONGEST
 from chatmill.show.dataset import DatasetView, open_view
+from chatmill.show.report import BLOCK_SIZES as REPORT_BLOCK_SIZES
+from chatmill.show.report import report_html
 from chatmill.show.stats import BLOCK_SIZES, QUANTILES, SplitStats, split_stats
 from chatmill.show.text import visible
+from chatmill.store.files import refuse_existing, write_file
 
 BlockSizes = Annotated[
     list[int] | None,
@@ -55,6 +71,37 @@ def stats(
         print_ledger(view.ledger)
 
 
+def report(
+    dataset: DatasetOrCache,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file of the page.")] = Path("report.html"),
+    overwrite: OverwriteFile = False,
+    tokenizer: ItsTokenizer = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained page: lengths, what is trained, what was lost and why, packing, sources, samples.
+
+    It loads nothing and runs nothing, reads well in the dark, on paper and by keyboard, and the same dataset always
+    gives the same bytes.
+
+    \b
+    Examples:
+      chatmill report data/chat_sft -o report.html
+      chatmill report data/chat_sft --tokenizer tokenizer.json -o report.html --overwrite --json
+    """
+    view = open_view(dataset, tokenizer)
+    refuse_existing(output, overwrite=overwrite)
+    splits = stats_of(view, None, REPORT_BLOCK_SIZES)
+    page = report_html(view, splits, version=__version__).encode()
+    write_file(output, page, overwrite=overwrite)
+    if as_json:
+        episodes = {each.split: each.rows for each in splits}
+        echo_json({"path": str(output), "bytes": len(page), "episodes": episodes, "sha256": view.dataset.sha256})
+        return
+    counts = ", ".join(f"{each.rows:,} episodes of {each.split}" for each in splits)
+    typer.echo(f"{output}: {len(page):,} bytes, {counts}")
+    warn_without_text(view)
+
+
 def stats_of(view: DatasetView, split: str | None, block_sizes: tuple[int, ...]) -> list[SplitStats]:
     """The statistics of the split that is named, or of all that have an episode."""
     names = [split] if split is not None else [name for name in view.dataset.splits if len(view.dataset[name])]
@@ -72,42 +119,25 @@ def _print_stats(stats: SplitStats) -> None:
     names = ("least", "5%", "25%", "median", "75%", "95%", "99%", "most")
     quantiles = ", ".join(f"{name} {stats.quantile(q):,}" for name, q in zip(names, QUANTILES, strict=True))
     typer.echo(f"tokens of a row: {quantiles}\n")
+    of = partial(share, of_nothing="-")
     for what, counts in (("role", stats.roles), ("source", stats.sources), ("rule", stats.rules)):
-        print_table(
-            (what.ljust(16),),
-            ("tokens", "share", "trained", "of them"),
-            [
-                (
-                    visible(name),
-                    f"{count.tokens:,}",
-                    share(count.tokens, stats.tokens, of_nothing="-"),
-                    f"{count.trained:,}",
-                    share(count.trained, count.tokens, of_nothing="-"),
-                )
-                for name, count in counts.items()
-            ],
-        )
+        rows = [
+            (visible(name), each.tokens, of(each.tokens, stats.tokens), each.trained, of(each.trained, each.tokens))
+            for name, each in counts.items()
+        ]
+        print_table((what.ljust(16),), ("tokens", "share", "trained", "of them"), rows)
         typer.echo()
-    print_table(
-        ("block size".ljust(16),),
-        ("fill alone", "fill packed", "packed rows", "rows cut"),
-        [
-            (f"{fill.block_size:,}", f"{fill.alone:.1%}", f"{fill.packed:.1%}", f"{fill.rows:,}", f"{fill.cut:,}")
-            for fill in stats.fills
-        ],
-    )
+    fills = [(each.block_size, f"{each.alone:.1%}", f"{each.packed:.1%}", each.rows, each.cut) for each in stats.fills]
+    print_table(("block size".ljust(16),), ("fill alone", "fill packed", "packed rows", "rows cut"), fills)
     typer.echo()
-    print_table(
-        ("longest rows".ljust(16), "place"),
-        ("tokens", "trained"),
-        [
-            (
-                f"{stats.split} {row.episode}",
-                "-" if row.file is None else f"{visible(row.file, limit=200)}:{row.line}",
-                f"{row.tokens:,}",
-                share(row.trained, row.tokens, of_nothing="-"),
-            )
-            for row in stats.longest[:5]
-        ],
-    )
+    longest = [
+        (
+            f"{stats.split} {row.episode}",
+            "-" if row.file is None else f"{visible(row.file, limit=200)}:{row.line}",
+            row.tokens,
+            of(row.trained, row.tokens),
+        )
+        for row in stats.longest[:5]
+    ]
+    print_table(("longest rows".ljust(16), "place"), ("tokens", "trained"), longest)
     typer.echo()

@@ -9,20 +9,27 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.expand import expanded
-from chatmill.cli.options import AsJson, Inputs, OverwriteFile, ReadOptions, echo_json, print_rejects, progress, reading
+from chatmill.cli.options import (
+    AsJson,
+    Inputs,
+    OverwriteFile,
+    ReadOptions,
+    command_group,
+    echo_json,
+    print_rejects,
+    progress,
+    reading,
+)
 from chatmill.cli.render_options import AddTokens, FormatName
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
-from chatmill.ledger import Ledger
 from chatmill.store.files import refuse_existing, write_file
 from chatmill.tokenizer import open_tokenizer, train_bpe
 
 MOST_TOKENS = 2**24
 """More than any vocabulary has; the trainer allocates memory for all of --vocab-size."""
 
-app = typer.Typer(
-    help="Train a tokenizer on your conversations, or look at one.", no_args_is_help=True, rich_markup_mode=None
-)
+app = command_group("Train a tokenizer on your conversations, or look at one.")
 
 
 @app.command("train")
@@ -47,20 +54,19 @@ def train(
     """
     refuse_existing(output, overwrite=overwrite)
     control = load_format(format).tokens
-    ledger = Ledger()
-    with reading(inputs, read, ledger) as records:
+    with reading(inputs, read) as records:
         texts = chain.from_iterable(map(record_texts, progress(records, "records")))
         data = train_bpe(texts, vocab_size=vocab_size, control=list(control.values()))
     write_file(output, data, overwrite=overwrite)
     made = open_tokenizer(output, control=control)
-    count = ledger.total("read").rows
+    count = records.ledger.total("read").rows
     if as_json:
         echo_json({"path": str(output), "vocab_size": made.vocab_size, "sha256": made.sha256, "records": count})
     else:
         typer.echo(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {count:,} records")
         if made.vocab_size < vocab_size:
             typer.echo(f"the texts gave no more than that; {vocab_size:,} were asked for")
-    print_rejects(ledger, records.rejects)
+    print_rejects(records)
 
 
 @app.command("info")

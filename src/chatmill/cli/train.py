@@ -11,8 +11,7 @@ from typer.core import TyperCommand
 
 from chatmill.cli.expand import text_flags
 from chatmill.cli.options import AsJson
-from chatmill.errors import ChatmillError
-from chatmill.show.dataset import open_view
+from chatmill.show.dataset import dataset_text
 from chatmill.train.config import RunFlags, TrainConfig, with_bare_switches
 
 
@@ -47,10 +46,6 @@ def train(
 
 
 def _decoder(dataset: Path) -> Callable[[Sequence[int]], str] | None:
-    """How to decode the tokens of a dataset, if its tokenizer is there."""
-    try:
-        shown = open_view(dataset)
-    except ChatmillError:
-        # Sample answers are only looked at: without a tokenizer the run goes on and says that they are not shown.
-        return None
-    return None if shown.without_text else shown.text.text
+    """How to decode the tokens of a dataset, if its tokenizer is there; else sample answers are not shown."""
+    text = dataset_text(dataset)
+    return None if text.tokenizer is None else text.text

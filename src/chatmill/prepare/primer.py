@@ -54,18 +54,17 @@ def build_cache(
     source: str,
     config: CacheConfig,
     records: CountedRecords,
-    ledger: Ledger,
     *,
     tokenizer: str = "bytes",
     add_tokens: bool = False,
     overwrite: bool = False,
     progress: Callable[[Iterable[Record]], Iterable[Record]] = iter,
 ) -> CacheMeta:
-    """Render, split, cut and write the records of one source; the ledger counts what became of every row.
+    """Render, split, cut and write the records of one source; their ledger counts what became of every row.
 
     `progress` passes the records on and may count them.
     """
-    out = Path(config.out_dir)
+    out, ledger = Path(config.out_dir), records.ledger
     target = check_place(out, source, overwrite=overwrite)
     if real(Path(config.path)).is_relative_to(real(target)):
         raise UsageError(f"{config.path}: lies in {target}, which would be replaced; keep the input elsewhere")

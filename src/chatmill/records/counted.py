@@ -17,18 +17,17 @@ DEFAULT_REJECTS = Path("rejects.jsonl")
 
 
 class CountedRecords:
-    """The records of some inputs, each counted in the ledger. A context manager, which opens the file of rejects."""
+    """The records of some inputs, each counted in its ledger. A context manager, which opens the file of rejects."""
 
     def __init__(
         self,
         inputs: list[str],
-        ledger: Ledger,
         *,
         shape: str | None = None,
         on_error: Literal["stop", "skip"] = "stop",
         rejects: Path = DEFAULT_REJECTS,
     ) -> None:
-        self._inputs, self._shape, self._ledger = inputs, shape, ledger
+        self._inputs, self._shape, self.ledger = inputs, shape, Ledger()
         self.rejects = Rejects(rejects, inputs) if on_error == "skip" else None
         self._records: Iterator[Record] = iter(())
         self._opened = ExitStack()
@@ -47,7 +46,7 @@ class CountedRecords:
 
     def __iter__(self) -> Iterator[Record]:
         for record in self._records:
-            self._ledger.add("read", rows=1)
+            self.ledger.add("read", rows=1)
             yield record
 
     def reject(self, fault: RecordError) -> None:
@@ -55,8 +54,8 @@ class CountedRecords:
         if self.rejects is None:
             raise fault
         self.rejects(fault)
-        self._ledger.add("rejected", fault.kind, rows=1)
+        self.ledger.add("rejected", fault.kind, rows=1)
 
     def _reject_unread(self, fault: RecordError) -> None:
-        self._ledger.add("read", rows=1)
+        self.ledger.add("read", rows=1)
         self.reject(fault)

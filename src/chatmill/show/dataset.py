@@ -112,6 +112,14 @@ def open_view(path: str | Path, tokenizer: str | None = None) -> DatasetView:
     return DatasetView(dataset, TokenText(None), f"its tokenizer {called} is not here; name it with --tokenizer")
 
 
+def dataset_text(dataset: Path) -> TokenText:
+    """The text of a dataset's tokens; their ids if its tokenizer is not there."""
+    try:
+        return open_view(dataset).text
+    except ChatmillError:
+        return TokenText(None)
+
+
 def _candidates(folder: Path, name: str | None) -> Iterator[str | Path]:
     """Where a tokenizer of this name may be: in the dataset, beside it, or in the working directory."""
     if name is None or name == "bytes":

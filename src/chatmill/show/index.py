@@ -238,7 +238,7 @@ class IndexBuilder:
 
     def _build(self, episodes: Episodes, index: SplitIndex, folder: Path) -> bool:
         """The columns of all episodes first, because they are quick; then the text. False if stopped."""
-        index.columns = _new_array(folder / "columns.npy", COLUMNS, index.count)
+        index.columns = np.lib.format.open_memmap(folder / "columns.npy", "w+", COLUMNS, (index.count,))
         numbers = {name: number for number, name in enumerate(sources_of(episodes))}
         source_bits = np.array([*(source_bit(numbers[file.source]) for file in episodes.files), 0], dtype=np.uint64)
         for rows in episodes.sweep(tokens=CHUNK):
@@ -250,12 +250,12 @@ class IndexBuilder:
 
     def _build_text(self, episodes: Episodes, index: SplitIndex, folder: Path) -> bool:
         table, tail = PieceTable(self._view.text), b""
-        index.ends = _new_array(folder / "ends.npy", np.dtype("<i8"), index.count + 1)
+        index.ends = np.lib.format.open_memmap(folder / "ends.npy", "w+", np.dtype("<i8"), (index.count + 1,))
         with (
             open(folder / "text.bin", "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as text_file,
             (folder / "grams.bin").open("xb") as gram_file,
         ):
-            index.text = _open_text(folder)
+            index.text = os.open(folder / "text.bin", os.O_RDONLY)
             for rows in episodes.sweep(tokens=CHUNK):
                 if self._stop.is_set():
                     return False
@@ -285,23 +285,15 @@ def _try_lock(file: Any) -> bool:
     return True
 
 
-def _open_text(folder: Path) -> int:
-    return os.open(folder / "text.bin", os.O_RDONLY | os.O_CLOEXEC)
-
-
 def _open(index: SplitIndex, folder: Path, *, has_text: bool) -> None:
     """Open an index that was built before."""
     index.columns = _array(folder / "columns.npy", COLUMNS, index.count)
     if has_text:
         index.ends = _array(folder / "ends.npy", np.dtype("<i8"), index.count + 1)
-        index.text = _open_text(folder)
+        index.text = os.open(folder / "text.bin", os.O_RDONLY)
         index.grams = _map_grams(folder)
         index.searched = index.count
     index.filtered = index.count
-
-
-def _new_array(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(count,))
 
 
 def _array(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:

@@ -192,10 +192,5 @@ def _fill(episodes: Episodes, block_size: int) -> RowFill:
         kept = np.minimum(length[length > 0], capacity)
         tokens += int(kept.sum())
         rows += len(pack_lengths(kept, capacity))
-    return RowFill(
-        block_size,
-        alone=tokens / (len(episodes) * capacity) if len(episodes) else 0.0,
-        packed=tokens / (rows * capacity) if rows else 0.0,
-        rows=rows,
-        cut=cut,
-    )
+    alone, packed = (tokens / (count * capacity) if count else 0.0 for count in (len(episodes), rows))
+    return RowFill(block_size, alone, packed, rows, cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -51,16 +52,11 @@ class TokenText:
     def piece(self, id: int) -> bytes:
         """The bytes of one token."""
         if id not in self._pieces:
-            self._pieces[id] = self._read(id)
+            self._pieces[id] = f"⟨{id}⟩".encode()
+            if self.tokenizer is not None:
+                with suppress(ChatmillError):
+                    self._pieces[id] = self.tokenizer.piece(id)
         return self._pieces[id]
-
-    def _read(self, id: int) -> bytes:
-        if self.tokenizer is not None:
-            try:
-                return self.tokenizer.piece(id)
-            except ChatmillError:
-                pass
-        return f"⟨{id}⟩".encode()
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
         """Each token by itself. Tokens that hold part of a character show its bytes: \\xe2."""
