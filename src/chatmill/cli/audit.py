@@ -13,7 +13,7 @@ from chatmill.audit import replay_step, verify_log
 from chatmill.audit.heads import checkpoint_heads
 from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json
 from chatmill.errors import one_line
-from chatmill.show.step_rows import replay_tokenizer, replayed_rows
+from chatmill.show.order_view import replay_tokenizer, replayed_rows
 
 app = command_group("Check the audit log of a run, or see a step of it again.")
 Log = Annotated[Path, argument("LOG", "A log: logs/audit/audit_….log.")]

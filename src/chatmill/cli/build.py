@@ -16,18 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from chatmill.cli.expand import OptionGroup, option_parameter
-from chatmill.cli.options import (
-    AsJson,
-    OnError,
-    ReadOptions,
-    RejectsFile,
-    echo_json,
-    print_losses,
-    print_rejects,
-    progress,
-    reading,
-)
-from chatmill.cli.render_options import AddTokens, TokenizerName
+from chatmill.cli.options import AsJson, echo_json, print_losses, progress
+from chatmill.cli.record_options import AddTokens, OnError, ReadOptions, RejectsFile, TokenizerName, print_rejects
 from chatmill.config import keys_of, read_toml
 from chatmill.errors import UsageError, one_line
 from chatmill.prepare.primer import SHAPES, CacheConfig, build_cache
@@ -175,7 +165,7 @@ build_sft_dolly15k = _command(
 
 def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOptions | None = None) -> None:
     """Build the cache and print the summary."""
-    records = reading([config.path], replace(read or ReadOptions(), shape=SHAPES[source]))
+    records = replace(read or ReadOptions(), shape=SHAPES[source]).records([config.path])
     meta = build_cache(
         source,
         config,
@@ -191,9 +181,7 @@ def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOp
         counts = {
             name: {
                 "path": str(target / name),
-                "num_examples": split.num_examples,
-                "num_tokens": split.num_tokens,
-                "num_label_tokens": split.num_label_tokens,
+                **{each: getattr(split, each) for each in ("num_examples", "num_tokens", "num_label_tokens")},
                 "num_shards": len(split.shards),
             }
             for name, split in meta.splits.items()

@@ -7,16 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, ReadOptions, argument, echo_json, print_rejects, progress, reading
-from chatmill.cli.render_options import TemplateFlags
+from chatmill.cli.options import AsJson, argument, echo_json, progress
+from chatmill.cli.record_options import ReadOptions, TemplateFlags, print_rejects
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
 from chatmill.format.template.certify import Peer, certify
 from chatmill.records import Record
-
-
-class FailedError(ChatmillError):
-    """The template is not certified; its findings have been printed."""
 
 
 def certify_command(
@@ -45,7 +41,7 @@ def certify_command(
     assert isinstance(renderer, TemplateRenderer)
     peer, peer_name = transformers_peer(renderer)
     if inputs:
-        with reading(inputs, read) as records:
+        with read.records(inputs) as records:
             findings = certify(renderer, progress(records, "records"), peer=peer, peer_name=peer_name)
         print_rejects(records)
     else:
@@ -60,7 +56,7 @@ def certify_command(
             typer.echo(f"{'PASS' if finding.passed else 'FAIL'}  {finding.name:<10}  {finding.text}")
     if not passed:
         failed = [finding.name for finding in findings if not finding.passed]
-        raise FailedError(f"{name}: not certified: {', '.join(failed)}")
+        raise ChatmillError(f"{name}: not certified: {', '.join(failed)}")
 
 
 def transformers_peer(renderer: TemplateRenderer) -> tuple[Peer | None, str]:

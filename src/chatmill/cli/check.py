@@ -6,7 +6,8 @@ from collections import Counter
 
 import typer
 
-from chatmill.cli.options import AsJson, Inputs, ReadOptions, echo_json, print_rejects, progress, reading
+from chatmill.cli.options import AsJson, echo_json, progress
+from chatmill.cli.record_options import Inputs, ReadOptions, print_rejects
 from chatmill.errors import DataError
 
 
@@ -19,7 +20,7 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
       chatmill check 'data/*.jsonl' --on-error skip --rejects faults.jsonl
     """
     roles, sources, trainable = Counter[str](), Counter[str](), 0
-    with reading(inputs, read) as records:
+    with read.records(inputs) as records:
         for record in progress(records, "records"):
             sources[record.source] += 1
             roles.update(message.role for message in record.messages)

@@ -43,7 +43,10 @@ def diff(
     """
     result = diff_datasets(one, other)
     if as_json:
-        echo_json(_json(result))
+        matches = {"matched_by": "key" if result.by_key else "ids", "equal": result.equal}
+        kinds = {name: asdict(kind) for name, kind in result.kinds.items()}
+        causes = [asdict(cause) for cause in result.causes]
+        echo_json({"same": result.same, "identical": result.identical, **matches, **kinds, "causes": causes})
     else:
         _print_diff(one, other, result)
     if exit_code and not result.same:
@@ -72,14 +75,3 @@ def _place(place: ConversationOrigin) -> str:
 
 def _value(value: Any) -> str:
     return f"{value[:12]}…" if isinstance(value, str) and len(value) == 64 else one_line(str(value))
-
-
-def _json(result: Diff) -> dict[str, Any]:
-    return {
-        "same": result.same,
-        "identical": result.identical,
-        "matched_by": "key" if result.by_key else "ids",
-        "equal": result.equal,
-        **{name: asdict(kind) for name, kind in result.kinds.items()},
-        "causes": [asdict(cause) for cause in result.causes],
-    }

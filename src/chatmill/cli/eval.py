@@ -63,17 +63,10 @@ def eval_command(
             open_ready(model, device), dataset, split=split, max_tokens=max_tokens, limit=limit, progress=advance
         )
     if as_json:
-        echo_json(
-            {
-                "model": model,
-                "dataset": str(dataset),
-                "split": split,
-                **_score_json(report.all),
-                "sources": {name: _score_json(each) for name, each in report.sources.items()},
-                "left_out": dict(report.left_out),
-                "cut_conversations": report.cut,
-            }
-        )
+        about = {"model": model, "dataset": str(dataset), "split": split, **_score_json(report.all)}
+        scores = {name: _score_json(each) for name, each in report.sources.items()}
+        left_out = {"left_out": dict(report.left_out), "cut_conversations": report.cut}
+        echo_json({**about, "sources": scores, **left_out})
         return
     _tell(report)
     missed = [answer for answer in report.answers if not answer.exact]
@@ -101,21 +94,18 @@ def _tell(report: EvalReport) -> None:
     scores = dict(report.sources)
     if len(scores) > 1:
         scores["all"] = report.all
-    print_table(
-        ("source",),
-        ("conversations", "loss", "questions", "exact", "stopped"),
-        [
-            (
-                one_line(name),
-                each.conversations,
-                f"{each.loss:.4f}" if each.weight else "-",
-                each.questions,
-                share(each.exact, each.questions, of_nothing="-"),
-                share(each.stopped, each.questions, of_nothing="-"),
-            )
-            for name, each in scores.items()
-        ],
-    )
+    rows = [
+        (
+            one_line(name),
+            each.conversations,
+            f"{each.loss:.4f}" if each.weight else "-",
+            each.questions,
+            share(each.exact, each.questions, of_nothing="-"),
+            share(each.stopped, each.questions, of_nothing="-"),
+        )
+        for name, each in scores.items()
+    ]
+    print_table(("source",), ("conversations", "loss", "questions", "exact", "stopped"), rows)
     for reason, count in report.left_out.items():
         typer.echo(f"not asked: {count:,} answers {REASONS[reason]}")
     if report.cut:

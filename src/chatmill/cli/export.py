@@ -9,21 +9,8 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.expand import expanded
-from chatmill.cli.options import (
-    AsJson,
-    DatasetDir,
-    Inputs,
-    OverwriteFile,
-    ReadOptions,
-    command_group,
-    echo_json,
-    print_losses,
-    print_rejects,
-    progress,
-    reading,
-    share,
-)
-from chatmill.cli.render_options import AddTokens, TokenizerName
+from chatmill.cli.options import AsJson, Dataset, OverwriteFile, command_group, echo_json, print_losses, progress, share
+from chatmill.cli.record_options import AddTokens, Inputs, ReadOptions, TokenizerName, print_rejects
 from chatmill.format import TurnRenderer, load_format
 from chatmill.prepare.transcripts import transcript_lines
 from chatmill.store.files import refuse_existing, writing
@@ -59,7 +46,7 @@ def transcripts(
     refuse_existing(output, overwrite=overwrite)
     format = load_format("post-training")
     renderer = TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
-    with reading(inputs, read) as records, writing(output, overwrite=overwrite) as file:
+    with read.records(inputs) as records, writing(output, overwrite=overwrite) as file:
         ledger = records.ledger
         for line in transcript_lines(progress(records, "records"), renderer, context_length, ledger):
             file.write(line.encode() + b"\n")
@@ -75,7 +62,7 @@ def transcripts(
 
 @app.command("parquet")
 def parquet(
-    dataset: DatasetDir,
+    dataset: Dataset,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="The folder to write.")],
     split: Annotated[
         list[str] | None, typer.Option(help="Only this split; may be given twice. Left out, all of them.")

@@ -1,4 +1,4 @@
-"""What several commands share: options, reading with rejects, summaries, and progress on standard error."""
+"""What several commands share: options, summaries, and progress on standard error."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -17,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from chatmill.ledger import Ledger
-from chatmill.records import DEFAULT_REJECTS, SHAPES, CountedRecords
 
 T = TypeVar("T")
 
@@ -31,47 +29,14 @@ def command_group(help: str) -> typer.Typer:
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
 
 
-Inputs = Annotated[list[str], argument("INPUT...", "Files or globs: .jsonl .json .txt, each also .gz; .parquet.")]
-DatasetDir = Annotated[Path, argument("DIR", "A dataset.")]
+Dataset = Annotated[Path, argument("DIR", "A dataset.")]
 DatasetOrCache = Annotated[Path, argument("DIR", "A dataset, or the cache of a source.")]
 DatasetOrCaches = Annotated[Path, argument("DIR", "A dataset, a cache, or a folder of caches.")]
-Shape = Annotated[
-    str | None,
-    typer.Option(help=f"How the records look: {', '.join(SHAPES)}. Left out, it is detected from the first records."),
-]
-OnError = Annotated[
-    Literal["stop", "skip"],
-    typer.Option(help="At a faulty record: stop with its line, or skip it and write it to the rejects."),
-]
-RejectsFile = Annotated[
-    Path, typer.Option("--rejects", help="Where skipped records go, with their reasons. Only with --on-error skip.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")]
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """The options of commands that read records; see `cli/expand.py`."""
-
-    shape: Shape = None
-    on_error: OnError = "stop"
-    rejects: RejectsFile = DEFAULT_REJECTS
-
-
-def reading(inputs: list[str], read: ReadOptions) -> CountedRecords:
-    """The records of the inputs as the options say."""
-    return CountedRecords(inputs, shape=read.shape, on_error=read.on_error, rejects=read.rejects)
-
-
 # Summaries.
-
-
-def print_rejects(records: CountedRecords) -> None:
-    """Say on standard error which records were rejected, why, and where they are."""
-    if records.rejects is not None and (count := records.ledger.total("rejected").rows):
-        reasons = [f"{entry.rows} {reason}" for bucket, reason, entry in records.ledger if bucket == "rejected"]
-        typer.echo(f"rejected {count:,}: {', '.join(reasons)}; see {records.rejects.path}", err=True)
 
 
 def print_losses(ledger: Ledger, *, err: bool = False) -> None:

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from chatmill.cli.expand import key_options
 from chatmill.cli.guard import guarded
-from chatmill.cli.options import AsJson, Inputs, RejectsFile, Shape, echo_json, print_ledger, progress_on_stderr, share
+from chatmill.cli.options import AsJson, echo_json, print_ledger, progress_on_stderr, share
+from chatmill.cli.record_options import Inputs, RejectsFile, Shape
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
@@ -74,10 +75,8 @@ def prepare_command(
 
 
 def _sources(inputs: Sequence[str], val_files: Sequence[str] | None, shape: str | None) -> tuple[InputSource, ...]:
-    sources = [InputSource(tuple(inputs), shape)]
-    if val_files:
-        sources.append(InputSource(tuple(val_files), shape, only_val=True))
-    return tuple(sources)
+    only_val = [InputSource(tuple(val_files), shape, only_val=True)] if val_files else []
+    return (InputSource(tuple(inputs), shape), *only_val)
 
 
 def _was_given(context: typer.Context, name: str) -> bool:

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from chatmill.cli.options import AsJson, Inputs, ReadOptions, print_losses, print_rejects, progress, reading, share
-from chatmill.cli.render_options import AddTokens, FormatName, TemplateFlags, TokenizerName, TrainedTurns
+from chatmill.cli.options import AsJson, print_losses, progress, share
+from chatmill.cli.record_options import Inputs, ReadOptions, RenderOptions, TemplateFlags, print_rejects
 from chatmill.config import LONGEST
 from chatmill.fit import FitRule, truncate
 from chatmill.format import open_renderer
@@ -19,8 +19,8 @@ from chatmill.prepare.primer import count_stored
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Rows
-from chatmill.show.row_view import row_json
-from chatmill.show.terminal import row_title, span_lines
+from chatmill.show.row_view import row_json, row_title
+from chatmill.show.terminal import span_lines
 
 SHOWN = 3
 SPAN_KEYS = ("start", "stop", "role", "part", "rule", "weight")
@@ -29,10 +29,7 @@ SPAN_KEYS = ("start", "stop", "role", "part", "rule", "weight")
 def render_command(
     inputs: Inputs,
     *,
-    tokenizer: TokenizerName = "bytes",
-    format: FormatName = "chatml",
-    train_on: TrainedTurns = "assistant",
-    add_tokens: AddTokens = False,
+    render: RenderOptions,
     template: TemplateFlags,
     read: ReadOptions,
     max_tokens: Annotated[
@@ -58,13 +55,13 @@ def render_command(
       chatmill render chat.jsonl --tokenizer tokenizer.json --format primer --json > rows.jsonl
       chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --template-arg enable_thinking=false
     """
-    renderer = open_renderer(format, tokenizer, add_tokens=add_tokens, template=template.options())
+    renderer = open_renderer(render.format, render.tokenizer, add_tokens=render.add_tokens, template=template.options())
     console = Console(highlight=False, soft_wrap=True)
     limit = limit or (None if as_json else SHOWN)
-    with reading(inputs, read) as records:
+    with read.records(inputs) as records:
         ledger = records.ledger
         first = islice(renderer.renderable(progress(records, "records"), records.reject), limit)
-        for rows in renderer.render_chunks(first, train_on=train_on, ledger=ledger):
+        for rows in renderer.render_chunks(first, train_on=render.train_on, ledger=ledger):
             ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
             # Rows without a trained token are shown too, and noted.
             rows = truncate(

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, DatasetDir, echo_json, share
+from chatmill.cli.options import AsJson, Dataset, echo_json, share
 from chatmill.rows import TrainOn
 from chatmill.store.reweigh import reweigh_dataset
 
 
 def reweigh(
-    dataset: DatasetDir,
+    dataset: Dataset,
     train_on: Annotated[
         TrainOn,
         typer.Option(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json
-from chatmill.cli.render_options import AddTokens, FormatName, TokenizerName
+from chatmill.cli.record_options import AddTokens, FormatName, TokenizerName
 from chatmill.prepare.job import SHARD_TOKENS
 from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
 from chatmill.rollout.match import GATE
@@ -160,7 +160,7 @@ def _names(fields: str | None) -> tuple[str, ...] | None:
 def _tell(output: Path, metadata: Metadata, health: Health | None, *, as_json: bool) -> None:
     split = metadata.splits["train"]
     if as_json:
-        counts: dict[str, Any] = {
+        counts = {
             "episodes": split.num_episodes,
             "tokens": split.num_tokens,
             "trained_tokens": split.num_trained_tokens,

@@ -9,7 +9,7 @@ import typer
 
 from chatmill.cli.options import AsJson, argument, echo_json, print_table
 from chatmill.errors import UsageError, one_line
-from chatmill.show.step_rows import step_previews
+from chatmill.show.order_view import step_previews
 
 RUNS = Path("checkpoints")
 
@@ -47,15 +47,12 @@ def rows_command(
     previews = step_previews(where, places, sha256=data.dataset_sha256, mix_sft=data.mix_sft)
     listed = list(zip(losses, previews, strict=False))
     if as_json:
-        rows = [{**row._asdict(), **about._asdict()} for row, about in listed]
+        rows = [{**row._asdict(), "place": place, "text": text} for row, (place, text) in listed]
         echo_json({"run": str(folder), "step": step, "loss": mean, "conversations": len(losses), "rows": rows})
         return
     typer.echo(f"{folder}, step {step:,}: {len(losses):,} conversations, loss {mean:.4f}")
-    print_table(
-        ("loss", "episode", "from", ""),
-        (),
-        [(f"{row.loss:.4f}", str(row.episode), one_line(about.place or "-", 60), about.text) for row, about in listed],
-    )
+    lines = [(f"{row.loss:.4f}", str(row.episode), one_line(place or "-", 60), text) for row, (place, text) in listed]
+    print_table(("loss", "episode", "from", ""), (), lines)
 
 
 def newest_run(folder: Path) -> Path:

@@ -9,16 +9,7 @@ from typing import Annotated
 import typer
 
 from chatmill import __version__
-from chatmill.cli.options import (
-    AsJson,
-    DatasetOrCache,
-    OverwriteFile,
-    counting,
-    echo_json,
-    print_ledger,
-    print_table,
-    share,
-)
+from chatmill.cli.options import AsJson, DatasetOrCache, counting, echo_json, print_ledger, print_table, share
 from chatmill.cli.show import ItsTokenizer, warn_without_text
 from chatmill.config import LONGEST
 from chatmill.show.dataset import DatasetView, open_view
@@ -74,7 +65,7 @@ def stats(
 def report(
     dataset: DatasetOrCache,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file of the page.")] = Path("report.html"),
-    overwrite: OverwriteFile = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
     tokenizer: ItsTokenizer = None,
     as_json: AsJson = False,
 ) -> None:

@@ -9,18 +9,8 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.expand import expanded
-from chatmill.cli.options import (
-    AsJson,
-    Inputs,
-    OverwriteFile,
-    ReadOptions,
-    command_group,
-    echo_json,
-    print_rejects,
-    progress,
-    reading,
-)
-from chatmill.cli.render_options import AddTokens, FormatName
+from chatmill.cli.options import AsJson, OverwriteFile, command_group, echo_json, progress
+from chatmill.cli.record_options import AddTokens, FormatName, Inputs, ReadOptions, print_rejects
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
 from chatmill.store.files import refuse_existing, write_file
@@ -54,7 +44,7 @@ def train(
     """
     refuse_existing(output, overwrite=overwrite)
     control = load_format(format).tokens
-    with reading(inputs, read) as records:
+    with read.records(inputs) as records:
         texts = chain.from_iterable(map(record_texts, progress(records, "records")))
         data = train_bpe(texts, vocab_size=vocab_size, control=list(control.values()))
     write_file(output, data, overwrite=overwrite)

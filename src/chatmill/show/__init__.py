@@ -6,7 +6,7 @@ terminal                rows in the terminal: by span, by turn, by token
 stats, charts, report   statistics of a split, and an HTML page about a dataset
 index                   the viewer's index for filters and search
 source_record           the record that a segment was rendered from
-order_view, step_rows   when an episode is trained; the rows of a training step
+order_view              when an episode is trained; the rows of a training step
 viewer, server, page/   the viewer's JSON API, its HTTP server, and the page
 
 Names are imported when they are first used.

@@ -22,6 +22,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -219,7 +220,10 @@ class IndexBuilder:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with folder.with_suffix(".lock").open("w") as lock:
             # A second viewer of the same dataset waits, and then opens what the first one built.
-            while not _try_lock(lock):
+            while True:
+                with suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
                 if self._stop.wait(0.2):
                     return
             if (folder / "index.json").is_file():
@@ -275,14 +279,6 @@ class IndexBuilder:
                 index.searched += len(rows)
             os.fsync(text_file.fileno())
         return True
-
-
-def _try_lock(file: Any) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _open(index: SplitIndex, folder: Path, *, has_text: bool) -> None:

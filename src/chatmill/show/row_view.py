@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from chatmill.errors import one_line
 from chatmill.load.batch import IGNORE_INDEX
 from chatmill.rows import NO_FILE, NO_MESSAGE, OWN_ID, Part, Role, Rows, Rule
 from chatmill.show.text import TokenText, visible
@@ -58,6 +59,14 @@ def place_name(row: Rows, segment: int | None = None) -> str:
         return f"{len(row.origins)} segments"
     file, line, _ = origin_of(row, segment or 0)
     return "-" if file is None else f"{visible(file, limit=200)}:{line}"
+
+
+def row_title(rows: Rows, row: int) -> str:
+    """Where the row came from, how long it is and how much of it is trained."""
+    one = rows[row : row + 1]
+    file, line, _ = origin_of(one, 0)
+    place = "-" if file is None else f"{one_line(file)}:{line}"
+    return f"{place}  {len(one.ids)} tokens, {trained_tokens(one)} trained"
 
 
 def is_padding(row: Rows, segment: int) -> bool:

@@ -93,8 +93,7 @@ def application(viewer: Viewer) -> BaseHTTPMiddleware:
         "/api/audit/{log:int}": _call(viewer.audit, start=0),
         "/api/audit/{log:int}/step/{step:int}": _call(viewer.step),
     }
-    routes = [Route("/", page), Route("/page/{name}", page)]
-    routes += [Route(path, endpoint) for path, endpoint in api.items()]
+    routes = [Route(path, endpoint) for path, endpoint in {"/": page, "/page/{name}": page, **api}.items()]
     return BaseHTTPMiddleware(Starlette(routes=routes), dispatch=_guard)
 
 

@@ -50,13 +50,22 @@ def source_record(
     try:
         if has_lines:
             raw, start = _line(path, line)
-            return _record(raw, _parsed_line(path, shape, line, raw, start), key, as_read=False)
-        record = _parsed(FilePart(path, shape or "messages", ""), line)
-        return _record(msgspec.json.encode(record), [record], key, as_read=True)
+            records = _parsed_line(path, shape, line, raw, start)
+        else:
+            records = [_parsed(FilePart(path, shape or "messages", ""), line)]
+            raw = msgspec.json.encode(records[0])
     except RecordError as fault:
         raise DataError(f"{visible(name)}:{line}: cannot be read any more ({fault.what})") from None
     except OSError as error:
         raise DataError(f"{visible(name)}: cannot be read ({error.strerror})") from None
+    wanted = np.array(key, dtype="<u8").tobytes()
+    same = any(record_key(record) == wanted for record in records) if records and any(wanted) else None
+    text = raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
+    with contextlib.suppress(ValueError, RecursionError):
+        text = json.dumps(json.loads(raw), indent=2, ensure_ascii=False)
+    # JSON can contain lone surrogates.
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return SourceRecord(visible(text, keep="\n", limit=MAX_CHARACTERS), not has_lines, same, len(text) > MAX_CHARACTERS)
 
 
 def _file(name: str, folders: Sequence[Path]) -> Path:
@@ -85,17 +94,6 @@ def _parsed(part: FilePart, line: int) -> Record:
         if record.line == line:
             return record
     raise DataError(f"{part.path}:{line}: holds no record any more")
-
-
-def _record(raw: bytes, records: Sequence[Record], key: Sequence[int], *, as_read: bool) -> SourceRecord:
-    wanted = np.array(key, dtype="<u8").tobytes()
-    same = any(record_key(record) == wanted for record in records) if records and any(wanted) else None
-    text = raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
-    with contextlib.suppress(ValueError, RecursionError):
-        text = json.dumps(json.loads(raw), indent=2, ensure_ascii=False)
-    # JSON can contain lone surrogates.
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return SourceRecord(visible(text, keep="\n", limit=MAX_CHARACTERS), as_read, same, len(text) > MAX_CHARACTERS)
 
 
 def _line(path: Path, line: int) -> tuple[bytes, int | None]:

@@ -16,16 +16,7 @@ from rich.text import Text
 
 from chatmill.errors import one_line
 from chatmill.rows import Part, Role, Rows
-from chatmill.show.row_view import (
-    MessageTurn,
-    SpanView,
-    is_padding,
-    origin_of,
-    place_name,
-    span_views,
-    trained_tokens,
-    turns,
-)
+from chatmill.show.row_view import MessageTurn, SpanView, is_padding, place_name, span_views, trained_tokens, turns
 from chatmill.show.text import TokenText
 from chatmill.tokenizer import Tokenizer
 
@@ -39,14 +30,6 @@ def _style(span: SpanView) -> str:
     colour = PART_COLOURS.get(span.part, COLOURS.get(span.role, "") if span.weight > 0 else "")
     italic = "italic " if span.part == Part.INJECTED else ""
     return f"{'bold' if span.weight > 0 else 'dim'} {italic}{colour}".strip()
-
-
-def row_title(rows: Rows, row: int) -> str:
-    """Where the row came from, how long it is and how much of it is trained."""
-    one = rows[row : row + 1]
-    file, line, _ = origin_of(one, 0)
-    place = "-" if file is None else f"{one_line(file)}:{line}"
-    return f"{place}  {len(one.ids)} tokens, {trained_tokens(one)} trained"
 
 
 def span_lines(rows: Rows, row: int, tokenizer: Tokenizer, *, width: int = 100) -> Iterator[Text]:

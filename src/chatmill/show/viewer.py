@@ -57,20 +57,17 @@ class Viewer:
     def about(self) -> dict[str, Any]:
         """The dataset, its splits, and the values that filters can have."""
         view, dataset, config = self._view, self._view.dataset, self._order.config
+        splits = {
+            name: {"episodes": len(dataset[name]), "tokens": dataset[name].num_tokens, "sources": self.sources(name)}
+            for name in dataset.splits
+        }
         return {
             "name": visible(view.path.resolve().name, limit=100),
             "path": visible(str(view.path), limit=300),
             "sha256": dataset.sha256,
             "tokenizer": None if view.tokenizer is None else visible(view.tokenizer.name, limit=100),
             "without_text": view.without_text,
-            "splits": {
-                name: {
-                    "episodes": len(dataset[name]),
-                    "tokens": dataset[name].num_tokens,
-                    "sources": self.sources(name),
-                }
-                for name in dataset.splits
-            },
+            "splits": splits,
             "roles": [role.name.lower() for role in Role if role != Role.NONE],
             "rules": [rule.name.lower() for rule in Rule],
             "order": {"mode": config.batch_sampling_mode, "seed": config.epoch_seed, "packing": config.packing},

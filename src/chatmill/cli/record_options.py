@@ -1,0 +1,75 @@
+"""Options of commands that read records and render them, and what became of records that were rejected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from chatmill.cli.expand import option
+from chatmill.cli.options import argument
+from chatmill.format import Mask, TemplateOptions
+from chatmill.prepare.job import Job
+from chatmill.records import DEFAULT_REJECTS, SHAPES, CountedRecords
+from chatmill.rows import TrainOn
+
+Inputs = Annotated[list[str], argument("INPUT...", "Files or globs: .jsonl .json .txt, each also .gz; .parquet.")]
+Shape = Annotated[
+    str | None,
+    typer.Option(help=f"How the records look: {', '.join(SHAPES)}. Left out, it is detected from the first records."),
+]
+OnError = Annotated[
+    Literal["stop", "skip"],
+    typer.Option(help="At a faulty record: stop with its line, or skip it and write it to the rejects."),
+]
+RejectsFile = Annotated[
+    Path, typer.Option("--rejects", help="Where skipped records go, with their reasons. Only with --on-error skip.")
+]
+TokenizerName = Annotated[str, option(Job, "tokenizer")]
+FormatName = Annotated[str, option(Job, "format")]
+AddTokens = Annotated[bool, option(Job, "add_tokens")]
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """The options of commands that read records; see `cli/expand.py`."""
+
+    shape: Shape = None
+    on_error: OnError = "stop"
+    rejects: RejectsFile = DEFAULT_REJECTS
+
+    def records(self, inputs: list[str]) -> CountedRecords:
+        """The records of the inputs as the options say."""
+        return CountedRecords(inputs, shape=self.shape, on_error=self.on_error, rejects=self.rejects)
+
+
+def print_rejects(records: CountedRecords) -> None:
+    """Say on standard error which records were rejected, why, and where they are."""
+    if records.rejects is not None and (count := records.ledger.total("rejected").rows):
+        reasons = [f"{entry.rows} {reason}" for bucket, reason, entry in records.ledger if bucket == "rejected"]
+        typer.echo(f"rejected {count:,}: {', '.join(reasons)}; see {records.rejects.path}", err=True)
+
+
+@dataclass(frozen=True)
+class RenderOptions:
+    """The options of commands that render conversations; see `cli/expand.py`."""
+
+    tokenizer: TokenizerName = "bytes"
+    format: FormatName = "chatml"
+    train_on: Annotated[TrainOn, option(Job, "train_on")] = "assistant"
+    add_tokens: AddTokens = False
+
+
+@dataclass(frozen=True)
+class TemplateFlags:
+    """The options of a chat template; see `cli/expand.py`."""
+
+    chat_template: Annotated[str | None, option(Job, "chat_template")] = None
+    template_args: Annotated[list[str] | None, option(Job, "template_args")] = None
+    template_date: Annotated[str | None, option(Job, "template_date")] = None
+    mask: Annotated[Mask, option(Job, "mask")] = "derived"
+
+    def options(self) -> TemplateOptions:
+        return TemplateOptions(self.chat_template, self.template_args or (), self.mask, self.template_date)
