@@ -134,16 +134,12 @@ def required(help: str, check: ValueCheck | None = None) -> Any:
 def keys_of(config: type[Any]) -> Mapping[str, Key]:
     """The declared keys of a configuration by name, in their order."""
     hints = get_type_hints(config)
-    return {
-        each.name: Key(
-            **{**each.metadata, "check": each.metadata["check"] or _check_of(hints[each.name])},
-            name=each.name,
-            type=hints[each.name],
-            default=each.default,
-        )
-        for each in fields(config)
-        if "help" in each.metadata
-    }
+    keys = {}
+    for each in fields(config):
+        if "help" in each.metadata:
+            about = {**each.metadata, "check": each.metadata["check"] or _check_of(hints[each.name])}
+            keys[each.name] = Key(each.name, hints[each.name], each.default, **about)
+    return keys
 
 
 class Misfit(NamedTuple):

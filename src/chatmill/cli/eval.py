@@ -13,10 +13,9 @@ from chatmill.cli.options import AsJson, DatasetOrCaches, counting, echo_json, p
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import one_line
 from chatmill.show.dataset import open_view
-from chatmill.show.text import TokenText
 
 if TYPE_CHECKING:
-    from chatmill.train.score import EvalReport, EvalScore, ScoredAnswer
+    from chatmill.train.score import EvalReport, EvalScore
 
 REASONS = {
     "partly_trained": "of which only a part is trained",
@@ -73,7 +72,8 @@ def eval_command(
     if wrong and missed:
         text = open_view(sources[0].path, tokenizer).text
         for answer in missed[:wrong]:
-            _tell_wrong(answer, text)
+            expected, answered = (text.text(ids, limit=300) for ids in (answer.prompt.answer, answer.ids))
+            typer.echo(f"{one_line(answer.place, 200)}\n  expected {expected}\n  said     {answered}")
 
 
 def _score_json(score: EvalScore) -> dict[str, Any]:
@@ -110,11 +110,3 @@ def _tell(report: EvalReport) -> None:
         typer.echo(f"not asked: {count:,} answers {REASONS[reason]}")
     if report.cut:
         typer.echo(f"{report.cut:,} conversations are longer than the model's positions; their last tokens were read")
-
-
-def _tell_wrong(answer: ScoredAnswer, text: TokenText) -> None:
-    typer.echo(
-        f"{one_line(answer.place, 200)}\n"
-        f"  expected {text.text(answer.prompt.answer, limit=300)}\n"
-        f"  said     {text.text(answer.ids, limit=300)}"
-    )

@@ -86,9 +86,8 @@ def _was_given(context: typer.Context, name: str) -> bool:
 
 def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: bool, resume: bool, as_json: bool) -> None:
     """Build the dataset with progress on standard error, and print its summary."""
-    rejected: Rejects | None = None
-    if job.on_error == "skip":
-        rejected = Rejects(rejects, [name for source in job.sources for name in source.inputs])
+    inputs = [name for source in job.sources for name in source.inputs]
+    rejected = Rejects(rejects, inputs) if job.on_error == "skip" else None
     on_fault = rejected or (lambda fault: None)
     with ExitStack() as opened, _build_bar() as bar:
 

@@ -57,6 +57,7 @@ def render_command(
     """
     renderer = open_renderer(render.format, render.tokenizer, add_tokens=render.add_tokens, template=template.options())
     console = Console(highlight=False, soft_wrap=True)
+    width = max(40, console.width - 42) if console.is_terminal else 100
     limit = limit or (None if as_json else SHOWN)
     with read.records(inputs) as records:
         ledger = records.ledger
@@ -73,9 +74,7 @@ def render_command(
                     sys.stdout.write(json_line(rendered_json(rows[row : row + 1])).decode())
                     continue
                 console.print(Text(row_title(rows, row), style="bold"))
-                for line in span_lines(
-                    rows, row, renderer.tokenizer, width=max(40, console.width - 42) if console.is_terminal else 100
-                ):
+                for line in span_lines(rows, row, renderer.tokenizer, width=width):
                     console.print(line)
     ledger.check()
     total = ledger.total("stored")

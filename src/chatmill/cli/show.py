@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from typing import Annotated
 
 import typer
@@ -127,9 +127,8 @@ def _show_one(view: DatasetView, split: str, episode: int, console: Console, *, 
         tokens = view.text.tokens(row.ids.tolist())
         sys.stdout.write(json_line({"split": split, "episode": episode, **row_json(row), "tokens": tokens}).decode())
         return
-    _print([conversation_title(row, split, episode)], console)
     lines = token_lines(row, view.text) if decode else conversation_lines(row, view.text, plain=not _colours(console))
-    _print(lines, console)
+    _print(chain([conversation_title(row, split, episode)], lines), console)
 
 
 def _list(

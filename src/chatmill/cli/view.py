@@ -58,7 +58,8 @@ def view(
         from chatmill.show.server import serve
     except ImportError as error:
         raise UsageError(f"the viewer needs {error.name}: pip install 'chatmill[view]'") from None
-    cache = index or _cache()
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = index or user_cache / "chatmill" / "view"
     viewer = Viewer(
         open_view(dataset, tokenizer),
         cache=cache,
@@ -75,9 +76,3 @@ def view(
             typer.echo(f"the index for search and filters is kept in {cache}")
 
     serve(viewer, port=port, ready=ready)
-
-
-def _cache() -> Path:
-    """The folder for indexes in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "chatmill" / "view"

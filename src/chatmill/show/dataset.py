@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,22 +103,19 @@ def open_view(path: str | Path, tokenizer: str | None = None) -> DatasetView:
     if built_with is None:
         return DatasetView(dataset, TokenText(None), "the dataset does not say its tokenizer; name it with --tokenizer")
     for spec in _candidates(folder, name):
-        try:
+        with suppress(ChatmillError):
             candidate = opened(spec)
-        except ChatmillError:
-            continue
-        if candidate.sha256 == built_with:
-            return DatasetView(dataset, TokenText(candidate), None)
+            if candidate.sha256 == built_with:
+                return DatasetView(dataset, TokenText(candidate), None)
     called = f"{one_line(name, 200)} ({built_with[:12]}…)" if name else f"{built_with[:12]}…"
     return DatasetView(dataset, TokenText(None), f"its tokenizer {called} is not here; name it with --tokenizer")
 
 
 def dataset_text(dataset: Path) -> TokenText:
     """The text of a dataset's tokens; their ids if its tokenizer is not there."""
-    try:
+    with suppress(ChatmillError):
         return open_view(dataset).text
-    except ChatmillError:
-        return TokenText(None)
+    return TokenText(None)
 
 
 def _candidates(folder: Path, name: str | None) -> Iterator[str | Path]:
@@ -132,10 +130,9 @@ def _candidates(folder: Path, name: str | None) -> Iterator[str | Path]:
 def tokenizer_metadata(dataset: Dataset) -> tuple[str | None, dict[str, str], tuple[str, ...], str | None]:
     """What a dataset records of its tokenizer: hash, control tokens by key, further added tokens, name."""
     if isinstance(dataset, PrimerCache):
-        try:
+        control: dict[str, str] = {}
+        with suppress(ChatmillError):
             control = dict(load_format(dataset.meta.format).tokens)
-        except ChatmillError:
-            control = {}
         return dataset.meta.tokenizer_sha256, control, (), None
     if dataset.metadata is None:
         return None, {}, (), None

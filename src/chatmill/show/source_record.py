@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -61,7 +61,7 @@ def source_record(
     wanted = np.array(key, dtype="<u8").tobytes()
     same = any(record_key(record) == wanted for record in records) if records and any(wanted) else None
     text = raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
-    with contextlib.suppress(ValueError, RecursionError):
+    with suppress(ValueError, RecursionError):
         text = json.dumps(json.loads(raw), indent=2, ensure_ascii=False)
     # JSON can contain lone surrogates.
     text = text.encode("utf-8", "backslashreplace").decode()
@@ -81,12 +81,11 @@ def _parsed_line(path: Path, shape: str | None, line: int, raw: bytes, start: in
     """The records of a line; none if its shape is not known or it does not parse."""
     if shape is None:
         return []
-    try:
+    with suppress(ChatmillError):
         if start is None:
             return [_parsed(FilePart(path, shape, ""), line)]
         return list(read_part(FilePart(path, shape, "", start=start, stop=start + len(raw)), on_fault=_raise))
-    except ChatmillError:
-        return []
+    return []
 
 
 def _parsed(part: FilePart, line: int) -> Record:
