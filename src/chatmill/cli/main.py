@@ -1,4 +1,4 @@
-"""The command `chatmill`: it joins the commands, one file each, and reports errors in one line."""
+"""The command `chatmill`: it joins the commands of this folder, and reports errors in one line."""
 
 from __future__ import annotations
 

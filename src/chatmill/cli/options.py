@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def argument(metavar: str, help: str) -> Any:
-    """An argument that no option names; its help shows no default."""
+    """A positional argument; its help shows no default."""
     return typer.Argument(metavar=metavar, help=help, show_default=False)
 
 
