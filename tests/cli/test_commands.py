@@ -352,7 +352,7 @@ def test_more_than_memory_holds_is_one_line(run, monkeypatch):
     def much(*args, **options):
         return np.empty(1 << 50, dtype=np.int64)
 
-    monkeypatch.setattr("chatmill.cli.check.reading", much)
+    monkeypatch.setattr("chatmill.cli.record_options.ReadOptions.records", much)
     code, out, err = run("check", "chat.jsonl")
     assert (code, out) == (1, "")
     assert err.startswith("chatmill: not enough memory (Unable to allocate 8.00 PiB")
