@@ -14,7 +14,7 @@ import torch
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.format import load_format
 from chatmill.rollout.config import RolloutConfig
-from chatmill.rollout.generators import ModelGenerator
+from chatmill.rollout.generators import generator_of
 from chatmill.rollout.loop import train_rollouts
 from chatmill.rollout.vocabulary import COORDINATES
 from chatmill.tokenizer import open_tokenizer, train_bpe
@@ -129,16 +129,16 @@ def test_a_run_that_is_asked_to_stop_ends_its_round_and_saves(files):
     """Whenever the signal comes: the run goes on from there and ends where an undisturbed one does."""
     train_rollouts(config_of(files, save_interval=6), files / "whole", quiet=True)
 
-    class Interrupted(ModelGenerator):
-        def __call__(self, prompts, *, step, first_row=0):
-            if step == 2:
-                signal.raise_signal(signal.SIGTERM)
-            return super().__call__(prompts, step=step, first_row=first_row)
-
     settings, stopped = config_of(files, save_interval=6), files / "stopped"
     model = open_model(files / "model")
-    generator = Interrupted(model, settings, TOKENIZER.special_token_ids()[FORMAT.eot])
-    result = train_rollouts(settings, stopped, model=model, generator=generator, quiet=True)
+    answer = generator_of(settings, model, TOKENIZER.special_token_ids()[FORMAT.eot])
+
+    def interrupted(prompts, *, step, first_row=0):
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return answer(prompts, step=step, first_row=first_row)
+
+    result = train_rollouts(settings, stopped, model=model, generator=interrupted, quiet=True)
     assert (result.step, result.stopped_by, result.checkpoint) == (4, "SIGTERM", stopped / "step_00000004")
     result = train_rollouts(settings, stopped, resume="auto", quiet=True)
     assert (result.step, result.stopped_by) == (6, None)

@@ -9,9 +9,8 @@ import torch
 from model_fixtures import conversation, inputs, packed, save_qwen
 
 from chatmill.errors import DataError, UsageError
-from chatmill.train.hf import HFModel
+from chatmill.train.hf import HFModel, LoraModel, LoraSizes
 from chatmill.train.load_model import open_model
-from chatmill.train.lora import LoraModel, LoraSizes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -132,40 +132,21 @@ class CompletionServer:
 
 
 def generator_of(config: RolloutConfig, model: CausalModel, end_id: int) -> Generator:
-    """The generator that a config names: a log, a server, or the model."""
+    """The generator that a config names: a log, a server, or the model with its current weights."""
     if config.replay is not None:
         return RolloutReplay(config.replay)
-    if config.server is None:
-        return ModelGenerator(model, config, end_id)
-    return CompletionServer(
-        config.server,
-        config.server_model or "",
-        config.max_new_tokens,
-        end_ids=(end_id,),
-        temperature=config.temperature if config.decoding == "sample" else 0.0,
-        top_p=config.top_p,
-        seed=config.seed,
-    )
+    temperature = config.temperature if config.decoding == "sample" else 0.0
+    limits: dict[str, Any] = {"max_tokens": config.max_new_tokens, "end_ids": (end_id,)}
+    if config.server is not None:
+        sampled: dict[str, Any] = {"temperature": temperature, "top_p": config.top_p, "seed": config.seed}
+        return CompletionServer(config.server, config.server_model or "", **limits, **sampled)
 
-
-class ModelGenerator:
-    """Answers of the model that is being trained, with its current weights."""
-
-    def __init__(self, model: CausalModel, config: RolloutConfig, end_id: int) -> None:
-        self._model, self._config, self._end_ids = model, config, (end_id,)
-
-    def __call__(self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
-        config = self._config
-        limits: dict[str, Any] = {"max_tokens": config.max_new_tokens, "end_ids": self._end_ids}
+    def answer(prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
+        size = config.generate_batch_size
         if config.decoding == "beam":
-            size = max(1, config.generate_batch_size // config.beams)
-            return beam_search(self._model, prompts, beams=config.beams, batch_size=size, **limits)
-        temperature = config.temperature if config.decoding == "sample" else 0.0
-        return generate(
-            self._model,
-            prompts,
-            sampling=Sampling(temperature, config.top_k, config.top_p, config.seed, step),
-            first_row=first_row,
-            batch_size=config.generate_batch_size,
-            **limits,
-        )
+            groups = max(1, size // config.beams)
+            return beam_search(model, prompts, beams=config.beams, batch_size=groups, **limits)
+        sampling = Sampling(temperature, config.top_k, config.top_p, config.seed, step)
+        return generate(model, prompts, sampling=sampling, first_row=first_row, batch_size=size, **limits)
+
+    return answer

@@ -37,9 +37,8 @@ from chatmill.train.distributed import World, init_world
 from chatmill.train.load_model import compute_dtype, open_model
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import TRAINING, trained_with
-from chatmill.train.run_dir import RunDir, config_changes, open_resumed
+from chatmill.train.run_dir import RunDir, config_changes, open_resumed, stop_on_signal
 from chatmill.train.sharded_tensors import file_info
-from chatmill.train.signals import stop_on_signal
 from chatmill.train.step import LRSchedule, Stepper, micro_batches, seed_step
 
 ROLLOUTS = "rollouts.jsonl"
@@ -86,15 +85,10 @@ def train_rollouts(
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
         generator = generator or generator_of(config, run.model, run.task.eos_id)
+        # A round is logged under its first step, and a checkpoint is written after a round's last.
+        rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
-            folder,
-            config.to_json(),
-            world,
-            step=run.step,
-            total=config.max_iters,
-            quiet=quiet,
-            # A round is logged under its first step, and a checkpoint is written after a round's last.
-            rewinds={ROLLOUTS: run.step - 1},
+            folder, config.to_json(), world, step=run.step, total=config.max_iters, quiet=quiet, rewinds=rewinds
         )
         with closing(run_dir), (folder / ROLLOUTS).open("ab") as log:
             return run.train(generator, run_dir, log)
@@ -237,19 +231,13 @@ class _RolloutRun:
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
             "special_token_ids": tokenizer.special_token_ids(),
         }
-        state = tokenizer.state(added_tokens=self.task.add_tokens)
+        tokenizer_state = tokenizer.state(added_tokens=self.task.add_tokens)
+        parts = {TRAINING: about, TOKENIZER_STATE: tokenizer_state}
+        files = {name: json.dumps(value, indent=1).encode() for name, value in parts.items()}
+        state = {"step": self.step, "config": self.config.to_json(), "truth_sha256": self.truth_sha256}
+        model, optimizer, keep = self.model, self.stepper.optimizer, self.config.keep_checkpoints
         self.saved = checkpoints.save(
-            self.folder,
-            {"step": self.step, "config": self.config.to_json(), "truth_sha256": self.truth_sha256},
-            self.model,
-            self.stepper.optimizer,
-            self.world,
-            sharded=False,
-            keep=self.config.keep_checkpoints,
-            about={
-                TRAINING: json.dumps(about, indent=1).encode(),
-                TOKENIZER_STATE: json.dumps(state, indent=1).encode(),
-            },
+            self.folder, state, model, optimizer, self.world, sharded=False, keep=keep, about=files
         )
 
 

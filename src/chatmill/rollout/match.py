@@ -80,8 +80,8 @@ def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str
     boxes = _are_boxes(predicted)[mine] & _are_boxes(truth)[true]
     out[mine[boxes], true[boxes]] = _ratio(
         np.prod(high - low, axis=2)[mine[boxes], true[boxes]],
-        _areas(left)[mine[boxes]],
-        _areas(right)[true[boxes]],
+        np.prod(left[mine[boxes], 2:] - left[mine[boxes], :2], axis=1),
+        np.prod(right[true[boxes], 2:] - right[true[boxes], :2], axis=1),
         np.all(left[mine[boxes]] == right[true[boxes]], axis=1),
     )
     if not boxes.all():
@@ -103,11 +103,6 @@ def _around(points: Sequence[int]) -> list[int]:
 
 def _are_boxes(things: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_]:
     return np.array(["bbox_2d" in thing for thing in things], dtype=np.bool_)
-
-
-def _areas(bounds: Floats) -> Floats:
-    sizes: Floats = np.prod(bounds[:, 2:] - bounds[:, :2], axis=1)
-    return sizes
 
 
 def _ratio(shared: Floats, one: Floats, other: Floats, equal: NDArray[np.bool_]) -> Floats:

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -153,12 +153,6 @@ class _EndError(Exception):
         self.ended = ended
 
 
-class _Value(NamedTuple):
-    stop: int
-    is_object: bool = False
-    largest: int = -1
-
-
 def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
     """Entries after the opening brace, and how the scan ended."""
     entries: list[ParsedEntry] = []
@@ -169,16 +163,16 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
         key, value = "", start
         try:
             key, value = _key(data, start)
-            parsed = _value(data, value)
+            stop, is_object, largest = _value(data, value)
         except _EndError as end:
             if data[start : start + 1] == b'"':
                 is_object = data[value : value + 1] == b"{"
                 entries.append(ParsedEntry(key, number_of(key), -1, start, value, len(data), is_object, False))
             return entries, end.ended
         number = number_of(key)
-        largest = parsed.largest if number is None else max(number, parsed.largest)
-        entries.append(ParsedEntry(key, number, largest, start, value, parsed.stop, parsed.is_object, True))
-        at = _space(data, parsed.stop)
+        largest = largest if number is None else max(number, largest)
+        entries.append(ParsedEntry(key, number, largest, start, value, stop, is_object, True))
+        at = _space(data, stop)
         if data[at : at + 1] != b",":
             return entries, "closed" if data[at : at + 1] == b"}" else _at_end(data, at)
         start = _space(data, at + 1)
@@ -202,8 +196,8 @@ def _key(data: bytes, at: int) -> tuple[str, int]:
     return key, _space(data, match.end())
 
 
-def _value(data: bytes, at: int) -> _Value:
-    """The value that starts here."""
+def _value(data: bytes, at: int) -> tuple[int, bool, int]:
+    """Where the value that starts here stops, whether it is an object, and the largest n of its keys object_{n}."""
     first = data[at : at + 1]
     if first == b"{":
         return _body(data, at)
@@ -215,15 +209,15 @@ def _value(data: bytes, at: int) -> _Value:
             raise _EndError("open")
         if _string(match[1]) is None:
             raise _EndError("fault")
-        return _Value(match.end(2))
+        return match.end(2), False, -1
     word = _WORD.match(data, at)
     stop = at if word is None else word.end()
     if not _SCALAR.fullmatch(data, at, stop):
         raise _EndError(_at_end(data, stop))
-    return _Value(stop)
+    return stop, False, -1
 
 
-def _body(data: bytes, at: int) -> _Value:
+def _body(data: bytes, at: int) -> tuple[int, bool, int]:
     """An object, up to where its braces balance, whatever is between them."""
     depth, stop = 0, at
     while True:
@@ -235,13 +229,13 @@ def _body(data: bytes, at: int) -> _Value:
         elif what == b"}":
             depth -= 1
             if not depth:
-                return _Value(stop, True, _largest(data, at, stop))
+                return stop, True, _largest(data, at, stop)
         else:
             # The end, or a quote that never closes.
             raise _EndError("open")
 
 
-def _array(data: bytes, at: int) -> _Value:
+def _array(data: bytes, at: int) -> tuple[int, bool, int]:
     """An array, which must be valid JSON, so that the root stays parseable."""
     stack: list[int] = []
     for match in _LEXEME.finditer(data, at):
@@ -256,7 +250,7 @@ def _array(data: bytes, at: int) -> _Value:
                     parse_json(data[at : match.end()])
                 except ValueError:
                     raise _EndError("fault") from None
-                return _Value(match.end(), False, _largest(data, at, match.end()))
+                return match.end(), False, _largest(data, at, match.end())
         elif not match[2]:
             break
     raise _EndError("open")

@@ -131,11 +131,8 @@ def summary(result: TrainResult) -> str:
             f"{result.untrained_rows:,} rows had nothing to train; {result.skipped_steps:,} steps were skipped for it"
         )
     if result.loss is not None:
-        val = (
-            ""
-            if result.val_loss is None
-            else f", val loss {result.val_loss:.4f}, perplexity {result.val_perplexity:.4g}"
-        )
-        lines.append(f"loss {result.loss:.4f}{val}")
+        lines.append(f"loss {result.loss:.4f}")
+        if result.val_loss is not None:
+            lines[-1] += f", val loss {result.val_loss:.4f}, perplexity {result.val_perplexity:.4g}"
     lines.append(f"see {result.folder}" + ("" if result.checkpoint is None else f"; checkpoint {result.checkpoint}"))
     return "\n".join(lines)

@@ -16,18 +16,9 @@ BLOCK, WARPS = 4096, 8
 def entropy_in_place(logits: Tensor, ids: Tensor, weights: Tensor, scale: float, cap: float | None) -> Tensor:
     """What `loss.entropy` computes, for contiguous logits on a GPU."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _rows[(len(logits),)](
-        logits,
-        ids,
-        weights,
-        losses,
-        logits.shape[1],
-        scale,
-        cap or 1.0,
-        CAPPED=cap is not None,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
+    launch, capped = _rows[(len(logits),)], cap is not None
+    numbers = logits.shape[1], scale, cap or 1.0
+    launch(logits, ids, weights, losses, *numbers, CAPPED=capped, BLOCK=BLOCK, num_warps=WARPS)
     return losses
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -59,15 +60,9 @@ def generate(
     2
     """
     answers: list[list[int]] = [[] for _ in prompts]
+    steps = partial(generate_steps, model, max_tokens=max_tokens, end_ids=end_ids, sampling=sampling or Sampling())
     for start in range(0, len(prompts), batch_size):
-        for tokens in generate_steps(
-            model,
-            prompts[start : start + batch_size],
-            max_tokens=max_tokens,
-            end_ids=end_ids,
-            sampling=sampling or Sampling(),
-            first_row=first_row + start,
-        ):
+        for tokens in steps(prompts[start : start + batch_size], first_row=first_row + start):
             for row, token in tokens.items():
                 answers[start + row].append(token)
     return answers

@@ -6,22 +6,23 @@ separates conversations, and whether its logits are those of its head, is tested
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import DataError, UsageError, one_line
 from chatmill.train.attention import segment_begins
+from chatmill.train.checkpoint import check_model
+from chatmill.train.config import LoraSizes
+from chatmill.train.load_model import ADAPTER_CONFIG
 from chatmill.train.loss import LMHead
 from chatmill.train.model import CausalModel, DecodingCache, eval_mode, usable_precision
-
-if TYPE_CHECKING:
-    from chatmill.train.config import LoraSizes
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -131,14 +132,8 @@ class HFModel(CausalModel):
     def _next(self, ids: Tensor, positions: Tensor, cache: HFCache) -> Tensor:
         self._attend_by("sdpa")
         with self._cast():
-            out = self.lm(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=cache.seen.long(),
-                past_key_values=cache.past,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": cache.seen.long()}
+            out = self.lm(**inputs, past_key_values=cache.past, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].float()
 
     def _recomputed(self, cache: RecomputeCache) -> Tensor:
@@ -147,8 +142,6 @@ class HFModel(CausalModel):
         return self.head().logits(states[torch.arange(len(states), device=states.device), cache.lengths - 1])
 
     def with_lora(self, sizes: LoraSizes, folder: Path) -> CausalModel:
-        from chatmill.train.lora import LoraModel
-
         return LoraModel.on(self, sizes)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
@@ -201,6 +194,63 @@ class HFModel(CausalModel):
     @property
     def _name(self) -> str:
         return str(self.source or type(self.lm).__name__)
+
+
+class LoraModel(HFModel):
+    """A Hugging Face model of which only the LoRA adapters are trained, with peft."""
+
+    with_lora = CausalModel.with_lora
+
+    def __init__(self, base: HFModel, peft_model: Any) -> None:
+        # peft inserts its layers into the model that it is given: base.lm has them from here on.
+        super().__init__(base.lm, source=base.source, compute=base.compute)
+        # In a tuple, so that torch does not count the same weights twice.
+        self._peft = (peft_model,)
+
+    @classmethod
+    def on(cls, base: HFModel, sizes: LoraSizes) -> LoraModel:
+        """Fresh adapters on a model, whose own weights are frozen; untrained adapters change no output."""
+        peft = _peft(str(base.source))
+        targets = sizes.targets if isinstance(sizes.targets, str) else list(sizes.targets)
+        head = next(name for name, module in base.lm.named_modules() if module is base.lm.get_output_embeddings())
+        if any(f".{head}".endswith(f".{target}") for target in targets):
+            raise UsageError(f"lora: {head} is the head, which cannot have an adapter; leave it out of the targets")
+        config = peft.LoraConfig(
+            r=sizes.r, lora_alpha=sizes.alpha, lora_dropout=sizes.dropout, target_modules=targets, task_type="CAUSAL_LM"
+        )
+        try:
+            peft_model = peft.get_peft_model(base.lm, config)
+        except ValueError as error:
+            raise UsageError(f"lora: {str(error).splitlines()[0]}") from None
+        return cls(base, peft_model)
+
+    @classmethod
+    def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> LoraModel:
+        """Read adapters that `save` wrote, and their base model from the folder that they name."""
+        peft = _peft(str(folder))
+        try:
+            name = json.loads((folder / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"]
+            base = _load_base(folder, name, compute)
+            return cls(base, peft.PeftModel.from_pretrained(base.lm, str(folder), is_trainable=True))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{folder}: these adapters cannot be read ({str(error).splitlines()[0]})") from None
+
+    def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write the adapters alone."""
+        weights = (
+            None if state is None else {f"base_model.model.{name.removeprefix('lm.')}": t for name, t in state.items()}
+        )
+        with quiet():
+            self._peft[0].save_pretrained(str(folder), state_dict=weights)
+        # An empty model card.
+        (folder / "README.md").unlink(missing_ok=True)
+
+    def merge(self) -> HFModel:
+        """The model with the adapters merged into its weights; this object cannot be used afterwards."""
+        merged = self._peft[0].merge_and_unload()
+        return HFModel(merged, source=self.source, compute=self.compute)
 
 
 class HFCache:
@@ -267,3 +317,25 @@ def _registered_flex() -> str:
     AttentionInterface.register("chatmill_flex", attention)
     AttentionMaskInterface.register("chatmill_flex", flex_attention_mask)
     return "chatmill_flex"
+
+
+def _load_base(folder: Path, name: str, compute: torch.dtype | None) -> HFModel:
+    """The base model of adapters."""
+    check_model(Path(name))
+    try:
+        return HFModel.load(Path(name), compute=compute)
+    except DataError:
+        if Path(name).is_dir():
+            raise
+        raise DataError(
+            f"{folder}: these adapters go onto the model {one_line(name, 300)}, which is no folder here; "
+            "put it back there"
+        ) from None
+
+
+def _peft(place: str) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise UsageError(f"{place}: adapters need peft; pip install 'chatmill[lora]'") from None
+    return peft

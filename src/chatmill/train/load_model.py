@@ -17,7 +17,7 @@ from chatmill.train.model import CausalModel
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 HUGGING_FACE = "chatmill.train.hf:HFModel"
 """The family of every `model_type` that has none of its own."""
-ADAPTERS = "chatmill.train.lora:LoraModel"
+ADAPTERS = "chatmill.train.hf:LoraModel"
 
 Load = Callable[..., CausalModel]
 MODEL_FAMILIES: dict[str, str | Load] = {"chatmill-gpt": "chatmill.train.gpt:GPT"}

@@ -27,9 +27,8 @@ from chatmill.train.evaluate import Evaluation, Samples, TokenText, evaluate
 from chatmill.train.loss import LossFunction
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import about_model
-from chatmill.train.run_dir import RowsData, RunDir
+from chatmill.train.run_dir import RowsData, RunDir, stop_on_signal
 from chatmill.train.setup import TrainState, open_run
-from chatmill.train.signals import stop_on_signal
 from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step
 
 HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
@@ -325,19 +324,14 @@ class _Loop:
 
     def _save(self) -> None:
         """Write a checkpoint; all ranks call this."""
-        state, config = self.state, self.state.config
-        sharded = config.checkpoint == "sharded"
+        state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
+        sharded = state.config.checkpoint == "sharded"
         # Sharded checkpoints hold a model folder, for which ranks gather all weights, only at the end.
         usable = not sharded or state.step == state.stage.stop
+        about = about_model(state.loader, step=state.step) if usable else None
+        folder, run, world = self.run_dir.folder, state.to_json(), state.world
         state.saved = checkpoints.save(
-            self.run_dir.folder,
-            state.to_json(),
-            state.stepper.model,
-            state.stepper.optimizer,
-            state.world,
-            sharded=sharded,
-            keep=config.keep_checkpoints,
-            about=about_model(state.loader, step=state.step) if usable else None,
+            folder, run, stepper.model, stepper.optimizer, world, sharded=sharded, keep=keep, about=about
         )
 
     def _result(self, stopped_by: str | None) -> TrainResult:

@@ -15,12 +15,21 @@ Points = Sequence[tuple[float, float]]
 
 def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
     """The loss of every step and of every evaluation."""
+    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
+    back = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
+    name = f'<text x="{LEFT}" y="24" font-size="14" font-weight="bold">{escape(title)}</text>'
+    return "\n".join([head, back, name, *_curves(metrics), "</svg>", ""])
+
+
+def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The axes and curves; nothing where no loss is finite."""
     train = _thinned([(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None])
     val = [(line["step"], line["val_loss"]) for line in metrics if line.get("val_loss") is not None]
     curves = [("train", "#2563eb", train), ("val", "#dc2626", val)]
     points = [point for _, _, curve in curves for point in curve if math.isfinite(point[1])]
     if not points:
-        return _page(title, [])
+        return []
     steps, losses = [step for step, _ in points], [loss for _, loss in points]
     across = _Scale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
     up = _Scale(min(losses), max(losses), HEIGHT - BOTTOM, TOP)
@@ -43,7 +52,7 @@ def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
         last = next(loss for _, loss in reversed(curve) if math.isfinite(loss))
         x = WIDTH - RIGHT - 130 * (2 - number)
         parts.append(f'<text x="{x}" y="24" fill="{colour}">{name} {last:.4f}</text>')
-    return _page(title, parts)
+    return parts
 
 
 class _Scale:
@@ -74,11 +83,3 @@ def _thinned(points: Points) -> Points:
         return points
     groups = [points[at : at + size] for at in range(0, len(points), size)]
     return [(group[-1][0], sum(loss for _, loss in group) / len(group)) for group in groups]
-
-
-def _page(title: str, parts: Sequence[str]) -> str:
-    box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
-    back = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
-    name = f'<text x="{LEFT}" y="24" font-size="14" font-weight="bold">{escape(title)}</text>'
-    return "\n".join([head, back, name, *parts, "</svg>", ""])

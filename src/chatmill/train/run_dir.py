@@ -11,9 +11,11 @@ Progress goes to standard error, written by hand because training needs nothing 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -113,7 +115,7 @@ class RunDir:
         try:
             world.together(lambda: begin() if world.is_first else None)
             if rows is not None:
-                self._rows = MetricsLog(rows_file(folder, world.rank))
+                self._rows = MetricsLog(folder / ROWS / f"rank_{world.rank:05d}.jsonl")
         except BaseException:
             self.close()
             raise
@@ -133,7 +135,9 @@ class RunDir:
     def log_rows(self, step: int, rows: Sequence[RowLoss] | None) -> None:
         """Add the losses of a step's conversations, if they are logged."""
         if self._rows is not None and self._data is not None:
-            self._rows.add(rows_line(step, rows or [], self._data))
+            # In columns: most of a line is numbers.
+            columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
+            self._rows.add({"step": step, "data": self._data._asdict(), **dict(zip(COLUMNS, columns, strict=True))})
 
     def show_step(self, step: int, *, loss: float | None, seconds: float, tokens: float, trained: float) -> None:
         """Show the progress of a finished step."""
@@ -181,22 +185,12 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [line.read() for line in _lines(folder / METRICS)]
 
 
-def rows_file(folder: Path, rank: int) -> Path:
-    return folder / ROWS / f"rank_{rank:05d}.jsonl"
-
-
 class RowsData(NamedTuple):
     """The data that episode numbers refer to: a run may resume with other data."""
 
     dataset_dir: str
     dataset_sha256: str
     mix_sft: Mapping[str, float] | None
-
-
-def rows_line(step: int, rows: Sequence[RowLoss], data: RowsData) -> dict[str, Any]:
-    """The losses of one step, in columns: most of a line is numbers."""
-    columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
-    return {"step": step, "data": data._asdict(), **dict(zip(COLUMNS, columns, strict=True))}
 
 
 def read_rows(folder: Path, step: int) -> list[RowLoss]:
@@ -342,3 +336,38 @@ def _clock(duration: float) -> str:
     minutes, seconds = divmod(round(duration), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+# Signals.
+
+
+class StopRequest:
+    """The first SIGINT or SIGTERM, after which the run ends with a checkpoint; None if there was none."""
+
+    by: str | None = None
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[StopRequest]:
+    """Note the first signal; the second has its usual effect."""
+    request = StopRequest()
+    previous: dict[signal.Signals, Any] = {}
+
+    def restore() -> None:
+        while previous:
+            signal.signal(*previous.popitem())
+
+    def note(number: int, _: Any) -> None:
+        request.by = signal.Signals(number).name
+        restore()
+
+    try:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            previous[each] = signal.signal(each, note)
+    except ValueError:
+        # Only the main thread can handle signals; in another one they are left to the main thread.
+        previous.clear()
+    try:
+        yield request
+    finally:
+        restore()
