@@ -24,7 +24,7 @@ from fastokens import Tokenizer as Fastokens
 from measure import alone, interleaved, machine, report, versions
 
 from chatmill.format import TemplateRenderer, TurnRenderer, load_format
-from chatmill.format.message_columns import message_columns
+from chatmill.format.messages import message_columns
 from chatmill.format.template.hf_folder import read_folder
 from chatmill.records import Record, read_records
 from chatmill.rows import Rows, concat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from chatmill.tokenizer.token_positions import token_positions
+from chatmill.tokenizer.tokenizer import token_positions
 
 
 def positions(byte_lengths, start, stop, size, offset):

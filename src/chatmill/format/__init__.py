@@ -9,7 +9,6 @@ record_texts                all texts of a record, to train a tokenizer on
 transcript_turns            the turns of a record as text
 """
 
-from chatmill.format.body import record_texts
 from chatmill.format.chat_format import PRESETS, ChatFormat, TurnMarkers, load_format, parse_format
 from chatmill.format.factory import (
     TEMPLATE,
@@ -18,10 +17,10 @@ from chatmill.format.factory import (
     open_renderer,
     renderer_from_json,
 )
+from chatmill.format.messages import record_texts, transcript_turns
 from chatmill.format.renderer import Mask, Renderer
 from chatmill.format.template.hf_folder import has_template
 from chatmill.format.template.renderer import TemplateRenderer
-from chatmill.format.transcript import transcript_turns
 from chatmill.format.turn_renderer import TurnRenderer
 
 __all__ = [

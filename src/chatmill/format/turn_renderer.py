@@ -22,28 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
-from chatmill.format.body import split_bodies
-from chatmill.format.chat_format import ChatFormat
-from chatmill.format.compiled import AFTER, BEGIN, BODY, CLOSE, END, OPEN, PARTS, CompiledFormat, RenderTokenizer
-from chatmill.format.message_columns import MessageColumns, message_columns
+from chatmill.format.chat_format import AFTER, BEGIN, BODY, CLOSE, END, OPEN, PARTS, ChatFormat, CompiledFormat
+from chatmill.format.messages import MessageColumns, message_columns, split_bodies
 from chatmill.format.renderer import OnReject, Renderer, origins_of
 from chatmill.ledger import Ledger
 from chatmill.records import ROLES, ChatColumns, Record
-from chatmill.rows import (
-    EMPTY,
-    NO_MESSAGE,
-    OWN_ID,
-    SPAN,
-    Ids,
-    Index,
-    Role,
-    Rows,
-    Rule,
-    TrainOn,
-    copy_tokens,
-    offsets,
-    weigh,
-)
+from chatmill.rows import EMPTY, NO_MESSAGE, OWN_ID, SPAN, Index, Role, Rows, Rule, TrainOn, copy_tokens, offsets, weigh
 from chatmill.tokenizer import Tokenizer
 
 PIECES = len(PARTS)
@@ -97,9 +81,7 @@ class TurnRenderer:
     ) -> Rows:
         if not records:
             return EMPTY
-        columns = message_columns(records, self.format, self.compiled)
-        ids, text_start = self.tokenizer.encode_batch(columns.texts)
-        return _rows(columns, self.compiled, self.tokenizer, ids, text_start, train_on=train_on)
+        return _rows(self, message_columns(records, self.format, self.compiled), train_on)
 
     render_chunks = Renderer.render_chunks
 
@@ -109,16 +91,10 @@ class TurnRenderer:
         return ids[: len(ids) - end] + self.compiled.fixed("assistant", OPEN)
 
 
-def _rows(
-    columns: MessageColumns,
-    compiled: CompiledFormat,
-    tokenizer: RenderTokenizer,
-    flat: Ids,
-    text_start: Index,
-    *,
-    train_on: TrainOn,
-) -> Rows:
-    """The rows of messages whose texts have been encoded to `flat`."""
+def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn) -> Rows:
+    """Encode the texts of all messages at once, and lay out the rows around them."""
+    compiled = renderer.compiled
+    flat, text_start = renderer.tokenizer.encode_batch(columns.texts)
     roles, bodies, first_message, text_of = columns.roles, columns.bodies, columns.first_message, columns.text_of
     # The body of a message is one piece, of a message in `bodies` several.
     widths = np.full(len(roles), PIECES, dtype=np.int64)
@@ -159,7 +135,7 @@ def _rows(
     starts[base[again] + BODY] = (len(flat) + len(compiled.literals) + offsets(size))[which]
     if bodies:
         inside = np.concatenate([np.arange(len(body)) + base[at] + BODY for at, body in bodies.items()])
-        split = split_bodies([*bodies.values()], flat, text_start, tokenizer, compiled.control_start)
+        split = split_bodies([*bodies.values()], flat, text_start, renderer.tokenizer, compiled.control_start)
         starts[inside], lengths[inside], parts[inside] = split
         rules[inside] = compiled.rules[BODY]
 

@@ -14,7 +14,7 @@ import numpy as np
 from chatmill.errors import DataError, one_line
 from chatmill.fit import GatherPlan, gather
 from chatmill.format import ChatFormat, TurnRenderer, load_format
-from chatmill.format.compiled import END, OPEN
+from chatmill.format.chat_format import END, OPEN
 from chatmill.records import Record, record_key
 from chatmill.rollout.files import GroundTruth, Rollout
 from chatmill.rollout.match import GATE

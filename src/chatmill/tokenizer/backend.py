@@ -6,6 +6,7 @@ is enforced in one place for all backends.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,3 +128,58 @@ def faults_of(place: str, what: str, right: str) -> Iterator[None]:
             raise
         message = one_line(f"{type(error).__name__}: {error}", 160)
         raise DataError(f"{place}: {what} ({message}); {right}") from error
+
+
+_NGPT = "84a5023f67d74cf29cc4001becde983c"
+
+# The order fixes the ids: new tokens go to the end.
+CONTROL_TOKENS = (
+    *(f"<|ngpt_{role}_{_NGPT}|>" for role in ("sys", "usr", "asst", "eot")),
+    *("<|sys|>", "<|usr|>", "<|asst|>", "<|eot|>"),
+    *("<|SYSTEM|>", "<|USER|>", "<|ASSISTANT|>", "<|END|>", "<|EOS|>"),
+    *("<|im_start|>", "<|im_end|>"),
+)
+
+
+class ByteLevel:
+    """One id per byte; lossless for every text."""
+
+    engine = "bytes"
+    vocab_size = 256 + len(CONTROL_TOKENS)
+    sha256 = hashlib.sha256("\n".join(["bytes", *CONTROL_TOKENS]).encode()).hexdigest()
+
+    def __init__(self) -> None:
+        self.control = {token: 256 + index for index, token in enumerate(CONTROL_TOKENS)}
+
+    def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
+        return flat([np.frombuffer(text.encode(), dtype=np.uint8) for text in texts])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    def piece(self, id: int) -> bytes:
+        return bytes([id])
+
+
+PROBE = (
+    "",
+    " ",
+    "a",
+    " Hello",
+    "Hello, world! It's 2024; they'll've \"won\" 1234567.89€ (~50%)…",
+    "The quick brown fox jumps over the lazy dog. THE QUICK BROWN FOX. tHe qUiCk. Don't, DON'T, don’t.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. L'été, où ça? ¿Qué tal, señor? Žluťoučký kůň.",
+    "Съешь же ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα βδελυγμία. Պարտքի տարեկան",
+    "我能吞下玻璃而不伤身体。私はガラスを食べられます。それは私を傷つけません。나는 유리를 먹을 수 있어요.",
+    "أنا قادر على أكل الزجاج و هذا لا يؤلمني. אני יכול לאכול זכוכית. ฉันกินกระจกได้ मैं काँच खा सकता हूँ। நான் கண்ணாடி",
+    "👩‍👩‍👧‍👦 👍🏽 🇩🇪 ❤️ 🤗🤗 ☃ ①②③ ﬁ ﬀ ™ Å Å e\u0301 ｆｕｌｌ ㎏ ½ x² \u200b\u200d\ufeff \u00a0\u3000 \U0010fffd",
+    "def f(x: int) -> str:\n    if x == 0:\n\t\treturn f'{x!r}'\r\n    return {'a': [1, 2, 3]}['a'][::-1]\n\n\n",
+    '<html><body class="x">&amp;</body></html>\n{"key": [null, true, -1.5e10], "s": "\\u00e9\\n"}\nSELECT * FROM t;',
+    "for(i=0;i<n;++i){a[i]<<=2;b&&c||d;}//--**/ #include <stdio.h>\n$ ls -la | grep '^d' >> /dev/null 2>&1",
+    "a  b   c    d     e      f\t\tg\t \th\n\n\ni \n j  \n\n  k\r\n\r\nl\r\r \u2003 \u2028 trailing   ",
+    "   leading spaces\n    indented\n        more\n",
+    "<|im_start|>user\nHi<|im_end|>\n<|eot|><|sys|> <s></s> <unk> [INST] <think></think> <|endoftext|> <｜User｜>",
+    "<|im_st art|> im_end|> <|eo t|> <| eot |> <<|eot|>> |>|><|<| <0x0A> <0xFF> [CLS] [SEP] ▁ ▁▁ Ġ Ċ ##ing @@ </w>",
+    "x" * 300 + "-" * 120 + "=" * 70 + " " * 130 + "\n" * 40 + "ha" * 90 + "1" * 50 + "।" * 20 + "😀" * 30,
+)
+"""Texts on which two engines must agree before the faster one is used."""

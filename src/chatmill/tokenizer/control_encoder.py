@@ -7,7 +7,8 @@ same ids on a probe. The whole always does, is slower, and gives the offset of e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,25 +16,13 @@ import msgspec
 import numpy as np
 import tokenizers
 
-from chatmill.tokenizer.backend import Ids, Offsets, aliases, faults_of
+from chatmill.tokenizer.backend import PROBE, Ids, Offsets, aliases, faults_of
 from chatmill.tokenizer.isolate_control import Json, isolate_control
-from chatmill.tokenizer.probe import PROBE
-from chatmill.tokenizer.token_positions import token_positions
-from chatmill.tokenizer.tokenizer import Tokenizer
+from chatmill.tokenizer.tokenizer import Tokenizer, token_positions
 
 SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 """The whitespace that lstrip and rstrip added tokens remove: Unicode's, which differs from Python's."""
 _EXPECTED = "expected a tokenizer.json as Hugging Face tokenizers writes it"
-
-
-class StripFlags(NamedTuple):
-    """Whether an added token removes the whitespace on its left and on its right."""
-
-    lstrip: bool = False
-    rstrip: bool = False
-
-
-_NO_FLAGS = StripFlags()
 
 
 class _AddedTokens(msgspec.Struct):
@@ -47,18 +36,17 @@ class ControlEncoder:
         """`raw` is the content of the tokenizer.json; without one, only sections can be encoded."""
         self.tokenizer = tokenizer
         self.ids = tokenizer.control_ids
-        self.strip_flags: Mapping[str, StripFlags] = {}
-        """The control tokens that strip whitespace."""
+        self.lstrip: set[str | None] = set()
+        self.rstrip: set[str | None] = set()
+        """The control tokens that remove the whitespace on their left, and on their right."""
         self.by_sections = True
         self._raw = raw = raw.removeprefix(b"\xef\xbb\xbf") if raw is not None else None
         if raw is not None:
             content = msgspec.json.decode(raw, type=_AddedTokens)
             added = [token for token in content.added_tokens or [] if token["content"] in self.ids]
-            self.strip_flags = {
-                token["content"]: StripFlags(bool(token.get("lstrip")), bool(token.get("rstrip")))
-                for token in added
-                if token.get("lstrip") or token.get("rstrip")
-            }
+            self.lstrip, self.rstrip = (
+                {token["content"] for token in added if token.get(flag)} for flag in ("lstrip", "rstrip")
+            )
             self.by_sections = not any(token.get("single_word") for token in added) and self._sections_agree()
 
     @property
@@ -76,10 +64,10 @@ class ControlEncoder:
     def strip(self, text: str, before: str | None, after: str | None) -> tuple[str, int]:
         """A text without the whitespace that the tokens around it remove, and how much of that was in front."""
         removed = 0
-        if before is not None and self.strip_flags.get(before, _NO_FLAGS).rstrip:
+        if before in self.rstrip:
             removed = len(text) - len(text.lstrip(SPACE))
             text = text[removed:]
-        if after is not None and self.strip_flags.get(after, _NO_FLAGS).lstrip:
+        if after in self.lstrip:
             text = text.rstrip(SPACE)
         return text, removed
 
@@ -159,3 +147,30 @@ class _WholeEncoder:
             inside = np.where(np.asarray(is_token, dtype=bool)[part], 0, begins - aliased_start[part])
             begins = start[part] + inside
         return self._real_ids[np.array(encoding.ids, dtype=np.int64)], begins
+
+
+class ControlTokenMatch(NamedTuple):
+    start: int
+    stop: int
+    token: str
+
+
+class ControlTokens:
+    """Finds the control tokens of a vocabulary in text; of several that begin at one place, the longest."""
+
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self.ids = dict(ids)
+        longest_first = sorted(filter(None, ids), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._first_characters = sorted({token[0] for token in longest_first})
+
+    def find(self, text: str) -> list[ControlTokenMatch]:
+        return [ControlTokenMatch(*match.span(), match[0]) for match in self._pattern.finditer(text)]
+
+    def any_in(self, texts: Iterable[str]) -> bool:
+        """Whether one of the texts holds a control token; fast where none does."""
+        for text in texts:
+            for character in self._first_characters:
+                if character in text and self._pattern.search(text):
+                    return True
+        return False

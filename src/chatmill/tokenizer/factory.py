@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.tokenizer.backend import Backend, faults_of, is_markup
-from chatmill.tokenizer.byte_level import ByteLevel
+from chatmill.tokenizer.backend import Backend, ByteLevel, faults_of, is_markup
 from chatmill.tokenizer.sentencepiece_model import SentencePiece
 from chatmill.tokenizer.tiktoken_ranks import RANK_LINE, load_ranks, load_tekken
 from chatmill.tokenizer.tokenizer import Tokenizer
@@ -28,11 +27,7 @@ class MissingTokensError(UsageError):
 
 
 def open_tokenizer(
-    spec: str | Path,
-    *,
-    control: Mapping[str, str] | None = None,
-    besides: Sequence[str] = (),
-    add_tokens: bool = False,
+    spec: str | Path, *, control: Mapping[str, str] | None = None, besides: Sequence[str] = (), add_tokens: bool = False
 ) -> Tokenizer:
     """Open a tokenizer file or a Hugging Face folder, or the built-in tokenizer `bytes`.
 

@@ -6,12 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
+from chatmill.rows import offsets
 from chatmill.tokenizer.backend import Backend, Ids, Offsets, faults_of
 
 
@@ -33,7 +34,8 @@ class Tokenizer:
         self.vocab_size = max([backend.vocab_size, *(id + 1 for id in added.values())])
         self.sha256 = _with_tokens(backend.sha256, added)
         self._backend = backend
-        self._ids = ids
+        self.control_ids: Mapping[str, int] = ids
+        """All control tokens of the vocabulary with their ids, whether the format uses them or not."""
         self._added = list(added)
         self._special = {key: ids[token] for key, token in control.items()}
         self._tokens = {id: token for token, id in ids.items()}
@@ -104,17 +106,12 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of a control token of any format; None if the vocabulary does not have it."""
-        return self._ids.get(token)
+        return self.control_ids.get(token)
 
     def opened_for(self, control: Mapping[str, str]) -> Tokenizer:
         """The same vocabulary for the control tokens of another format, all of which it must have."""
-        added = {token: self._ids[token] for token in self._added}
+        added = {token: self.control_ids[token] for token in self._added}
         return Tokenizer(self._backend, name=self.name, control=control, added=added)
-
-    @property
-    def control_ids(self) -> Mapping[str, int]:
-        """All control tokens of the vocabulary with their ids, whether the format uses them or not."""
-        return self._ids
 
     def special_token_ids(self) -> dict[str, int]:
         """The ids of the control tokens of the format this was opened with, by the format's keys."""
@@ -171,3 +168,33 @@ def _check_unicode(texts: Sequence[str]) -> None:
         except UnicodeEncodeError as error:
             what = f"text {index} of the batch holds a lone surrogate U+{ord(text[error.start]):04X}"
             raise DataError(f"{what} at character {error.start}; expected valid Unicode") from error
+
+
+class TokenPositions(NamedTuple):
+    """For each byte offset: the first token that begins at or after it."""
+
+    position: Offsets
+    inside: NDArray[np.bool_]
+    """Whether the token before that position extends past the offset."""
+    exact: NDArray[np.bool_]
+    """False where the tokens do not spell the text, so that the position is a guess."""
+
+
+def token_positions(
+    byte_lengths: NDArray[np.int64], start: Offsets, stop: Offsets, *, size: Offsets, offset: Offsets
+) -> TokenPositions:
+    """The token position of each `offset` into a text of `size` bytes that was encoded as tokens [start, stop).
+
+        text     Hello|world      offset 5
+        tokens   Hel lo wor ld    position 2
+        tokens   Hel low or ld    position 2, inside a token
+
+    The rule: a token belongs to the side of the border on which it begins. Offsets are counted from the end of the
+    text, since some tokenizers put one space before its first token. A tokenizer that normalizes a text changes its
+    length in bytes; its borders are not exact then. `byte_lengths` are those of all tokens that the ranges refer to.
+    """
+    begin = offsets(byte_lengths)
+    added = begin[stop] - begin[start] - size
+    target = begin[stop] - size + offset
+    position = np.clip(np.searchsorted(begin, target), start, stop)
+    return TokenPositions(position, begin[position] != target, (added == 0) | (added == 1))

@@ -19,10 +19,9 @@ import numpy as np
 import tokenizers
 
 from chatmill.errors import DataError, one_line
-from chatmill.tokenizer.backend import Ids, Offsets, faults_of, flat
+from chatmill.tokenizer.backend import PROBE, Ids, Offsets, faults_of, flat
 from chatmill.tokenizer.byte_bpe import ByteBpe, Encode, byte_bpe
 from chatmill.tokenizer.isolate_control import Json, byte_alphabet, isolate_control, kinds, vocabulary
-from chatmill.tokenizer.probe import PROBE
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 

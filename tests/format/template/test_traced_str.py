@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatmill.format.template.tracing.provenance import FieldPath
-from chatmill.format.template.tracing.trace import Trace, replay
+from chatmill.format.template.tracing.trace import FieldPath, Trace, replay
 from chatmill.format.template.tracing.traced_str import TracedStr, field, joined, literal
 
 WORDS = st.text(alphabet="ab <|>/\n", max_size=8)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chatmill.errors import RecordError, one_line
-from chatmill.format.template.answers.answer_spans import AnswerSpan, shown, shown_end
+from chatmill.format.template.answers.by_origin import AnswerSpan, shown, shown_end
 from chatmill.format.template.answers.derive import DerivedAnswers
 from chatmill.format.template.renderer import TemplateRenderer
 from chatmill.format.template.template import QUESTION, TOOLS, WEATHER, WEATHER_CALL, probe_record
@@ -113,12 +113,8 @@ class _Certificate:
     def findings(self, records: Iterable[Record]) -> Iterator[Finding]:
         own = self._read(records)
         yield self._ids(own)
-        yield self._answers()
-        yield self._terminator()
-        yield self._bos()
-        yield self._prompt()
-        yield self._borders()
-        yield self._space()
+        for check in (self._answers, self._terminator, self._bos, self._prompt, self._borders, self._space):
+            yield check()
         yield self._history()
         yield self._support("system", (SYSTEM,))
         yield self._support("tools", (TOOL, TOOL_REASONING))

@@ -7,18 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import msgspec
 
 from chatmill.errors import RecordError, UsageError
-from chatmill.format.compiled import ROLE_CODES
 from chatmill.format.renderer import Mask, OnReject, Renderer
 from chatmill.format.template.answers.derive import DerivedAnswers, derive
-from chatmill.format.template.control_tokens import ControlTokens
-from chatmill.format.template.encoding.encode import LaidOutRecord, encode_rows
-from chatmill.format.template.encoding.layout import TokenLayout, token_layout
+from chatmill.format.template.encode import LaidOutRecord, encode_rows
 from chatmill.format.template.hf_folder import HFFolder, TemplateSource
+from chatmill.format.template.layout import TokenLayout, token_layout
 from chatmill.format.template.template import (
     QUESTION,
     ChatTemplate,
@@ -27,12 +26,12 @@ from chatmill.format.template.template import (
     plain_input,
     shape_and_texts,
 )
-from chatmill.format.template.tracing.trace import TraceStep, merge_guards, replay
+from chatmill.format.template.tracing.trace import TraceStep, fill_slots, merge_guards, replay
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Message, Record
 from chatmill.rows import Rows, Rule, TrainOn
 from chatmill.tokenizer import Tokenizer
-from chatmill.tokenizer.control_encoder import ControlEncoder
+from chatmill.tokenizer.control_encoder import ControlEncoder, ControlTokens
 
 MAX_MESSAGES = 64
 """Messages of a conversation whose trace is cached: the number of prefixes to guard grows with the square of it."""
@@ -184,16 +183,8 @@ class TemplateRenderer:
     def derive(self, record: Record, *, mask: Mask | None = None, cacheable: bool = False) -> DerivedAnswers:
         """The answers of one record, without the cache."""
         template = self.templates[bool(record.tools)]
-        texts = shape_and_texts(record, template.style)[1]
-        return derive(
-            record,
-            template,
-            self.control_tokens,
-            texts=texts,
-            ends=self.ends,
-            mask=mask or self.mask,
-            cacheable=cacheable,
-        )
+        mask = mask or self.mask
+        return derive(record, template, self.control_tokens, ends=self.ends, mask=mask, cacheable=cacheable)
 
     def lay_out(self, record: Record) -> LaidOutRecord:
         """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
@@ -223,9 +214,7 @@ class TemplateRenderer:
         derived = self.derive(record, cacheable=cacheable)
         if not (cacheable and derived.trace.cacheable):
             return self.lay_out_derived(record, derived, notes)
-        layout = token_layout(
-            derived.rendering, derived.answers, _roles(record), self.control_tokens, encoder=self.encoder
-        )
+        layout = token_layout(record, derived, self.control_tokens, encoder=self.encoder)
         steps = merge_guards(derived.trace.steps, len(texts))
         self._cached_cells += len(layout.tokens) + len(steps)
         self._cache.setdefault((with_tools, shape), []).append(CachedTrace(steps, layout, derived.notes))
@@ -235,8 +224,7 @@ class TemplateRenderer:
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOutRecord:
         """A record with the layout of its own derivation."""
-        layout = token_layout(derived.rendering, derived.answers, _roles(record), self.control_tokens)
-        return _laid_out(record, layout, [], notes + derived.notes)
+        return _laid_out(record, token_layout(record, derived, self.control_tokens), [], notes + derived.notes)
 
     def _may_recur(self, with_tools: bool, shape: bytes) -> bool:
         """Whether other records of this shape are likely: if it has only roles, or has been met before."""
@@ -249,7 +237,9 @@ class TemplateRenderer:
     def _confirm(self, record: Record, trace: CachedTrace, slots: Sequence[str]) -> None:
         """Compare a cached trace with the template itself, at uses 1, 2, 4, 8, …"""
         trace.uses += 1
-        if trace.uses & (trace.uses - 1) == 0 and trace.layout.text(slots) != self.text(record):
+        if trace.uses & (trace.uses - 1):
+            return
+        if fill_slots(chain.from_iterable(trace.layout.texts), slots) != self.text(record):
             what = "it is not written as others of its kind; this is a fault of chatmill, please report it"
             raise RecordError(what, "leave it out", kind="not_alike")
 
@@ -257,7 +247,3 @@ class TemplateRenderer:
 def _laid_out(record: Record, layout: TokenLayout, slots: list[str], notes: tuple[str, ...]) -> LaidOutRecord:
     fields = (record.messages, record.id, record.tools, record.source, record.file, record.line)
     return LaidOutRecord(*fields, layout=layout, slots=slots, notes=notes)
-
-
-def _roles(record: Record) -> list[int]:
-    return [ROLE_CODES[message.role] for message in record.messages]

@@ -14,13 +14,11 @@ from typing import Any
 import msgspec
 
 from chatmill.errors import RecordError
-from chatmill.format.compiled import ROLE_CODES
-from chatmill.format.template.tracing.program import Program
-from chatmill.format.template.tracing.provenance import OUTSIDE, FieldPath
+from chatmill.format.chat_format import ROLE_CODES
+from chatmill.format.template.tracing.program import Program, Rendering, TracedProgram
 from chatmill.format.template.tracing.sandbox import Sandbox, meter_for
-from chatmill.format.template.tracing.trace import Trace
+from chatmill.format.template.tracing.trace import OUTSIDE, FieldPath, Trace
 from chatmill.format.template.tracing.traced_str import field
-from chatmill.format.template.tracing.traced_template import Rendering, TracedProgram
 from chatmill.records import Message, Record, ToolCall
 
 TextOf = Callable[[str, FieldPath], str]

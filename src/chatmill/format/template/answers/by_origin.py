@@ -16,12 +16,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
-from chatmill.errors import RecordError
-from chatmill.format.template.answers.answer_spans import AnswerSpan, disputed, shown, shown_end
-from chatmill.format.template.control_tokens import ControlTokens, common_length
-from chatmill.format.template.tracing.provenance import OUTSIDE, FieldPath
-from chatmill.format.template.tracing.traced_template import Rendering
+from chatmill.errors import RecordError, one_line
+from chatmill.format.template.tracing.program import Rendering
+from chatmill.format.template.tracing.trace import OUTSIDE, FieldPath, common_length
+from chatmill.tokenizer.control_encoder import ControlTokens
+
+SHOWN = 40
+
+
+class AnswerSpan(NamedTuple):
+    """The trained text of one message: characters [start, stop) of the rendering."""
+
+    message: int
+    start: int
+    stop: int
+    closed: bool
+    """Whether it ends with a control token."""
+
+
+def disputed(what: str, right: str = "write the conversation another way, or leave it out") -> RecordError:
+    return RecordError(what, right, kind="mask_disputed")
+
+
+def shown(text: str) -> str:
+    """The beginning of a text, in quotes."""
+    return f'"{one_line(text, SHOWN)}"'
+
+
+def shown_end(text: str) -> str:
+    """The end of a text, in quotes."""
+    return f'"{"…" if len(text) > SHOWN else ""}{one_line(text[-SHOWN:], SHOWN)}"'
+
 
 RenderTraced = Callable[[int, bool], Rendering]
 """The traced rendering of the first n messages, with or without the generation prompt."""

@@ -6,25 +6,30 @@ Where both tell something they must agree.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache
+from typing import Any
 
 from chatmill.errors import RecordError
 from chatmill.format.renderer import Mask
-from chatmill.format.template.answers.answer_spans import AnswerSpan, disputed, shown
-from chatmill.format.template.answers.by_origin import answers_by_origin
-from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, token_pattern
-from chatmill.format.template.answers.guards import guard_prefixes
-from chatmill.format.template.control_tokens import ControlTokens
-from chatmill.format.template.template import ChatTemplate, TemplateInput, plain_input, traced_input
-from chatmill.format.template.tracing.provenance import OUTSIDE, FieldPath
-from chatmill.format.template.tracing.trace import Trace
+from chatmill.format.template.answers.by_origin import AnswerSpan, answers_by_origin, disputed, shown
+from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, header_of, token_pattern
+from chatmill.format.template.template import ChatTemplate, TemplateInput, plain_input, shape_and_texts, traced_input
+from chatmill.format.template.tracing.program import Rendering
+from chatmill.format.template.tracing.trace import (
+    OUTSIDE,
+    FieldPath,
+    TextItem,
+    Trace,
+    common_length,
+    fill_pattern,
+    merge_literals,
+)
 from chatmill.format.template.tracing.traced_str import TracedStr
-from chatmill.format.template.tracing.traced_template import Rendering
 from chatmill.records import Record
-
-T = TypeVar("T")
+from chatmill.tokenizer.control_encoder import ControlTokens
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,6 @@ def derive(
     template: ChatTemplate,
     tokens: ControlTokens,
     *,
-    texts: Sequence[str],
     ends: Collection[str],
     mask: Mask = "derived",
     cacheable: bool = False,
@@ -56,12 +60,17 @@ def derive(
     """
     _check_complete(record)
     plain = plain_input(record, template.style)
-    trace = Trace(texts)
+    trace = Trace(shape_and_texts(record, template.style)[1])
     traced = traced_input(record, template.style, trace)
-    render_text = _memoized(lambda messages, prompt: template.render(plain, messages, prompt=prompt))
-    render_traced = _memoized(
-        lambda messages, prompt: _without_empty(template.trace(traced, messages, prompt=prompt), trace)
-    )
+
+    @cache
+    def render_text(messages: int, prompt: bool) -> str:
+        return template.render(plain, messages, prompt=prompt)
+
+    @cache
+    def render_traced(messages: int, prompt: bool) -> Rendering:
+        return _without_empty(template.trace(traced, messages, prompt=prompt), trace)
+
     count = len(record.messages)
     text, full = render_text(count, False), render_traced(count, False)
     if full.text != text:
@@ -111,24 +120,6 @@ def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[Answer
         answers.append(AnswerSpan(message, start, place, False))
     last = max(assistants, default=OUTSIDE)
     return [answer if answer.message in assistants else answer._replace(message=last) for answer in answers]
-
-
-def _memoized(render: Callable[[int, bool], T]) -> Callable[[int, bool], T]:
-    """`render`, with its results and errors kept."""
-    known: dict[tuple[int, bool], T | RecordError] = {}
-
-    def call(messages: int, prompt: bool) -> T:
-        if (messages, prompt) not in known:
-            try:
-                known[messages, prompt] = render(messages, prompt)
-            except RecordError as error:
-                known[messages, prompt] = error
-        result = known[messages, prompt]
-        if isinstance(result, RecordError):
-            raise result
-        return result
-
-    return call
 
 
 def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
@@ -212,3 +203,122 @@ def _check_written(
 
 def is_blank(text: str) -> bool:
     return not text.strip()
+
+
+Items = list[TextItem]
+
+
+def guard_prefixes(
+    trace: Trace,
+    full: Rendering,
+    render_traced: Callable[[int, bool], Rendering],
+    assistants: Sequence[int],
+    token: re.Pattern[str],
+) -> None:
+    """Add guards for everything on which the result of `answers_by_prefix` depends, or mark the trace not cacheable."""
+    whole = _items(full)
+    first_header = ""
+
+    def rendered(messages: int, prompt: bool) -> Items | None:
+        try:
+            return _items(render_traced(messages, prompt))
+        except RecordError:
+            return None
+
+    for message in assistants:
+        prompt, before = rendered(message, True), rendered(message, False)
+        if prompt is None or not trace.cacheable:
+            continue
+        _guard_prefix(trace, whole, prompt)
+        alone, next_prompt = rendered(message + 1, False), rendered(message + 1, True)
+        if alone is not None:
+            _guard_prefix(trace, whole, alone)
+        if before is None:
+            continue
+        (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
+        if head != head_before or len(end) < len(first_header):
+            # The header is not a literal: it may differ in other conversations.
+            trace.cacheable = False
+            return
+        header = first_header if first_header and end.endswith(first_header) else header_of(end, end_before, token)
+        if first_header and not header:
+            _guard_prefix(trace, whole, [*head, end + first_header])
+        if not first_header and header and full.text.startswith(render_traced(message, True).text):
+            first_header = header
+        if header and next_prompt is not None:
+            body, next_end = _split_end(next_prompt)
+            if len(next_end) < len(header):
+                trace.cacheable = False
+            elif next_end.endswith(header):
+                _guard_prefix(trace, whole, [*body, *filter(None, [next_end[: -len(header)]])])
+
+
+def _split_end(items: Items) -> tuple[Items, str]:
+    """Items without the literal that they end in, and that literal."""
+    return (items[:-1], items[-1]) if items and isinstance(items[-1], str) else (items, "")
+
+
+def _items(rendering: Rendering) -> Items:
+    return list(merge_literals(piece.text if piece.slot is None else piece.slot for piece in rendering.pieces))
+
+
+def _guard_prefix(trace: Trace, whole: Items, prefix: Items) -> None:
+    """Guard whether `prefix` is a prefix of `whole`, unless their items decide it."""
+    whole, prefix = _without_common(whole, prefix)
+    if not prefix or not whole or (isinstance(whole[0], str) and isinstance(prefix[0], str)):
+        return
+    if isinstance(prefix[0], str) and not trace.evaluate(*_condition(whole, prefix[:1]), guard_true=False):
+        return
+    trace.evaluate(*_condition(whole, prefix), guard_true=True)
+
+
+def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
+    """The arguments of `Trace.evaluate` for whether one begins with the other."""
+    literals = [item for item in prefix if isinstance(item, str)]
+    if len(literals) == len(prefix):
+        # No more of `whole` is needed than has as many characters; no text in it is empty.
+        size = 0
+        for number, item in enumerate(whole):
+            size += len(item) if isinstance(item, str) else 1
+            if size >= sum(map(len, literals)):
+                whole = whole[: number + 1]
+                break
+    slots = tuple(item for item in (*whole, *prefix) if isinstance(item, int))
+    patterns = (tuple(None if isinstance(item, int) else item for item in items) for items in (whole, prefix))
+    return begins_with, slots, *patterns
+
+
+def _without_common(whole: Items, prefix: Items) -> tuple[Items, Items]:
+    """Both without their common prefix."""
+    one, other = list(whole), list(prefix)
+    while one and other:
+        if one[0] == other[0]:
+            del one[0], other[0]
+        elif isinstance(one[0], str) and isinstance(other[0], str):
+            common = common_length(one[0], other[0])
+            one[0], other[0] = one[0][common:], other[0][common:]
+            if one[0] and other[0]:
+                break
+            one, other = one[not one[0] :], other[not other[0] :]
+        else:
+            break
+    return one, other
+
+
+def begins_with(*args: Any) -> bool:
+    """Whether the text of one pattern begins with that of another; the values before them fill their Nones, in order.
+
+    A step of a trace, so it builds no more of the first text than it compares.
+    """
+    *values, pattern, other = args
+    given = iter(values)
+    prefix = fill_pattern(*values[pattern.count(None) :], other)
+    missing = len(prefix)
+    head: list[str] = []
+    for part in pattern:
+        text = (str(next(given)) if part is None else part)[:missing]
+        head.append(text)
+        missing -= len(text)
+        if missing <= 0:
+            break
+    return "".join(head) == prefix

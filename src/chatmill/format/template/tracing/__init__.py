@@ -1,8 +1,7 @@
 """Traced renderings of Jinja templates.
 
-sandbox             the Jinja environment, its limits, and compiled templates
-trace               what a rendering computed and observed, for replay on other conversations
-provenance          pieces of text with their origin
-traced_str          strings made of such pieces
-traced_template     templates that write such strings
+sandbox       the Jinja environment and its limits
+trace         what a rendering computed and observed, for replay on other conversations; texts with their origin
+traced_str    strings that record the origin of their characters
+program       compiled templates, plain and traced
 """

@@ -1,17 +1,30 @@
-"""Compiled templates; errors inside of them name the line of the template."""
+"""Traced renderings: the origin of every character that a template writes.
+
+The literals of the template become `TracedStr` before it is compiled, and filters that would lose the origin of a text
+are wrapped. Loops over messages record which message the template is at.
+"""
 
 from __future__ import annotations
 
+import json
+import operator
+import secrets
 import traceback
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, wraps
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
+from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, nodes
 from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context, Undefined
 
 from chatmill.errors import ChatmillError, DataError, RecordError, one_line
-from chatmill.format.template.tracing.sandbox import LimitError, Meter, Sandbox
+from chatmill.format.template.tracing.sandbox import LimitError, Meter, Rewriter, Sandbox, sandbox_call, statement
+from chatmill.format.template.tracing.trace import OUTSIDE, TracedPiece
+from chatmill.format.template.tracing.traced_str import TracedStr, joined, literal, made, opaque, tagged, texts_in
 
 
 class Program:
@@ -80,3 +93,259 @@ def _explain(error: Exception) -> tuple[str, str]:
         if isinstance(error, type_):
             return what, kind
     return f"the template fails with {type(error).__name__}: {text}", "template_fails"
+
+
+TRACED_FILTERS = frozenset(
+    (
+        *("abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "first", "groupby", "items"),
+        *("join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace"),
+        *("reverse", "round", "select", "selectattr", "slice", "sort", "string", "sum", "tojson", "trim", "unique"),
+        "upper",
+    )
+)
+"""Filters that use only methods of a text that are traced, or do not look into texts."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """The output of a template as pieces."""
+
+    pieces: tuple[TracedPiece, ...]
+
+    @cached_property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+class TracedSandbox(Sandbox):
+    concat = staticmethod(joined)  # type: ignore[assignment]  # it joins texts to a text
+
+    def __init__(self, *, now: datetime | None = None) -> None:
+        super().__init__(now=now)
+        self.finalize = self.to_text
+        self.literals: list[TracedStr] = []
+        """The literals of the template; the compiled code refers to them."""
+        self.messages: Mapping[int, int] = {}
+        """The index of each message of this rendering, by the `id` of its object."""
+        self._message_of_loop: dict[int, int] = {}
+        self.tests["in"] = lambda value, container: value in self.container(container)
+
+    def _metered(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
+        return super()._metered(name, filter if name in TRACED_FILTERS else self._untraced(filter))
+
+    def _filters(self) -> dict[str, Callable[..., Any]]:
+        # Jinja's Markup would escape what it is joined with.
+        return super()._filters() | {"string": self.to_text, "safe": self.to_text}
+
+    def _untraced(self, filter: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(filter)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            out = filter(*args, **kwargs)
+            given = list(texts_in([*args, kwargs]))
+            if given and not any(True for _ in texts_in(out)):
+                if isinstance(out, str):
+                    return opaque(str(out), given)
+                opaque("", given)
+            return out
+
+        return called
+
+    # Texts.
+
+    def tagged(self, text: str) -> str:
+        return tagged(literal(text))
+
+    def to_text(self, value: Any) -> TracedStr:
+        if isinstance(value, TracedStr):
+            return value
+        if isinstance(value, str | Undefined) or not (inside := list(texts_in(value))):
+            return literal(str(value))
+        return opaque(str(value), inside)
+
+    def container(self, value: Any) -> Any:
+        """The right operand of `in`: a plain text would not guard the result."""
+        return literal(value) if isinstance(value, str) else value
+
+    def compared_length(self, value: Any, comparison: str, number: int) -> bool:
+        """`value | length > number`, with a guard for the result only instead of the length."""
+        function = LENGTHS[comparison]
+        return bool(value.observe(function, number)) if isinstance(value, TracedStr) else function(value, number)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        return super().call_binop(context, operator, literal(left) if type(left) is str else left, right)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        return super().getattr(literal(obj) if type(obj) is str else obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(literal(obj) if type(obj) is str else obj, argument)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        # `TracedStr.format` does not access attributes of its values.
+        return None if isinstance(getattr(value, "__self__", None), TracedStr) else super().wrap_str_format(value)
+
+    def tojson(
+        self, x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> TracedStr:
+        """JSON whose strings keep their origin: placeholders are encoded and replaced by the traced texts."""
+        mark, texts = secrets.token_hex(8), list[TracedStr]()
+
+        def with_placeholders(value: Any) -> Any:
+            if isinstance(value, TracedStr):
+                texts.append(value)
+                return f"{mark}{len(texts) - 1}."
+            if isinstance(value, dict):
+                pairs = sorted(value.items()) if sort_keys else value.items()
+                return {with_placeholders(key): with_placeholders(inner) for key, inner in pairs}
+            if isinstance(value, list | tuple):
+                return [with_placeholders(inner) for inner in value]
+            return value
+
+        encoded = json.dumps(with_placeholders(x), ensure_ascii=ensure_ascii, indent=indent, separators=separators)
+        first, *others = encoded.split(mark)
+        parts = [literal(first)]
+        for part in others:
+            number, _, text = part.partition(".")
+            parts += [_escaped(texts[int(number)], ensure_ascii), literal(text)]
+        return joined(parts)
+
+    # Loops over messages.
+
+    def enter(self, loop: int, item: Any) -> str:
+        self.meter.step()
+        self._message_of_loop.pop(loop, None)
+        if (message := self.messages.get(id(item))) is not None:
+            self._message_of_loop[loop] = message
+        return ""
+
+    def leave(self, loop: int) -> None:
+        self._message_of_loop.pop(loop, None)
+
+    def owner(self) -> int:
+        """The message of the innermost loop over messages."""
+        return next(reversed(self._message_of_loop.values()), OUTSIDE)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        if getattr(__obj, "__func__", None) is TracedSandbox.enter:
+            return __obj(*args)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def begin(self, messages: Mapping[int, int]) -> None:
+        self.messages = messages
+        self._message_of_loop.clear()
+
+    def rewriter(self) -> Rewriter:
+        return _TracedRewriter(self)
+
+
+class _TracedRewriter(Rewriter):
+    """Literals are taken from the sandbox, and loops report the message that they are at."""
+
+    def __init__(self, sandbox: TracedSandbox) -> None:
+        super().__init__()
+        self._literals = sandbox.literals
+        self._loops = 0
+        self.rules |= {
+            nodes.Compare: self._compare,
+            nodes.Getitem: self._lookup,
+            nodes.Const: lambda node: self._literal(node.value, node) if isinstance(node.value, str) else node,
+            nodes.TemplateData: lambda node: self._literal(node.data, node),
+        }
+
+    def _loop(self, node: nodes.For) -> Any:
+        super()._loop(node)
+        self._loops += 1
+        if isinstance(node.target, nodes.Name):
+            item = nodes.Name(node.target.name, "load")
+            entered = sandbox_call("enter", [nodes.Const(self._loops), item], node)
+            node.body[0] = nodes.ExprStmt(entered).set_lineno(node.lineno)
+        return [node, statement(f"leave({self._loops})", node)]
+
+    def _compare(self, node: nodes.Compare) -> nodes.Node:
+        counted: Any = node.expr
+        first = node.ops[0]
+        counts = isinstance(counted, nodes.Filter) and counted.name in ("length", "count") and counted.node is not None
+        if counts and len(node.ops) == 1 and first.op in LENGTHS and isinstance(first.expr, nodes.Const):
+            subject = self.visit(counted.node)
+            return sandbox_call("compared_length", [subject, nodes.Const(first.op), first.expr], node)
+        self.generic_visit(node)
+        for operand in node.ops:
+            if operand.op in ("in", "notin"):
+                operand.expr = sandbox_call("container", [operand.expr], node)
+        return node
+
+    def _lookup(self, node: nodes.Getitem) -> nodes.Node:
+        # A constant key is looked up only, and never written.
+        name = node.arg
+        self.generic_visit(node)
+        if isinstance(name, nodes.Const):
+            node.arg = name
+        return node
+
+    def _literal(self, text: str, node: nodes.Node) -> nodes.Node:
+        self._literals.append(literal(text, node.lineno))
+        return nodes.EnvironmentAttribute(f"literals[{len(self._literals) - 1}]").set_lineno(node.lineno)
+
+
+class TracedProgram(Program):
+    """A template compiled for traced renderings."""
+
+    sandbox: TracedSandbox
+
+    def __init__(self, source: str, name: str, *, now: datetime | None = None) -> None:
+        super().__init__(source, name, TracedSandbox(now=now))
+        self._line = 0
+        self._lines: dict[int, int] = {}
+
+    def trace(self, variables: Mapping[str, Any], meter: Meter) -> Rendering:
+        """Render, and record the origin of every piece."""
+        self.sandbox.begin({id(message): number for number, message in enumerate(variables["messages"])})
+        pieces: list[TracedPiece] = []
+        for text in self.run(variables, meter):
+            owner, line = self.sandbox.owner(), self._line
+            pieces += [
+                piece._replace(owner=owner, line=piece.line or line)
+                for piece in literal(text).pieces
+                if piece.text or piece.slot is not None
+            ]
+        return Rendering(tuple(pieces))
+
+    def _texts(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
+        """What the template writes; after each text, `_line` is the line that wrote it."""
+        running: Any = self._template.root_render_func(self._template.new_context(dict(variables)))
+        try:
+            for text in running:
+                at = running.gi_frame.f_lineno
+                if at not in self._lines:
+                    self._lines[at] = self._template.get_corresponding_lineno(at)
+                self._line = self._lines[at]
+                yield text
+        except Exception:
+            self.sandbox.handle_exception()
+
+
+def _escaped(text: TracedStr, ensure_ascii: bool) -> TracedStr:
+    """A text as it is written between the quotes of JSON."""
+    if text.trace is None:
+        return made([piece._replace(text=_escape(piece.text, ensure_ascii)) for piece in text.pieces], None)
+    if len(text.pieces) == 1:
+        piece = text.pieces[0]
+        assert piece.slot is not None
+        slot = text.trace.value(_escape, (piece.slot,), ensure_ascii)
+        return made([piece._replace(text=_escape(piece.text, ensure_ascii), slot=slot)], text.trace)
+    return joined([_escaped(made([piece], text.trace), ensure_ascii) for piece in text.pieces])
+
+
+def _escape(text: str, ensure_ascii: bool) -> str:
+    return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
+
+
+def _compare_length(compare: Callable[[int, int], bool]) -> Callable[[Any, int], bool]:
+    return lambda value, number: compare(len(value), number)
+
+
+LENGTHS = {
+    name: _compare_length(getattr(operator, name.replace("teq", "e")))
+    for name in ("eq", "ne", "lt", "lteq", "gt", "gteq")
+}
+"""Jinja's comparisons, of a length with a number."""

@@ -13,9 +13,10 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
-from chatmill.format.template.tracing.provenance import (
+from chatmill.format.template.tracing.trace import (
     RANGES,
     FieldPath,
+    Trace,
     TracedPiece,
     cut,
     cut_pattern,
@@ -26,7 +27,6 @@ from chatmill.format.template.tracing.provenance import (
     slots_of,
     slots_of_slices,
 )
-from chatmill.format.template.tracing.trace import Trace
 
 
 class TracedStr(str):
@@ -332,10 +332,9 @@ def _partitioning(name: str) -> Callable[..., tuple[TracedStr, ...]]:
 
 
 def _splitting(name: str) -> Callable[..., list[TracedStr]]:
-    def method(self: TracedStr, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[TracedStr]:
-        return self._slices(name, None if sep is None else _known(sep), operator.index(maxsplit))
-
-    return method
+    return lambda self, sep=None, maxsplit=-1: self._slices(
+        name, None if sep is None else _known(sep), operator.index(maxsplit)
+    )
 
 
 def _mapping(name: str) -> Callable[[TracedStr], TracedStr]:

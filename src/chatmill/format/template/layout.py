@@ -9,7 +9,7 @@ content, the reasoning of an answer. The text between two control tokens is a se
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -18,12 +18,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.format.template.answers.answer_spans import AnswerSpan, disputed, shown
-from chatmill.format.template.control_tokens import ControlTokens
-from chatmill.format.template.tracing.provenance import OUTSIDE, TextItem, fill_slots, merge_literals
-from chatmill.format.template.tracing.traced_template import Rendering
+from chatmill.format.chat_format import ROLE_CODES
+from chatmill.format.template.answers.by_origin import AnswerSpan, disputed, shown
+from chatmill.format.template.answers.derive import DerivedAnswers
+from chatmill.format.template.tracing.trace import OUTSIDE, TextItem, fill_slots, merge_literals
+from chatmill.records import Record
 from chatmill.rows import NO_MESSAGE, OWN_ID, SPAN, Ids, Index, Part, Role, Rule, Table, offsets
-from chatmill.tokenizer.control_encoder import ControlEncoder
+from chatmill.tokenizer.control_encoder import ControlEncoder, ControlTokens
 
 PARTS = {"content": Part.CONTENT, "reasoning": Part.REASONING, "tool_calls": Part.TOOL_CALL}
 
@@ -78,10 +79,6 @@ class TokenLayout:
     spans: Table
     """The spans, without their lengths."""
 
-    def text(self, slots: Sequence[str]) -> str:
-        """The rendering."""
-        return "".join(fill_slots(text, slots) for text in self.texts)
-
 
 @dataclass
 class _Cell:
@@ -93,20 +90,15 @@ class _Cell:
 
 
 def token_layout(
-    full: Rendering,
-    answers: Sequence[AnswerSpan],
-    roles: Sequence[int],
-    tokens: ControlTokens,
-    *,
-    encoder: ControlEncoder | None = None,
+    record: Record, derived: DerivedAnswers, tokens: ControlTokens, *, encoder: ControlEncoder | None = None
 ) -> TokenLayout:
-    """The layout of a rendering whose answers are known.
+    """The layout of a record whose answers are known.
 
     Without `encoder` it is for this conversation only, and its slots are filled. With it, slots stay open, and sections
     without slots are encoded here, once.
     """
     cells: list[_Cell] = []
-    for cell in _CellSplitter(full, answers, roles, tokens, filled=encoder is None).cells():
+    for cell in _CellSplitter(record, derived, tokens, filled=encoder is None).cells():
         last = cells[-1] if cells else None
         if last is None or cell.token or last.token or last.kind != cell.kind or cell.at_border:
             cells.append(cell)
@@ -166,46 +158,28 @@ def token_layout(
 class _CellSplitter:
     """Splits a rendering wherever the kind of its characters changes."""
 
-    def __init__(
-        self,
-        full: Rendering,
-        answers: Sequence[AnswerSpan],
-        roles: Sequence[int],
-        tokens: ControlTokens,
-        *,
-        filled: bool,
-    ) -> None:
-        self.pieces, self.roles, self.tokens, self.filled = full.pieces, roles, tokens, filled
-        self.answers = sorted(answers, key=lambda answer: answer.start)
+    def __init__(self, record: Record, derived: DerivedAnswers, tokens: ControlTokens, *, filled: bool) -> None:
+        self.pieces, self.tokens, self.filled = derived.rendering.pieces, tokens, filled
+        self.roles = [ROLE_CODES[message.role] for message in record.messages]
+        self.answers = sorted(derived.answers, key=lambda answer: answer.start)
         self.starts = [answer.start for answer in self.answers]
-        self.edges = {edge for answer in answers for edge in (answer.start, answer.stop)}
+        self.edges = {edge for answer in self.answers for edge in (answer.start, answer.stop)}
         self.written: set[int] = set()
         """Messages of which a field has been written."""
         self.last = OUTSIDE
         """The message of the last field."""
-        # By piece: the next field from it on, and the last field before it.
-        is_field = [piece.source is not None for piece in full.pieces]
-        self._following = [
-            *accumulate(
-                reversed(range(len(is_field))), lambda after, at: at if is_field[at] else after, initial=len(is_field)
-            )
-        ][:0:-1]
-        self._preceding = [
-            *accumulate(range(len(is_field)), lambda before, at: at if is_field[at] else before, initial=-1)
-        ][:-1]
+        self.fields = [at for at, piece in enumerate(self.pieces) if piece.source is not None]
 
     def cells(self) -> Iterator[_Cell]:
-        pieces, place, number = self.pieces, 0, 0
-        while number < len(pieces):
-            stop = number + 1
-            if pieces[number].source is None:
-                while stop < len(pieces) and pieces[stop].source is None:
-                    stop += 1
-                yield from self._literals(number, stop, place)
-            else:
-                yield self._field(number, place)
-            place += sum(len(piece.text) for piece in pieces[number:stop])
-            number = stop
+        number = place = 0
+        for field in [*self.fields, len(self.pieces)]:
+            if number < field:
+                yield from self._literals(number, field, place)
+            place += sum(len(piece.text) for piece in self.pieces[number:field])
+            if field < len(self.pieces):
+                yield self._field(field, place)
+                place += len(self.pieces[field].text)
+            number = field + 1
 
     def _field(self, number: int, place: int) -> _Cell:
         piece = self.pieces[number]
@@ -254,8 +228,9 @@ class _CellSplitter:
 
     def _part(self, number: int, answer: AnswerSpan) -> int:
         """The part of a piece of an answer; literals belong to the field that follows, or else precedes."""
-        for at in (self._following[number], self._preceding[number]):
-            source = self.pieces[at].source if 0 <= at < len(self.pieces) else None
+        after = bisect_left(self.fields, number)
+        for at in (*self.fields[after : after + 1], *self.fields[:after][-1:]):
+            source = self.pieces[at].source
             if source is not None and source.message == answer.message:
                 return PARTS.get(str(source.path[0]), Part.CONTENT)
         return Part.CONTENT

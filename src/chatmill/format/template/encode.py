@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,13 @@ from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
 from chatmill.format.renderer import origins_of
-from chatmill.format.template.encoding.layout import TokenLayout
-from chatmill.format.template.tracing.provenance import fill_slots
+from chatmill.format.template.layout import TokenLayout
+from chatmill.format.template.tracing.trace import fill_slots
 from chatmill.ledger import Ledger
 from chatmill.records import Record
 from chatmill.rows import EMPTY, Ids, Index, Rows, Rule, TrainOn, concat, copy_tokens, joined, offsets, weigh
 from chatmill.tokenizer.control_encoder import ControlEncoder
-from chatmill.tokenizer.token_positions import token_positions
+from chatmill.tokenizer.tokenizer import token_positions
 
 
 class LaidOutRecord(Record, frozen=True, kw_only=True):
@@ -29,9 +30,10 @@ class LaidOutRecord(Record, frozen=True, kw_only=True):
     """Reasons for entries in the ledger."""
 
 
-def encode_rows(
-    batch: Sequence[LaidOutRecord], encoder: ControlEncoder, *, train_on: TrainOn, tags: bool, ledger: Ledger
-) -> Rows:
+Batch = Sequence[LaidOutRecord]
+
+
+def encode_rows(batch: Batch, encoder: ControlEncoder, *, train_on: TrainOn, tags: bool, ledger: Ledger) -> Rows:
     """One row for each record; `tags`: a token across the border of an answer belongs to the answer."""
     if not batch:
         return EMPTY
@@ -58,7 +60,7 @@ def encode_rows(
     return Rows(out.ids, spans, out.first_span, origins, out.first_segment, files)
 
 
-def _apply_weights(batch: Sequence[LaidOutRecord], spans: NDArray[np.void], first_span: Index) -> None:
+def _apply_weights(batch: Batch, spans: NDArray[np.void], first_span: Index) -> None:
     """The weight of a message overrides that of its role."""
     for row, record in enumerate(batch):
         for number, message in enumerate(record.messages):
@@ -69,19 +71,20 @@ def _apply_weights(batch: Sequence[LaidOutRecord], spans: NDArray[np.void], firs
                 spans["weight"][of_row][chosen] = message.weight
 
 
+@dataclass
 class _RowEncoder:
-    def __init__(self, encoder: ControlEncoder, tags: bool) -> None:
-        self.encoder, self.tags = encoder, tags
-        self.straddling = 0
-        """Tokens that begin before the border of an answer and end after it."""
+    encoder: ControlEncoder
+    tags: bool
+    straddling: int = 0
+    """Tokens that begin before the border of an answer and end after it."""
 
-    def by_sections(self, batch: Sequence[LaidOutRecord]) -> tuple[Rows, NDArray[np.bool_]]:
+    def by_sections(self, batch: Batch) -> tuple[Rows, NDArray[np.bool_]]:
         """All rows at once; and which of them have a border without an exact token position."""
         layouts: list[TokenLayout] = [record.layout for record in batch]
         sections = [section for layout in layouts for section in layout.sections]
         texts = [fill_slots(section.text, record.slots) for record in batch for section in record.layout.sections]
         stripped: list[int] | None = None
-        if self.encoder.strip_flags:
+        if self.encoder.lstrip or self.encoder.rstrip:
             both = [self.encoder.strip(text, one.before, one.after) for text, one in zip(texts, sections, strict=True)]
             texts, stripped = [text for text, _ in both], [count for _, count in both]
         flat, text_start = self.encoder.tokenizer.encode_batch(texts or [""])
@@ -110,12 +113,7 @@ class _RowEncoder:
         return _rows(layouts, lengths, copy_tokens(flat, starts, lengths, literals)), inexact
 
     def _border_positions(
-        self,
-        batch: Sequence[LaidOutRecord],
-        texts: Sequence[str],
-        stripped: Sequence[int] | None,
-        flat: Ids,
-        text_start: Index,
+        self, batch: Batch, texts: Sequence[str], stripped: Sequence[int] | None, flat: Ids, text_start: Index
     ) -> tuple[Index, NDArray[np.bool_]]:
         """For each border its token position, and whether that is exact.
 
@@ -131,13 +129,8 @@ class _RowEncoder:
                 before = fill_slots(*borders[at])[stripped[which[at]] if stripped is not None else 0 :]
                 offset[at] = min(len(before.encode()), len(texts[which[at]].encode()))
         size = np.array([len(text) if (text := texts[at]).isascii() else len(text.encode()) for at in which.tolist()])
-        position, inside, exact = token_positions(
-            self.encoder.tokenizer.byte_lengths(flat),
-            text_start[which],
-            text_start[which + 1],
-            size=size,
-            offset=offset,
-        )
+        lengths, first, last = self.encoder.tokenizer.byte_lengths(flat), text_start[which], text_start[which + 1]
+        position, inside, exact = token_positions(lengths, first, last, size=size, offset=offset)
         straddles = inside & exact & np.concatenate([layout.border_of_answer for layout in layouts])
         self.straddling += int(straddles.sum())
         return np.where(straddles, position - 1, position) if self.tags else position, exact

@@ -1,0 +1,258 @@
+"""The messages of records, as bodies and texts to encode, and in columns for a chunk of records.
+
+A message with reasoning or tool calls has a body of several pieces. The text between two control
+tokens is encoded as one, so its parts are separated after encoding, by byte offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import RecordError
+from chatmill.format.chat_format import ROLE_CODES, ChatFormat, CompiledFormat
+from chatmill.records import ChatColumns, Message, Record, ToolCall
+from chatmill.rows import Ids, Index, Part, Role, offsets
+from chatmill.tokenizer import TextColumns, Tokenizer
+from chatmill.tokenizer.tokenizer import token_positions
+
+
+class BodyPiece(NamedTuple):
+    """A control token inside of a body, or a stretch of its text that is of one part."""
+
+    part: Part
+    token: str | None
+    """The key of the control token."""
+    text: str
+
+
+Body = list[BodyPiece]
+
+
+def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> Body:
+    """Reasoning, content and tool calls in the order in which a model writes them."""
+    body: Body = []
+
+    def add(part: Part, *pieces: tuple[str | None, str]) -> None:
+        for token, text in pieces:
+            if token is None and body and body[-1].token is None and body[-1].part == part:
+                body[-1] = body[-1]._replace(text=body[-1].text + text)
+            elif text:
+                body.append(BodyPiece(part, token, text))
+
+    def add_filled(part: Part, template: str, text: str) -> None:
+        # Only the template may hold control tokens; `text` is data.
+        before, after = template.split("{}")
+        add(part, *format.split(before), (None, text), *format.split(after))
+
+    add(Part.CONTENT, (None, prefix))
+    if message.reasoning:
+        add_filled(Part.REASONING, format.body["reasoning"], message.reasoning)
+    add(Part.CONTENT, (None, message.content))
+    for number, call in enumerate(message.tool_calls):
+        if message.content or number:
+            add(Part.TOOL_CALL, (None, "\n"))
+        add_filled(Part.TOOL_CALL, format.body["tool_call"], call_text(call))
+    add(Part.CONTENT, (None, suffix))
+    return body
+
+
+def text_runs(body: Body) -> list[str]:
+    """The texts between the control tokens of a body, each of which is encoded as one."""
+    runs = groupby(body, key=lambda piece: piece.token is None)
+    return ["".join(piece.text for piece in pieces) for is_text, pieces in runs if is_text]
+
+
+def record_texts(record: Record) -> Iterator[str]:
+    """The texts of a conversation that are encoded, to train a tokenizer on."""
+    yield from record.tools
+    for message in record.messages:
+        yield from filter(None, (message.reasoning, message.content, *map(call_text, message.tool_calls)))
+
+
+def call_text(call: ToolCall) -> str:
+    """A call as compact JSON; the keys of its arguments keep their order."""
+    return f'{{"name":{msgspec.json.encode(call.name).decode()},"arguments":{call.arguments}}}'
+
+
+def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
+    """The messages to render: with the format's default system message, and with tools in the system message."""
+    messages = record.messages
+    if not messages:
+        raise RecordError("the record has no messages", "give at least one", kind="empty").at(record.file, record.line)
+    has_system = messages[0].role == "system"
+    if not record.tools and (has_system or format.default_system is None):
+        return messages
+    system = messages[0] if has_system else Message(role="system", content=format.default_system or "")
+    if record.tools:
+        tools = format.body["tools"].replace("{}", "\n".join(record.tools), 1)
+        content = f"{system.content}\n\n{tools}" if system.content else tools
+        system = msgspec.structs.replace(system, content=content)
+    return [system, *(messages[1:] if has_system else messages)]
+
+
+def split_bodies(
+    bodies: Sequence[Body], flat: Ids, text_start: Index, tokenizer: Tokenizer, control_start: Mapping[str, int]
+) -> tuple[Index, Index, NDArray[np.uint8]]:
+    """Start, length and part of every piece of these bodies, whose runs are the last of the encoded texts.
+
+    Control tokens start at `control_start` behind the encoded ids. A run that the tokenizer normalizes has no exact
+    borders: it becomes one piece of content, its other pieces are empty.
+    """
+    pieces = [piece for body in bodies for piece in body]
+    parts = np.array([piece.part for piece in pieces], dtype=np.uint8)
+    starts = np.array([len(flat) + control_start[piece.token] if piece.token else 0 for piece in pieces])
+    lengths = np.ones(len(pieces), dtype=np.int64)
+    is_text = np.array([piece.token is None for piece in pieces])
+    begins_run = is_text & ~np.append(False, is_text[:-1])
+    begins_run[offsets(np.array([len(body) for body in bodies]))[:-1]] = True
+    begins_run &= is_text
+    if not begins_run.any():
+        return starts, lengths, parts
+    run = (np.cumsum(begins_run) + len(text_start) - 2 - begins_run.sum())[is_text]
+    size = np.array([len(piece.text.encode()) for piece in pieces], dtype=np.int64)[is_text]
+    run_start, run_stop = text_start[run], text_start[run + 1]
+    run_size = np.bincount(run, weights=size)[run].astype(np.int64)
+    end = np.cumsum(size)
+    end -= (end - size)[np.searchsorted(run, run)]
+    first_token = run_start[0]
+    position, _, exact = token_positions(
+        tokenizer.byte_lengths(flat[first_token:]),
+        run_start - first_token,
+        run_stop - first_token,
+        size=run_size,
+        offset=end,
+    )
+    is_last = np.append(run[1:] != run[:-1], True)
+    is_first = np.append(True, is_last[:-1])
+    inexact = ~exact & ~(is_first & is_last)
+    stop = np.where(is_last | inexact, run_stop, position + first_token)
+    parts[np.flatnonzero(is_text)[inexact]] = Part.CONTENT
+    start = np.where(is_first, run_start, np.append(0, stop[:-1]))
+    starts[is_text] = start
+    lengths[is_text] = stop - start
+    return starts, lengths, parts
+
+
+def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
+    """Each turn as text, in the order of the rendered row.
+
+    Text that holds a marker of the format is an error: it could not be distinguished from a turn.
+    """
+    turns = []
+    for number, message in enumerate(messages_of(record, format)):
+        turn = format.turns[message.role]
+        body = body_of(message, format, "", "")
+        for token in format.tokens.values():
+            if any(token in text for text in text_runs(body)):
+                raise RecordError(
+                    f"message {number} holds the marker {token} in its text",
+                    "a transcript cannot quote its own markers; leave the record out",
+                    kind="marker_in_text",
+                ).at(record.file, record.line, record.id)
+        text = "".join(piece.text for piece in body)
+        turns.append(turn.open + text + (turn.close if message.complete else ""))
+    return turns
+
+
+EXTENDED = 8
+"""Added to the role code of an extended message; no role code is as large."""
+
+
+@dataclass(frozen=True)
+class MessageColumns:
+    """All messages of some records, ready to be encoded."""
+
+    records: Sequence[Record]
+    messages: Sequence[Message]
+    """Empty for records that are in columns already."""
+    first_message: Index
+    """By record: its first message; one entry more for the end."""
+    added: Index
+    """By record: how many messages the format puts in front."""
+    roles: NDArray[np.uint8]
+    extended: list[int]
+    """Messages with tool calls, reasoning, a weight of their own, or without an end; few, as a rule."""
+    bodies: dict[int, Body]
+    """The bodies of messages with tool calls or reasoning."""
+    texts: Sequence[str]
+    text_of: Index
+    """By message: which of the texts its body is."""
+
+
+def message_columns(records: Sequence[Record], format: ChatFormat, compiled: CompiledFormat) -> MessageColumns:
+    """Everything that can be done before the texts are encoded."""
+    if isinstance(records, ChatColumns):
+        return _from_chat_columns(records, compiled)
+    messages_by_record: list[Sequence[Message]] = [record.messages for record in records]
+    counts = np.fromiter(map(len, messages_by_record), dtype=np.int64, count=len(records))
+    added = np.zeros(len(records), dtype=np.int64)
+    adds_system = format.default_system is not None
+    for at, record in enumerate(records):
+        if record.tools or adds_system or not record.messages:
+            messages_by_record[at] = messages_of(record, format)
+            added[at] = len(messages_by_record[at]) - counts[at]
+    messages = list(chain.from_iterable(messages_by_record))
+    # The only pass over all messages: their role, and whether they are extended.
+    codes = np.frombuffer(
+        bytes(
+            [
+                ROLE_CODES[message.role]
+                if message.weight is None and not message.tool_calls and not message.reasoning and message.complete
+                else ROLE_CODES[message.role] + EXTENDED
+                for message in messages
+            ]
+        ),
+        dtype=np.uint8,
+    )
+    extended = np.flatnonzero(codes >= EXTENDED).tolist()
+    roles = codes % EXTENDED
+    bodies = {
+        at: body_of(message, format, compiled.prefix[roles[at]], compiled.suffix[roles[at]] if message.complete else "")
+        for at in extended
+        if (message := messages[at]).tool_calls or message.reasoning
+    }
+    texts, text_of = _texts(messages, roles, compiled, extended, bodies)
+    return MessageColumns(records, messages, offsets(counts + added), added, roles, extended, bodies, texts, text_of)
+
+
+def _from_chat_columns(records: ChatColumns, compiled: CompiledFormat) -> MessageColumns:
+    before, after = ([text.encode() for text in texts] for texts in (compiled.prefix, compiled.suffix))
+    texts = TextColumns(records.data, records.start, records.stop, records.roles, before, after)
+    added, text_of = np.zeros(len(records), dtype=np.int64), np.arange(len(texts), dtype=np.int64)
+    return MessageColumns(records, (), records.first_message, added, records.roles, [], {}, texts, text_of)
+
+
+def _texts(
+    messages: list[Message],
+    roles: NDArray[np.uint8],
+    compiled: CompiledFormat,
+    extended: list[int],
+    bodies: dict[int, Body],
+) -> tuple[list[str], Index]:
+    """The texts to encode, and which of them each message's body is; a recurring system text is encoded once."""
+    texts = [message.content for message in messages]
+    for code, (prefix, suffix) in enumerate(zip(compiled.prefix, compiled.suffix, strict=True)):
+        if prefix or suffix:
+            for at in np.flatnonzero(roles == code).tolist():
+                texts[at] = prefix + texts[at] + suffix
+    for at in extended:
+        if not messages[at].complete:
+            texts[at] = compiled.prefix[roles[at]] + messages[at].content
+    text_of = np.arange(len(texts), dtype=np.int64)
+    first_with: dict[str, int] = {}
+    for at in np.flatnonzero(roles == Role.SYSTEM).tolist():
+        first = first_with.setdefault(texts[at], at)
+        if first != at:
+            text_of[at] = first
+            texts[at] = ""
+    for at, body in bodies.items():
+        texts[at] = ""
+        texts += text_runs(body)
+    return texts, text_of
