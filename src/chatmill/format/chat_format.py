@@ -1,6 +1,7 @@
 """Chat formats: how a conversation is written in tokens, and which parts of an assistant turn are trained.
 
 A format is a small TOML file; the presets in `presets/` are read by the same code as a user's own.
+`CompiledFormat` is a format compiled to token ids for one tokenizer.
 """
 
 from __future__ import annotations
@@ -255,10 +256,8 @@ class CompiledFormat:
         self.control_start = {key: int(self.lengths.sum()) + at for at, key in enumerate(control)}
         self.literals = np.array([i for ids in encoded for i in ids] + list(control.values()), dtype=np.uint32)
 
-        opening_rule, body_rule, closing_rule = (
-            Rule.ROLE if part in format.trained else Rule.HEADER for part in TRAINABLE
-        )
-        self.rules = (Rule.HEADER, opening_rule, body_rule, closing_rule, Rule.HEADER, Rule.HEADER)
+        trainable = [Rule.ROLE if part in format.trained else Rule.HEADER for part in TRAINABLE]
+        self.rules = (Rule.HEADER, *trainable, Rule.HEADER, Rule.HEADER)
 
     def fixed(self, role: str, piece: int) -> list[int]:
         """The ids of one fixed piece."""

@@ -122,12 +122,9 @@ def split_bodies(
     end = np.cumsum(size)
     end -= (end - size)[np.searchsorted(run, run)]
     first_token = run_start[0]
+    byte_lengths = tokenizer.byte_lengths(flat[first_token:])
     position, _, exact = token_positions(
-        tokenizer.byte_lengths(flat[first_token:]),
-        run_start - first_token,
-        run_stop - first_token,
-        size=run_size,
-        offset=end,
+        byte_lengths, run_start - first_token, run_stop - first_token, size=run_size, offset=end
     )
     is_last = np.append(run[1:] != run[:-1], True)
     is_first = np.append(True, is_last[:-1])
@@ -189,7 +186,10 @@ class MessageColumns:
 def message_columns(records: Sequence[Record], format: ChatFormat, compiled: CompiledFormat) -> MessageColumns:
     """Everything that can be done before the texts are encoded."""
     if isinstance(records, ChatColumns):
-        return _from_chat_columns(records, compiled)
+        before, after = ([text.encode() for text in texts] for texts in (compiled.prefix, compiled.suffix))
+        columns = TextColumns(records.data, records.start, records.stop, records.roles, before, after)
+        added, text_of = np.zeros(len(records), dtype=np.int64), np.arange(len(columns), dtype=np.int64)
+        return MessageColumns(records, (), records.first_message, added, records.roles, [], {}, columns, text_of)
     messages_by_record: list[Sequence[Message]] = [record.messages for record in records]
     counts = np.fromiter(map(len, messages_by_record), dtype=np.int64, count=len(records))
     added = np.zeros(len(records), dtype=np.int64)
@@ -200,17 +200,13 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
             added[at] = len(messages_by_record[at]) - counts[at]
     messages = list(chain.from_iterable(messages_by_record))
     # The only pass over all messages: their role, and whether they are extended.
-    codes = np.frombuffer(
-        bytes(
-            [
-                ROLE_CODES[message.role]
-                if message.weight is None and not message.tool_calls and not message.reasoning and message.complete
-                else ROLE_CODES[message.role] + EXTENDED
-                for message in messages
-            ]
-        ),
-        dtype=np.uint8,
-    )
+    listed = [
+        ROLE_CODES[message.role]
+        if message.weight is None and not message.tool_calls and not message.reasoning and message.complete
+        else ROLE_CODES[message.role] + EXTENDED
+        for message in messages
+    ]
+    codes = np.frombuffer(bytes(listed), dtype=np.uint8)
     extended = np.flatnonzero(codes >= EXTENDED).tolist()
     roles = codes % EXTENDED
     bodies = {
@@ -218,25 +214,6 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
         for at in extended
         if (message := messages[at]).tool_calls or message.reasoning
     }
-    texts, text_of = _texts(messages, roles, compiled, extended, bodies)
-    return MessageColumns(records, messages, offsets(counts + added), added, roles, extended, bodies, texts, text_of)
-
-
-def _from_chat_columns(records: ChatColumns, compiled: CompiledFormat) -> MessageColumns:
-    before, after = ([text.encode() for text in texts] for texts in (compiled.prefix, compiled.suffix))
-    texts = TextColumns(records.data, records.start, records.stop, records.roles, before, after)
-    added, text_of = np.zeros(len(records), dtype=np.int64), np.arange(len(texts), dtype=np.int64)
-    return MessageColumns(records, (), records.first_message, added, records.roles, [], {}, texts, text_of)
-
-
-def _texts(
-    messages: list[Message],
-    roles: NDArray[np.uint8],
-    compiled: CompiledFormat,
-    extended: list[int],
-    bodies: dict[int, Body],
-) -> tuple[list[str], Index]:
-    """The texts to encode, and which of them each message's body is; a recurring system text is encoded once."""
     texts = [message.content for message in messages]
     for code, (prefix, suffix) in enumerate(zip(compiled.prefix, compiled.suffix, strict=True)):
         if prefix or suffix:
@@ -245,6 +222,7 @@ def _texts(
     for at in extended:
         if not messages[at].complete:
             texts[at] = compiled.prefix[roles[at]] + messages[at].content
+    # A recurring system text is encoded once.
     text_of = np.arange(len(texts), dtype=np.int64)
     first_with: dict[str, int] = {}
     for at in np.flatnonzero(roles == Role.SYSTEM).tolist():
@@ -255,4 +233,4 @@ def _texts(
     for at, body in bodies.items():
         texts[at] = ""
         texts += text_runs(body)
-    return texts, text_of
+    return MessageColumns(records, messages, offsets(counts + added), added, roles, extended, bodies, texts, text_of)

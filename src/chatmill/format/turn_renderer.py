@@ -101,10 +101,8 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn) ->
     for at, body in bodies.items():
         widths[at] = PIECES - 1 + len(body)
     base = offsets(widths)
-    lengths = np.empty(base[-1], dtype=np.int64)
-    starts = np.empty(base[-1], dtype=np.int64)
-    parts = np.empty(base[-1], dtype=np.uint8)
-    rules = np.empty(base[-1], dtype=np.uint8)
+    lengths, starts = np.empty((2, base[-1]), dtype=np.int64)
+    parts, rules = np.empty((2, base[-1]), dtype=np.uint8)
 
     def places(piece: int) -> Index | slice:
         """Where this piece of every message is; a slice where possible, since that is faster to write to."""
@@ -158,14 +156,15 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn) ->
     span_roles = np.repeat(roles, widths)
     span_roles[places(BEGIN)] = span_roles[places(END)] = Role.NONE
     spans["target"] = OWN_ID
-    for field, values in {
+    by_field = {
         "length": lengths,
         "message": numbers,
         "weight": weights,
         "role": span_roles,
         "part": parts,
         "rule": rules,
-    }.items():
+    }
+    for field, values in by_field.items():
         spans[field] = values.take(kept)
     first_span = np.searchsorted(kept, base[first_message])
     weigh(spans, first_span, train_on)

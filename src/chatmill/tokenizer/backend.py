@@ -1,7 +1,7 @@
 """The `Backend` protocol: what each kind of tokenizer file implements.
 
 A backend encodes text only. `Tokenizer` adds the control tokens, so that the rule "text never becomes a control token"
-is enforced in one place for all backends.
+is enforced in one place for all backends. The built-in backend `bytes` is here too.
 """
 
 from __future__ import annotations

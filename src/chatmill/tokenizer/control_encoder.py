@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -78,8 +77,9 @@ class ControlEncoder:
             return False
         flat, start = self.tokenizer.encode_batch(PROBE)
         size = np.array([len(text.encode()) for text in PROBE])
-        borders = token_positions(self.tokenizer.byte_lengths(flat), start[:-1], start[1:], size=size, offset=size)
-        return not borders.exact.all()
+        lengths = self.tokenizer.byte_lengths(flat)
+        _, _, exact = token_positions(lengths, start[:-1], start[1:], size=size, offset=size)
+        return not exact.all()
 
     @cached_property
     def _whole(self) -> _WholeEncoder:
@@ -149,12 +149,6 @@ class _WholeEncoder:
         return self._real_ids[np.array(encoding.ids, dtype=np.int64)], begins
 
 
-class ControlTokenMatch(NamedTuple):
-    start: int
-    stop: int
-    token: str
-
-
 class ControlTokens:
     """Finds the control tokens of a vocabulary in text; of several that begin at one place, the longest."""
 
@@ -164,13 +158,10 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._first_characters = sorted({token[0] for token in longest_first})
 
-    def find(self, text: str) -> list[ControlTokenMatch]:
-        return [ControlTokenMatch(*match.span(), match[0]) for match in self._pattern.finditer(text)]
+    def find(self, text: str) -> list[re.Match[str]]:
+        return list(self._pattern.finditer(text))
 
     def any_in(self, texts: Iterable[str]) -> bool:
         """Whether one of the texts holds a control token; fast where none does."""
-        for text in texts:
-            for character in self._first_characters:
-                if character in text and self._pattern.search(text):
-                    return True
-        return False
+        first = self._first_characters
+        return any(character in text and self._pattern.search(text) for text in texts for character in first)

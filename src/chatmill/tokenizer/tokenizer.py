@@ -1,4 +1,4 @@
-"""`Tokenizer`: a backend for text, together with the control tokens of a format."""
+"""`Tokenizer`: a backend for text, with the control tokens of a format. `token_positions`: byte offsets to tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,13 +152,8 @@ def _with_tokens(sha256: str, added: Mapping[str, int]) -> str:
 
 def _ranges(ids: Sequence[int]) -> list[tuple[int, int]]:
     """Runs of consecutive numbers, as (first, count)."""
-    runs: list[tuple[int, int]] = []
-    for id in ids:
-        if runs and sum(runs[-1]) == id:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((id, 1))
-    return runs
+    runs = np.split(np.array(ids, dtype=np.int64), np.flatnonzero(np.diff(ids) != 1) + 1)
+    return [(int(run[0]), len(run)) for run in runs if len(run)]
 
 
 def _check_unicode(texts: Sequence[str]) -> None:
@@ -170,20 +165,13 @@ def _check_unicode(texts: Sequence[str]) -> None:
             raise DataError(f"{what} at character {error.start}; expected valid Unicode") from error
 
 
-class TokenPositions(NamedTuple):
-    """For each byte offset: the first token that begins at or after it."""
-
-    position: Offsets
-    inside: NDArray[np.bool_]
-    """Whether the token before that position extends past the offset."""
-    exact: NDArray[np.bool_]
-    """False where the tokens do not spell the text, so that the position is a guess."""
-
-
 def token_positions(
     byte_lengths: NDArray[np.int64], start: Offsets, stop: Offsets, *, size: Offsets, offset: Offsets
-) -> TokenPositions:
+) -> tuple[Offsets, NDArray[np.bool_], NDArray[np.bool_]]:
     """The token position of each `offset` into a text of `size` bytes that was encoded as tokens [start, stop).
+
+    It is the first token that begins at or after the offset. Also whether the token before it extends past the offset,
+    and whether the position is exact: it is a guess where the tokens do not spell the text.
 
         text     Hello|world      offset 5
         tokens   Hel lo wor ld    position 2
@@ -197,4 +185,4 @@ def token_positions(
     added = begin[stop] - begin[start] - size
     target = begin[stop] - size + offset
     position = np.clip(np.searchsorted(begin, target), start, stop)
-    return TokenPositions(position, begin[position] != target, (added == 0) | (added == 1))
+    return position, begin[position] != target, (added == 0) | (added == 1)

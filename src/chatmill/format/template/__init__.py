@@ -9,7 +9,3 @@ answers/     which characters are trained, derived in two ways that share no cod
 layout       a rendering divided into cells for encoding
 encode       the cells of many records at once to Rows
 """
-
-from chatmill.format.template.renderer import TemplateRenderer
-
-__all__ = ["TemplateRenderer"]

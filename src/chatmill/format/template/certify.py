@@ -1,6 +1,6 @@
 """Certificates of chat templates: what training relies on, checked, one line each.
 
-Every line is checked on small conversations made for it and, if given, on a user's own. Lines about reasoning, space
+Every line is checked on small conversations made for it and, if given, on a user's self. Lines about reasoning, space
 and history report what the template does; they fail only where the mask cannot be determined.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from chatmill.format.template.answers.by_origin import AnswerSpan, shown, shown_
 from chatmill.format.template.answers.derive import DerivedAnswers
 from chatmill.format.template.renderer import TemplateRenderer
 from chatmill.format.template.template import QUESTION, TOOLS, WEATHER, WEATHER_CALL, probe_record
+from chatmill.format.template.tracing.trace import common_length
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record, ToolCall
 from chatmill.rows import Part, Role, Rows, Rule
@@ -79,17 +79,6 @@ class _Success(NamedTuple):
         return self.derived.rendering.text
 
 
-@dataclass
-class _OwnRecords:
-    """What was observed on a user's own records."""
-
-    count: int = 0
-    refused: list[RecordError] = field(default_factory=list)
-    different: list[Record] = field(default_factory=list)
-    unclosed: int = 0
-    control_text: int = 0
-
-
 def certify(
     renderer: TemplateRenderer, records: Iterable[Record] = (), *, peer: Peer | None = None, peer_name: str = ""
 ) -> list[Finding]:
@@ -109,10 +98,14 @@ class _Certificate:
                 self.good[record.id] = result
             else:
                 self.faults[record.id] = result
+        # What was observed on a user's own records.
+        self.refused: list[RecordError] = []
+        self.different: list[Record] = []
+        self.count = self.unclosed = self.control_text = 0
 
     def findings(self, records: Iterable[Record]) -> Iterator[Finding]:
-        own = self._read(records)
-        yield self._ids(own)
+        self._read(records)
+        yield self._ids()
         for check in (self._answers, self._terminator, self._bos, self._prompt, self._borders, self._space):
             yield check()
         yield self._history()
@@ -120,8 +113,8 @@ class _Certificate:
         yield self._support("tools", (TOOL, TOOL_REASONING))
         yield self._reasoning()
         yield self._control()
-        if own.count:
-            yield self._records(own)
+        if self.count:
+            yield self._records()
 
     def _try(self, record: Record) -> _Success | RecordError:
         ledger = Ledger()
@@ -133,19 +126,17 @@ class _Certificate:
         straddling = sum(entry.tokens for _, reason, entry in ledger if reason == "straddling_token")
         return _Success(record, derived, rows, straddling)
 
-    def _read(self, records: Iterable[Record]) -> _OwnRecords:
-        own = _OwnRecords()
-        for record in self.renderer.renderable(records, own.refused.append):
-            own.count += 1
+    def _read(self, records: Iterable[Record]) -> None:
+        for record in self.renderer.renderable(records, self.refused.append):
+            self.count += 1
             ledger = Ledger()
             rows = self.renderer.render([record], ledger=ledger)
             holds_control = any(reason == "control_text" for _, reason, _ in ledger)
-            own.control_text += holds_control
-            own.unclosed += any(not closed for _, _, closed in _ends(rows, record))
+            self.control_text += holds_control
+            self.unclosed += any(not closed for _, _, closed in _ends(rows, record))
             if self.peer is not None and not holds_control and rows.ids.tolist() != list(self.peer(record)):
-                own.different.append(record)
-        own.count += len(own.refused)
-        return own
+                self.different.append(record)
+        self.count += len(self.refused)
 
     def _quote_end(self, probe: _Success, answer: AnswerSpan) -> str:
         """The line of the template that wrote the end of an answer."""
@@ -156,17 +147,17 @@ class _Certificate:
                 return self.renderer.templates[bool(probe.record.tools)].quote(piece.line)
         raise AssertionError
 
-    def _ids(self, own: _OwnRecords) -> Finding:
+    def _ids(self) -> Finding:
         if self.peer is None:
             return Finding("ids", True, "nothing to compare with: no transformers, or no tokenizer that it can open")
         places = [
             f"probe {id}" for id, probe in self.good.items() if probe.rows.ids.tolist() != list(self.peer(probe.record))
         ]
-        places += [f"{one_line(record.file)}:{record.line}" for record in own.different]
+        places += [f"{one_line(record.file)}:{record.line}" for record in self.different]
         if places:
             more = f" and {len(places) - 3} more" if len(places) > 3 else ""
             return Finding("ids", False, f"not those of {self.peer_name}: {', '.join(places[:3])}{more}")
-        count = len(self.good) + own.count - len(own.refused) - own.control_text
+        count = len(self.good) + self.count - len(self.refused) - self.control_text
         return Finding("ids", True, f"{count} conversations have the ids of {self.peer_name}")
 
     def _answers(self) -> Finding:
@@ -226,7 +217,7 @@ class _Certificate:
         if not broken:
             return Finding("prompt", True, "always the beginning of the row")
         probe, message, prompt = broken[0]
-        at = next((n for n, (a, b) in enumerate(zip(prompt, probe.text, strict=False)) if a != b), len(probe.text))
+        at = common_length(prompt, probe.text)
         many = f", and {len(broken) - 1} more" if len(broken) > 1 else ""
         parts = f"the prompt goes on {shown(prompt[at:])}, the row {shown(probe.text[at:])}"
         return Finding("prompt", True, f"message {message} of probe {probe.record.id} breaks it{many}: {parts}")
@@ -306,16 +297,16 @@ class _Certificate:
             return Finding("control", False, what)
         return Finding("control", True, f"all {len(ids)} control tokens are plain text inside messages")
 
-    def _records(self, own: _OwnRecords) -> Finding:
-        text = f"{own.count:,} records"
-        if own.control_text:
-            text += f", {own.control_text:,} of them with control text"
-        if own.refused:
-            kinds = Counter(fault.kind for fault in own.refused)
+    def _records(self) -> Finding:
+        text = f"{self.count:,} records"
+        if self.control_text:
+            text += f", {self.control_text:,} of them with control text"
+        if self.refused:
+            kinds = Counter(fault.kind for fault in self.refused)
             reasons = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-            return Finding("records", False, f"{text}; refused: {reasons}; the first: {own.refused[0]}")
-        if own.unclosed:
-            return Finding("records", False, f"{text}, {own.unclosed:,} with an answer that no control token ends")
+            return Finding("records", False, f"{text}; refused: {reasons}; the first: {self.refused[0]}")
+        if self.unclosed:
+            return Finding("records", False, f"{text}, {self.unclosed:,} with an answer that no control token ends")
         return Finding("records", True, f"{text}, every answer trained")
 
 

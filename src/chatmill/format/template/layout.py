@@ -198,12 +198,12 @@ class _CellSplitter:
         """The literals between two fields: control tokens, and text between them."""
         text = "".join(piece.text for piece in self.pieces[first:stop])
         ends = [*accumulate((len(piece.text) for piece in self.pieces[first:stop]), initial=place)][1:]
-        matches = {place + match.start: match for match in self.tokens.find(text)}
+        matches = {place + match.start(): match for match in self.tokens.find(text)}
         cuts = {place, place + len(text), *ends, *(edge for edge in self.edges if place < edge < place + len(text))}
         for begin, match in matches.items():
-            cuts = {cut for cut in cuts if not begin < cut < place + match.stop} | {begin, place + match.stop}
+            cuts = {cut for cut in cuts if not begin < cut < place + match.end()} | {begin, place + match.end()}
         for begin, end in pairwise(sorted(cuts)):
-            token = matches[begin].token if begin in matches else None
+            token = matches[begin][0] if begin in matches else None
             kind = self._kind(first + bisect_right(ends, begin), begin, end if token else None)
             yield _Cell(kind, [text[begin - place : end - place]], token, begin in self.edges)
 

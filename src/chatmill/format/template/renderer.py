@@ -18,14 +18,7 @@ from chatmill.format.template.answers.derive import DerivedAnswers, derive
 from chatmill.format.template.encode import LaidOutRecord, encode_rows
 from chatmill.format.template.hf_folder import HFFolder, TemplateSource
 from chatmill.format.template.layout import TokenLayout, token_layout
-from chatmill.format.template.template import (
-    QUESTION,
-    ChatTemplate,
-    TemplateInput,
-    has_only_roles,
-    plain_input,
-    shape_and_texts,
-)
+from chatmill.format.template.template import QUESTION, ChatTemplate, TemplateInput, plain_input, shape_and_texts
 from chatmill.format.template.tracing.trace import TraceStep, fill_slots, merge_guards, replay
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Message, Record
@@ -117,7 +110,7 @@ class TemplateRenderer:
             return None
         answer = derived.answers[0]
         matches = self.control_tokens.find(derived.rendering.text[: answer.stop])
-        return matches[-1].token if answer.closed and matches and matches[-1].stop == answer.stop else None
+        return matches[-1][0] if answer.closed and matches and matches[-1].end() == answer.stop else None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -232,7 +225,7 @@ class TemplateRenderer:
         met = key in self._met_shapes
         if len(self._met_shapes) < MAX_SHAPES:
             self._met_shapes.add(key)
-        return met or has_only_roles(shape)
+        return met or not shape.startswith(b"\xff")
 
     def _confirm(self, record: Record, trace: CachedTrace, slots: Sequence[str]) -> None:
         """Compare a cached trace with the template itself, at uses 1, 2, 4, 8, …"""

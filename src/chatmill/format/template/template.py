@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from chatmill.errors import RecordError
+from chatmill.errors import RecordError, one_line
 from chatmill.format.chat_format import ROLE_CODES
 from chatmill.format.template.tracing.program import Program, Rendering, TracedProgram
 from chatmill.format.template.tracing.sandbox import Sandbox, meter_for
@@ -64,7 +64,7 @@ class ChatTemplate:
 
     def render(self, given: TemplateInput, messages: int | None = None, *, prompt: bool = False) -> str:
         """The text of the first `messages` (default: all), with the generation prompt if `prompt`."""
-        return self._plain.render(*self._arguments(given, messages, prompt))
+        return "".join(self._plain.run(*self._arguments(given, messages, prompt)))
 
     def trace(self, given: TemplateInput, messages: int | None = None, *, prompt: bool = False) -> Rendering:
         """Like `render`, as pieces with their origin; `given` is from `traced_input`."""
@@ -72,7 +72,9 @@ class ChatTemplate:
 
     def quote(self, line: int) -> str:
         """A line of the template with its number, for messages."""
-        return self._plain.line(line)
+        lines = self.source.split("\n")
+        text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        return f"{self.name}:{line}: {one_line(text, 160)}"
 
     def _arguments(self, given: TemplateInput, messages: int | None, prompt: bool) -> Any:
         chosen = given.messages[:messages]
@@ -143,15 +145,17 @@ def traced_input(record: Record, style: Style, trace: Trace) -> TemplateInput:
 
 
 def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
-    """What is the same in all records of a shape, and the texts in which they differ."""
-    roles = bytes(
-        [
-            ROLE_CODES[message.role]
-            if not (message.tool_calls or message.reasoning or message.name or message.tool_call_id)
-            else 255
-            for message in record.messages
-        ]
-    )
+    """What is the same in all records of a shape, and the texts in which they differ.
+
+    A shape of roles alone is their codes; one with other fields or with tools begins with 255.
+    """
+    codes = [
+        255
+        if message.tool_calls or message.reasoning or message.name or message.tool_call_id
+        else ROLE_CODES[message.role]
+        for message in record.messages
+    ]
+    roles = bytes(codes)
     if not record.tools and 255 not in roles:
         return roles, [message.content for message in record.messages]
     texts: list[str] = []
@@ -161,11 +165,6 @@ def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
         return ""
 
     return b"\xff" + _ENCODE([_input(record, style, without, _unchanged).messages, record.tools]), texts
-
-
-def has_only_roles(shape: bytes) -> bool:
-    """Whether a shape consists of roles, without other fields and tools."""
-    return not shape.startswith(b"\xff")
 
 
 def _unchanged(text: str, source: FieldPath) -> str:

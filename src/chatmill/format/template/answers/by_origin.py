@@ -173,13 +173,13 @@ class _OriginSearch:
         matches = self.tokens.find(closing) or self.tokens.find(own or "")
         if matches:
             # The first token that a server stops at, or the last of all.
-            end = next((match for match in matches if match.token in self.ends), matches[-1])
-            return begin + end.stop, True
+            end = next((match for match in matches if match[0] in self.ends), matches[-1])
+            return begin + end.end(), True
         following = self.tokens.find(literals)
-        between = literals[len(own or "") : following[0].start] if following else ""
-        if following and following[0].token in self.ends and not between.strip():
+        between = literals[len(own or "") : following[0].start()] if following else ""
+        if following and following[0][0] in self.ends and not between.strip():
             # The token that opens the next turn closes this one: a server stops there, so the model must write it.
-            return begin + following[0].stop, True
+            return begin + following[0].end(), True
         return begin + len((own if own is not None else closing).rstrip()), False
 
     def _last_field(self, message: int, start: int) -> int | None:
@@ -229,7 +229,7 @@ class _OriginSearch:
         matches = self.tokens.find(own)
         if len(matches) < 2:
             return own
-        first, known = matches[0].start, self.known_closings
+        first, known = matches[0].start(), self.known_closings
         if own[first:] not in known or self.prompt_ends is None:
             known[own[first:]] = self._common(own, _tail(self._alone(message), of=message)[1]) - first
         return own[: max(0, first + known[own[first:]])]
@@ -258,8 +258,8 @@ class _OriginSearch:
         common = common_length(one, other)
         for text in (one, other):
             for match in self.tokens.find(text):
-                if match.start < common < match.stop:
-                    common = match.start
+                if match.start() < common < match.end():
+                    common = match.start()
         return common
 
 

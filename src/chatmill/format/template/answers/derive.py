@@ -2,19 +2,23 @@
 
 One derivation uses the origin of the characters, the other the prefixes that a server would send. They share no code.
 Where both tell something they must agree.
+
+A cacheable trace gets guards under which prefixes tell the same about every conversation that follows it. Whether one
+rendering is a prefix of another is mostly decided by their literals and slots; where it depends on the text in a slot,
+a guard is added.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from chatmill.errors import RecordError
 from chatmill.format.renderer import Mask
-from chatmill.format.template.answers.by_origin import AnswerSpan, answers_by_origin, disputed, shown
+from chatmill.format.template.answers.by_origin import AnswerSpan, RenderTraced, answers_by_origin, disputed, shown
 from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, header_of, token_pattern
 from chatmill.format.template.template import ChatTemplate, TemplateInput, plain_input, shape_and_texts, traced_input
 from chatmill.format.template.tracing.program import Rendering
@@ -46,13 +50,7 @@ class DerivedAnswers:
 
 
 def derive(
-    record: Record,
-    template: ChatTemplate,
-    tokens: ControlTokens,
-    *,
-    ends: Collection[str],
-    mask: Mask = "derived",
-    cacheable: bool = False,
+    record: Record, template: ChatTemplate, tokens: ControlTokens, *, ends: Collection[str], mask: Mask, cacheable: bool
 ) -> DerivedAnswers:
     """The answers of a conversation; a `RecordError` says why they cannot be determined.
 
@@ -209,11 +207,7 @@ Items = list[TextItem]
 
 
 def guard_prefixes(
-    trace: Trace,
-    full: Rendering,
-    render_traced: Callable[[int, bool], Rendering],
-    assistants: Sequence[int],
-    token: re.Pattern[str],
+    trace: Trace, full: Rendering, render_traced: RenderTraced, assistants: Sequence[int], token: re.Pattern[str]
 ) -> None:
     """Add guards for everything on which the result of `answers_by_prefix` depends, or mark the trace not cacheable."""
     whole = _items(full)

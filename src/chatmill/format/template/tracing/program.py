@@ -1,7 +1,8 @@
-"""Traced renderings: the origin of every character that a template writes.
+"""Compiled templates, plain and traced; errors inside of them name the line of the template.
 
-The literals of the template become `TracedStr` before it is compiled, and filters that would lose the origin of a text
-are wrapped. Loops over messages record which message the template is at.
+A traced rendering has the origin of every character: the literals of the template become `TracedStr` before it is
+compiled, and filters that would lose the origin of a text are wrapped. Loops over messages record which message the
+template is at.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import operator
 import secrets
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, wraps
@@ -24,14 +24,14 @@ from jinja2.runtime import Context, Undefined
 from chatmill.errors import ChatmillError, DataError, RecordError, one_line
 from chatmill.format.template.tracing.sandbox import LimitError, Meter, Rewriter, Sandbox, sandbox_call, statement
 from chatmill.format.template.tracing.trace import OUTSIDE, TracedPiece
-from chatmill.format.template.tracing.traced_str import TracedStr, joined, literal, made, opaque, tagged, texts_in
+from chatmill.format.template.tracing.traced_str import TracedStr, joined, literal, made, opaque, texts_in
 
 
 class Program:
     """A compiled template in its sandbox."""
 
     def __init__(self, source: str, name: str, sandbox: Sandbox) -> None:
-        self.source, self.name, self.sandbox = source, name, sandbox
+        self.name, self.sandbox = name, sandbox
         try:
             code = sandbox.compile(source, name, name)
         except TemplateSyntaxError as error:
@@ -43,8 +43,8 @@ class Program:
     def run(self, variables: Mapping[str, Any], meter: Meter) -> Iterator[str]:
         """The texts that the template writes, one after the other; any error is a `RecordError`."""
         self.sandbox.meter = meter
-        with self._record_errors():
-            written, texts = 0, self._texts(variables)
+        written, texts = 0, self._texts(variables)
+        try:
             for text in texts:
                 written += str.__len__(text)
                 try:
@@ -53,24 +53,7 @@ class Program:
                     # Raised inside of the template, so that the line is known.
                     texts.throw(error)
                 yield text
-
-    def _texts(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
-        yield from self._template.generate(variables)
-
-    def render(self, variables: Mapping[str, Any], meter: Meter) -> str:
-        return "".join(self.run(variables, meter))
-
-    def line(self, number: int) -> str:
-        """A line of the template with its number, for messages."""
-        lines = self.source.split("\n")
-        text = lines[number - 1].strip() if 0 < number <= len(lines) else ""
-        return f"{self.name}:{number}: {one_line(text, 160)}"
-
-    @contextmanager
-    def _record_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (ChatmillError, MemoryError, GeneratorExit):
+        except (ChatmillError, MemoryError):
             raise
         except Exception as error:
             what, kind = _explain(error)
@@ -78,6 +61,9 @@ class Program:
             line = frames[-1].lineno or 0 if frames else 0
             right = "change the conversation or the template"
             raise RecordError(f"{self.name}:{line}: {what}", right, kind=kind) from None
+
+    def _texts(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
+        yield from self._template.generate(variables)
 
 
 def _explain(error: Exception) -> tuple[str, str]:
@@ -95,13 +81,10 @@ def _explain(error: Exception) -> tuple[str, str]:
     return f"the template fails with {type(error).__name__}: {text}", "template_fails"
 
 
-TRACED_FILTERS = frozenset(
-    (
-        *("abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "first", "groupby", "items"),
-        *("join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace"),
-        *("reverse", "round", "select", "selectattr", "slice", "sort", "string", "sum", "tojson", "trim", "unique"),
-        "upper",
-    )
+TRACED_FILTERS = (
+    *("abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "first", "groupby", "items"),
+    *("join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse"),
+    *("round", "select", "selectattr", "slice", "sort", "string", "sum", "tojson", "trim", "unique", "upper"),
 )
 """Filters that use only methods of a text that are traced, or do not look into texts."""
 
@@ -153,7 +136,8 @@ class TracedSandbox(Sandbox):
     # Texts.
 
     def tagged(self, text: str) -> str:
-        return tagged(literal(text))
+        traced = literal(text)
+        return made([piece._replace(tagged=True) for piece in traced.pieces], traced.trace)
 
     def to_text(self, value: Any) -> TracedStr:
         if isinstance(value, TracedStr):

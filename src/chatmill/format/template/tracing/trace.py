@@ -8,6 +8,8 @@ A rendering is a function of the conversation. A trace records what it computed 
 
 Another conversation of the same shape for which all guards give the same results is rendered the same way, with its
 own texts in the slots. So the steps are run on its texts, and the template is not run again.
+
+`TracedPiece` is a piece of text with its origin; steps that operate on several pieces follow it.
 """
 
 from __future__ import annotations
@@ -148,14 +150,7 @@ def merge_literals(items: Iterable[TextItem]) -> tuple[TextItem, ...]:
 
 def common_length(one: str, other: str) -> int:
     """The length of the common prefix of two texts."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def fill_slots(items: Iterable[TextItem], slots: Sequence[str]) -> str:

@@ -256,11 +256,6 @@ def joined(texts: Sequence[str]) -> TracedStr:
     return made(pieces, trace)
 
 
-def tagged(text: TracedStr) -> TracedStr:
-    """The same text, marked as standing between generation tags."""
-    return made([piece._replace(tagged=True) for piece in text.pieces], text.trace)
-
-
 def opaque(text: str, inputs: Any) -> TracedStr:
     """A text computed from these values in a way that cannot be traced: its origin is the first field among them."""
     pieces: list[TracedPiece] = []
