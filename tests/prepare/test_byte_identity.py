@@ -9,7 +9,7 @@ from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_b
 
 from chatmill.format import load_format
 from chatmill.prepare import assemble, unit
-from chatmill.records import lines
+from chatmill.records import units
 from chatmill.store.verify import verify_dataset
 from chatmill.tokenizer import byte_bpe, train_bpe
 
@@ -38,7 +38,7 @@ def test_neither_do_the_sizes_in_which_rows_are_staged_and_packed(tmp_path, inpu
     job = job_of(inputs, **JOBS[name])
     build(job, tmp_path / "one")
     monkeypatch.setattr(unit, "CHUNK", 7)
-    monkeypatch.setattr(lines, "WIDE_BLOCK", 3_000)
+    monkeypatch.setattr(units, "WIDE_BLOCK", 3_000)
     monkeypatch.setattr(unit, "FILE_TOKENS", 1_000)
     monkeypatch.setattr(assemble, "CHUNK_TOKENS", 700)
     monkeypatch.setattr(assemble, "MAPPED", 2)

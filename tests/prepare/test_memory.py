@@ -17,10 +17,10 @@ from chatmill.prepare import assemble, unit
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.pipeline import prepare_dataset
-from chatmill.records import lines
+from chatmill.records import units
 
 # As large builds have them, in small.
-unit.FILE_TOKENS = assemble.CHUNK_TOKENS = lines.WIDE_BLOCK = 2**17
+unit.FILE_TOKENS = assemble.CHUNK_TOKENS = units.WIDE_BLOCK = 2**17
 inputs, options = sys.argv[1].split(), eval(sys.argv[2])
 job = Job((InputSource(tuple(inputs), "messages"),), shard_tokens=2**20, **options)
 prepare_dataset(job, Path("x"), engine=LocalEngine(2), unit_bytes=2**17)

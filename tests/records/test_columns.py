@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_record_fast_path import RECORD
 
 from chatmill.errors import RecordError
-from chatmill.records import ChatColumns, FilePart, Record, keys_of, lines, read_blocks, read_part, record_key
+from chatmill.records import ChatColumns, FilePart, Record, keys_of, read_blocks, read_part, record_key, units
 from chatmill.records.shapes import messages
 
 columns = pytest.importorskip("chatmill._native._columns").columns
@@ -161,7 +161,7 @@ def test_blocks_give_the_records_and_faults_of_the_part(tmp_path, monkeypatch, s
     written = [json.dumps(row).encode() + rng.choice((b"", b"", b" \t", b"\r")) for row in rows]
     if share:
         written[rng.randrange(2000)] = b"  "
-    monkeypatch.setattr(lines, "WIDE_BLOCK", 20_000)
+    monkeypatch.setattr(units, "WIDE_BLOCK", 20_000)
     monkeypatch.setattr(reading, "MIN_COLUMN_BYTES", 2_000)
     monkeypatch.setattr(reading, "RETRY_BYTES", 500)
     for part in parts(tmp_path, b"\n".join(written)):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import FilePart, Message, Record, expand, plan, read_part, read_records
-from chatmill.records.array import units
 from chatmill.records.shapes import parser
+from chatmill.records.units import elements
 
 
 def line(text: str) -> bytes:
@@ -115,7 +115,7 @@ JSON = st.recursive(
 def test_elements_are_found_whatever_is_read_at_once(tmp_path_factory, values, indent, ascii_only, chunk):
     path = tmp_path_factory.mktemp("array") / "a.json"
     path.write_text(json.dumps(values, indent=indent, ensure_ascii=ascii_only), encoding="utf-8")
-    found = list(units(path, limit=1 << 20, chunk=chunk))
+    found = list(elements(path, limit=1 << 20, chunk=chunk))
     assert [json.loads(data) for _, data in found] == values
     numbers = [number for number, _ in found]
     if indent is None:
@@ -130,7 +130,7 @@ def test_an_element_over_the_limit_costs_itself_only(tmp_path_factory, chunk, te
     path = tmp_path_factory.mktemp("array") / "a.json"
     long = json.dumps([text, "\n", {"a": [text]}])
     path.write_text(f'["x",\n{long}, "y"]')
-    assert list(units(path, limit=10, chunk=chunk)) == [(1, b'"x"'), (2, long.encode()[:11]), (2, b'"y"')]
+    assert list(elements(path, limit=10, chunk=chunk)) == [(1, b'"x"'), (2, long.encode()[:11]), (2, b'"y"')]
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
@@ -146,7 +146,7 @@ def test_a_line_is_too_long_from_one_byte_over_the_limit(read_bytes, end):
 @pytest.mark.parametrize("more", range(1, 12))
 def test_a_line_of_which_the_limit_keeps_a_record_and_half_a_line_end_is_too_long(read_bytes, monkeypatch, more):
     limit = len(line("abc"))
-    monkeypatch.setattr("chatmill.records.lines.BLOCK", limit + more)
+    monkeypatch.setattr("chatmill.records.units.BLOCK", limit + more)
     data = line("abc") + b"\r" + b" and more" * 9 + b"\n" + line("abc")
     found, (fault,) = read_bytes(data, shape="messages", max_line_bytes=limit)
     assert found == records((2, "abc"))

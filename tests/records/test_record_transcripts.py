@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.records import Message, Record, read_records
-from chatmill.records.lines import conversations
+from chatmill.records.units import conversations
 
 LINE = b"<|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>"
 EXCHANGE = [Message("user", " hi "), Message("assistant", " yo ")]

@@ -8,11 +8,10 @@ plan, FilePart, read_part, read_blocks, ChatColumns    the same in parts and blo
 """
 
 from chatmill.records.columns import ChatColumns, keys_of
-from chatmill.records.counted import DEFAULT_REJECTS, CountedRecords
 from chatmill.records.files import SUFFIXES, expand
 from chatmill.records.read import MAX_LINE_BYTES, FilePart, plan, read_blocks, read_part, read_records
 from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, record_key
-from chatmill.records.rejects import Rejects
+from chatmill.records.rejects import DEFAULT_REJECTS, CountedRecords, Rejects
 from chatmill.records.shapes import SHAPES
 from chatmill.records.split import Split, shuffle_split
 

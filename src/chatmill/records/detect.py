@@ -10,7 +10,7 @@ from chatmill.errors import DataError, RecordError
 from chatmill.records.shapes import SHAPES
 from chatmill.records.shapes.decode import decode
 from chatmill.records.shapes.fields import Object, keys_shown
-from chatmill.records.shapes.tool import ROLES as TOOL_ROLES
+from chatmill.records.shapes.tool_turns import TOOL_ROLES
 
 _RECORDS = 16
 _UNITS = 1000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from chatmill.errors import RecordError, UsageError
-from chatmill.records import array, columns, files, lines, parquet
+from chatmill.records import columns, files, units
 from chatmill.records.columns import COMPILED, ChatColumns
 from chatmill.records.detect import detect
 from chatmill.records.record import Record
@@ -46,7 +46,7 @@ class FilePart:
         """
         if not _is_of_lines(self) or files.suffix(self.path).endswith(".gz"):
             return [self]
-        return [replace(self, start=start, stop=stop) for start, stop in lines.cut(self.path, size=size)]
+        return [replace(self, start=start, stop=stop) for start, stop in units.cut(self.path, size=size)]
 
 
 def read_records(
@@ -155,8 +155,8 @@ def _parsed(part: FilePart, limit: int, *, as_columns: bool) -> Generator[tuple[
         return
     before = 0
     as_columns = as_columns and COMPILED and parse.decode_lines is not None
-    size = lines.WIDE_BLOCK if as_columns else lines.BLOCK
-    for block in lines.blocks(part.path, limit=limit, start=part.start, stop=part.stop, size=size):
+    size = units.WIDE_BLOCK if as_columns else units.BLOCK
+    for block in units.blocks(part.path, limit=limit, start=part.start, stop=part.stop, size=size):
         # A block within the limit has no line over it.
         in_columns = as_columns and len(block) <= limit
         for count, items in _columns(parse, before, block) if in_columns else [_one_by_one(parse, before, block)]:
@@ -168,9 +168,9 @@ def _one_by_one(parse: ShapeParser, before: int, block: bytes) -> tuple[int, Par
     """The number of lines of a block, and their records and faults."""
     if records := parse.block(before + 1, block):
         return len(records), records
-    pieces = lines.split(block)
+    pieces = units.split(block)
     numbered = enumerate(pieces, before + 1)
-    return len(pieces), [item for n, data in numbered if not lines.is_blank(data) for item in parse(n, data)]
+    return len(pieces), [item for n, data in numbered if not units.is_blank(data) for item in parse(n, data)]
 
 
 def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[int, ParsedItems]]:
@@ -200,14 +200,14 @@ def _is_of_lines(part: FilePart) -> bool:
 def _units(part: FilePart, limit: int) -> files.Units:
     ending = files.suffix(part.path).removesuffix(".gz")
     if ending == ".parquet":
-        units = parquet.rows(part.path)
+        numbered = units.table_rows(part.path)
     elif part.shape == "transcript-stream":
-        units = lines.conversations(part.path, limit=limit)
+        numbered = units.conversations(part.path, limit=limit)
     elif ending == ".json":
-        units = array.units(part.path, limit=limit)
+        numbered = units.elements(part.path, limit=limit)
     else:
-        units = lines.lines(part.path, limit=limit)
-    return oasst.grouped(units, limit=limit) if part.shape == "oasst1" else units
+        numbered = units.lines(part.path, limit=limit)
+    return oasst.grouped(numbered, limit=limit) if part.shape == "oasst1" else numbered
 
 
 def _shape(path: Path, shape: str | None, limit: int) -> str:
@@ -216,21 +216,21 @@ def _shape(path: Path, shape: str | None, limit: int) -> str:
     if ending == ".parquet" and shape == "transcript-stream":
         raise UsageError(f"{files.shown(path)}: a table is no stream; expected shape transcript-lines")
     if ending == ".txt" and shape in (None, "transcript"):
-        with closing(lines.lines(path, limit=limit)) as units:
-            first = next(_readable(units), (0, b'"'))[1]
+        with closing(units.lines(path, limit=limit)) as numbered:
+            first = next(_readable(numbered), (0, b'"'))[1]
         # Objects in a text file are JSON Lines under another name.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
             return "transcript-lines" if transcript.is_line_a_record(first) else "transcript-stream"
     if shape is None:
-        with closing(_units(FilePart(path, "messages", ""), limit)) as units:
-            shape = detect(files.shown(path), _readable(units))
+        with closing(_units(FilePart(path, "messages", ""), limit)) as numbered:
+            shape = detect(files.shown(path), _readable(numbered))
     return "transcript-lines" if shape == "transcript" else shape
 
 
-def _readable(units: files.Units) -> Iterator[tuple[int, bytes]]:
+def _readable(numbered: files.Units) -> Iterator[tuple[int, bytes]]:
     """Units up to where the file is broken, which reading reports; detecting the shape need not."""
     try:
-        yield from units
+        yield from numbered
     except RecordError:
         return
 

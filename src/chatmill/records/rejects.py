@@ -1,16 +1,20 @@
-"""The file of rejected records and their reasons."""
+"""Records that are read for a command: counted in its ledger, faulty ones raised or written to the file of rejects."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Literal, Self
 
 from chatmill.errors import RecordError, UsageError
+from chatmill.ledger import Ledger
 from chatmill.records.files import expand, shown
+from chatmill.records.read import read_records
+from chatmill.records.record import Record
 from chatmill.records.shapes.decode import json_line
+
+DEFAULT_REJECTS = Path("rejects.jsonl")
 
 
 class Rejects:
@@ -35,20 +39,56 @@ class Rejects:
         self._file = self.path.open("wb")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
 
     def __call__(self, fault: RecordError) -> None:
         if self._file is None:
             raise ValueError("rejects are written inside `with Rejects(path)` only")
-        line = {
-            "file": fault.file,
-            "line": fault.line,
-            "id": fault.id,
-            "kind": fault.kind,
-            "reason": f"{fault.what}; {fault.right}",
-            "raw": fault.raw.decode(errors="replace"),
-        }
+        line = {name: getattr(fault, name) for name in ("file", "line", "id", "kind")}
+        line |= {"reason": f"{fault.what}; {fault.right}", "raw": fault.raw.decode(errors="replace")}
         self._file.write(json_line(line))
         self.counts[fault.kind] += 1
+
+
+class CountedRecords:
+    """The records of some inputs, each counted in its ledger. A context manager, which opens the file of rejects."""
+
+    def __init__(
+        self,
+        inputs: list[str],
+        *,
+        shape: str | None = None,
+        on_error: Literal["stop", "skip"] = "stop",
+        rejects: Path = DEFAULT_REJECTS,
+    ) -> None:
+        self._inputs, self._shape, self.ledger = inputs, shape, Ledger()
+        self.rejects = Rejects(rejects, inputs) if on_error == "skip" else None
+        self._records: Iterator[Record] = iter(())
+
+    def __enter__(self) -> Self:
+        if self.rejects is not None:
+            self.rejects.__enter__()
+        self._records = read_records(self._inputs, shape=self._shape, on_error="skip", on_reject=self._reject_unread)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.rejects is not None:
+            self.rejects.__exit__()
+
+    def __iter__(self) -> Iterator[Record]:
+        for record in self._records:
+            self.ledger.add("read", rows=1)
+            yield record
+
+    def reject(self, fault: RecordError) -> None:
+        """Reject a record that was read: raise its fault, or write it to the rejects."""
+        if self.rejects is None:
+            raise fault
+        self.rejects(fault)
+        self.ledger.add("rejected", fault.kind, rows=1)
+
+    def _reject_unread(self, fault: RecordError) -> None:
+        self.ledger.add("read", rows=1)
+        self.reject(fault)

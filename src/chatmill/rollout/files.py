@@ -18,10 +18,10 @@ import msgspec
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import MAX_LINE_BYTES, Record
 from chatmill.records.files import expand, shown, source_name
-from chatmill.records.lines import lines
 from chatmill.records.shapes import messages
 from chatmill.records.shapes.decode import decode_object, named
 from chatmill.records.shapes.fields import record_id
+from chatmill.records.units import lines
 
 
 @dataclass(frozen=True)

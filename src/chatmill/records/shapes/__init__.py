@@ -1,4 +1,4 @@
-"""One module per shape: how it reads one record, and the fault it names where it cannot.
+"""A function per shape: how it reads one record, and the fault it names where it cannot.
 
 A shape reads the bytes of one record into conversations; files are read elsewhere.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from chatmill.errors import RecordError
 from chatmill.records.record import Record, new_record
-from chatmill.records.shapes import instruct, messages, oasst, primer, sharegpt, tool, transcript
+from chatmill.records.shapes import instruct, messages, oasst, tool_turns, transcript
 from chatmill.records.shapes.decode import decode, decode_object
 from chatmill.records.shapes.fields import Object, ParsedRecord
 
@@ -30,12 +30,12 @@ def _shape(
 
 _READERS: dict[str, Shape] = {
     "messages": _shape(messages.parse, messages.decode),
-    "sharegpt": _shape(sharegpt.parse),
+    "sharegpt": _shape(tool_turns.sharegpt),
     "alpaca": _shape(instruct.alpaca),
     "dolly": _shape(instruct.dolly),
     "oasst1": lambda data: [oasst.parse(decode(data))],
-    "tool": _shape(tool.parse),
-    "primer": _shape(primer.parse, primer.decode),
+    "tool": _shape(tool_turns.tool),
+    "primer": _shape(messages.parse_primer, messages.decode_primer),
     "transcript": transcript.from_line,
     "transcript-lines": transcript.from_line,
     "transcript-stream": transcript.from_stream,

@@ -159,30 +159,31 @@ def only(owner: str, fields: Object, known: Sequence[str]) -> None:
         raise RecordError(what, f"expected only {listed(known, 'and')}", kind="keys")
 
 
+def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
+    """A value that may be given as JSON text, decoded; what is not JSON is the fault `what`."""
+    try:
+        return decode(value.encode()) if type(value) is str else value
+    except RecordError as fault:
+        raise RecordError(f"{what}: {fault.what}", right, kind=kind) from None
+
+
 def tool_call(owner: str, fields: Any, id: str | None = None) -> ToolCall:
     """A call from `{"name": …, "arguments": …}`, with arguments as an object or as JSON text of one."""
     if type(fields) is not dict:
         raise RecordError(f"{owner} is {named(fields)}", "expected an object with name and arguments", kind="arguments")
-    name, given = text(owner, fields, "name"), required(owner, fields, "arguments")
-    if type(given) is str:
-        try:
-            given = decode(given.encode())
-        except RecordError as fault:
-            what = f"{owner} has arguments that are not JSON: {fault.what}"
-            raise RecordError(what, "expected a JSON object", kind="arguments") from None
+    name, given, right = text(owner, fields, "name"), required(owner, fields, "arguments"), "expected a JSON object"
+    given = json_value(given, f"{owner} has arguments that are not JSON", right, kind="arguments")
     if type(given) is not dict:
-        raise RecordError(f"{owner} has {named(given)} as arguments", "expected a JSON object", kind="arguments")
+        raise RecordError(f"{owner} has {named(given)} as arguments", right, kind="arguments")
     return ToolCall(name, compact(given), id)
 
 
 def tools(fields: Object) -> tuple[str, ...]:
     """The definitions under `tools`, a list of objects or JSON text of one, each as compact JSON."""
     given, right = fields.get("tools"), "expected a list of tool definitions"
-    if type(given) is str:
-        try:
-            given = decode(given.encode()) if given.strip() else None
-        except RecordError as fault:
-            raise RecordError(f"tools is not JSON: {fault.what}", right, kind="tools") from None
+    if given is None or (type(given) is str and not given.strip()):
+        return ()
+    given = json_value(given, "tools is not JSON", right, kind="tools")
     if given is None:
         return ()
     if type(given) is not list:

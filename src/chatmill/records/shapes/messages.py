@@ -1,4 +1,4 @@
-"""The `messages` shape: OpenAI-style chat, which most data has.
+"""The `messages` shape: OpenAI-style chat, which most data has; and `primer`, its strict form.
 
 `decode` and `decode_lines` decode the common form, roles and texts only, straight into typed values and return None for
 anything else; `parse` reads every accepted form and names every fault. Where both read a record, they agree.
@@ -6,7 +6,7 @@ anything else; `parse` reads every accepted form and names every fault. Where bo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from chatmill.records.shapes.decode import named
 from chatmill.records.shapes.fields import Object, ParsedRecord, quoted
 
 _ROLES: dict[str, Role] = {role: role for role in ROLES}
+_PRIMER_ROLES: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
 _FIELDS = (
     *("role", "content", "reasoning", "reasoning_content", "thinking", "tool_calls", "name", "tool_call_id"),
     *("weight", "train", "complete", "function_call", "refusal", "audio", "annotations"),
@@ -45,16 +46,32 @@ class _CommonRecord(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     tools: None = None
 
 
+class _PrimerMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class _PrimerRecord(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    messages: list[_PrimerMessage]
+    id: ClassVar[None] = None
+
+
 _DECODER = msgspec.json.Decoder(_CommonRecord)
+_PRIMER_DECODER = msgspec.json.Decoder(_PrimerRecord)
 
 
-def decode(data: bytes) -> ParsedRecord | None:
+def decode(data: bytes, decoder: msgspec.json.Decoder[Any] = _DECODER) -> ParsedRecord | None:
     """The conversation of a record in the common form; None for any other."""
     try:
-        record = _DECODER.decode(data)
+        record = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return _conversation(record) if record.messages else None
+
+
+def decode_primer(data: bytes) -> ParsedRecord | None:
+    """The conversation of a valid primer record; None for any other, of which `parse_primer` says what is wrong."""
+    return decode(data, _PRIMER_DECODER)
 
 
 def decode_lines(block: bytes) -> list[ParsedRecord] | None:
@@ -85,7 +102,7 @@ def _object_lines(block: bytes) -> int:
     return len(ends) if opens and (raw[ends - 1] == ord("}")).all() else 0
 
 
-def _conversation(record: _CommonRecord) -> ParsedRecord:
+def _conversation(record: _CommonRecord | _PrimerRecord) -> ParsedRecord:
     name = str(record.id) if isinstance(record.id, int) else record.id
     return ParsedRecord([new_message(message.role, message.content) for message in record.messages], name)
 
@@ -95,6 +112,19 @@ def parse(record: Object) -> ParsedRecord:
     fields.refuse("the record", record, "system", right='expected it as the first message, or shape "tool"')
     fields.refuse("the record", record, "functions", right="expected tools and tool_calls")
     return fields.conversation(record, "messages", _message)
+
+
+def parse_primer(record: Object) -> ParsedRecord:
+    """The conversation of one primer record: exactly `messages`, each exactly `role` and `content`."""
+    turns = fields.messages(record, "messages")
+    fields.only("the record", record, ("messages",))
+    return ParsedRecord([_primer_message(f"message {index}", turn) for index, turn in enumerate(turns)])
+
+
+def _primer_message(owner: str, turn: Object) -> Message:
+    role, content = fields.role(owner, turn, "role", _PRIMER_ROLES), fields.text(owner, turn, "content")
+    fields.only(owner, turn, ("role", "content"))
+    return new_message(role, content)
 
 
 def message_from_fields(given: Object, owner: str = "the message") -> Message:

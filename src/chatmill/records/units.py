@@ -1,0 +1,266 @@
+"""A file as numbered units of bytes, one for each record: lines, the elements of an array, the conversations of a
+transcript stream, or the rows of a table.
+
+Of a unit longer than the limit only a beginning is passed on, long enough for the parser to refuse it; the remaining
+bytes are skipped and never held.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from chatmill.errors import DataError, RecordError
+from chatmill.records.files import Units, open_bytes, shown
+from chatmill.records.shapes import RAW_BYTES
+from chatmill.records.shapes.decode import decode
+from chatmill.records.shapes.transcript import EOS
+
+_CHUNK = 1 << 18
+BLOCK = 1 << 18
+"""Bytes of lines that are parsed together: small enough that they and their records stay in the CPU cache."""
+WIDE_BLOCK = 1 << 20
+"""The same for columns, which are compact, and cheaper per row the more rows they have."""
+TABLE_ROWS = 256
+"""Rows of a table that are decoded together."""
+_SPACE = b" \t\r\n"
+_STRING = rb'(?:[^"\\]++|\\.)*+("?)'
+_STRING_END = re.compile(_STRING, re.DOTALL)
+_TOKEN = re.compile(rb'"' + _STRING + rb"|[{}\[\],]", re.DOTALL)
+# Types that JSON does not have are written as text.
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
+
+
+def lines(path: Path, *, limit: int) -> Units:
+    """The lines of a file with their numbers, without line ends and blank lines."""
+    before = 0
+    for block in blocks(path, limit=limit):
+        pieces = split(block)
+        for number, line in enumerate(pieces, before + 1):
+            if not is_blank(line):
+                yield number, line
+        before += len(pieces)
+
+
+def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None, size: int = BLOCK) -> Iterator[bytes]:
+    """The lines of bytes [start, stop), some at a time. `start` and `stop` are beginnings of lines, as from `cut`.
+
+    Lines before a fault of the file are yielded before the fault is raised.
+    """
+    held = bytearray()
+    with open_bytes(path) as file:
+        if start:
+            file.seek(start)
+        left = 2**63 if stop is None else stop - file.tell()
+        while left > 0 and (data := file.read1(min(size, left))):
+            left -= len(data)
+            if end := data.rfind(b"\n") + 1:
+                yield b"".join((held, memoryview(data)[:end])) if held or end < len(data) else data
+                held.clear()
+            held += data[end:]
+            # One byte over the limit, because the last byte kept may be the first of a two-byte line end.
+            if len(held) > limit + 1:
+                yield bytes(held[: limit + 2]) + b"\n"
+                held.clear()
+                left -= _skip_line(file)
+    if held:
+        yield bytes(held)
+
+
+def split(block: bytes) -> list[bytes]:
+    """All lines of a block, without line ends."""
+    return block.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+
+
+def is_blank(line: bytes) -> bool:
+    return not line or line.isspace()
+
+
+def cut(path: Path, *, size: int) -> Iterator[tuple[int, int]]:
+    """Cut an uncompressed file of lines into pieces of at least `size` bytes: (start, stop) each.
+
+    Only the ends of the pieces are read, so that planning is fast for very large files.
+    """
+    end = path.stat().st_size
+    with path.open("rb") as file:
+        start = 0
+        while start < end:
+            # From the last byte that the piece must have to the end of its line.
+            stop = file.seek(min(start + size, end) - 1)
+            stop += _skip_line(file)
+            yield start, stop
+            start = stop
+
+
+def conversations(path: Path, *, limit: int, chunk: int = _CHUNK) -> Units:
+    """The pieces of a stream between `<|EOS|>` marks with the line each begins on, without blank ones."""
+    held, searched, overlong, line = bytearray(), 0, False, 1
+    with open_bytes(path) as file:
+        while data := file.read(chunk):
+            held += data
+            while (end := held.find(EOS, searched)) >= 0:
+                if not overlong:
+                    yield from _piece(held, end, line, limit)
+                line += held.count(b"\n", 0, end)
+                del held[: end + len(EOS)]
+                searched, overlong = 0, False
+            # A mark may straddle two chunks.
+            searched = max(0, len(held) - len(EOS) + 1)
+            if len(held) > limit + len(EOS):
+                if not overlong:
+                    yield from _piece(held, len(held), line, limit)
+                    overlong = True
+                line += held.count(b"\n", 0, searched)
+                del held[:searched]
+                searched = 0
+        if not overlong:
+            yield from _piece(held, len(held), line, limit)
+
+
+def _piece(held: bytearray, end: int, line: int, limit: int) -> Units:
+    """The text before `end` without leading space, at the line of its first character."""
+    text = bytes(held[: min(end, limit + 1)])
+    begin = len(text) - len(text.lstrip())
+    if begin < len(text):
+        # Leading space is dropped for the line number, but counts for the length of the piece.
+        yield line + text.count(b"\n", 0, begin), text if len(text) > limit else text[begin:]
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Skip to the end of a line and return the number of bytes."""
+    skipped = 0
+    while piece := file.readline(_CHUNK):
+        skipped += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return skipped
+
+
+# The elements of an array are located by brackets and quotes and decoded later: a broken element is one fault.
+
+
+def elements(path: Path, *, limit: int, chunk: int = _CHUNK) -> Units:
+    """The records of a `.json` file with the line each begins on: elements of an array, one object, or lines."""
+    with open_bytes(path) as file:
+        line = 1
+        while (first := file.read(1)) and first in _SPACE:
+            line += first == b"\n"
+        if first == b"[":
+            yield from _elements(file, line, limit=limit, chunk=chunk)
+            return
+    with closing(lines(path, limit=limit)) as numbered:
+        line, begin = next(numbered, (0, b""))
+    if _is_json(begin):
+        yield from lines(path, limit=limit)
+    elif begin:
+        with open_bytes(path) as file:
+            yield line, file.read(limit + 1)
+
+
+def _elements(file: BinaryIO, line: int, *, limit: int, chunk: int) -> Units:
+    """The elements of an array from after its `[` on, each with its line, without the space around it.
+
+    {"a": 1}, {"b": [2, 3]} ]  ->  {"a": 1}  ·  {"b": [2, 3]}
+    """
+    element, begins, count, ended = bytearray(), line, 0, False
+    for piece, sign in _pieces(file, chunk):
+        solid = piece if element else piece.lstrip(_SPACE)
+        if not element:
+            begins = line + piece.count(b"\n", 0, len(piece) - len(solid))
+        element += (solid.rstrip(_SPACE) if sign else solid)[: limit + 1 - len(element)]
+        line += piece.count(b"\n")
+        if ended and element:
+            raise _array_fault(
+                "text stands after the end of the array", "expected one array in the file", begins, element
+            )
+        if sign:
+            ended = sign == b"]"
+            # `[]` has no element; a comma has one on both sides.
+            if element or count or not ended:
+                yield begins, bytes(element if len(element) > limit else element.rstrip(_SPACE))
+            count += 1
+            element.clear()
+    if not ended:
+        raise _array_fault("the file ends inside its array", 'expected "]" at the end', begins, element)
+
+
+def _pieces(file: BinaryIO, chunk: int) -> Iterator[tuple[bytes, bytes]]:
+    """The text of an array in pieces of its elements, each with the comma or bracket that ends the element, if any."""
+    depth, held = 0.0, b""
+    in_string = False
+    while data := file.read(chunk):
+        data, start, at = held + data, 0, 0
+        while token := (_STRING_END if in_string else _TOKEN).search(data, at):
+            at, sign, in_string = token.end(), token[0], token[1] == b""
+            if in_string:
+                break
+            if sign in (b"{", b"["):
+                depth += 1
+            elif depth and sign in (b"}", b"]"):
+                depth -= 1
+            elif not depth and sign in (b",", b"]"):
+                yield data[start : token.start()], sign
+                start = at
+                # After the array nothing ends an element.
+                depth = math.inf if sign == b"]" else 0
+        # A backslash at the end is read again with the byte that it escapes.
+        stop = at if in_string else len(data)
+        yield data[start:stop], b""
+        held = data[stop:]
+
+
+def _array_fault(what: str, right: str, line: int, raw: bytearray) -> RecordError:
+    fault = RecordError(what, right, kind="array")
+    fault.line, fault.raw = line, bytes(raw[:RAW_BYTES])
+    return fault
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        decode(line)
+    except RecordError:
+        return False
+    except RecursionError:
+        pass
+    return True
+
+
+def table_rows(path: Path) -> Units:
+    """The rows of a Parquet file, each as one JSON object, with their numbers, from 1.
+
+
+    A missing number, which is NaN in a table, becomes null. Columns of bytes are not read: no field of a conversation
+    has that type.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"{shown(path)}: Parquet needs pyarrow; pip install 'chatmill[parquet]'") from None
+    number = 0
+    with open_bytes(path) as file:
+        try:
+            table = parquet.ParquetFile(file)
+            columns = [field.name for field in table.schema_arrow if not _holds_bytes(field.type, pyarrow.types)]
+            for batch in table.iter_batches(TABLE_ROWS, columns=columns, use_threads=False):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _ENCODER.encode(row)
+            if number != table.metadata.num_rows:
+                raise ValueError("rows are missing")
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError):
+            fault = RecordError("the Parquet file is corrupt", "expected a whole file; copy it again", kind="parquet")
+            fault.line = number + 1
+            raise fault from None
+
+
+def _holds_bytes(kind: Any, types: Any) -> bool:
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return True
+    return any(_holds_bytes(kind.field(index).type, types) for index in range(kind.num_fields))
