@@ -21,7 +21,7 @@ from chatmill.format.template.tracing import sandbox
 from chatmill.prepare import build_dir, pipeline, staging, unit
 from chatmill.records.shapes import ShapeParser
 from chatmill.records.shapes.decode import decode_object
-from chatmill.store import files, hashed_files, hashed_json, metadata, publish, read, shard, write
+from chatmill.store import files, hashed, metadata, publish, read, shard, write
 from chatmill.tokenizer import tokenizer_json
 from fault_injection.trial import Trial
 from fault_injection.trials import (
@@ -148,8 +148,9 @@ def full_disk_swallowed() -> None:
 
 def nobody_locks() -> None:
     import os
+    from contextlib import nullcontext
 
-    build_dir._locked = lambda lock, target: os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    build_dir.locked = lambda path, busy, *, opened, patience: nullcontext(os.close(opened()))
 
 
 # What is written and read.
@@ -196,15 +197,15 @@ def crc_not_checked() -> None:
 
 
 def hashes_not_checked() -> None:
-    hashed_files.Manifest.hash_faults = lambda self: iter(())
+    hashed.Manifest.hash_faults = lambda self: iter(())
 
 
 def sizes_not_checked() -> None:
-    hashed_files.Manifest.size_faults = lambda self: iter(())
+    hashed.Manifest.size_faults = lambda self: iter(())
 
 
 def metadata_believed() -> None:
-    hashed_json.JsonObject.equal = lambda self, name, expected: None
+    hashed.JsonObject.equal = lambda self, name, expected: None
 
 
 def whole_files_read() -> None:

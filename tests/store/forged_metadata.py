@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chatmill.store.hashed_json import json_text, self_hash
+from chatmill.store.hashed import json_text, self_hash
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -20,7 +20,7 @@ from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.rows import SPAN, Rows, concat, rows_from_mask
 from chatmill.store import files, is_cache, open_cache, verify_cache, write_cache
-from chatmill.store.hashed_json import json_text, self_hash
+from chatmill.store.hashed import json_text, self_hash
 from chatmill.store.primer_cache import CacheMeta, cache_folder
 from chatmill.store.publish import set_aside, staging_for
 

@@ -19,9 +19,8 @@ from chatmill.cli.record_options import Inputs, RejectsFile, Shape
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
-from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job
+from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job, load_recipe
 from chatmill.prepare.pipeline import BuildProgress, prepare_dataset
-from chatmill.prepare.recipe import load_recipe
 from chatmill.records import DEFAULT_REJECTS, Rejects
 from chatmill.store.metadata import Metadata
 

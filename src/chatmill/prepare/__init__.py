@@ -21,9 +21,9 @@ if _TYPE_CHECKING:
     from chatmill.prepare.engine import LocalEngine as LocalEngine
     from chatmill.prepare.job import InputSource as InputSource
     from chatmill.prepare.job import Job as Job
+    from chatmill.prepare.job import load_recipe as load_recipe
     from chatmill.prepare.pipeline import BuildProgress as BuildProgress
     from chatmill.prepare.pipeline import prepare_dataset as prepare_dataset
     from chatmill.prepare.ray_engine import RayEngine as RayEngine
-    from chatmill.prepare.recipe import load_recipe as load_recipe
 
 __all__, __getattr__, __dir__ = _lazy_exports(__name__)

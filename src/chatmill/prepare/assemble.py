@@ -70,13 +70,8 @@ def assemble(
         with SplitWriter(staging / name, vocab_size=vocab_size, shard_tokens=job.shard_tokens) as writer:
             for rows in _fitted(chosen[name], job, ledger):
                 writer.append(rows)
-                padding = rows.spans["part"][rows.first_span[:-1]] == Part.PAD
-                ledger.add(
-                    "stored",
-                    rows=len(rows.origins) - int(padding.sum()),
-                    tokens=len(rows.ids),
-                    trained=trained_tokens(rows),
-                )
+                conversations = int(np.count_nonzero(rows.spans["part"][rows.first_span[:-1]] != Part.PAD))
+                ledger.add("stored", rows=conversations, tokens=len(rows.ids), trained=trained_tokens(rows))
                 on_tokens(len(rows.ids))
             splits[name] = writer.close()
     for name, split in splits.items():

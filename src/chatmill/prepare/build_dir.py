@@ -8,9 +8,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.prepare.staging import PART
 from chatmill.store import files
 from chatmill.store.layout import METADATA
-from chatmill.store.publish import check_target, recover, staging_for
+from chatmill.store.publish import check_target, locked, recover, staging_for
 
 JOB = "job.json"
 PATIENCE = 2.0
@@ -99,34 +97,18 @@ def _remove(folder: Path, first: str) -> None:
 @contextmanager
 def _alone(lock: Path, target: Path) -> Iterator[None]:
     """Hold a lock that ends with the processes that hold it; `DataError` if another build does."""
-    fd = _locked(lock, target)
-    try:
-        yield
-    finally:
-        # Before the lock is released: afterwards the file may belong to another process.
-        lock.unlink(missing_ok=True)
-        os.close(fd)
 
-
-def _locked(lock: Path, target: Path) -> int:
-    until = time.monotonic() + PATIENCE
-    while True:
+    def opened() -> int:
         try:
             files.make_folder(lock.parent)
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+            return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise DataError(f"{target}: cannot be made there ({error.strerror}); give another folder") from None
+
+    busy = f"{target}: another process is building this dataset; wait for it"
+    with locked(lock, busy, opened=opened, patience=PATIENCE):
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous holder may have removed the file after this process opened it.
-            if lock.exists() and os.path.samestat(os.fstat(fd), lock.stat()):
-                return fd
-        except BlockingIOError:
-            if time.monotonic() > until:
-                os.close(fd)
-                raise DataError(f"{target}: another process is building this dataset; wait for it") from None
-            time.sleep(0.05)
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
+            yield
+        finally:
+            # Before the lock is released: afterwards the file may belong to another process.
+            lock.unlink(missing_ok=True)

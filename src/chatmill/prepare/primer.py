@@ -20,9 +20,8 @@ from chatmill.ledger import Ledger
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records import CountedRecords, Record, shuffle_split
 from chatmill.rows import Rows, concat
-from chatmill.store.cache_writer import write_cache
 from chatmill.store.files import real
-from chatmill.store.primer_cache import CacheMeta, check_place
+from chatmill.store.primer_cache import CacheMeta, check_place, write_cache
 from chatmill.tokenizer import open_tokenizer
 
 SHAPES = {"primer": "primer", "oasst1": "oasst1", "dolly15k": "dolly"}

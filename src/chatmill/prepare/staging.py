@@ -12,8 +12,8 @@ import mmap
 import os
 import uuid
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -94,28 +94,17 @@ def save(path: Path, rows: Rows, record: Index, *, tokens: np.dtype[Any], extra:
     pieces: list[Any] = [size, header, bytes(_aligned(PREFIX + len(header)) - PREFIX - len(header))]
     for array in arrays:
         pieces += [array.reshape(-1).view(np.uint8).data, bytes(_aligned(array.nbytes) - array.nbytes)]
-    _write(path, [MAGIC, _crc32(pieces).to_bytes(8, "little"), *pieces])
-
-
-def _write(path: Path, pieces: Sequence[Any]) -> None:
+    crc = reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces, 0)
     # A unique name: a unit may run twice at the same time, on two machines.
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PART}")
     try:
         with files.create(aside) as file:
-            for piece in pieces:
-                file.write(piece)
+            file.writelines([MAGIC, crc.to_bytes(8, "little"), *pieces])
         files.disk.rename(aside, path)
     except BaseException:
         with suppress(OSError):
             os.unlink(aside)  # noqa: PTH108
         raise
-
-
-def _crc32(pieces: Sequence[Any]) -> int:
-    crc = 0
-    for piece in pieces:
-        crc = zlib.crc32(piece, crc)
-    return crc
 
 
 def _aligned(size: int) -> int:

@@ -5,37 +5,38 @@ read_records                 all records of files and globs, in order
 SHAPES                       the shapes of records that are read, detected from the first records of a file
 Rejects                      a file of the records that could not be read, with reasons
 plan, FilePart, read_part, read_blocks, ChatColumns    the same in parts and blocks, for workers
+
+Names are imported when they are first used.
 """
 
-from chatmill.records.columns import ChatColumns, keys_of
-from chatmill.records.files import SUFFIXES, expand
-from chatmill.records.read import MAX_LINE_BYTES, FilePart, plan, read_blocks, read_part, read_records
-from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, record_key
-from chatmill.records.rejects import DEFAULT_REJECTS, CountedRecords, Rejects
-from chatmill.records.shapes import SHAPES
-from chatmill.records.split import Split, shuffle_split
+from __future__ import annotations
 
-__all__ = [
-    "DEFAULT_REJECTS",
-    "MAX_LINE_BYTES",
-    "ROLES",
-    "SHAPES",
-    "SUFFIXES",
-    "Message",
-    "FilePart",
-    "ChatColumns",
-    "CountedRecords",
-    "Record",
-    "Rejects",
-    "Role",
-    "Split",
-    "ToolCall",
-    "expand",
-    "keys_of",
-    "plan",
-    "read_records",
-    "read_blocks",
-    "read_part",
-    "record_key",
-    "shuffle_split",
-]
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from chatmill._exports import lazy_exports as _lazy_exports
+
+if _TYPE_CHECKING:
+    from chatmill.records.columns import ChatColumns as ChatColumns
+    from chatmill.records.columns import keys_of as keys_of
+    from chatmill.records.files import SUFFIXES as SUFFIXES
+    from chatmill.records.files import expand as expand
+    from chatmill.records.read import MAX_LINE_BYTES as MAX_LINE_BYTES
+    from chatmill.records.read import FilePart as FilePart
+    from chatmill.records.read import plan as plan
+    from chatmill.records.read import read_blocks as read_blocks
+    from chatmill.records.read import read_part as read_part
+    from chatmill.records.read import read_records as read_records
+    from chatmill.records.record import ROLES as ROLES
+    from chatmill.records.record import Message as Message
+    from chatmill.records.record import Record as Record
+    from chatmill.records.record import Role as Role
+    from chatmill.records.record import ToolCall as ToolCall
+    from chatmill.records.record import record_key as record_key
+    from chatmill.records.rejects import DEFAULT_REJECTS as DEFAULT_REJECTS
+    from chatmill.records.rejects import CountedRecords as CountedRecords
+    from chatmill.records.rejects import Rejects as Rejects
+    from chatmill.records.shapes import SHAPES as SHAPES
+    from chatmill.records.split import Split as Split
+    from chatmill.records.split import shuffle_split as shuffle_split
+
+__all__, __getattr__, __dir__ = _lazy_exports(__name__)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from chatmill._exports import lazy_exports as _lazy_exports
 
 if _TYPE_CHECKING:
-    from chatmill.store.cache_writer import write_cache as write_cache
     from chatmill.store.diff import Diff as Diff
     from chatmill.store.diff import diff_datasets as diff_datasets
     from chatmill.store.metadata import Metadata as Metadata
@@ -27,6 +26,7 @@ if _TYPE_CHECKING:
     from chatmill.store.primer_cache import is_cache as is_cache
     from chatmill.store.primer_cache import open_cache as open_cache
     from chatmill.store.primer_cache import verify_cache as verify_cache
+    from chatmill.store.primer_cache import write_cache as write_cache
     from chatmill.store.publish import staging_for as staging_for
     from chatmill.store.read import Dataset as Dataset
     from chatmill.store.read import Episodes as Episodes

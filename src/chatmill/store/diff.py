@@ -163,8 +163,7 @@ class _Conversations:
         counts = [sum(_segments(dataset[name])) for name in dataset.splits]
         total = sum(counts)
         self._key = np.zeros((total, 2), dtype=np.uint64)
-        self._ids = np.zeros(total, dtype=np.uint64)
-        self._mask = np.zeros(total, dtype=np.uint64)
+        self._ids, self._mask = np.zeros((2, total), dtype=np.uint64)
         self._split = np.repeat(np.array([SPLITS.index(name) for name in dataset.splits], dtype=np.uint8), counts)
         self._real = np.zeros(total, dtype=np.bool_)
         at = 0
@@ -187,8 +186,8 @@ class _Conversations:
         return np.where(self._real, (self._key[:, 0] >> np.uint64(60)).astype(np.uint8), np.uint8(SHARES))
 
     def columns(self, names: str, numbers: Index) -> list[NDArray[Any]]:
-        key = [self._key[:, 0], self._key[:, 1]]
-        columns: dict[str, list[NDArray[Any]]] = {"k": key, "i": [self._ids], "m": [self._mask], "s": [self._split]}
+        columns: dict[str, list[NDArray[Any]]]
+        columns = {"k": list(self._key.T), "i": [self._ids], "m": [self._mask], "s": [self._split]}
         return [column[numbers] for name in names for column in columns[name]]
 
     def difference(self, examples: _Examples) -> Difference:
@@ -198,23 +197,20 @@ class _Conversations:
         for name in self.dataset.splits:
             episodes = self.dataset[name]
             for shard, count in enumerate(_segments(episodes)):
-                if number < count:
-                    return _origin(name, episodes, shard, number)
-                number -= count
+                if number >= count:
+                    number -= count
+                    continue
+                if ORIGINS not in episodes.shards[shard].records:
+                    return ConversationOrigin(name, None, 0)
+                origin = episodes.array(shard, ORIGINS)[number]
+                file = episodes.files[origin["file"]].path if origin["file"] != NO_FILE else None
+                return ConversationOrigin(name, file, int(origin["line"]))
         raise AssertionError("a conversation beyond those there are")
 
 
 def _segments(episodes: Episodes) -> list[int]:
     """The number of conversations and padding of each shard; without origins every row is one."""
     return [shard.records.get(ORIGINS, shard.num_episodes) for shard in episodes.shards]
-
-
-def _origin(split: str, episodes: Episodes, shard: int, number: int) -> ConversationOrigin:
-    if ORIGINS not in episodes.shards[shard].records:
-        return ConversationOrigin(split, None, 0)
-    origin = episodes.array(shard, ORIGINS)[number]
-    known = origin["file"] != NO_FILE
-    return ConversationOrigin(split, episodes.files[origin["file"]].path if known else None, int(origin["line"]))
 
 
 # Hashes that do not depend on how a conversation is cut into spans, computed for all at once.

@@ -1,6 +1,6 @@
 """`dataset_metadata.json`: how a dataset was made, its counts, and the size and hash of every file.
 
-A file that was changed, or that contradicts itself, is not read; see `hashed_json`.
+A file that was changed, or that contradicts itself, is not read; see `hashed`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from chatmill.ledger import Ledger
 from chatmill.rows import File
 from chatmill.store import layout
 from chatmill.store.files import create
-from chatmill.store.hashed_files import FileInfo, Manifest
-from chatmill.store.hashed_json import JsonObject, hashed_text, parse_hashed, self_hash
+from chatmill.store.hashed import FileInfo, JsonObject, Manifest, hashed_text, parse_hashed, self_hash
 from chatmill.store.layout import METADATA, SPLITS, TARGETS, TOKENIZER_STATE, shard_name, token_dtype
 
 SCHEMA = "chatmill-episodes"

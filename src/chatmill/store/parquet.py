@@ -41,6 +41,15 @@ TOKENS = 1 << 20
 MOST_INT32 = 2**31
 SPLIT_NAMES = {"val": "validation"}
 """The names of splits in the `datasets` library, where they differ."""
+COLUMNS = f"""\
+- `input_ids`: the tokens of a row, which is one conversation, or several that are packed.
+- `labels`: the same tokens where they are trained, {IGNORED} elsewhere and at the first token of every
+  conversation. They are not shifted: models that compute the loss themselves do that.
+- `position_ids`: from 0 again in every conversation.
+- `seq_lengths`: the tokens of each conversation of the row."""
+PACKED_ROWS = """\
+Conversations of a packed row must not see each other, so that a trainer has to use `position_ids` or
+`seq_lengths`. TRL does with `SFTConfig(padding_free=True, max_length=None)`, and ignores both without it."""
 
 
 @dataclass
@@ -141,66 +150,46 @@ def _count(done: Exported, rows: Rows, labels: NDArray[np.int64]) -> None:
 # The card.
 
 
-def _card(name: str, dataset: Dataset, done: dict[str, Exported]) -> str:
-    return "\n".join([*_head(done), f"# {one_line(name)}", "", *_splits(dataset, done), *_made(dataset.metadata), ""])
-
-
-def _head(done: dict[str, Exported]) -> Iterator[str]:
-    yield "---"
-    yield "configs:"
-    yield "- config_name: default"
-    yield "  data_files:"
-    for name in done:
-        yield f"  - split: {SPLIT_NAMES.get(name, name)}"
-        yield f"    path: {DATA}/{name}-*.parquet"
-    yield "---"
-
-
-def _splits(dataset: Dataset, done: dict[str, Exported]) -> Iterator[str]:
-    yield "Token rows for supervised fine-tuning, exported by chatmill."
-    yield ""
-    yield "| split | rows | conversations | tokens | trained | share |"
-    yield "|---|---:|---:|---:|---:|---:|"
+def _card(target: str, dataset: Dataset, done: dict[str, Exported]) -> str:
+    data = [f"  - split: {SPLIT_NAMES.get(name, name)}\n    path: {DATA}/{name}-*.parquet" for name in done]
+    splits = ["| split | rows | conversations | tokens | trained | share |", "|---|---:|---:|---:|---:|---:|"]
     for name, split in done.items():
         share = split.trained / split.tokens if split.tokens else 0
         counts = (split.rows, split.conversations, split.tokens, split.trained)
-        yield f"| {name} | {' | '.join(f'{count:,}' for count in counts)} | {share:.1%} |"
-    yield ""
-    yield "- `input_ids`: the tokens of a row, which is one conversation, or several that are packed."
-    yield f"- `labels`: the same tokens where they are trained, {IGNORED} elsewhere and at the first token of every"
-    yield "  conversation. They are not shifted: models that compute the loss themselves do that."
-    yield "- `position_ids`: from 0 again in every conversation."
-    yield "- `seq_lengths`: the tokens of each conversation of the row."
-    yield ""
-    yield "Conversations of a packed row must not see each other, so that a trainer has to use `position_ids` or"
-    yield "`seq_lengths`. TRL does with `SFTConfig(padding_free=True, max_length=None)`, and ignores both without it."
+        splits.append(f"| {name} | {' | '.join(f'{count:,}' for count in counts)} | {share:.1%} |")
+    paragraphs = [
+        "\n".join(
+            ["---", "configs:", "- config_name: default", "  data_files:", *data, "---", f"# {one_line(target)}"]
+        ),
+        "Token rows for supervised fine-tuning, exported by chatmill.",
+        "\n".join(splits),
+        COLUMNS,
+        PACKED_ROWS,
+    ]
     if weighted := sum(split.weighted for split in done.values()):
-        yield ""
-        yield f"{weighted:,} trained tokens had a weight other than 1 in the dataset; labels cannot say so."
-    yield ""
+        paragraphs.append(
+            f"{weighted:,} trained tokens had a weight other than 1 in the dataset; labels cannot say so."
+        )
+    return "\n\n".join([*paragraphs, "## How it was made", *_made(dataset.metadata)]) + "\n"
 
 
 def _made(metadata: Metadata | None) -> Iterator[str]:
-    yield "## How it was made"
-    yield ""
+    """The paragraphs on how the dataset was made."""
     if metadata is None:
         yield "By another program than chatmill, which did not say."
         return
     format = metadata.format.get("name") if isinstance(metadata.format, dict) else metadata.format
-    yield f"- Dataset: sha256 `{metadata.sha256}`"
-    yield f"- Tokenizer: `{one_line(metadata.tokenizer['name'])}`, {metadata.vocab_size:,} ids,"
-    yield f"  sha256 `{metadata.tokenizer['sha256']}`"
-    yield f"- Format: `{one_line(str(format))}`"
-    yield ""
-    yield "```json"
-    yield json.dumps(metadata.config, indent=1, sort_keys=True)
-    yield "```"
-    yield ""
+    yield (
+        f"- Dataset: sha256 `{metadata.sha256}`\n"
+        f"- Tokenizer: `{one_line(metadata.tokenizer['name'])}`, {metadata.vocab_size:,} ids,\n"
+        f"  sha256 `{metadata.tokenizer['sha256']}`\n"
+        f"- Format: `{one_line(str(format))}`"
+    )
+    yield f"```json\n{json.dumps(metadata.config, indent=1, sort_keys=True)}\n```"
     yield "## What became of the input"
-    yield ""
     yield "A row here is a conversation, packed or not."
-    yield ""
-    yield "| | reason | rows | tokens | trained |"
-    yield "|---|---|---:|---:|---:|"
-    for bucket, reason, entry in metadata.ledger:
-        yield f"| {bucket} | {one_line(reason)} | {entry.rows:,} | {entry.tokens:,} | {entry.trained:,} |"
+    entries = [
+        f"| {bucket} | {one_line(reason)} | {entry.rows:,} | {entry.tokens:,} | {entry.trained:,} |"
+        for bucket, reason, entry in metadata.ledger
+    ]
+    yield "\n".join(["| | reason | rows | tokens | trained |", "|---|---|---:|---:|---:|", *entries])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from chatmill.errors import DataError
@@ -99,7 +101,8 @@ def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: 
     check_target(target, overwrite=overwrite, marker=marker)
     staging = target.with_name(f".{target.name}.{doing}")
     files.make_folder(staging)
-    with _alone(staging):
+    busy = f"{staging}: another process is building there; wait for it"
+    with locked(staging, busy, opened=partial(os.open, staging, os.O_RDONLY)):
         try:
             for path in sorted(staging.iterdir()):
                 files.remove_tree(path) if path.is_dir() else files.disk.remove(path)
@@ -112,18 +115,29 @@ def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: 
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock a folder; raise if another process holds the lock. The lock of a killed process is gone."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
+def locked(path: Path, busy: str, *, opened: Callable[[], int], patience: float = 0) -> Iterator[None]:
+    """Lock a file or folder that `opened` opens; the lock of a killed process is gone.
+
+    While another process holds it, wait for `patience` seconds, and then raise `DataError` with `busy`.
+    """
+    until = time.monotonic() + patience
+    while True:
+        fd = opened()
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous holder may have published the folder after this process opened it.
-            alone = folder.is_dir() and os.path.samestat(os.fstat(fd), folder.stat())
-        except BlockingIOError:
-            alone = False
-        if not alone:
-            raise DataError(f"{folder}: another process is building there; wait for it")
-        yield
-    finally:
-        os.close(fd)
+            if _take_lock(fd, path):
+                yield
+                return
+        finally:
+            os.close(fd)
+        if time.monotonic() >= until:
+            raise DataError(busy)
+        time.sleep(0.05)
+
+
+def _take_lock(fd: int, path: Path) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    # The previous holder may have published or removed it after this process opened it.
+    return path.exists() and os.path.samestat(os.fstat(fd), path.stat())

@@ -19,11 +19,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from chatmill.errors import DataError
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Ids, Index, Part, Role, Rows, Rule, Table, offsets, rows_from_mask
 from chatmill.store import layout
-from chatmill.store.foreign import foreign_splits
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SEGMENT, SPANS, STORED_SPAN, TARGETS, TOKENS, shard_name
 from chatmill.store.metadata import Metadata, is_chatmill_metadata, manifest, read_metadata
 from chatmill.store.publish import set_aside
-from chatmill.store.shard import UNKNOWN, Shard, lower_bound, map_file
+from chatmill.store.shard import UNKNOWN, Shard, foreign_splits, lower_bound, map_file
 
 LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
 """The largest role, part and rule, the last three bytes of a stored span, after `NONE_TO_ZERO` is added."""

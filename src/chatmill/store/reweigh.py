@@ -19,7 +19,7 @@ from chatmill.errors import DataError, UsageError
 from chatmill.ledger import Bucket, Ledger, LedgerEntry
 from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
-from chatmill.store.hashed_files import FileInfo, HashedFile
+from chatmill.store.hashed import FileInfo, HashedFile
 from chatmill.store.layout import MASK, METADATA, ORIGINS, SPANS, shard_name
 from chatmill.store.metadata import Metadata, ShardInfo, SplitInfo, write_metadata
 from chatmill.store.publish import building
@@ -92,13 +92,9 @@ class _Reweigher:
     def split(self, folder: Path, name: str, info: SplitInfo) -> SplitInfo:
         files.make_folder(folder)
         episodes = self._dataset[name]
-        return SplitInfo(
-            tuple(
-                self._shard(episodes, number, folder / shard_name(number), shard)
-                for number, shard in enumerate(info.shards)
-            ),
-            info.files,
-        )
+        numbered = enumerate(info.shards)
+        shards = (self._shard(episodes, number, folder / shard_name(number), shard) for number, shard in numbered)
+        return SplitInfo(tuple(shards), info.files)
 
     def _shard(self, episodes: Episodes, number: int, folder: Path, info: ShardInfo) -> ShardInfo:
         files.make_folder(folder)
@@ -140,7 +136,10 @@ class _Reweigher:
         except OSError as error:
             if error.errno not in WITHOUT_LINKS:
                 raise
-            _copy(source, to, info)
+            with source.open("rb") as old, HashedFile(to) as new:
+                shutil.copyfileobj(old, new)
+            if new.info() != info:
+                raise changed(source) from None
             self.copied += 1
 
 
@@ -165,13 +164,6 @@ def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
         stop = max(at + 1, int(np.searchsorted(start, start[at] + TOKENS, side="right")) - 1)
         yield np.repeat((table["weight"][at:stop] > 0).view(np.uint8), table["length"][at:stop])
         at = stop
-
-
-def _copy(source: Path, to: Path, info: FileInfo) -> None:
-    with source.open("rb") as old, HashedFile(to) as new:
-        shutil.copyfileobj(old, new)
-    if new.info() != info:
-        raise changed(source)
 
 
 def changed(path: Path) -> DataError:

@@ -1,4 +1,7 @@
-"""The files of one shard, memory-mapped, and lookups in their tables."""
+"""The files of one shard, memory-mapped, and lookups in their tables.
+
+The shards of a dataset that another program wrote by the episode specification are described from its files alone.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,14 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError
 from chatmill.rows import Index, Part, Role, Rule, Table
+from chatmill.store.layout import EPISODE, INDEX, MASK, SHARD_NAME, SPLITS, TOKENS, shard_name
 
 UNKNOWN = {
     name: ~np.isin(np.arange(256), [int(code) for code in codes])
     for name, codes in (("role", Role), ("part", Part), ("rule", Rule))
 }
 """For the role, part and rule of a span, whether each byte from 0 to 255 is no known value."""
+WIDTHS: dict[int, np.dtype[np.unsignedinteger]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,73 @@ def first_spans(origins: Table, segments: Index, end: int) -> Index:
         return np.full(len(segments), end, dtype=np.int64)
     first = origins["first_span"][np.minimum(segments, len(origins) - 1)].astype(np.int64)
     return np.where(segments < len(origins), first, end)
+
+
+# Shards without metadata to check them.
+
+
+def foreign_splits(folder: Path) -> dict[str, list[Shard]]:
+    """The shards of every split; the width of tokens follows from the file sizes, which must fit exactly."""
+    folders = {split: shards for split in SPLITS if (shards := _folders(folder / split))}
+    if "train" not in folders:
+        raise DataError(f"{folder}: not a dataset; expected train/{INDEX} or train/{shard_name(0)}/{INDEX}")
+    splits = {split: [_shard(path) for path in shards] for split, shards in folders.items()}
+    widths = {shard.dtype for shards in splits.values() for shard in shards if shard.num_tokens}
+    if len(widths) > 1:
+        raise DataError(f"{folder}: some shards hold tokens of 2 bytes and some of 4; expected one width")
+    return splits
+
+
+def _folders(split: Path) -> list[Path]:
+    """The folder itself if it is flat, otherwise its shards in order."""
+    flat = (split / INDEX).is_file()
+    shards = [path.parent for path in split.glob(f"shard_*/{INDEX}")]
+    if flat and shards:
+        raise DataError(f"{split}: has {INDEX} and shards too; expected one of the two")
+    for path in shards:
+        if not SHARD_NAME.fullmatch(path.name):
+            raise DataError(f"{path}: expected a name like {shard_name(0)}")
+    shards.sort(key=lambda path: int(path.name.partition("_")[2]))
+    for number, path in enumerate(shards):
+        if path.name != shard_name(number):
+            raise DataError(f"{split}: {shard_name(number)} is missing; shards are numbered from 0 without a gap")
+    return [split] if flat else shards
+
+
+def _shard(folder: Path) -> Shard:
+    size = (folder / INDEX).stat().st_size
+    if size % EPISODE.itemsize:
+        raise DataError(f"{folder / INDEX}: {size} bytes; expected pairs of 8-byte numbers")
+    tokens = folder / TOKENS
+    if not tokens.is_file():
+        raise DataError(f"{tokens}: no such file; expected the tokens of {INDEX}")
+    bytes_ = tokens.stat().st_size
+    entries = map_file(folder / INDEX, EPISODE, size // EPISODE.itemsize)
+    # If the shard was written in order, the last episode ends it and no other entry is read.
+    count = _end(entries[-1:])
+    if not _fits(count, bytes_):
+        count = _end(entries)
+    if not _fits(count, bytes_):
+        raise DataError(
+            f"{tokens}: {bytes_} bytes; {INDEX} ends at token {count}, so expected {2 * count} or {4 * count}"
+        )
+    records = {INDEX: len(entries), TOKENS: count}
+    mask = folder / MASK
+    if mask.is_file():
+        if mask.stat().st_size != count:
+            raise DataError(f"{mask}: {mask.stat().st_size} bytes; expected {count}, one a token")
+        records[MASK] = count
+    return Shard(folder, len(entries), count, WIDTHS[bytes_ // count if count else 2], records)
+
+
+def _end(entries: Any) -> int:
+    """The end of the episode that ends last."""
+    if not len(entries):
+        return 0
+    furthest = int((entries["start"] + entries["length"]).argmax())
+    start, length = entries[furthest].item()
+    return int(start + length)
+
+
+def _fits(count: int, size: int) -> bool:
+    return size in (2 * count, 4 * count)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from chatmill.errors import DataError
 from chatmill.rows import NO_FILE, OWN_ID, File, Rows, Table
 from chatmill.store import layout
 from chatmill.store.files import make_folder, sync_tree
-from chatmill.store.hashed_files import HashedFile
+from chatmill.store.hashed import HashedFile
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, STORED_SPAN, TARGETS, TOKENS, shard_name
 from chatmill.store.metadata import ShardInfo, SplitInfo
 
@@ -57,7 +56,9 @@ class SplitWriter:
         self._check_ids(rows)
         start, at = rows.row_start, 0
         while at < len(rows):
-            shard = self._shard = self._shard or self._open()
+            if self._shard is None:
+                self._shard = _ShardWriter(self._folder / shard_name(len(self._done)), self._dtype, self._thread)
+            shard = self._shard
             free = self._shard_tokens - shard.num_tokens
             # All rows that end within the free tokens, but at most a chunk.
             stop = int(np.searchsorted(start, start[at] + min(free, CHUNK_TOKENS), side="right")) - 1
@@ -78,14 +79,11 @@ class SplitWriter:
     def __enter__(self) -> SplitWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._thread.abandon()
         if self._shard is not None:
             self._shard.abandon()
             self._shard = None
-
-    def _open(self) -> _ShardWriter:
-        return _ShardWriter(self._folder / shard_name(len(self._done)), self._dtype, self._thread)
 
     def _finish(self) -> None:
         if self._shard is not None:
@@ -179,15 +177,23 @@ class _ShardWriter:
     def put(self, rows: Rows, files: _FileTable) -> None:
         lengths, spans = rows.lengths, rows.spans
         trained = spans["weight"] > 0
+        ordinal = np.arange(self.num_episodes, self.num_episodes + len(rows), dtype=np.int64)
         pieces = {
             TOKENS: rows.ids.astype(self._dtype, copy=False),
             MASK: rows.per_token(trained.view(np.uint8)),
-            INDEX: self._entries(rows),
+            INDEX: _table(layout.EPISODE, start=rows.row_start[:-1] + self.num_tokens, length=lengths),
             SPANS: _table(STORED_SPAN, **{name: spans[name] for name in STORED_SPAN.names or ()}),
-            ORIGINS: self._origins(rows, files),
+            ORIGINS: _table(
+                layout.SEGMENT,
+                first_span=rows.first_span[:-1] + self._spans,
+                row=np.repeat(ordinal, np.diff(rows.first_segment)),
+                file=files.number(rows.files, rows.origins["file"]),
+                line=rows.origins["line"],
+                key=rows.origins["key"],
+            ),
         }
-        if len(targets := self._targets(spans["target"])):
-            pieces[TARGETS] = targets
+        if len(chosen := np.flatnonzero(spans["target"] != OWN_ID)):
+            pieces[TARGETS] = _table(layout.TARGET, span=chosen + self._spans, target=spans["target"][chosen])
         self._thread.submit(partial(self._write, pieces))
         self.num_episodes += len(rows)
         self.num_tokens += len(rows.ids)
@@ -200,16 +206,9 @@ class _ShardWriter:
     def close(self) -> ShardInfo:
         """Complete the files. They are synced while the next shard is written, so that publishing waits for little."""
         self._thread.wait()
-        info = ShardInfo(
-            num_episodes=self.num_episodes,
-            num_tokens=self.num_tokens,
-            num_trained_tokens=self._trained,
-            num_spans=self._spans,
-            num_segments=self._segments,
-            shortest=self._shortest,
-            longest=self._longest,
-            files={name: part.close() for name, part in self._parts.items()},
-        )
+        counts = (self.num_episodes, self.num_tokens, self._trained, self._spans, self._segments)
+        parts = {name: part.close() for name, part in self._parts.items()}
+        info = ShardInfo(*counts, self._shortest, self._longest, parts)
         self._thread.submit(partial(sync_tree, self._folder))
         return info
 
@@ -221,24 +220,6 @@ class _ShardWriter:
             except OSError:
                 # The disk is full or gone; the first error is the one to report.
                 continue
-
-    def _entries(self, rows: Rows) -> Table:
-        return _table(layout.EPISODE, start=rows.row_start[:-1] + self.num_tokens, length=rows.lengths)
-
-    def _origins(self, rows: Rows, files: _FileTable) -> Table:
-        ordinal = np.arange(self.num_episodes, self.num_episodes + len(rows), dtype=np.int64)
-        return _table(
-            layout.SEGMENT,
-            first_span=rows.first_span[:-1] + self._spans,
-            row=np.repeat(ordinal, np.diff(rows.first_segment)),
-            file=files.number(rows.files, rows.origins["file"]),
-            line=rows.origins["line"],
-            key=rows.origins["key"],
-        )
-
-    def _targets(self, target: NDArray[np.int32]) -> Table:
-        chosen = np.flatnonzero(target != OWN_ID)
-        return _table(layout.TARGET, span=chosen + self._spans, target=target[chosen])
 
     def _write(self, pieces: dict[str, NDArray[Any]]) -> None:
         for name, records in pieces.items():

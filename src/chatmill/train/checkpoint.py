@@ -23,7 +23,7 @@ from torch import Tensor
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.store import files
-from chatmill.store.hashed_files import FileInfo
+from chatmill.store.hashed import FileInfo
 from chatmill.store.publish import publish, recover
 from chatmill.train.distributed import World, is_sharded, local, rows_of, whole
 from chatmill.train.model import CausalModel

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from chatmill.errors import DataError
-from chatmill.store.hashed_files import FileInfo, HashedFile
+from chatmill.store.hashed import FileInfo, HashedFile
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
