@@ -21,7 +21,7 @@ from chatmill.format.template.tracing import sandbox
 from chatmill.prepare import build_dir, pipeline, staging, unit
 from chatmill.records.shapes import ShapeParser
 from chatmill.records.shapes.decode import decode_object
-from chatmill.store import files, hashed, metadata, publish, read, shard, write
+from chatmill.store import files, hashed, layout, metadata, publish, write
 from chatmill.tokenizer import tokenizer_json
 from fault_injection.trial import Trial
 from fault_injection.trials import (
@@ -212,7 +212,7 @@ def whole_files_read() -> None:
     def all_of_it(path: Path, dtype: np.dtype[Any], count: int) -> Any:
         return np.fromfile(path, dtype=dtype, count=count)
 
-    shard.map_file = read.map_file = all_of_it
+    layout.map_file = all_of_it
 
 
 def bytes_depend_on_the_clock() -> None:

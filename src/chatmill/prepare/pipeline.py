@@ -68,7 +68,9 @@ def prepare_dataset(
         raise UsageError(f"{target}: has no name of its own; give the folder of the dataset as NAME or DIR/NAME")
     check_target(target, overwrite=overwrite)
     units = units_of(job, unit_bytes)
-    _refuse_output_in_input(units, target)
+    for unit in units:
+        if real(target) in real(unit.part.path).parents:
+            raise DataError(f"{target}: holds the input {unit.part.path}; write the dataset somewhere else")
     renderer = renderer or job_renderer(job)
     if renderer.uses_date and job.template_date is None:
         # The rows depend on it, so it is part of the job.
@@ -78,8 +80,9 @@ def prepare_dataset(
     identity = _identity(units)
     fingerprint = _fingerprint(job, renderer, units, identity)
     with build_dir(target, fingerprint, resume=resume, overwrite=overwrite) as place:
+        build = _Build(job, renderer, units, place, on_progress)
         ledger, staged = Ledger(), list[StagedFile]()
-        with closing(_render(units, job, renderer, place, engine or LocalEngine(), on_progress)) as rendered:
+        with closing(_render(build, engine or LocalEngine())) as rendered:
             for unit, (done, before) in zip(units, rendered, strict=True):
                 ledger.merge(done.ledger)
                 staged += [StagedFile(unit.path(place.units, n), unit.only_val, before) for n in range(done.files)]
@@ -88,7 +91,7 @@ def prepare_dataset(
         if (now := _identity(units)) != identity:
             changed = next(path for path in identity if now[path] != identity[path])
             raise DataError(f"{changed}: was changed while it was read; build again")
-        metadata = _write(job, renderer, units, staged, place, ledger, on_progress)
+        metadata = _write(build, staged, ledger)
         publish(place.staging, target, overwrite=overwrite)
     return metadata
 
@@ -122,23 +125,28 @@ def relative_names(paths: Sequence[Path]) -> list[str]:
     return [os.path.relpath(path, common) for path in absolute]
 
 
-def _render(
-    units: Sequence[Unit],
-    job: Job,
-    renderer: Renderer,
-    place: BuildDir,
-    engine: Engine,
-    on_progress: Callable[[BuildProgress], None],
-) -> Generator[tuple[Done, int], None, None]:
+@dataclass(frozen=True)
+class _Build:
+    """What every step of a build needs."""
+
+    job: Job
+    renderer: Renderer
+    units: Sequence[Unit]
+    place: BuildDir
+    on_progress: Callable[[BuildProgress], None]
+
+
+def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, None]:
     """The result of each unit, in order, and the number of lines before it in its file.
 
     Units that an interrupted build completed are not run again.
     """
-    resumed = place.resumed
-    completed = {unit.number: done for unit in units if resumed and (done := finished(unit, place.units)) is not None}
+    units, place = build.units, build.place
+    resumable = units if place.resumed else ()
+    completed = {unit.number: done for unit in resumable if (done := finished(unit, place.units)) is not None}
     left = [unit for unit in units if unit.number not in completed]
     total, seen, rows, tokens, before = sum(unit.size for unit in units), 0, 0, 0, 0
-    with closing(engine.run(left, job, renderer, place.units)) as running:
+    with closing(engine.run(left, build.job, build.renderer, place.units)) as running:
         for unit in units:
             if not unit.part.start:
                 before = 0
@@ -152,20 +160,12 @@ def _render(
             seen += unit.size
             rows += done.ledger.total("rendered").rows
             tokens += done.ledger.total("rendered").tokens
-            on_progress(BuildProgress("render", seen, total, rows, tokens))
+            build.on_progress(BuildProgress("render", seen, total, rows, tokens))
             yield done, before
             before += done.lines
 
 
-def _write(
-    job: Job,
-    renderer: Renderer,
-    units: Sequence[Unit],
-    staged: Sequence[StagedFile],
-    place: BuildDir,
-    ledger: Ledger,
-    on_progress: Callable[[BuildProgress], None],
-) -> Metadata:
+def _write(build: _Build, staged: Sequence[StagedFile], ledger: Ledger) -> Metadata:
     """Write all files of the dataset from staged rows, the metadata last."""
     if not ledger.total("read").rows:
         raise DataError("the input holds no record; there is nothing to prepare")
@@ -174,15 +174,16 @@ def _write(
     def on_tokens(count: int) -> None:
         nonlocal written
         written += count
-        on_progress(BuildProgress("write", written, rendered.tokens, rendered.rows, written))
+        build.on_progress(BuildProgress("write", written, rendered.tokens, rendered.rows, written))
 
+    job, renderer, staging = build.job, build.renderer, build.place.staging
     tokenizer = renderer.tokenizer
     vocab_size = tokenizer.vocab_size
-    splits = assemble(staged, job, vocab_size=vocab_size, staging=place.staging, ledger=ledger, on_tokens=on_tokens)
+    splits = assemble(staged, job, vocab_size=vocab_size, staging=staging, ledger=ledger, on_tokens=on_tokens)
     ledger.check()
     special = tokenizer.special_token_ids()
     return write_metadata(
-        place.staging,
+        staging,
         Metadata(
             vocab_size=vocab_size,
             format=renderer.to_json(),
@@ -191,7 +192,7 @@ def _write(
             pad_token_id=special[renderer.eot],
             splits=splits,
             ledger=ledger,
-            config=_config(job, units),
+            config=_config(job, build.units),
         ),
         tokenizer_state=tokenizer.state(added_tokens=job.add_tokens),
     )
@@ -214,13 +215,6 @@ def _identity(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
     """Size and modification time of every input file."""
     stats = {str(path): path.stat() for path in dict.fromkeys(unit.part.path for unit in units)}
     return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
-
-
-def _refuse_output_in_input(units: Sequence[Unit], target: Path) -> None:
-    place = real(target)
-    for unit in units:
-        if place in real(unit.part.path).parents:
-            raise DataError(f"{target}: holds the input {unit.part.path}; write the dataset somewhere else")
 
 
 def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count as numbers
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
         out.add(rows, source, count)
     if records.stopped_by is not None:
         raise records.stopped_by
-    return Done(unit.number, out.close(records), records.lines, records.ledger, tuple(records.faults))
+    out.save(records)
+    return Done(unit.number, out.number, records.lines, records.ledger, tuple(records.faults))
 
 
 def finished(unit: Unit, folder: Path) -> Done | None:
@@ -125,7 +127,7 @@ class _Records:
         """Batches in input order: columns where the records allow it, lists of at most `CHUNK` otherwise."""
         waiting: list[Record] = []
         try:
-            for block in read_blocks(self._unit.part, on_fault=self._fault, on_end=self._end):
+            for block in read_blocks(self._unit.part, on_fault=self._fault, on_end=partial(setattr, self, "lines")):
                 if isinstance(block, ChatColumns) and self._renderer.renders_columns(block):
                     if waiting:
                         yield waiting
@@ -143,9 +145,6 @@ class _Records:
         if waiting:
             yield waiting
 
-    def _end(self, lines: int) -> None:
-        self.lines = lines
-
     def _fault(self, fault: RecordError) -> None:
         if self._job.on_error == "stop":
             raise fault
@@ -159,7 +158,7 @@ class _StagedFiles:
 
     def __init__(self, unit: Unit, dtype: np.dtype[np.unsignedinteger], folder: Path) -> None:
         self._unit, self._dtype, self._folder = unit, dtype, folder
-        self._number = 0
+        self.number = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -169,26 +168,22 @@ class _StagedFiles:
 
     def add(self, rows: Rows, source: Index, records: int) -> None:
         if self._tokens >= FILE_TOKENS:
-            self._save(None)
+            self.save(None)
         self._rows.append(rows)
         self._record.append(source + self._records)
         self._records += records
         self._tokens += len(rows.ids)
 
-    def close(self, records: _Records) -> int:
-        """Write the last file and return how many there are."""
-        self._save(records)
-        return self._number
-
-    def _save(self, finished: _Records | None) -> None:
+    def save(self, finished: _Records | None) -> None:
+        """Write a file: the last one if the records are finished."""
         rows = concat(self._rows)
         rows = replace(rows, files=tuple(File(file.source, self._unit.name) for file in rows.files))
         record = np.concatenate([np.empty(0, dtype=np.int64), *self._record])
         extra: dict[str, Any] = {"records": self._records, "ledger": None, "lines": None}
         if finished is not None:
             extra |= {"ledger": finished.ledger.to_json(), "lines": finished.lines}
-        save(self._unit.path(self._folder, self._number), rows, record, tokens=self._dtype, extra=extra)
-        self._number += 1
+        save(self._unit.path(self._folder, self.number), rows, record, tokens=self._dtype, extra=extra)
+        self.number += 1
         self._begin()
 
 

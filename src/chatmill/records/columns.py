@@ -84,19 +84,11 @@ def parse(
     `parse_lines` creates the records of lines, given the number of the first one, when they are accessed.
     """
     end, data, messages, record_stop, roles, start, stop = _columns.columns(block, at)
-    columns = ChatColumns(
-        source,
-        file,
-        line,
-        data,
-        record_stop=np.frombuffer(record_stop, dtype=np.int64),
-        first_message=offsets(np.frombuffer(messages, dtype=np.int64)),
-        roles=np.frombuffer(roles, dtype=np.uint8),
-        start=np.frombuffer(start, dtype=np.int64),
-        stop=np.frombuffer(stop, dtype=np.int64),
-        load_records=lambda: parse_lines(line, block[at:end]),
+    record_stops, counts, starts, stops = (
+        np.frombuffer(column, dtype=np.int64) for column in (record_stop, messages, start, stop)
     )
-    return end, columns
+    texts = (offsets(counts), np.frombuffer(roles, dtype=np.uint8), starts, stops)
+    return end, ChatColumns(source, file, line, data, record_stops, *texts, lambda: parse_lines(line, block[at:end]))
 
 
 def keys_of(records: Sequence[Record]) -> bytes:

@@ -53,7 +53,7 @@ def shown(path: Path) -> str:
 def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     """The bytes of a file, after its byte order mark, decompressed where its name ends in `.gz`."""
     try:
-        raw: Any = _Gunzip(path) if path.name.lower().endswith(".gz") else io.FileIO(path)
+        raw: Any = _Gunzip(path, "rb") if path.name.lower().endswith(".gz") else io.FileIO(path)
     except OSError as error:
         raise DataError(f"{shown(path)}: cannot be opened; {error.strerror or error}") from None
     # GzipFile reads like a raw file but is not declared as one.
@@ -65,9 +65,6 @@ def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
 
 class _Gunzip(gzip.GzipFile):
     """Decompression that raises a `RecordError` for corrupt data."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "rb")
 
     def readinto(self, buffer: Any) -> int:
         try:

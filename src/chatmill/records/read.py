@@ -16,9 +16,8 @@ from typing import Literal, cast
 from chatmill.errors import RecordError, UsageError
 from chatmill.records import columns, files, units
 from chatmill.records.columns import COMPILED, ChatColumns
-from chatmill.records.detect import detect
 from chatmill.records.record import Record
-from chatmill.records.shapes import SHAPES, ShapeParser, oasst, parser, transcript
+from chatmill.records.shapes import SHAPES, ShapeParser, detect, oasst, parser, transcript
 
 MAX_LINE_BYTES = 64 * 2**20
 MIN_COLUMN_BYTES = 2**17

@@ -117,6 +117,16 @@ def hashed_text(data: Mapping[str, Any]) -> bytes:
     return json_text({**data, "sha256": self_hash(data)})
 
 
+def read_hashed(path: Path, kind: str) -> bytes:
+    """The bytes of the JSON file that is written last in a `kind` ("dataset", "cache")."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; a {kind} has one, and an unfinished build has none yet") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); rebuild the {kind} or copy it again") from None
+
+
 def parse_hashed(raw: bytes, *, place: str, schema: str, version: int) -> dict[str, Any]:
     """The object of a file with this schema and version. The caller compares it with its hash."""
     try:

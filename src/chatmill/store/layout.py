@@ -1,4 +1,4 @@
-"""The files of a dataset; all numbers are little-endian.
+"""The files of a dataset, and its shards as they are found on disk; all numbers are little-endian.
 
 DIR/dataset_metadata.json         written last: counts, size and sha256 of every file and of itself
 DIR/tokenizer_state.json
@@ -13,10 +13,19 @@ DIR/train|val/shard_00000/
 
 from __future__ import annotations
 
+import mmap
 import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
+
+from chatmill.errors import DataError
+from chatmill.rows import Index, Part, Role, Rule, Table
 
 METADATA = "dataset_metadata.json"
 TOKENIZER_STATE = "tokenizer_state.json"
@@ -41,6 +50,12 @@ MASKS = np.dtype("u1")
 NARROW = 2**16
 WIDE = 2**32
 SHARD_NAME = re.compile(r"shard_\d{5,}", re.ASCII)
+UNKNOWN = {
+    name: ~np.isin(np.arange(256), [int(code) for code in codes])
+    for name, codes in (("role", Role), ("part", Part), ("rule", Rule))
+}
+"""For the role, part and rule of a span, whether each byte from 0 to 255 is no known value."""
+WIDTHS: dict[int, np.dtype[np.unsignedinteger]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
@@ -64,3 +79,118 @@ def record_dtypes(tokens: DTypeLike) -> dict[str, np.dtype[np.generic]]:
         ORIGINS: SEGMENT,
         TARGETS: TARGET,
     }
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where a shard is, and how many records each of its files has."""
+
+    folder: Path
+    num_episodes: int
+    num_tokens: int
+    dtype: np.dtype[np.unsignedinteger]
+    records: Mapping[str, int]
+
+
+def map_file(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    """The `count` records of a file, read from disk when they are accessed."""
+    size = count * dtype.itemsize
+    with path.open("rb") as file:
+        # An empty file cannot be mapped.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    if len(data) != size:
+        raise DataError(f"{path}: {len(data)} bytes, when it was opened {size}; it was changed while it was read")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def release(array: NDArray[Any]) -> None:
+    """Free the memory of a mapped file; pages are read again when they are accessed."""
+    if isinstance(array.base, memoryview) and isinstance(array.base.obj, mmap.mmap):
+        array.base.obj.madvise(mmap.MADV_DONTNEED)
+
+
+def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
+    """The first index from `low` on of a sorted column that is not below the value, in O(log n).
+
+    `np.searchsorted` would first copy the whole column, because it is strided in the mapped file.
+    """
+    # Where each row is one conversation, the number of a row is that of its segment.
+    size = len(column)
+    guess = low if value < low else size if value > size else value
+    if (guess == size or column[guess] >= value) and (guess == low or column[guess - 1] < value):
+        return guess
+    return bisect_left(column, value, low)
+
+
+def first_spans(origins: Table, segments: Index, end: int) -> Index:
+    """The first span of each segment; `end` for the number after the last segment."""
+    if not len(origins):
+        return np.full(len(segments), end, dtype=np.int64)
+    first = origins["first_span"][np.minimum(segments, len(origins) - 1)].astype(np.int64)
+    return np.where(segments < len(origins), first, end)
+
+
+# Shards without metadata to check them.
+
+
+def foreign_splits(folder: Path) -> dict[str, list[Shard]]:
+    """The shards of every split; the width of tokens follows from the file sizes, which must fit exactly."""
+    folders = {split: shards for split in SPLITS if (shards := _folders(folder / split))}
+    if "train" not in folders:
+        raise DataError(f"{folder}: not a dataset; expected train/{INDEX} or train/{shard_name(0)}/{INDEX}")
+    splits = {split: [_shard(path) for path in shards] for split, shards in folders.items()}
+    widths = {shard.dtype for shards in splits.values() for shard in shards if shard.num_tokens}
+    if len(widths) > 1:
+        raise DataError(f"{folder}: some shards hold tokens of 2 bytes and some of 4; expected one width")
+    return splits
+
+
+def _folders(split: Path) -> list[Path]:
+    """The folder itself if it is flat, otherwise its shards in order."""
+    flat = (split / INDEX).is_file()
+    shards = [path.parent for path in split.glob(f"shard_*/{INDEX}")]
+    if flat and shards:
+        raise DataError(f"{split}: has {INDEX} and shards too; expected one of the two")
+    for path in shards:
+        if not SHARD_NAME.fullmatch(path.name):
+            raise DataError(f"{path}: expected a name like {shard_name(0)}")
+    shards.sort(key=lambda path: int(path.name.partition("_")[2]))
+    for number, path in enumerate(shards):
+        if path.name != shard_name(number):
+            raise DataError(f"{split}: {shard_name(number)} is missing; shards are numbered from 0 without a gap")
+    return [split] if flat else shards
+
+
+def _shard(folder: Path) -> Shard:
+    size = (folder / INDEX).stat().st_size
+    if size % EPISODE.itemsize:
+        raise DataError(f"{folder / INDEX}: {size} bytes; expected pairs of 8-byte numbers")
+    tokens = folder / TOKENS
+    if not tokens.is_file():
+        raise DataError(f"{tokens}: no such file; expected the tokens of {INDEX}")
+    bytes_ = tokens.stat().st_size
+    entries = map_file(folder / INDEX, EPISODE, size // EPISODE.itemsize)
+    # If the shard was written in order, the last episode ends it and no other entry is read.
+    count = _end(entries[-1:])
+    if bytes_ not in (2 * count, 4 * count):
+        count = _end(entries)
+    if bytes_ not in (2 * count, 4 * count):
+        raise DataError(
+            f"{tokens}: {bytes_} bytes; {INDEX} ends at token {count}, so expected {2 * count} or {4 * count}"
+        )
+    records = {INDEX: len(entries), TOKENS: count}
+    mask = folder / MASK
+    if mask.is_file():
+        if mask.stat().st_size != count:
+            raise DataError(f"{mask}: {mask.stat().st_size} bytes; expected {count}, one a token")
+        records[MASK] = count
+    return Shard(folder, len(entries), count, WIDTHS[bytes_ // count if count else 2], records)
+
+
+def _end(entries: Any) -> int:
+    """The end of the episode that ends last."""
+    if not len(entries):
+        return 0
+    furthest = int((entries["start"] + entries["length"]).argmax())
+    start, length = entries[furthest].item()
+    return int(start + length)

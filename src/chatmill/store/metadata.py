@@ -20,7 +20,7 @@ from chatmill.ledger import Ledger
 from chatmill.rows import File
 from chatmill.store import layout
 from chatmill.store.files import create
-from chatmill.store.hashed import FileInfo, JsonObject, Manifest, hashed_text, parse_hashed, self_hash
+from chatmill.store.hashed import FileInfo, JsonObject, Manifest, hashed_text, parse_hashed, read_hashed, self_hash
 from chatmill.store.layout import METADATA, SPLITS, TARGETS, TOKENIZER_STATE, shard_name, token_dtype
 
 SCHEMA = "chatmill-episodes"
@@ -106,13 +106,7 @@ def write_metadata(folder: Path, metadata: Metadata, *, tokenizer_state: Any) ->
 def read_metadata(folder: Path) -> Metadata:
     """The metadata of a dataset, or `DataError` if it is not exactly what was written."""
     path = folder / METADATA
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; a dataset has one, and an unfinished build has none yet") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); rebuild the dataset or copy it again") from None
-    return parse_metadata(raw, place=str(path))
+    return parse_metadata(read_hashed(path, "dataset"), place=str(path))
 
 
 def is_chatmill_metadata(raw: bytes) -> bool:

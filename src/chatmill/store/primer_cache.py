@@ -27,12 +27,11 @@ from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.ledger import Ledger
 from chatmill.rows import OWN_ID, Rows, Table, concat, offsets
 from chatmill.store.files import create, make_folder
-from chatmill.store.hashed import FileInfo, HashedFile, Manifest, hashed_text, parse_hashed, self_hash
-from chatmill.store.layout import EPISODE, INDEX, MASK, MASKS, SPLITS, TOKENS, shard_name, token_dtype
+from chatmill.store.hashed import FileInfo, HashedFile, Manifest, hashed_text, parse_hashed, read_hashed, self_hash
+from chatmill.store.layout import EPISODE, INDEX, MASK, MASKS, SPLITS, TOKENS, Shard, shard_name, token_dtype
 from chatmill.store.metadata import total
 from chatmill.store.publish import building, check_target, recover
 from chatmill.store.read import Dataset, Episodes
-from chatmill.store.shard import Shard
 from chatmill.store.verify import SplitCounts, Verified, ledger_faults
 
 META = "meta.json"
@@ -251,11 +250,7 @@ def read_meta(folder: Path) -> CacheMeta:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected the cache of a source")
     path = folder / META
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; a cache has one, and an unfinished build has none yet") from None
-    return parse_meta(raw, place=str(path))
+    return parse_meta(read_hashed(path, "cache"), place=str(path))
 
 
 def parse_meta(raw: bytes, *, place: str) -> CacheMeta:

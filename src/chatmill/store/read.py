@@ -19,10 +19,9 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from chatmill.errors import DataError
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Ids, Index, Part, Role, Rows, Rule, Table, offsets, rows_from_mask
 from chatmill.store import layout
-from chatmill.store.layout import INDEX, MASK, ORIGINS, SEGMENT, SPANS, STORED_SPAN, TARGETS, TOKENS, shard_name
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SEGMENT, SPANS, STORED_SPAN, TARGETS, TOKENS, Shard, shard_name
 from chatmill.store.metadata import Metadata, is_chatmill_metadata, manifest, read_metadata
 from chatmill.store.publish import set_aside
-from chatmill.store.shard import UNKNOWN, Shard, foreign_splits, lower_bound, map_file
 
 LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
 """The largest role, part and rule, the last three bytes of a stored span, after `NONE_TO_ZERO` is added."""
@@ -46,7 +45,7 @@ def open_dataset(path: str | Path) -> Dataset:
     folder = Path(path)
     metadata = stored_metadata(folder)
     if metadata is None:
-        foreign = foreign_splits(folder)
+        foreign = layout.foreign_splits(folder)
         return Dataset(folder, None, {name: Episodes(folder, shards, ()) for name, shards in foreign.items()})
     for fault in manifest(folder, metadata).size_faults():
         raise DataError(fault)
@@ -238,7 +237,9 @@ class Episodes:
         if int(spans["length"].sum(dtype=np.int64)) != len(ids):
             raise self.damaged(shards[0], SPANS, "spans do not tile the tokens of their rows")
         if (raw[:, -3:] + NONE_TO_ZERO > LARGEST).any():
-            name, wrong = next((name, wrong) for name in UNKNOWN if (wrong := UNKNOWN[name][spans[name]]).any())
+            name, wrong = next(
+                (name, wrong) for name in layout.UNKNOWN if (wrong := layout.UNKNOWN[name][spans[name]]).any()
+            )
             at = _run_of([len(part) for part in stored], wrong)
             raise self.damaged(shards[at], SPANS, f"a span has a {name} that does not exist")
         spans["target"] = OWN_ID
@@ -303,8 +304,8 @@ class Episodes:
         """The segments of a run, and the range of their spans."""
         origins, most = self.array(run.shard, ORIGINS), self.shards[run.shard].records[SPANS]
         row, first_span = origins["row"], origins["first_span"]
-        begin = lower_bound(row, run.first)
-        end = lower_bound(row, run.first + run.episodes, begin)
+        begin = layout.lower_bound(row, run.first)
+        end = layout.lower_bound(row, run.first + run.episodes, begin)
         if begin == end:
             return origins[:0], 0, 0
         first = int(first_span[begin])
@@ -328,7 +329,7 @@ class Episodes:
         shard = self.shards[number]
         if _identity(self.root) != self._identity:
             raise DataError(f"{self.root}: was replaced while it was read; open it again")
-        return map_file(shard.folder / name, layout.record_dtypes(shard.dtype)[name], shard.records[name])
+        return layout.map_file(shard.folder / name, layout.record_dtypes(shard.dtype)[name], shard.records[name])
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for another process: all but the maps, which are opened again there."""
@@ -369,8 +370,8 @@ def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
 
 def _between(targets: Table, first: int, stop: int) -> Table:
     """The targets of the spans from `first` to `stop`."""
-    begin = lower_bound(targets["span"], first)
-    return targets[begin : lower_bound(targets["span"], stop, begin)]
+    begin = layout.lower_bound(targets["span"], first)
+    return targets[begin : layout.lower_bound(targets["span"], stop, begin)]
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -20,11 +20,10 @@ from chatmill.ledger import Bucket, Ledger, LedgerEntry
 from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
 from chatmill.store.hashed import FileInfo, HashedFile
-from chatmill.store.layout import MASK, METADATA, ORIGINS, SPANS, shard_name
+from chatmill.store.layout import MASK, METADATA, ORIGINS, SPANS, first_spans, shard_name
 from chatmill.store.metadata import Metadata, ShardInfo, SplitInfo, write_metadata
 from chatmill.store.publish import building
 from chatmill.store.read import Dataset, Episodes, open_dataset
-from chatmill.store.shard import first_spans
 
 SEGMENTS = 1 << 14
 """Conversations that are weighed at a time."""

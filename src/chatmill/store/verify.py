@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from chatmill.errors import ChatmillError, DataError
 from chatmill.ledger import Ledger
 from chatmill.rows import NO_FILE, Index, offsets
-from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS, WIDE
+from chatmill.store import layout
+from chatmill.store.hashed import Manifest
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
 from chatmill.store.metadata import Metadata, ShardInfo, manifest
 from chatmill.store.read import Episodes, open_dataset, stored_metadata
-from chatmill.store.shard import UNKNOWN, first_spans, lower_bound, release
 
 EPISODES, TOKENS_AT_ONCE = 1 << 16, 1 << 22
 
@@ -49,11 +50,12 @@ def verify_dataset(path: str | Path, *, full: bool) -> Verified:
     folder, faults = Path(path), list[str]()
     try:
         metadata = stored_metadata(folder)
-        listed = manifest(folder, metadata) if metadata is not None else None
-        if metadata is not None and listed is not None and (faults := list(listed.size_faults())):
+        # What another program wrote lists no files.
+        listed = Manifest((), "", "") if metadata is None else manifest(folder, metadata)
+        unlisted = listed.unlisted_faults([folder / name for name in metadata.splits] if metadata else ())
+        if metadata is not None and (faults := list(listed.size_faults())):
             # The tables of files with a wrong size cannot be read.
-            faults += listed.unlisted_faults([folder / name for name in metadata.splits])
-            return Verified(tuple(faults), {}, metadata.sha256)
+            return Verified((*faults, *unlisted), {}, metadata.sha256)
         dataset = open_dataset(folder)
     except DataError as error:
         return Verified((str(error),), {}, None)
@@ -69,16 +71,15 @@ def verify_dataset(path: str | Path, *, full: bool) -> Verified:
                 faults.append(str(error))
             trained += check.trained
         splits[name] = SplitCounts(len(episodes), episodes.num_tokens, trained, len(episodes.shards))
-    if metadata is not None and listed is not None:
-        faults += listed.unlisted_faults([folder / name for name in metadata.splits])
-        if metadata.ledger.entries:
-            stored = {
-                "tokens": sum(split.num_tokens for split in metadata.splits.values()),
-                "trained tokens": sum(split.num_trained_tokens for split in metadata.splits.values()),
-            }
-            faults += ledger_faults(folder, metadata.ledger, stored)
-        if full:
-            faults += listed.hash_faults()
+    faults += unlisted
+    if metadata is not None and metadata.ledger.entries:
+        stored = {
+            "tokens": sum(split.num_tokens for split in metadata.splits.values()),
+            "trained tokens": sum(split.num_trained_tokens for split in metadata.splits.values()),
+        }
+        faults += ledger_faults(folder, metadata.ledger, stored)
+    if full:
+        faults += listed.hash_faults()
     return Verified(tuple(faults), splits, dataset.sha256)
 
 
@@ -124,7 +125,7 @@ class _ShardCheck:
             self._check_episodes(at, stop)
             at = stop
             for array in self._arrays.values():
-                release(array)
+                layout.release(array)
         self._check_totals()
         if self._full and TARGETS in self._arrays:
             self._targets()
@@ -166,7 +167,7 @@ class _ShardCheck:
         origins, spans = self._arrays[ORIGINS], self._arrays[SPANS]
         row = origins["row"].view(np.int64)
         begin = self._segments_seen
-        end = lower_bound(row, stop, begin)
+        end = layout.lower_bound(row, stop, begin)
         here = row[begin:end]
         if np.any(here < at) or np.any(here >= stop) or np.any(np.diff(here) < 0):
             raise self._fault(ORIGINS, f"segments {begin} to {end} are not in the order of their episodes")
@@ -174,7 +175,7 @@ class _ShardCheck:
         file = origins["file"][begin:end]
         if np.any((file != NO_FILE) & (file >= self._num_files)):
             raise self._fault(ORIGINS, f"one of segments {begin} to {end} names a file beyond {self._num_files}")
-        first = first_spans(origins, np.arange(begin, end + 1), len(spans))
+        first = layout.first_spans(origins, np.arange(begin, end + 1), len(spans))
         if first[0] != self._spans_seen or first[-1] > len(spans) or np.any(np.diff(first) < 0):
             raise self._fault(ORIGINS, f"the spans of segments {begin} to {end} do not follow those before")
         table = spans[first[0] : first[-1]]
@@ -189,7 +190,7 @@ class _ShardCheck:
             raise self._fault(SPANS, f"the spans of episode {at + where} cover {tiled[where]} {right}")
         if not np.all(np.isfinite(weight) & (weight >= 0)):
             raise self._fault(SPANS, f"one of episodes {at} to {stop} has a weight that is negative or not finite")
-        for name, unknown in UNKNOWN.items():
+        for name, unknown in layout.UNKNOWN.items():
             if unknown[table[name]].any():
                 raise self._fault(SPANS, f"one of episodes {at} to {stop} has a {name} that does not exist")
         return np.repeat(weight > 0, sizes)
@@ -238,7 +239,7 @@ class _ShardCheck:
 
     def _targets(self) -> None:
         table = self._arrays[TARGETS]
-        vocab_size = WIDE if self._metadata is None else self._metadata.vocab_size
+        vocab_size = layout.WIDE if self._metadata is None else self._metadata.vocab_size
         last = -1
         for at in range(0, len(table), EPISODES):
             span, target = table["span"][at : at + EPISODES].astype(np.int64), table["target"][at : at + EPISODES]

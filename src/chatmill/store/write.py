@@ -73,7 +73,8 @@ class SplitWriter:
     def close(self) -> SplitInfo:
         """Complete the last shard and return what was written."""
         self._finish()
-        self._thread.close()
+        self._thread.wait()
+        self._thread.abandon()
         return SplitInfo(tuple(self._done), self._files.table())
 
     def __enter__(self) -> SplitWriter:
@@ -149,10 +150,6 @@ class _WriterThread:
         """Return when all work is done."""
         while self._waiting:
             self._waiting.popleft().result()
-
-    def close(self) -> None:
-        self.wait()
-        self.abandon()
 
     def abandon(self) -> None:
         if self._pool is not None:

@@ -5,14 +5,16 @@ A shape reads the bytes of one record into conversations; files are read elsewhe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
-from chatmill.errors import RecordError
+from chatmill.errors import DataError, RecordError
 from chatmill.records.record import Record, new_record
 from chatmill.records.shapes import instruct, messages, oasst, tool_turns, transcript
-from chatmill.records.shapes.decode import decode, decode_object
-from chatmill.records.shapes.fields import Object, ParsedRecord
+from chatmill.records.shapes.decode import decode, decode_object, decode_text
+from chatmill.records.shapes.fields import Object, ParsedRecord, keys_shown
 
 Shape = Callable[[bytes], list[ParsedRecord]]
 DecodeLines = Callable[[bytes], list[ParsedRecord] | None]
@@ -38,10 +40,13 @@ _READERS: dict[str, Shape] = {
     "primer": _shape(messages.parse_primer, messages.decode_primer),
     "transcript": transcript.from_line,
     "transcript-lines": transcript.from_line,
-    "transcript-stream": transcript.from_stream,
+    "transcript-stream": lambda data: transcript.conversations(decode_text(data)),
 }
 SHAPES = tuple(_READERS)
 """The names of all shapes."""
+_RECORDS = 16
+_UNITS = 1000
+_HINT = f"name it with --shape: {', '.join(SHAPES)}"
 
 _DECODE_LINES: dict[str, DecodeLines] = {"messages": messages.decode_lines}
 """Shapes that can decode many lines at once; most data is of this shape."""
@@ -101,3 +106,89 @@ def _id(data: bytes) -> str | None:
         return None
     name = record.get("id", record.get("message_tree_id"))
     return str(name) if type(name) in (str, int) else None
+
+
+# The shape of a file, from the keys of its first records.
+
+
+def detect(file: str, units: Iterable[tuple[int, bytes]]) -> str:
+    """The one shape that the first records of a file have in common; several or none is an error.
+
+    `primer` is never detected, because all of its records are also `messages`.
+    """
+    possible: set[str] | None = None
+    unknown: Object | None = None
+    seen = 0
+    for line, data in islice(units, _UNITS):
+        record = _value(data)
+        if record is None:
+            continue
+        votes = shapes_of(record)
+        if votes:
+            if possible is not None and not possible & votes:
+                both = " and ".join(" or ".join(sorted(names)) for names in (possible, votes))
+                raise DataError(f"{file}:{line}: records of shape {both} in one file; split it or {_HINT}")
+            possible = votes if possible is None else possible & votes
+        elif isinstance(record, dict):
+            unknown = record if unknown is None else unknown
+        seen += 1
+        if seen == _RECORDS:
+            break
+    if possible is None and unknown is not None:
+        keys = keys_shown(list(unknown)) or "none"
+        raise DataError(f"{file}: no shape is told by records with the keys {keys}; {_HINT}")
+    if possible is None or "messages" in possible:
+        # If no record is an object, every shape reports the same faults.
+        return "messages"
+    if len(possible) > 1:
+        raise DataError(f"{file}: its records can be {' or '.join(sorted(possible))}; {_HINT}")
+    return possible.pop()
+
+
+def shapes_of(record: Any) -> set[str]:
+    """The shapes that a decoded record can have, by its keys; none if they are unknown."""
+    if isinstance(record, str):
+        return {"transcript"} if _has_marker(record) else set()
+    if not isinstance(record, dict):
+        return set()
+    keys = {key for key, value in record.items() if value is not None}
+    shapes = set()
+    if "messages" in keys:
+        shapes |= _chat_shapes(record)
+    if "conversations" in keys:
+        shapes.add("sharegpt")
+    if {"instruction", "output"} <= keys:
+        shapes.add("alpaca")
+    if {"instruction", "response"} <= keys:
+        shapes.add("dolly")
+    if isinstance(record.get("prompt"), dict) or {"message_id", "message_tree_id", "text"} <= keys:
+        shapes.add("oasst1")
+    elif _has_marker(record.get("text")):
+        shapes.add("transcript")
+    return shapes
+
+
+def _chat_shapes(record: Object) -> set[str]:
+    """`messages`, `tool`, or both: they share plain turns and differ in roles and keys."""
+    turns = record["messages"] if isinstance(record["messages"], list) else []
+    turns = [turn for turn in turns if isinstance(turn, dict)]
+    roles = {turn.get("role") for turn in turns if isinstance(turn.get("role"), str)}
+    if record.get("system") is not None or roles & {"assistant_toolcall", "toolresult"}:
+        return {"tool"}
+    if roles - set(tool_turns.TOOL_ROLES) or any(isinstance(turn.get("content"), list) for turn in turns):
+        return {"messages"}
+    return {"messages"} if any(turn.get("tool_calls") for turn in turns) else {"messages", "tool"}
+
+
+def _value(data: bytes) -> Any:
+    """The decoded record, or raw transcript text; None if it cannot be decoded."""
+    if data.lstrip()[:2] == b"<|":
+        return data.decode(errors="replace")
+    try:
+        return decode(data)
+    except (RecordError, RecursionError):
+        return None
+
+
+def _has_marker(text: Any) -> bool:
+    return isinstance(text, str) and any(mark in text for mark in ("<|SYSTEM|>", "<|USER|>", "<|ASSISTANT|>"))

@@ -108,7 +108,7 @@ def _best_path(root: Any, replies: dict[str, list[Object]]) -> list[Message]:
     choice = _undeleted("the prompt", [root])
     while choice:
         owner = f"message {len(path)}"
-        best = min(choice, key=_rank)
+        best = min(choice, key=lambda reply: math.inf if reply.get("rank") is None else reply["rank"])
         path.append(new_message(fields.role(owner, best, "role", _ROLES), fields.text(owner, best, "text")))
         below = replies[best["message_id"]] if replies else best.get("replies") or []
         if type(below) is not list:
@@ -130,8 +130,3 @@ def _undeleted(owner: str, messages: list[Any]) -> list[Object]:
         if type(message.get("rank")) not in (int, float, type(None)):
             raise RecordError(f"{owner} has {named(message['rank'])} as rank", "expected a number", kind="type")
     return [message for message in messages if not message.get("deleted")]
-
-
-def _rank(message: Object) -> float:
-    rank = message.get("rank")
-    return math.inf if rank is None else rank

@@ -36,11 +36,6 @@ def from_line(data: bytes) -> list[ParsedRecord]:
     return records
 
 
-def from_stream(data: bytes) -> list[ParsedRecord]:
-    """The conversation of one piece of a stream, as cut at `<|EOS|>`."""
-    return conversations(decode_text(data))
-
-
 def conversations(text: str) -> list[ParsedRecord]:
     """The conversations of a transcript; those without any span are left out."""
     records: list[ParsedRecord] = []
