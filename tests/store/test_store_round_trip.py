@@ -19,7 +19,8 @@ from store_fixtures import contents, equal, finish, some_rows, write_dataset, wr
 from chatmill.errors import DataError
 from chatmill.rows import EMPTY, NO_FILE, File, Rows, concat
 from chatmill.store import read
-from chatmill.store.read import is_dataset, lower_bound, open_dataset
+from chatmill.store.layout import lower_bound
+from chatmill.store.read import is_dataset, open_dataset
 from chatmill.store.write import CHUNK_TOKENS, SplitWriter
 
 cuts_ = st.lists(st.integers(0, 4), max_size=4)
