@@ -201,14 +201,8 @@ def _write(build: _Build, staged: Sequence[StagedFile], ledger: Ledger) -> Metad
 def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], identity: dict[str, tuple[int, int]]) -> bytes:
     """What an interrupted build must have in common with this one for its units to be used."""
     parts = [(str(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
-    agreed = {
-        "job": job.to_json(),
-        "format": renderer.to_json(),
-        "tokenizer": renderer.tokenizer.sha256,
-        "parts": parts,
-        "files": identity,
-    }
-    return json.dumps(agreed, sort_keys=True).encode()
+    inputs = {"parts": parts, "files": identity, "tokenizer": renderer.tokenizer.sha256}
+    return json.dumps({"job": job.to_json(), "format": renderer.to_json(), **inputs}, sort_keys=True).encode()
 
 
 def _identity(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:

@@ -46,6 +46,8 @@ SEGMENT = np.dtype([("first_span", "<u8"), ("row", "<u8"), ("file", "<u4"), ("li
 TARGET = np.dtype([("span", "<u8"), ("target", "<u4")])
 """Spans that are trained to predict another id, in order of their number within the shard."""
 MASKS = np.dtype("u1")
+COUNTS = {TOKENS: "num_tokens", MASK: "num_tokens", INDEX: "num_episodes", SPANS: "num_spans", ORIGINS: "num_segments"}
+"""The count of a shard that says how many records each of its files has; targets are not counted."""
 
 NARROW = 2**16
 WIDE = 2**32
@@ -71,14 +73,8 @@ def shard_name(number: int) -> str:
 
 def record_dtypes(tokens: DTypeLike) -> dict[str, np.dtype[np.generic]]:
     """The type of one record of every file of a shard."""
-    return {
-        TOKENS: np.dtype(tokens),
-        MASK: MASKS,
-        INDEX: EPISODE,
-        SPANS: STORED_SPAN,
-        ORIGINS: SEGMENT,
-        TARGETS: TARGET,
-    }
+    dtypes = {MASK: MASKS, INDEX: EPISODE, SPANS: STORED_SPAN, ORIGINS: SEGMENT, TARGETS: TARGET}
+    return {TOKENS: np.dtype(tokens), **dtypes}
 
 
 @dataclass(frozen=True)

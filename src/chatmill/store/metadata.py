@@ -191,20 +191,13 @@ def _shard(data: JsonObject, number: int, dtype: np.dtype[Any]) -> ShardInfo:
     # The name is never joined to a path: the path of a shard follows from its number.
     data.equal("name", shard_name(number))
     counts = {field.name: data.count(field.name) for field in fields(ShardInfo) if field.name != "files"}
-    records = {
-        layout.TOKENS: counts["num_tokens"],
-        layout.MASK: counts["num_tokens"],
-        layout.INDEX: counts["num_episodes"],
-        layout.SPANS: counts["num_spans"],
-        layout.ORIGINS: counts["num_segments"],
-    }
     listed = data.table("files")
-    if listed.value.keys() - {TARGETS} != records.keys():
-        raise data.fault("files", sorted(listed.value), f"{', '.join(records)} and perhaps {TARGETS}")
+    if listed.value.keys() - {TARGETS} != layout.COUNTS.keys():
+        raise data.fault("files", sorted(listed.value), f"{', '.join(layout.COUNTS)} and perhaps {TARGETS}")
     files = {name: _file(listed.table(name)) for name in listed.value}
     dtypes = layout.record_dtypes(dtype)
-    for name, count in records.items():
-        if files[name].size != (size := count * dtypes[name].itemsize):
+    for name, count in layout.COUNTS.items():
+        if files[name].size != (size := counts[count] * dtypes[name].itemsize):
             raise listed.table(name).fault("size", files[name].size, f"{size}, as its counts say")
     if TARGETS in files and files[TARGETS].size % dtypes[TARGETS].itemsize:
         raise listed.table(TARGETS).fault("size", files[TARGETS].size, "whole records")

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from chatmill.errors import RecordError, one_line
-from chatmill.records.record import Message, Role, ToolCall, new_message
+from chatmill.records.record import ROLES, Message, Role, ToolCall, new_message
 from chatmill.records.shapes.decode import compact, decode, named
 
 Object = dict[str, Any]
 
+TEXT_ROLES: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Weights are stored as 32-bit floats, in which a larger one is infinite and a smaller one 0.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38

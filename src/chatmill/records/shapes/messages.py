@@ -18,7 +18,6 @@ from chatmill.records.shapes.decode import named
 from chatmill.records.shapes.fields import Object, ParsedRecord, quoted
 
 _ROLES: dict[str, Role] = {role: role for role in ROLES}
-_PRIMER_ROLES: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
 _FIELDS = (
     *("role", "content", "reasoning", "reasoning_content", "thinking", "tool_calls", "name", "tool_call_id"),
     *("weight", "train", "complete", "function_call", "refusal", "audio", "annotations"),
@@ -122,7 +121,7 @@ def parse_primer(record: Object) -> ParsedRecord:
 
 
 def _primer_message(owner: str, turn: Object) -> Message:
-    role, content = fields.role(owner, turn, "role", _PRIMER_ROLES), fields.text(owner, turn, "content")
+    role, content = fields.role(owner, turn, "role", fields.TEXT_ROLES), fields.text(owner, turn, "content")
     fields.only(owner, turn, ("role", "content"))
     return new_message(role, content)
 

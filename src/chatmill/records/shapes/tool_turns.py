@@ -22,13 +22,7 @@ _SHAREGPT_ROLES: dict[str, Role] = {
     "assistant": "assistant",
     "tool": "tool",
 }
-TOOL_ROLES: dict[str, Role] = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "assistant_toolcall": "assistant",
-    "toolresult": "tool",
-}
+TOOL_ROLES: dict[str, Role] = {**fields.TEXT_ROLES, "assistant_toolcall": "assistant", "toolresult": "tool"}
 
 
 def sharegpt(record: Object) -> ParsedRecord:
