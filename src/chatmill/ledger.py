@@ -20,12 +20,12 @@ Bucket = Literal[
 ]
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 # "noted" counts rows that were kept but deserve a look (an answer that was cut); it is not part of the balance.
-RECORDS: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] = (("read",), ("rejected", "rendered"))
-TOKENS: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] = (
-    ("rendered", "repeated", "injected", "padding"),
-    ("stored", "truncated", "dropped"),
+BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
+    ("records", "rows", ("read",), ("rejected", "rendered")),
+    ("rows", "rows", ("rendered", "repeated"), ("stored", "dropped")),
+    ("tokens", "tokens", ("rendered", "repeated", "injected", "padding"), ("stored", "truncated", "dropped")),
 )
-ROWS: tuple[tuple[Bucket, ...], tuple[Bucket, ...]] = (("rendered", "repeated"), ("stored", "dropped"))
+"""What is balanced, the column that counts it, and the buckets whose sums must be equal."""
 
 
 @dataclass
@@ -67,17 +67,12 @@ class Ledger:
 
     def check(self) -> None:
         """Raise unless everything that came in is accounted for."""
-        for what, (sources, uses), column in (
-            ("records", RECORDS, "rows"),
-            ("rows", ROWS, "rows"),
-            ("tokens", TOKENS, "tokens"),
-        ):
+        for what, column, sources, uses in BALANCES:
             left, right = getattr(self.total(*sources), column), getattr(self.total(*uses), column)
             if left != right:
                 raise ChatmillError(
                     f"the ledger does not balance: {' + '.join(sources)} is {left} {what}, "
-                    f"{' + '.join(uses)} is {right}; "
-                    "this is a fault of chatmill, please report it"
+                    f"{' + '.join(uses)} is {right}; this is a fault of chatmill, please report it"
                 )
 
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:

@@ -300,10 +300,7 @@ def as_bytes(table: Table) -> Table:
 def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
     """Set the weight of every span that the ROLE rule decides. Tool results are never trained."""
     role, decided = spans["role"], spans["rule"] == Rule.ROLE
-    if train_on == "all":
-        trained = (role != Role.TOOL) & (role != Role.NONE)
-    else:
-        trained = role == Role.ASSISTANT
+    trained = (role != Role.TOOL) & (role != Role.NONE) if train_on == "all" else role == Role.ASSISTANT
     if train_on == "last" and len(spans):
         # The last of all assistant messages: one that its own flag keeps out is not replaced by an earlier one.
         message = np.where(trained, spans["message"].astype(np.int64), -1)
@@ -416,10 +413,4 @@ def copy_ranges(source: NDArray[Any], start: Index, stop: Index, target: NDArray
         target[at : at + b - a] = source[a:b]
 
 
-EMPTY = Rows(
-    np.empty(0, dtype=np.uint32),
-    np.empty(0, dtype=SPAN),
-    np.zeros(1, dtype=np.int64),
-    np.empty(0, dtype=ORIGIN),
-    np.zeros(1, dtype=np.int64),
-)
+EMPTY = rows_from_mask(np.empty(0, dtype=np.uint32), np.empty(0), np.empty(0, dtype=np.int64))

@@ -19,7 +19,7 @@ import numpy as np
 from chatmill.errors import DataError, one_line
 from chatmill.fit import pack_chat_blocks as pack_chat_blocks
 from chatmill.fit import truncate
-from chatmill.fit.parse_ids import assistant_mask, rows_from_ids, with_mask
+from chatmill.fit.turns import assistant_mask, rows_from_ids, with_mask
 from chatmill.format import ChatFormat, TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.load import IGNORE_INDEX as IGNORE_INDEX
@@ -85,15 +85,7 @@ def sft_loss_mask_for_ids(ids: list[int], *, sys_id: int, usr_id: int, asst_id: 
 
 
 def pack_sft_ids_and_mask(
-    ids: list[int],
-    mask: list[bool],
-    *,
-    S: int,
-    sys_id: int,
-    usr_id: int,
-    asst_id: int,
-    eot_id: int,
-    pad_id: int,
+    ids: list[int], mask: list[bool], *, S: int, sys_id: int, usr_id: int, asst_id: int, eot_id: int, pad_id: int
 ) -> tuple[list[int], list[bool]]:
     """Exactly S ids with their mask: the oldest exchanges are dropped, then tokens from the left, or padding is added.
 
@@ -117,11 +109,7 @@ def pack_sft_ids_and_mask(
 
 
 def collate_sft_batch(
-    packed: list[tuple[list[int], list[bool]]],
-    *,
-    T: int,
-    device: str,
-    ignore_index: int = IGNORE_INDEX,
+    packed: list[tuple[list[int], list[bool]]], *, T: int, device: str, ignore_index: int = IGNORE_INDEX
 ) -> tuple[torch.LongTensor, torch.LongTensor, torch.BoolTensor]:
     """x, y and loss mask, each (B, T); y is `ignore_index` wherever no loss is computed.
 
@@ -192,8 +180,7 @@ class _TextTokenizerAdapter:
 
     def special_token_ids(self) -> Mapping[str, int]:
         ids = self.tokenizer.special_token_ids()
-        missing = [key for key in KEYS if key not in ids]
-        if missing:
+        if missing := [key for key in KEYS if key not in ids]:
             raise DataError(f"the tokenizer has no special token id for {', '.join(missing)}; it needs them all")
         return ids
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from chatmill.errors import DataError
 from chatmill.fit import GatherPlan, cut_blocks, gather, pack_chat_blocks
-from chatmill.fit.parse_ids import rows_from_ids
+from chatmill.fit.turns import rows_from_ids
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError
 from chatmill.fit.gather_plan import OWN_RULE, GatherPlan, gather
-from chatmill.fit.parse_ids import rows_from_ids
-from chatmill.fit.turns import begins_segment
+from chatmill.fit.turns import begins_segment, rows_from_ids
 from chatmill.ledger import Bucket, Ledger
 from chatmill.rows import EMPTY, Index, Part, Role, Rows, Rule, Table, concat, joined, ragged_index, rows_from_mask
 
@@ -102,7 +101,7 @@ def _blocks(
     turns = _turns(rows)
     cuts, stop = _cut(turns, block_size, at, last=last)
     missing = block_size - int(cuts.length[-1]) if len(cuts.length) else 0
-    kept = cuts.first(len(cuts.start) - 1) if missing and remainder == "drop" else cuts
+    kept = _Cuts(*(column[:-1] for column in cuts)) if missing and remainder == "drop" else cuts
     padding = missing if remainder == "pad" else 0
     packed = replace(EMPTY, files=rows.files)
     if len(kept.start):
@@ -161,17 +160,9 @@ def _turns(rows: Rows) -> _BlockTurns:
     conversation = np.maximum.accumulate(np.where(begins[first], number, 0))
     system, answer = role == Role.SYSTEM, role == Role.ASSISTANT
     reset = np.maximum(conversation, latest(system, conversation))
-    return _BlockTurns(
-        start,
-        stop,
-        row_stop,
-        role,
-        closed,
-        system=latest(system & closed, conversation),
-        user=latest(role == Role.USER, reset),
-        left_open=latest(answer & ~closed, reset),
-        of_span=np.cumsum(new) - 1,
-    )
+    whole_system, user = latest(system & closed, conversation), latest(role == Role.USER, reset)
+    left_open, of_span = latest(answer & ~closed, reset), np.cumsum(new) - 1
+    return _BlockTurns(start, stop, row_stop, role, closed, whole_system, user, left_open, of_span)
 
 
 class _Cuts(NamedTuple):
@@ -183,9 +174,6 @@ class _Cuts(NamedTuple):
     user: Index
     length: Index
     """Tokens in the block without padding."""
-
-    def first(self, count: int) -> _Cuts:
-        return _Cuts(*(column[:count] for column in self))
 
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
@@ -218,15 +206,9 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
             at = stop if user_stop[user] <= stop else row_stop[user]
 
     starts, stops, cut = np.array(taken, dtype=np.int64).reshape(-1, 3).T
-    injects = cut >= 0
-    cuts = _Cuts(
-        starts,
-        stops,
-        system=np.where(injects, np.append(system, -1)[cut], -1),
-        user=np.where(injects, np.append(users, -1)[cut], -1),
-        length=stops - starts + np.append(injected, 0)[cut],
-    )
-    return cuts, at
+    # A block that cuts no user turn has the number -1, and so takes what is appended.
+    system, users, injected = np.append(system, -1)[cut], np.append(users, -1)[cut], np.append(injected, 0)[cut]
+    return _Cuts(starts, stops, system, users, stops - starts + injected), at
 
 
 def _weigh(rows: Rows, turns: _BlockTurns, cuts: _Cuts) -> Table:
@@ -276,29 +258,19 @@ def _plan(rows: Rows, turns: _BlockTurns, cuts: _Cuts, padding: int) -> GatherPl
     return GatherPlan(piece_start, piece_stop, np.append(first_piece, len(piece_start)), segment, first, rule)
 
 
-class _TokenRanges(NamedTuple):
-    """Token ranges, cut at the ends of conversations."""
-
-    of_range: Index
-    segment: Index
-    start: Index
-    stop: Index
-
-
-def _pieces(rows: Rows, start: Index, stop: Index) -> _TokenRanges:
+def _pieces(rows: Rows, start: Index, stop: Index) -> tuple[Index, Index, Index, Index]:
+    """Token ranges, cut at the ends of conversations: the range and the segment of each piece, its start and stop."""
     filled = np.flatnonzero(np.diff(rows.segment_start))
     border = np.append(rows.segment_start[filled], len(rows.ids))
     first = np.searchsorted(border, start, side="right") - 1
     count = np.searchsorted(border, stop) - first
     number, of_range = ragged_index(first, count), np.repeat(np.arange(len(start)), count)
     start, stop = np.maximum(border[number], start[of_range]), np.minimum(border[number + 1], stop[of_range])
-    return _TokenRanges(of_range, filled[number], start, stop)
+    return of_range, filled[number], start, stop
 
 
-def _eos_padding(eos: int, length: int) -> Rows | None:
-    """A row of EOS, as padding; None if `length` is 0."""
-    if length == 0:
-        return None
+def _eos_padding(eos: int, length: int) -> Rows:
+    """A row of EOS, as padding."""
     row = rows_from_mask(np.full(length, eos, dtype=np.uint32), np.zeros(length), [length])
     row.spans["part"], row.spans["rule"] = Part.PAD, Rule.PAD
     return row
@@ -320,7 +292,7 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
     for bucket, reason, chosen in counted:
         if np.any(chosen):
             ledger.add(bucket, reason, tokens=int(length[chosen].sum()))
-    pieces = _pieces(rows, kept.start, kept.stop).segment
+    _, pieces, _, _ = _pieces(rows, kept.start, kept.stop)
     # A conversation that began in an earlier block has a row there already.
     entered = int(np.searchsorted(rows.segment_start, at, side="right")) - 1
     before = [entered] if at > rows.segment_start[entered] else []
@@ -339,11 +311,11 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
         ("user_span_over_block", cuts.stop[gap], next_start[gap]),
         ("remainder", cuts.start[not_kept], cuts.stop[not_kept]),
     ):
-        lost = _pieces(rows, start, stop)
-        each = np.arange(len(lost.start) + 1)
-        left_out = gather(rows, GatherPlan(lost.start, lost.stop, each, lost.segment, each))
+        _, segment, start, stop = _pieces(rows, start, stop)
+        each = np.arange(len(segment) + 1)
+        left_out = gather(rows, GatherPlan(start, stop, each, segment, each))
         # A conversation of which nothing is stored is a dropped row; others are truncated, or end with the last block.
-        whole = ~np.isin(lost.segment, stored)
+        whole = ~np.isin(segment, stored)
         dropped = whole | (reason == "remainder")
         sides: tuple[tuple[Bucket, Flags], ...] = (("dropped", dropped), ("truncated", ~dropped))
         for bucket, chosen in sides:

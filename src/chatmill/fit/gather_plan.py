@@ -54,16 +54,11 @@ def gather(source: Rows, plan: GatherPlan, literals: Rows | None = None) -> Rows
         cut["weight"][rule != OWN_RULE] = 0
         cut["rule"] = np.where(rule != OWN_RULE, rule, cut["rule"])
         cut["part"][rule == Rule.INJECTED] = Part.INJECTED
-    known = plan.origin >= 0
-    if known.all():
-        origins = source.origins.take(plan.origin)
-    else:
-        origins = joined([no_origins(1), source.origins]).take(np.where(known, plan.origin + 1, 0))
     return Rows(
         copy_tokens(source.ids, start, stop - start, literals.ids if literals is not None else None),
         cut,
         offsets(counts)[offsets(full)[plan.first_piece]],
-        origins,
+        joined([no_origins(1), source.origins]).take(plan.origin + 1),
         plan.first_segment,
         source.files,
     )

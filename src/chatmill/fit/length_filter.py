@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from chatmill.errors import DataError
-from chatmill.fit.turns import first_of, turns_of
+from chatmill.fit.turns import by_row, turns_of
 from chatmill.rows import Index, Part, Role, Rows
 
 
@@ -33,8 +33,8 @@ def turns_that_fit(rows: Rows, context_length: int) -> tuple[Index, Index]:
     part = np.flatnonzero(begins)
     end = len(turn.start)
     over = np.where(np.add.reduceat(turn_tokens, part) > context_length, part, end)
-    stop = np.minimum(first_of(over, turn.row[part], count, end), first_turn[1:])
-    answer = first_of(np.where(turn.role == Role.ASSISTANT, np.arange(end), end), turn.row, count, end)
+    stop = np.minimum(by_row(np.minimum, over, turn.row[part], count, end), first_turn[1:])
+    answer = by_row(np.minimum, np.where(turn.role == Role.ASSISTANT, np.arange(end), end), turn.row, count, end)
     kept = answer < stop
     tokens = np.append(turn.start, len(rows.ids))[stop] - rows.row_start[:-1]
     return np.where(kept, stop - first_turn[:-1], 0), np.where(kept, tokens, 0)

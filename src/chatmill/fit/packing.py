@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
-from chatmill.fit.gather_plan import GatherPlan, gather
 from chatmill.rows import Index, Rows, offsets, ragged_index
 
 WINDOW = 2**20
@@ -91,17 +90,8 @@ def pack(rows: Rows, capacity: int, *, seed: Seed | None = None, window: int = W
         bins = pack_lengths(lengths[start : start + window], capacity, seed=window_seed)
         order.append(bins.order + start)
         sizes.append(np.diff(bins.first))
-    chosen = np.concatenate(order)
-    segment_count = np.diff(rows.first_segment)[chosen]
-    segments = ragged_index(rows.first_segment[chosen], segment_count)
-    plan = GatherPlan(
-        rows.segment_start[segments],
-        rows.segment_start[segments + 1],
-        np.arange(len(segments) + 1, dtype=np.int64),
-        segments,
-        offsets(segment_count)[offsets(np.concatenate(sizes))],
-    )
-    return gather(rows, plan)
+    moved = rows.take(np.concatenate(order))
+    return replace(moved, first_segment=moved.first_segment[offsets(np.concatenate(sizes))])
 
 
 def _check(lengths: Index, capacity: int) -> None:

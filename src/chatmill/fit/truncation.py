@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError, RecordError
 from chatmill.fit.gather_plan import OWN_RULE, GatherPlan, gather
-from chatmill.fit.turns import first_of, last_of, turns_of
+from chatmill.fit.turns import by_row, turns_of
 from chatmill.ledger import Ledger
 from chatmill.rows import NO_FILE, Index, Rows, Rule, concat, offsets
 
@@ -112,8 +112,7 @@ def truncate_with_sources(
             of_rows = {"rows": int(dropped.sum()), "tokens": int(counted[dropped].sum())}
             ledger.add("dropped", reason, **of_rows, trained=int(counted_trained[dropped].sum()))
             kept &= ~dropped
-    lost = int((counted - size)[kept].sum())
-    if lost:
+    if lost := int((counted - size)[kept].sum()):
         ledger.add("truncated", rule, tokens=lost, trained=int((whole_trained[cut.source] - trained)[kept].sum()))
     more_rows, more_tokens = len(size) - len(rows), int(size.sum()) - len(rows.ids)
     if rule == "windows" and more_rows:
@@ -193,12 +192,12 @@ def _turns(rows: Rows, capacity: int) -> Truncation:
     need = row_stop - row_start - capacity
     fits = exchange & (turn.start - turn.head_stop[turn.row] >= need[turn.row])
     never = np.iinfo(np.int64).max
-    latest = last_of(np.where(exchange, turn.start, -1), turn.row, count)
-    earliest = first_of(np.where(fits, turn.start, never), turn.row, count, never)
+    latest = by_row(np.maximum, np.where(exchange, turn.start, -1), turn.row, count)
+    earliest = by_row(np.minimum, np.where(fits, turn.start, never), turn.row, count, never)
     tail_start = np.where(latest < 0, turn.head_stop, np.minimum(earliest, latest))
     # Turns after the anchor, the last one first.
     can_end = (turn.stop >= anchor_stop[turn.row]) & (head[turn.row] + turn.stop - tail_start[turn.row] <= capacity)
-    tail_stop = np.maximum(last_of(np.where(can_end, turn.stop, -1), turn.row, count), anchor_stop)
+    tail_stop = np.maximum(by_row(np.maximum, np.where(can_end, turn.stop, -1), turn.row, count), anchor_stop)
     tail_stop = np.where(row_stop > row_start, tail_stop, row_stop)
     # Tokens from the left.
     excess = np.maximum(head + tail_stop - tail_start - capacity, 0)

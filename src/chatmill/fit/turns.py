@@ -1,13 +1,16 @@
-"""The turns and exchanges of rows, from the span table, for all rows at once."""
+"""Turns: of rows from their span table, for all rows at once; of plain token ids from their markers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from chatmill.rows import Index, Part, Role, Rows
+from chatmill.errors import DataError
+from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, mask_runs, no_origins, offsets, weigh
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,14 @@ def turns_of(rows: Rows) -> TurnTable:
     row_start, count = rows.row_start[:-1], len(rows)
 
     number = np.arange(len(start))
-    first_turn = first_of(np.where(role == Role.NONE, len(start), number), row, count, len(start))
+    first_turn = by_row(np.minimum, np.where(role == Role.NONE, len(start), number), row, count, len(start))
     is_system = np.append(role, Role.NONE)[first_turn] == Role.SYSTEM
     begins = (role == Role.NONE) & (rows.spans["part"][first_span] == Part.OPEN) & (start == row_start[row])
-    begin_stop = np.maximum(last_of(np.where(begins, stop, -1), row, count), row_start)
+    begin_stop = np.maximum(by_row(np.maximum, np.where(begins, stop, -1), row, count), row_start)
     head_stop = np.where(is_system, np.append(stop, 0)[first_turn], begin_stop)
 
-    anchor = last_of(np.where(role == Role.ASSISTANT, number, -1), row, count)
-    anchor = np.where(anchor >= 0, anchor, last_of(number, row, count))
+    anchor = by_row(np.maximum, np.where(role == Role.ASSISTANT, number, -1), row, count)
+    anchor = np.where(anchor >= 0, anchor, by_row(np.maximum, number, row, count))
     exchange = (role == Role.USER) | (start == head_stop[row])
     exchange &= start >= head_stop[row]
     return TurnTable(start, stop, row, role, exchange, head_stop, anchor)
@@ -63,15 +66,90 @@ def begins_segment(rows: Rows) -> NDArray[np.bool_]:
     return begins
 
 
-def first_of(values: Index, row: Index, rows: int, default: int) -> Index:
-    """The smallest value of each row."""
+def by_row(reduce: np.ufunc, values: Index, row: Index, rows: int, default: int = -1) -> Index:
+    """The values of each row reduced to one: np.minimum gives the first of ascending values, np.maximum the last."""
     out = np.full(rows, default, dtype=np.int64)
-    np.minimum.at(out, row, values)
+    reduce.at(out, row, values)
     return out
 
 
-def last_of(values: Index, row: Index, rows: int) -> Index:
-    """The largest value of each row, or -1."""
-    out = np.full(rows, -1, dtype=np.int64)
-    np.maximum.at(out, row, values)
-    return out
+# For callers that have ids instead of conversations.
+
+
+def rows_from_ids(
+    documents: Sequence[Sequence[int]], *, openers: Mapping[Role, int], close: int, eos: int | None = None
+) -> Rows:
+    """Make one row of each document, as rendering would: a turn runs from its marker through the first `close`.
+
+        U u E A a EOS b   ->   U|u|E A|a EOS   b EOS
+                               user  asst      outside of every turn
+
+    Another marker ends a turn without closing it. With `eos`, each document gets one at its end, and every EOS ends a
+    turn and a segment; without, a document is one segment.
+    """
+    ends_with: tuple[int, ...] = () if eos is None else (eos,)
+    if len({*openers.values(), close, *ends_with}) < len(openers) + 1 + len(ends_with):
+        raise DataError("two of the markers have the same id; each needs its own")
+    wide = np.fromiter(chain.from_iterable(chain(document, ends_with) for document in documents), dtype=np.int64)
+    if np.any((wide < 0) | (wide >= 2**32)):
+        raise DataError("token ids must be whole numbers from 0 to 4294967295")
+    tokens, size = wide.astype(np.uint32), len(wide)
+    row_start = offsets(np.array([len(document) + len(ends_with) for document in documents], dtype=np.int64))
+
+    role_at = np.full(size, Role.NONE, dtype=np.uint8)
+    for role, opener in openers.items():
+        role_at[wide == opener] = role
+    opens = np.flatnonzero(role_at != Role.NONE)
+    ends = np.flatnonzero(wide == eos) if eos is not None else np.empty(0, dtype=np.int64)
+    segment_start = row_start if eos is None else np.append(0, ends + 1)
+    breaks = np.unique(np.concatenate([opens, ends, segment_start]))
+    limit = np.append(breaks, size)[np.searchsorted(breaks, opens, side="right")]
+    closes = np.append(np.flatnonzero(wide == close), size)
+    first_close = closes[np.searchsorted(closes, opens)]
+    closed = first_close < limit
+    stops = np.where(closed, first_close + 1, limit)
+    closes = first_close[closed]
+
+    border = np.zeros(size + 1, dtype=bool)
+    for at in (segment_start, opens, opens + 1, closes, stops, ends):
+        border[at] = True
+    start = np.flatnonzero(border[:-1])
+    turn = np.searchsorted(opens, start, side="right") - 1
+    inside = (turn >= 0) & (start < np.append(stops, 0)[turn])
+    part_at = np.full(size, Part.CONTENT, dtype=np.uint8)
+    part_at[opens], part_at[closes], part_at[ends] = Part.OPEN, Part.CLOSE, Part.EOS
+
+    first_span = np.searchsorted(start, segment_start)
+    spans = np.zeros(len(start), dtype=SPAN)
+    spans["length"] = np.diff(np.append(start, size))
+    spans["target"] = OWN_ID
+    spans["role"] = np.where(inside, np.append(role_at[opens], Role.NONE)[turn], Role.NONE)
+    spans["part"] = part_at[start]
+    spans["rule"] = np.where(spans["part"] == Part.EOS, Rule.HEADER, Rule.ROLE)
+    # Turns and runs outside of turns count as messages; EOS belongs to the last one, as in a rendered row.
+    unit = np.cumsum((spans["part"] == Part.OPEN) | (~inside & (spans["part"] != Part.EOS)))
+    before = np.append(0, unit)[first_span[:-1]]
+    spans["message"] = np.maximum(unit - np.repeat(before, np.diff(first_span)) - 1, 0)
+    weigh(spans, first_span, "assistant")
+    origins = no_origins(len(segment_start) - 1)
+    return Rows(tokens, spans, first_span, origins, np.searchsorted(segment_start, row_start))
+
+
+def with_mask(rows: Rows, mask: ArrayLike) -> Rows:
+    """Replace the weights of rows by a mask; spans are split where it changes."""
+    trained = np.asarray(mask, dtype=bool)
+    start = mask_runs(trained, rows.span_start)
+    spans = rows.spans.take(np.searchsorted(rows.span_start, start[:-1], side="right") - 1)
+    spans["length"], spans["weight"], spans["rule"] = np.diff(start), trained[start[:-1]], Rule.GIVEN
+    return replace(rows, spans=spans, first_span=np.searchsorted(start, rows.segment_start))
+
+
+def assistant_mask(ids: ArrayLike, *, assistant: int, close: int) -> NDArray[np.bool_]:
+    """True from after each `assistant` token through the next `close`, whatever is between them."""
+    tokens = np.asarray(ids, dtype=np.int64)
+    place = np.arange(1, len(tokens) + 1)
+    opened = np.maximum.accumulate(np.where(tokens == assistant, place, 0))
+    closed = np.maximum.accumulate(np.where(tokens == close, place, 0))
+    closed_before = np.append(0, closed[:-1])[: len(tokens)]
+    mask: NDArray[np.bool_] = (opened > closed_before) & (tokens != assistant)
+    return mask
