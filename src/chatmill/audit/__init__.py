@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from chatmill._exports import lazy_exports as _lazy_exports
 
 if _TYPE_CHECKING:
-    from chatmill.audit.heads import checkpoint_heads as checkpoint_heads
     from chatmill.audit.log import AuditError as AuditError
     from chatmill.audit.log import AuditLog as AuditLog
     from chatmill.audit.log import LogLine as LogLine
     from chatmill.audit.log import TornLine as TornLine
+    from chatmill.audit.log import checkpoint_heads as checkpoint_heads
     from chatmill.audit.log import parse_line as parse_line
     from chatmill.audit.log import read_log as read_log
     from chatmill.audit.log import write_line as write_line
-    from chatmill.audit.recompute import MismatchError as MismatchError
-    from chatmill.audit.recompute import ReplayedStep as ReplayedStep
-    from chatmill.audit.recompute import replay_step as replay_step
     from chatmill.audit.recorder import Audit as Audit
     from chatmill.audit.verify import AuditResult as AuditResult
+    from chatmill.audit.verify import MismatchError as MismatchError
+    from chatmill.audit.verify import ReplayedStep as ReplayedStep
+    from chatmill.audit.verify import replay_step as replay_step
     from chatmill.audit.verify import verify_log as verify_log
 
 __all__, __getattr__, __dir__ = _lazy_exports(__name__)

@@ -12,10 +12,11 @@ import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,11 @@ class AuditLog:
     """A log that this process alone appends to. An error while writing stops the run."""
 
     def __init__(self, path: Path, fd: int, *, head: str, clock: Clock) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            files.disk.close(fd)
+            raise AuditError(f"{path}: another run writes this log; give this one a folder of its own") from None
         self.path = path
         self.head = head
         """The hash of the last line, which stands for all lines before it."""
@@ -156,15 +162,13 @@ class AuditLog:
         stamp = clock().astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
         try:
             files.make_folder(place)
-            for number in range(1000):
-                path = place / (f"audit_{stamp}.log" if number == 0 else f"audit_{stamp}_{number}.log")
-                if not path.exists():
-                    break
+            names = (f"audit_{stamp}{f'_{number}' if number else ''}.log" for number in count())
+            path = next(place / name for name in names if not (place / name).exists())
             fd = files.disk.create(path)
             files.disk.sync(place)
         except OSError as error:
             raise AuditError(f"{place}: the audit log cannot be made there ({error.strerror})") from None
-        return cls._locked(path, fd, START, clock)
+        return cls(path, fd, head=START, clock=clock)
 
     @classmethod
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
@@ -179,7 +183,7 @@ class AuditLog:
             raise AuditError(
                 f"{place}: the audit log cannot be continued ({error.strerror}); put it back beside its checkpoint"
             ) from None
-        log = cls._locked(place, fd, head, clock)
+        log = cls(place, fd, head=head, clock=clock)
         try:
             fields = log._continue()
         except BaseException:
@@ -189,14 +193,11 @@ class AuditLog:
 
     def _continue(self) -> dict[str, Any]:
         """Find the line of `head`. What follows the last line is torn, unless only the line break is missing."""
-        lines: list[LogLine] = []
+        everything = read_log(self.path)
+        lines = [line for line in everything if isinstance(line, LogLine)]
         torn: list[TornLine] = []
-        for line in read_log(self.path):
-            if isinstance(line, LogLine):
-                lines.append(line)
-                torn = []
-            else:
-                torn.append(line)
+        for line in everything:
+            torn = [] if isinstance(line, LogLine) else [*torn, line]
         at = next((number for number, line in enumerate(lines) if line.sha256 == self.head), None)
         if at is None:
             raise AuditError(
@@ -208,15 +209,6 @@ class AuditLog:
         fields = {"head": self.head, "abandoned": len(lines) - 1 - at, **(torn_fields(torn) if torn else {})}
         self.head = lines[-1].sha256
         return fields
-
-    @classmethod
-    def _locked(cls, path: Path, fd: int, head: str, clock: Clock) -> AuditLog:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            files.disk.close(fd)
-            raise AuditError(f"{path}: another run writes this log; give this one a folder of its own") from None
-        return cls(path, fd, head=head, clock=clock)
 
     def add(self, action: str, fields: Mapping[str, Any], *, durable: bool = False) -> str:
         """Write a line and return its hash, the new head. `durable` lines are synced to disk."""
@@ -251,3 +243,31 @@ def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
     except DataError:
         return None
     return line if line.previous == last.sha256 else None
+
+
+# The heads that checkpoints keep: a log must contain them.
+
+
+def checkpoint_heads(path: Path, log: Path) -> dict[str, str]:
+    """The heads of this log in a checkpoint, or in the JSON file of its state, by the file that holds them."""
+    heads: dict[str, str] = {}
+    for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+        try:
+            state = json.loads(file.read_bytes())
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror}); expected the state of a checkpoint") from None
+        except (ValueError, RecursionError):
+            continue
+        heads |= {str(file): kept["head"] for kept in _log_states(state) if kept["log"] == log.name}
+    if not heads:
+        raise DataError(f"{path}: keeps no head of {log.name}; expected the state of a checkpoint of that run")
+    return heads
+
+
+def _log_states(value: Any) -> Iterator[dict[str, str]]:
+    """Every state of an audit log in a JSON value."""
+    if isinstance(value, dict) and isinstance(value.get("log"), str) and isinstance(value.get("head"), str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _log_states(each)

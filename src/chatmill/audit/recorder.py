@@ -23,12 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.audit.log import AuditError, AuditLog, Clock, now
-from chatmill.load.config import LoadConfig
+from chatmill.load.config import LoadConfig, order_sha256
 from chatmill.load.mix import shares
 from chatmill.load.order import effective_seed
-from chatmill.load.plan import Cursor, LoadPlan, PlannedStep
-from chatmill.load.source import DataSource
-from chatmill.load.state import order_sha256
+from chatmill.load.plan import Cursor, LoadPlan, PlannedStep, datasets_hash
 
 if TYPE_CHECKING:
     from chatmill.load.loader import EpisodeLoader
@@ -40,6 +38,8 @@ SHOWN = 10
 Numbers = NDArray[np.int64]
 Reduce = Callable[[Numbers], Numbers]
 """Sums an array over all ranks (all-reduce)."""
+BatchSum = tuple[NDArray[np.uint64] | None, Numbers | None]
+"""The digest of a batch, and what each source contributed to it."""
 
 
 class Audit:
@@ -68,10 +68,9 @@ class Audit:
         """The cursor at which the next batch must begin."""
         self._log: AuditLog | None = None
         self._plan: LoadPlan | None = None
-        self._world = 1
         self._pending: list[PlannedStep] = []
-        self._digest = np.zeros(2, dtype=np.uint64)
-        self._source_counts: Numbers | None = None
+        self._batches: list[BatchSum] = []
+        """The digest and the counts of each pending step."""
         self._total: dict[str, int] = {} if self._state is None else dict(self._state["given"])
 
     @property
@@ -84,7 +83,7 @@ class Audit:
     def loaded(self, loader: EpisodeLoader) -> None:
         if self._plan is not None:
             raise AuditError("one audit log is for one loader; make another Audit")
-        self._plan, self._world = loader.plan(loader.split), loader.world_size
+        self._plan = loader.plan(loader.split)
         if loader.rank != 0:
             return
         if self._state is None:
@@ -93,10 +92,10 @@ class Audit:
             path = self._folder / self._state["log"]
             self._log, fields = AuditLog.reopen(path, head=self._state["head"], clock=self._clock)
             self._log.add("resume", {**fields, **self._at._asdict()}, durable=True)
-        ranks = "all" if self._reduce is not None or self._world == 1 else "0"
-        covered = {"world_size": self._world, "ranks": ranks, "digest_steps": self._every}
-        loaded = dataset_fields(loader.sources, self._plan, loader.splits)
-        self._log.add("dataset_load", {**loaded, "dataset": str(loader.dataset_dir), **covered}, durable=True)
+        ranks = "all" if self._reduce is not None or loader.world_size == 1 else "0"
+        covered = {"world_size": loader.world_size, "ranks": ranks, "digest_steps": self._every}
+        loaded = {**dataset_fields(self._plan), "dataset": str(loader.dataset_dir), **covered}
+        self._log.add("dataset_load", loaded, durable=True)
 
     def epoch_started(self, plan: LoadPlan, epoch: int) -> None:
         if plan is self._plan:
@@ -113,9 +112,7 @@ class Audit:
                 "give Audit the state that was saved with that of the loader"
             )
         self._pending.append(step)
-        self._digest = self._digest + digest
-        if source_counts is not None:
-            self._source_counts = source_counts + (0 if self._source_counts is None else self._source_counts)
+        self._batches.append((digest, source_counts))
         self._at = step.after
         if len(self._pending) >= self._every or step.ends_epoch:
             self._flush()
@@ -150,7 +147,7 @@ class Audit:
     def _flush(self) -> None:
         if not self._pending:
             return
-        plan, digest, counts = self._plan, self._digest, self._source_counts
+        plan, (digest, counts) = self._plan, sum_batches(self._batches)
         assert plan is not None
         if self._reduce is not None:
             digest = self._reduce(digest.view(np.int64)).view(np.uint64)
@@ -158,7 +155,7 @@ class Audit:
         self._write("steps", steps_fields(plan, self._pending, digest, counts))
         if counts is not None:
             self._total = add_counts(self._total, plan, counts)
-        self._pending, self._digest, self._source_counts = [], np.zeros(2, dtype=np.uint64), None
+        self._pending, self._batches = [], []
 
     def _write_mix(self) -> None:
         if self._total:
@@ -184,21 +181,24 @@ def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
 # The fields of each line, as functions of the plan: used to write the log and to verify it.
 
 
-def dataset_fields(sources: Sequence[DataSource], plan: LoadPlan, splits: Sequence[str]) -> dict[str, Any]:
+def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     """The dataset, the config, and everything that decides the order."""
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
+
+    def count(split: str) -> int:
+        sources = plan.sources
+        return sum(len(each.episodes(split)) for each in sources) if all(split in each for each in sources) else 0
+
     return {
         "epoch_seed": plan.config.epoch_seed,
         "epoch_shuffle": plan.config.epoch_shuffle,
-        **{
-            f"num_{name}_episodes": sum(len(source.episodes(name)) for source in sources) if name in splits else 0
-            for name in ("train", "val")
-        },
+        "num_train_episodes": count("train"),
+        "num_val_episodes": count("val"),
         "num_episodes": plan.num_eligible,
         "num_skipped": len(plan.skipped),
         "split": plan.split,
         "order": plan.order.name,
-        "dataset_sha256": plan.sha256,
+        "dataset_sha256": datasets_hash(plan.sources),
         "config_sha256": order_sha256(plan.config.order_part()),
         "config": config,
     }
@@ -244,6 +244,13 @@ def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
         "requested": {name: round(float(share), 6) for name, share in shares(plan.config.mix_sft or {}).items()},
         "realised": {name: round(amount / everything, 6) for name, amount in total.items()},
     }
+
+
+def sum_batches(batches: Sequence[BatchSum]) -> tuple[NDArray[np.uint64], Numbers | None]:
+    """The sum of the digests of some batches, modulo 2^64, and of what each source contributed to them."""
+    digest = np.array([digest for digest, _ in batches], dtype=np.uint64).sum(axis=0)
+    counts = [counts for _, counts in batches if counts is not None]
+    return digest, np.sum(counts, axis=0) if counts else None
 
 
 def add_counts(total: Mapping[str, int], plan: LoadPlan, counts: Numbers) -> dict[str, int]:

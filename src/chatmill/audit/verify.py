@@ -1,19 +1,34 @@
-"""Verify an audit log: recompute every line from the dataset, and compare."""
+"""Verify an audit log: recompute every line from the dataset, and compare. Replay the batch of a step."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from chatmill.audit.log import START, LogLine, TornLine, read_log, torn_fields
-from chatmill.audit.recompute import LoggedRun, MismatchError, compare, load_run, recompute, whole_number
-from chatmill.audit.recorder import add_counts, complete_fields, drop_fields, mix_fields, start_fields, steps_fields
-from chatmill.errors import ChatmillError, one_line
-from chatmill.load.plan import Cursor
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.audit import recorder
+from chatmill.audit.log import START, LogLine, TornLine, as_text, read_log, torn_fields
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.load.batch import Batch
+from chatmill.load.batch_builder import BatchBuilder
+from chatmill.load.config import LoadConfig
+from chatmill.load.plan import Cursor, LoadPlan, PlannedStep
+from chatmill.load.source import open_sources
+from chatmill.rows import Index
 from chatmill.store.primer_cache import PrimerCache, verify_cache
 from chatmill.store.verify import verify_dataset
+
+DIGITS = 12
+"""The most digits of a number of steps, windows or rows in a log."""
+
+
+class MismatchError(DataError):
+    """A line differs from what the dataset gives."""
 
 
 @dataclass
@@ -48,20 +63,18 @@ def verify_log(
     """
     place = Path(log)
     lines = read_log(place)
-    checker = _Checker(dataset, progress)
     result = AuditResult(len(lines))
-    result.fault = _first_fault(place, lines, checker, result)
-    result.steps = checker.steps
+    checker = _Checker(dataset, progress, result)
+    result.fault = _first_fault(place, lines, checker)
     if result.fault is None:
         result.fault, result.unanchored = _check_heads(place, lines, heads or {})
     result.fault = result.fault or checker.changed_file()
     return result
 
 
-def _first_fault(
-    place: Path, lines: Sequence[LogLine | TornLine], checker: _Checker, result: AuditResult
-) -> str | None:
+def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Checker) -> str | None:
     torn: list[TornLine] = []
+    result = checker.result
     for number, line in enumerate(lines, start=1):
         if isinstance(line, TornLine):
             torn.append(line)
@@ -69,7 +82,7 @@ def _first_fault(
         if torn and line.action != "resume":
             return f"{place}:{number - len(torn)}: {torn[0].why}"
         try:
-            result.abandoned += checker.check(line, torn)
+            checker.check(line, torn)
         except ChatmillError as error:
             return f"{place}:{number}: {error}"
         result.torn += range(number - len(torn), number)
@@ -106,8 +119,8 @@ class _LoggedState(NamedTuple):
 class _Checker:
     """Follows a run line by line; raises `MismatchError` for a line that differs from what the dataset gives."""
 
-    def __init__(self, dataset: str | Path | None, progress: Callable[[int], None] | None) -> None:
-        self._dataset, self._progress = dataset, progress
+    def __init__(self, dataset: str | Path | None, progress: Callable[[int], None] | None, result: AuditResult) -> None:
+        self._dataset, self._progress, self.result = dataset, progress, result
         self._run: LoggedRun | None = None
         self._state = _LoggedState()
         self._due: list[tuple[str, dict[str, Any]]] = [("dataset_load", {})]
@@ -115,17 +128,15 @@ class _Checker:
         self._checkpoints: dict[str, tuple[int, _LoggedState]] = {}
         self._last = START
         self.lines = 0
-        self.steps = 0
 
-    def check(self, line: LogLine, torn: Sequence[TornLine]) -> int:
-        """Check the next line; returns the number of lines that it abandons."""
+    def check(self, line: LogLine, torn: Sequence[TornLine]) -> None:
+        """Check the next line, and count in the result what it says."""
         if line.previous != self._last:
             raise MismatchError(
                 f"names {line.previous[:12]}… as the hash of the line before, which is {self._last[:12]}…"
             )
-        abandoned = 0
         if line.action == "resume":
-            abandoned = self._resume(line, torn)
+            self._resume(line, torn)
         elif not self._due:
             self._follow(line)
         else:
@@ -142,7 +153,6 @@ class _Checker:
         self._last = line.sha256
         if line.action == "checkpoint":
             self._checkpoints[line.sha256] = self.lines, self._state
-        return abandoned
 
     def changed_file(self) -> str | None:
         """A file of the dataset that does not match its metadata; finds changes in rows that no step had."""
@@ -152,7 +162,7 @@ class _Checker:
                 return fault
         return None
 
-    def _resume(self, line: LogLine, torn: Sequence[TornLine]) -> int:
+    def _resume(self, line: LogLine, torn: Sequence[TornLine]) -> None:
         head = line.fields.get("head", "")
         if head not in self._checkpoints:
             raise MismatchError(f"goes on from {one_line(head, 12)}, which is no checkpoint before it")
@@ -161,7 +171,7 @@ class _Checker:
         fields = {"head": head, "abandoned": abandoned, **self._state.at._asdict()}
         compare(line, fields | (torn_fields(torn) if torn else {}))
         self._due = [("dataset_load", {})]
-        return abandoned
+        self.result.abandoned += abandoned
 
     def _follow(self, line: LogLine) -> None:
         assert self._run is not None
@@ -171,14 +181,14 @@ class _Checker:
                 raise MismatchError(
                     f"begins epoch {one_line(line.fields.get('epoch', ''))} in the middle of {at.epoch}"
                 )
-            compare(line, start_fields(plan, at.epoch))
+            compare(line, recorder.start_fields(plan, at.epoch))
             self._state = self._state._replace(started=True)
         elif line.action == "steps":
             self._steps(line, self._run)
         elif line.action == "checkpoint":
             compare(line, at._asdict())
         elif line.action == "mix" and total:
-            compare(line, mix_fields(plan, total))
+            compare(line, recorder.mix_fields(plan, total))
         else:
             raise MismatchError(f"is {one_line(line.action)}, which cannot come here")
 
@@ -189,16 +199,150 @@ class _Checker:
             raise MismatchError(f"holds steps {first} to {stop}; expected at most {run.every} from {at.step} on")
         if plan.step(at).begins_epoch and not started:
             raise MismatchError(f"holds steps of epoch {at.epoch}, which no line begins")
-        recomputed = recompute(run, at, stop)
+        steps, digest, counts = recompute(run, at, stop)
         if self._progress is not None:
-            self._progress(len(recomputed.steps))
-        compare(line, steps_fields(plan, *recomputed))
-        last = recomputed.steps[-1]
-        self.steps += len(recomputed.steps)
-        if recomputed.source_counts is not None:
-            total = add_counts(total, plan, recomputed.source_counts)
+            self._progress(len(steps))
+        compare(line, recorder.steps_fields(plan, steps, digest, counts))
+        last = steps[-1]
+        self.result.steps += len(steps)
+        if counts is not None:
+            total = recorder.add_counts(total, plan, counts)
         self._state = _LoggedState(last.after, started and not last.ends_epoch, total)
         if last.ends_epoch:
             epoch = last.at.epoch
-            self._due = [("drop_last", drop_fields(epoch, last))] if len(last.dropped) else []
-            self._due.append(("epoch_complete", complete_fields(plan, epoch, last)))
+            self._due = [("drop_last", recorder.drop_fields(epoch, last))] if len(last.dropped) else []
+            self._due.append(("epoch_complete", recorder.complete_fields(plan, epoch, last)))
+
+
+# Recomputing what a log should say.
+
+
+class LoggedRun(NamedTuple):
+    """The run that a dataset_load line begins."""
+
+    plan: LoadPlan
+    every: int
+    """The most steps that one digest covers."""
+    rows: int | None
+    """Rows of a step that digests cover: those of rank 0, or None for all."""
+    fields: Mapping[str, str]
+
+
+def load_run(line: LogLine, dataset: str | Path | None) -> LoggedRun:
+    """Open the dataset of a dataset_load line, and check the line against it."""
+    try:
+        values = json.loads(line.fields.get("config", ""))
+    except (ValueError, RecursionError) as error:
+        raise MismatchError(f"config cannot be read ({one_line(str(error))})") from None
+    if not isinstance(values, dict):
+        raise MismatchError("config cannot be read; expected a JSON object")
+    config = LoadConfig.from_mapping(values)
+    every, world = whole_number(line, "digest_steps", 1), whole_number(line, "world_size", 1)
+    if config.batch_size % world:
+        raise MismatchError(
+            f"{line.action} says world_size {world}; expected a divisor of batch_size {config.batch_size}"
+        )
+    sources, config = open_sources(dataset or line.fields.get("dataset", ""), config)
+    plan = LoadPlan(sources, config, line.fields.get("split", ""))
+    unchecked = {name: line.fields.get(name, "") for name in ("dataset", "world_size", "ranks", "digest_steps")}
+    compare(line, {**recorder.dataset_fields(plan), **unchecked})
+    return LoggedRun(plan, every, None if unchecked["ranks"] == "all" else config.batch_size // world, line.fields)
+
+
+def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep], NDArray[np.uint64], Index | None]:
+    """Build the batches from a cursor up to a step, as the run did.
+
+    Returns the steps, the digest of the rows that the log covers, and the counts of each source.
+    """
+    steps: list[PlannedStep] = []
+    for step in run.plan.steps(at):
+        steps.append(step)
+        if step.after.step >= stop:
+            break
+        if step.ends_epoch:
+            raise MismatchError(f"holds steps up to {stop}, and the epoch ends with step {step.at.step}")
+    builder = BatchBuilder(run.plan, 0, run.plan.config.batch_size if run.rows is None else run.rows, has_listener=True)
+    batches = [(item.digest, item.source_counts) for item in builder.batches(iter(steps))]
+    return steps, *recorder.sum_batches(batches)
+
+
+def compare(line: LogLine, expected: Mapping[str, Any]) -> None:
+    """Raise for the first field that differs, is missing, or should not be there."""
+    for name, value in expected.items():
+        if name not in line.fields:
+            raise MismatchError(f"{line.action} has no {name}")
+        logged, right = line.fields[name], as_text(value)
+        if logged != right:
+            raise MismatchError(f"{line.action} says {name} {one_line(logged)}; the dataset gives {one_line(right)}")
+    for name in line.fields:
+        if name not in expected:
+            raise MismatchError(f"{line.action} has a field {name}, which is not its own")
+
+
+def whole_number(line: LogLine, name: str, least: int) -> int:
+    """The number in a field, which must be at least `least`."""
+    text = line.fields.get(name, "")
+    if not text.isascii() or not text.isdigit() or len(text) > DIGITS or int(text) < least:
+        raise MismatchError(f"{line.action} says {name} {one_line(text)}; expected a whole number from {least} on")
+    return int(text)
+
+
+# Replay: the exact batch of a step.
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step of a run with its batch, and the number of the log line that covers it."""
+
+    plan: LoadPlan
+    step: PlannedStep
+    batch: Batch
+    line: int
+
+
+def replay_step(log: str | Path, step: int, dataset: str | Path | None = None) -> ReplayedStep:
+    """Rebuild the global batch of a step, from the dataset that the log names or from `dataset`.
+
+    The rows must have the digest that was logged: `DataError` if not.
+
+        replay_step("logs/audit/audit_20260103T164419Z.log", step=7).batch
+    """
+    place = Path(log)
+    loaded: LogLine | None = None
+    covered = 0
+    for number, line in _current_lines(place):
+        loaded = line if line.action == "dataset_load" else loaded
+        if line.action != "steps" or loaded is None:
+            continue
+        try:
+            first, stop = whole_number(line, "first_step", 0), whole_number(line, "stop_step", 1)
+            covered = max(covered, stop)
+            if not first <= step < stop:
+                continue
+            run = load_run(loaded, dataset)
+            if stop > first + run.every:
+                raise MismatchError(f"holds steps {first} to {stop}; expected at most {run.every}")
+            at = Cursor(first, *(whole_number(line, name, 0) for name in ("epoch", "window", "row")))
+            run.plan.check(at)
+            steps, digest, counts = recompute(run, at, stop)
+            compare(line, recorder.steps_fields(run.plan, steps, digest, counts))
+        except ChatmillError as error:
+            raise DataError(f"{place}:{number}: {error}") from None
+        planned = next(each for each in steps if each.at.step == step)
+        builder = BatchBuilder(run.plan, 0, run.plan.config.batch_size)
+        return ReplayedStep(run.plan, planned, next(builder.batches(iter([planned]))).batch, number)
+    raise UsageError(f"{place}: step {step} is not in it; expected one below {covered}")
+
+
+def _current_lines(log: Path) -> list[tuple[int, LogLine]]:
+    """The lines that no resumed run abandoned, with their numbers."""
+    kept: list[tuple[int, LogLine]] = []
+    for number, line in enumerate(read_log(log), start=1):
+        if not isinstance(line, LogLine):
+            continue
+        if line.action == "resume":
+            heads = [each.sha256 for _, each in kept]
+            head = line.fields.get("head", "")
+            kept = kept[: heads.index(head) + 1] if head in heads else kept
+        kept.append((number, line))
+    return kept

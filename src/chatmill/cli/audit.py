@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from chatmill.audit import replay_step, verify_log
-from chatmill.audit.heads import checkpoint_heads
+from chatmill.audit.log import checkpoint_heads
 from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json
 from chatmill.errors import one_line
 from chatmill.show.order_view import replay_tokenizer, replayed_rows

@@ -8,7 +8,7 @@
     DataSource, open_sources          the datasets that a run reads
 
 How a batch is made: `order` and `mix` give the episodes of an epoch, `plan` arranges them into rows and steps, `read`
-finds their tokens and spans, `row_table` shifts and fills the arrays, and `loader` returns them. Names are imported
+finds their tokens and spans, `batch` shifts and fills the arrays, and `loader` returns them. Names are imported
 when they are first used: the loader imports torch if it is installed.
 """
 
@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
     from chatmill.load.batch import IGNORE_INDEX as IGNORE_INDEX
     from chatmill.load.batch import Batch as Batch
     from chatmill.load.batch import BatchCounts as BatchCounts
+    from chatmill.load.batch import collate as collate
     from chatmill.load.config import LoadConfig as LoadConfig
     from chatmill.load.loader import EpisodeLoader as EpisodeLoader
     from chatmill.load.mix import MIX_SFT as MIX_SFT
@@ -33,7 +34,6 @@ if _TYPE_CHECKING:
     from chatmill.load.plan import Cursor as Cursor
     from chatmill.load.plan import LoadPlan as LoadPlan
     from chatmill.load.plan import PlannedStep as PlannedStep
-    from chatmill.load.row_table import collate as collate
     from chatmill.load.source import DataSource as DataSource
     from chatmill.load.source import open_sources as open_sources
 

@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, UsageError
-from chatmill.load.batch import Batch, BatchCounts, row_digests
+from chatmill.load.batch import Batch, BatchCounts, RowTable, row_digests
 from chatmill.load.plan import LoadPlan, PlannedStep, Window, join, pad_rows
-from chatmill.load.row_table import BatchArrays, RowTable
-from chatmill.rows import Index, offsets
+from chatmill.rows import Index
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 19, 1 << 15
 """Positions of x that are looked up together, and that are copied together as one chunk; one batch at least."""
@@ -73,9 +72,10 @@ class BatchBuilder:
         per_chunk = max(1, CHUNK_POSITIONS // positions)
         for group in _groups(steps, per_lookup):
             parts = [step.rows(self.rank * size, (self.rank + 1) * size) for step in group]
+            rows = join([pad_rows(part, size) for part in parts])
             table = RowTable(
-                self.plan.reader,
-                *join([pad_rows(part, size) for part in parts]),
+                self.plan.reader.last_tokens(rows.episodes, self.plan.capacity),
+                *rows,
                 block_size=config.block_size,
                 pad_token_id=self.plan.pad_token_id,
                 use_loss_mask=config.use_loss_mask,
@@ -87,40 +87,43 @@ class BatchBuilder:
                 yield self._ready(group[chunk], parts[chunk], counts[chunk], arrays)
 
     def _ready(
-        self, steps: list[PlannedStep], parts: list[Window], counts: list[BatchCounts], arrays: BatchArrays
+        self, steps: list[PlannedStep], parts: list[Window], counts: list[BatchCounts], batch: Batch
     ) -> list[ReadyBatch]:
+        num_segments = (batch.episode_ids >= 0).sum(axis=1).reshape(len(steps), self.num_rows)
+        widths = num_segments.max(axis=1, initial=1).tolist()
         digests: list[NDArray[np.uint64] | None] = [None] * len(steps)
         source_counts: list[Index | None] = [None] * len(steps)
         if self.has_listener:
-            for number, batch in enumerate(arrays.split(self.num_rows)):
-                rows = row_digests(batch, step=steps[number].at.step, first_row=self.rank * self.num_rows)
+            for number, single in enumerate(_split(batch, widths)):
+                rows = row_digests(single, step=steps[number].at.step, first_row=self.rank * self.num_rows)
                 digests[number] = rows.sum(axis=0, dtype=np.uint64)
-                source_counts[number] = count_sources(self.plan, parts[number], batch)
-        converted, on_return = self.output(arrays.batch)
-        batches = arrays._replace(batch=converted).split(self.num_rows)
-        columns = zip(steps, batches, counts, digests, source_counts, strict=True)
+                source_counts[number] = count_sources(self.plan, parts[number], single)
+        converted, on_return = self.output(batch)
+        columns = zip(steps, _split(converted, widths), counts, digests, source_counts, strict=True)
         return [ReadyBatch(*column, on_return) for column in columns]
+
+
+def _split(batch: Batch, widths: list[int]) -> list[Batch]:
+    """One batch for each width of `episode_ids`, as they would be if made one by one."""
+    parts = zip(batch.split(len(widths)), widths, strict=True)
+    return [part._replace(episode_ids=part.episode_ids[:, :width]) for part, width in parts]
 
 
 def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index | None:
     """Rows, tokens or trained tokens that each source has in a batch of these rows; None if nothing is mixed."""
     if plan.config.mix_sft is None:
         return None
-    count = len(plan.sources)
-    first = offsets(np.array([len(source.episodes(plan.split)) for source in plan.sources], dtype=np.int64))
+    count, first = len(plan.sources), plan.first_of_source
     source = np.searchsorted(first, rows.episodes, side="right") - 1
     if plan.config.mix_by == "rows":
         return np.bincount(source, minlength=count)
     if plan.config.mix_by == "tokens":
         kept = np.minimum(plan.reader.locate(rows.episodes).length, plan.capacity)
         return np.bincount(source, weights=kept, minlength=count).astype(np.int64)
-    # The source of each segment; one column more than there are segments, for the padding of a full row.
-    of_segment = np.full((len(batch.x), batch.episode_ids.shape[1] + 1), count, dtype=np.int64)
-    of_segment[:, :-1] = np.where(
-        batch.episode_ids < 0, count, np.searchsorted(first, batch.episode_ids, side="right") - 1
-    )
+    # Sources from 1 on, 0 for none; one column more than there are segments, for the padding of a full row.
+    of_segment = np.pad(np.searchsorted(first, batch.episode_ids, side="right"), ((0, 0), (0, 1)))
     of_token = np.take_along_axis(of_segment, batch.segments.astype(np.int64), axis=1)
-    return np.bincount(of_token[batch.loss_mask], minlength=count + 1)[:count]
+    return np.bincount(of_token[batch.loss_mask], minlength=count + 1)[1:]
 
 
 def _groups(steps: Iterator[PlannedStep], size: int) -> Iterator[list[PlannedStep]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,3 +72,8 @@ class LoadConfig(Config):
         names += ["mix_sft", "mix_by"] if self.mix_sft is not None else []
         names += ["use_loss_mask"] if self.mix_by == "trained_tokens" else []
         return {name: getattr(self, name) for name in names}
+
+
+def order_sha256(order: Mapping[str, Any]) -> str:
+    """The hash of the config keys that decide the order."""
+    return hashlib.sha256(json.dumps(order, sort_keys=True).encode()).hexdigest()

@@ -9,24 +9,23 @@ returns batches and keeps a cursor for each split.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from itertools import chain, islice
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.errors import UsageError
-from chatmill.load import state as states
+from chatmill.errors import UsageError, one_line
 from chatmill.load.batch import Batch, BatchCounts
 from chatmill.load.batch_builder import BatchBuilder, ReadyBatch
-from chatmill.load.config import LoadConfig
+from chatmill.load.config import LoadConfig, order_sha256
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep, datasets_hash
-from chatmill.load.prefetch import Prefetcher
+from chatmill.load.prefetch import BatchStream
 from chatmill.load.source import open_sources
 from chatmill.rows import Index
 
@@ -42,6 +41,9 @@ except ImportError:
 
     def get_worker_info() -> Any:
         return None
+
+
+STATE_VERSION = 1
 
 
 class Listener(Protocol):
@@ -111,7 +113,7 @@ class EpisodeLoader(IterableDataset):
         self._plans: dict[str, LoadPlan] = {}
         self._cursors: dict[str, Cursor] = {}
         self._counts: dict[str, BatchCounts] = {}
-        self._streams: dict[str, _BatchStream] = {}
+        self._streams: dict[str, BatchStream] = {}
         self._skip: int | None = None
         """In a worker: batches that other workers build before its next; None before the first."""
         # Everything that is wrong with the settings is raised here, not at the first batch.
@@ -144,7 +146,7 @@ class EpisodeLoader(IterableDataset):
         names = self.sources[0].dataset.splits
         return tuple(name for name in names if all(name in source for source in self.sources))
 
-    @cached_property
+    @property
     def sha256(self) -> str:
         """The hash that identifies everything the loader reads."""
         return datasets_hash(self.sources)
@@ -184,7 +186,7 @@ class EpisodeLoader(IterableDataset):
         stream = self._streams.get(name)
         if stream is None or stream.process != os.getpid():
             plan = self.plan(name)
-            stream = _BatchStream(self._builder(plan), plan.steps(self.cursor(name)), self._ahead)
+            stream = BatchStream(self._builder(plan), plan.steps(self.cursor(name)), self._ahead)
             self._streams[name] = stream
         try:
             item = next(stream.batches)
@@ -200,18 +202,15 @@ class EpisodeLoader(IterableDataset):
         The last batch is padded with empty rows, so that all ranks get the same number of batches.
         """
         plan = LoadPlan(self.sources, self.config, split, in_stored_order=True)
-        stream = _BatchStream(self._builder(plan, has_listener=False), plan.one_epoch(), self._ahead)
-        try:
+        builder = BatchBuilder(plan, self.rank, self.num_rows, **self._options)
+        with closing(BatchStream(builder, plan.one_epoch(), self._ahead)) as stream:
             for item in stream.batches:
                 if item.on_return is not None:
                     item.on_return()
                 yield item.batch
-        finally:
-            stream.close()
 
-    def _builder(self, plan: LoadPlan, *, has_listener: bool | None = None) -> BatchBuilder:
-        listens = self._listener is not None if has_listener is None else has_listener
-        return BatchBuilder(plan, self.rank, self.num_rows, listens, **self._options)
+    def _builder(self, plan: LoadPlan) -> BatchBuilder:
+        return BatchBuilder(plan, self.rank, self.num_rows, self._listener is not None, **self._options)
 
     def _return(self, plan: LoadPlan, item: ReadyBatch) -> Batch:
         """Report a batch to the listener, move the cursor past it, and return it."""
@@ -248,23 +247,44 @@ class EpisodeLoader(IterableDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """The cursors of all splits as a JSON value; the same on all ranks."""
-        return states.save(self._cursors, **self._identity())
+        order, worker = self.config.order_part(), self._worker()
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "dataset_sha256": self.sha256,
+            "config": order,
+            "config_sha256": order_sha256(order),
+            "cursors": {split: cursor._asdict() for split, cursor in sorted(self._cursors.items())},
+        }
+        return state if worker is None else {**state, "worker": worker}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state, at any number of ranks; `UsageError` names all differences."""
-        cursors, skip = states.restore(state, **self._identity())
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != STATE_VERSION:
+            raise UsageError(
+                f"the state of a loader has version {_shown(version)}; this chatmill reads {STATE_VERSION}"
+            )
+        if faults := _differences(state, self.sha256, self.config.order_part()):
+            raise UsageError(f"the state of a loader does not fit: {'; '.join(faults)}")
+        try:
+            cursors = {
+                split: Cursor(**{name: _whole(at[name]) for name in Cursor._fields})
+                for split, at in state["cursors"].items()
+            }
+        except (AttributeError, KeyError, TypeError):
+            raise UsageError("the state of a loader is damaged: its cursors cannot be read") from None
+        skip = _skip(state.get("worker"), self._worker())
         for split, cursor in cursors.items():
             self.plan(split).check(cursor)
         self.close()
         self._cursors, self._skip = cursors, skip
 
-    def _identity(self) -> dict[str, Any]:
+    def _worker(self) -> dict[str, int] | None:
+        """Which of several worker processes this is, and the batches that others build before its next one."""
         worker = get_worker_info()
-        return {
-            "dataset_sha256": self.sha256,
-            "order": self.config.order_part(),
-            "worker": worker and states.WorkerInfo(worker.id, worker.num_workers, self._skipped(worker.id)),
-        }
+        if worker is None:
+            return None
+        return {"number": worker.id, "workers": worker.num_workers, "skip": self._skipped(worker.id)}
 
     def close(self) -> None:
         """End the prefetching threads; the loader can still be used."""
@@ -277,42 +297,49 @@ class EpisodeLoader(IterableDataset):
         return {**vars(self), "_streams": {}, "_plans": {}}
 
 
-class _BatchStream:
-    """The batches of a plan, built by the caller at first, and by a thread once the caller is slower."""
-
-    def __init__(self, builder: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
-        self.plan = builder.plan
-        # Threads do not survive a fork.
-        self.process = os.getpid()
-        self._threads: list[Prefetcher[list[ReadyBatch]]] = []
-        self.batches = _prefetched(builder.chunks(steps), ahead, self._threads)
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.close()
-
-
-def _prefetched(
-    chunks: Iterator[list[ReadyBatch]], ahead: int, threads: list[Prefetcher[list[ReadyBatch]]]
-) -> Iterator[ReadyBatch]:
-    """All batches of the chunks. A thread that takes over building them is appended to `threads`."""
-    build_time = consume_time = 0.0
-    # A thread would only slow down a caller that takes batches as fast as they are built.
-    while not ahead or consume_time <= build_time:
-        started = perf_counter()
-        chunk = next(chunks, None)
-        if chunk is None:
-            return
-        built = perf_counter()
-        yield from chunk
-        build_time, consume_time = built - started, perf_counter() - built
-    threads.append(Prefetcher(chunks, ahead))
-    yield from chain.from_iterable(threads[-1])
-
-
 def _load_config(config: LoadConfig | Mapping[str, Any] | str | Path | None) -> LoadConfig:
     if isinstance(config, LoadConfig):
         return config
     if isinstance(config, str | Path):
         return LoadConfig.from_file(config)
     return LoadConfig.from_mapping(config or {})
+
+
+# Reading a state.
+
+
+def _differences(state: Mapping[str, Any], dataset_sha256: str, order: Mapping[str, Any]) -> list[str]:
+    faults = []
+    if state.get("dataset_sha256") != dataset_sha256:
+        saved = one_line(str(state.get("dataset_sha256")), 12)
+        faults.append(f"the dataset was {saved}, now it is {one_line(dataset_sha256, 12)}")
+    theirs = state.get("config")
+    if not isinstance(theirs, Mapping) or state.get("config_sha256") != order_sha256(theirs):
+        return [*faults, "its config does not have the hash it names"]
+    # Compared as JSON, in which a list equals a tuple.
+    mine = json.loads(json.dumps(order))
+    for name in sorted(mine.keys() | theirs.keys()):
+        if mine.get(name) != theirs.get(name):
+            faults.append(f"{one_line(name)} was {_shown(theirs.get(name))}, now it is {_shown(mine.get(name))}")
+    return faults
+
+
+def _skip(saved: Any, mine: Mapping[str, int] | None) -> int | None:
+    """Batches to skip before the first of this worker; None if the state was saved without workers."""
+    if saved is None:
+        return None
+    same = ("number", "workers")
+    if not isinstance(saved, Mapping) or mine is None or any(saved.get(name) != mine[name] for name in same):
+        here = "a loader without workers" if mine is None else f"worker {mine['number']} of {mine['workers']}"
+        raise UsageError(f"the state is that of the worker {_shown(saved)}, and this is {here}; they must be the same")
+    return _whole(saved.get("skip"))
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise UsageError(f"the state of a loader is damaged: {_shown(value)} is no whole number from 0 on")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return one_line(json.dumps(value, default=str))

@@ -11,7 +11,6 @@ import math
 import sys
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,8 +23,7 @@ MIX_SFT: Mapping[str, float] = {"primer": 0.10, "oasst1": 0.70, "dolly15k": 0.20
 """The default weights of the sources of a fine-tuning run."""
 PERIOD = 1 << 16
 """The longest period of a schedule, in rows."""
-MixBy = Literal["rows", "tokens", "trained_tokens"]
-MIX_BY: tuple[MixBy, ...] = ("rows", "tokens", "trained_tokens")
+MIX_BY = ("rows", "tokens", "trained_tokens")
 
 
 def shares(weights: Mapping[str, object]) -> dict[str, Fraction]:
@@ -39,8 +37,7 @@ def shares(weights: Mapping[str, object]) -> dict[str, Fraction]:
     """
     if not weights:
         raise DataError("mix_sft names no source; expected at least one with its weight")
-    faults = [fault for name, weight in weights.items() if (fault := _weight_fault(name, weight))]
-    if faults:
+    if faults := [fault for name, weight in weights.items() if (fault := _weight_fault(name, weight))]:
         raise DataError("; ".join(faults))
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     total = sum(exact.values())

@@ -96,15 +96,15 @@ class IdentityOrder(Order):
         self._seed = seed
 
     def at(self, epoch: int, positions: ArrayLike) -> Index:
-        effective_seed(0, epoch)
-        return self._checked("position", positions)
+        return self._map(epoch, check_numbers("position", positions, self.num_episodes), inverse=False)
 
     def find(self, epoch: int, episode: int) -> int:
-        effective_seed(0, epoch)
-        return int(self._checked("episode", episode)[0])
+        return int(self._map(epoch, check_numbers("episode", episode, self.num_episodes), inverse=True)[0])
 
-    def _checked(self, what: str, numbers: ArrayLike) -> Index:
-        return check_numbers(what, numbers, self.num_episodes)
+    def _map(self, epoch: int, numbers: Index, *, inverse: bool) -> Index:
+        """The episodes at these positions, or, inverted, the position of one episode."""
+        effective_seed(0, epoch)
+        return numbers
 
 
 class EpochOrder(IdentityOrder):
@@ -116,21 +116,14 @@ class EpochOrder(IdentityOrder):
         super().__init__(num_episodes, seed)
         self._last: tuple[int, Index] | None = None
 
-    def at(self, epoch: int, positions: ArrayLike) -> Index:
-        return self._permutation(epoch)[self._checked("position", positions)]
-
-    def find(self, epoch: int, episode: int) -> int:
-        wanted = self._checked("episode", episode)
-        return int(np.flatnonzero(self._permutation(epoch) == wanted)[0])
-
-    def _permutation(self, epoch: int) -> Index:
+    def _map(self, epoch: int, numbers: Index, *, inverse: bool) -> Index:
         seed = effective_seed(self._seed, epoch)
         # Replaced as one value: a prefetching thread may be in another epoch than the caller.
         last = self._last
         if last is None or last[0] != epoch:
             last = epoch, np.random.RandomState(seed).permutation(self.num_episodes).astype(np.int64, copy=False)
             self._last = last
-        return last[1]
+        return np.flatnonzero(last[1] == numbers) if inverse else last[1][numbers]
 
 
 class FeistelOrder(IdentityOrder):
@@ -148,14 +141,9 @@ class FeistelOrder(IdentityOrder):
         root = isqrt(num_episodes - 1) + 1
         self._height, self._width = np.uint64(root), np.uint64(-(-num_episodes // root))
 
-    def at(self, epoch: int, positions: ArrayLike) -> Index:
-        return self._walk(self._checked("position", positions), epoch, inverse=False)
-
-    def find(self, epoch: int, episode: int) -> int:
-        return int(self._walk(self._checked("episode", episode), epoch, inverse=True)[0])
-
-    def _walk(self, numbers: Index, epoch: int, *, inverse: bool) -> Index:
-        keys = _keys(effective_seed(self._seed, epoch))
+    def _map(self, epoch: int, numbers: Index, *, inverse: bool) -> Index:
+        seed = np.array([effective_seed(self._seed, epoch)], dtype=np.uint64)
+        keys = _hashed(np.arange(ROUNDS, dtype=np.uint64), _mixed(seed))
         values = self._pass(numbers.astype(np.uint64), keys, inverse)
         while np.any(outside := values >= self.num_episodes):
             values[outside] = self._pass(values[outside], keys, inverse)
@@ -214,11 +202,6 @@ def _mixed(values: Bits) -> Bits:
 def _hashed(values: Bits, key: NDArray[np.uint64] | np.uint64) -> Bits:
     """Value n of the SplitMix64 stream that begins at `key`."""
     return _mixed(np.asarray((values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key))
-
-
-def _keys(seed: int) -> Bits:
-    """The key of each round."""
-    return _hashed(np.arange(ROUNDS, dtype=np.uint64), _mixed(np.array([seed], dtype=np.uint64)))
 
 
 def _round(half: Bits, other: Bits, key: np.uint64, size: np.uint64, inverse: bool) -> Bits:

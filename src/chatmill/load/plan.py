@@ -99,9 +99,11 @@ class LoadPlan:
         self.drop_last = config.epoch_drop_last and not in_stored_order
         too_short = [source.short(split, config.episode_min_tokens) for source in sources]
         counts = [len(source.episodes(split)) for source in sources]
+        self.first_of_source = offsets(np.array(counts, dtype=np.int64))
+        """The first episode of each source, and the number of episodes."""
         self.num_episodes = sum(counts)
-        firsts = np.cumsum([0, *counts])
-        self.skipped: Index = np.concatenate([short + first for short, first in zip(too_short, firsts, strict=False)])
+        shorts = zip(too_short, self.first_of_source, strict=False)
+        self.skipped: Index = np.concatenate([short + first for short, first in shorts])
         """Global numbers of episodes below `episode_min_tokens`, ascending."""
         self._before_skipped = self.skipped - np.arange(len(self.skipped))
         eligible = [count - len(short) for count, short in zip(counts, too_short, strict=True)]
@@ -111,10 +113,7 @@ class LoadPlan:
                     f"{source.path}: no episode of {split} has {config.episode_min_tokens} tokens; "
                     "lower episode_min_tokens, or use another dataset"
                 )
-        if in_stored_order:
-            self.order: Order = IdentityOrder(sum(eligible))
-        else:
-            self.order = _order(self.sources, config, split, eligible)
+        self.order = IdentityOrder(sum(eligible)) if in_stored_order else _order(sources, config, split, eligible)
         # A prefetching thread may be in another part of the order than the caller: keep a few.
         self._block = lru_cache(maxsize=4)(self._look_up)
         self._packed = lru_cache(maxsize=2)(self._pack)
@@ -129,10 +128,6 @@ class LoadPlan:
         if self.config.pad_token_id is None:
             raise UsageError("pad_token_id is null; a plan takes the config that open_sources gives")
         return self.config.pad_token_id
-
-    @property
-    def sha256(self) -> str:
-        return datasets_hash(self.sources)
 
     # Episodes in their order.
 
@@ -288,16 +283,14 @@ def join(parts: list[Window]) -> Window:
     return Window(np.concatenate([part.episodes for part in parts]), first)
 
 
-def _order(sources: tuple[DataSource, ...], config: LoadConfig, split: str, eligible: list[int]) -> Order:
+def _order(sources: Sequence[DataSource], config: LoadConfig, split: str, eligible: list[int]) -> Order:
     orders = [
         make_order(config.batch_sampling_mode, count, seed=config.epoch_seed, shuffle=config.epoch_shuffle)
         for count in eligible
     ]
     if config.mix_sft is None:
         return orders[0]
-    sizes = None
-    if config.mix_by != "rows":
-        sizes = {source.name: row_size(source, split, config) for source in sources}
+    sizes = None if config.mix_by == "rows" else {source.name: row_size(source, split, config) for source in sources}
     by_name = {source.name: order for source, order in zip(sources, orders, strict=True)}
     return MixedOrder(by_name, row_weights(shares(config.mix_sft), row_size=sizes))
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
 from collections.abc import Iterator
+from itertools import chain
+from time import perf_counter
 from typing import Generic, TypeVar
+
+from chatmill.load.batch_builder import BatchBuilder, ReadyBatch
+from chatmill.load.plan import PlannedStep
 
 T = TypeVar("T")
 POLL_SECONDS = 0.1
@@ -68,3 +74,36 @@ def _fill(
                 break
             except queue.Full:
                 continue
+
+
+class BatchStream:
+    """The batches of a plan, built by the caller at first, and by a thread once the caller is slower."""
+
+    def __init__(self, builder: BatchBuilder, steps: Iterator[PlannedStep], ahead: int) -> None:
+        self.plan = builder.plan
+        # Threads do not survive a fork.
+        self.process = os.getpid()
+        self._threads: list[Prefetcher[list[ReadyBatch]]] = []
+        self.batches = _prefetched(builder.chunks(steps), ahead, self._threads)
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.close()
+
+
+def _prefetched(
+    chunks: Iterator[list[ReadyBatch]], ahead: int, threads: list[Prefetcher[list[ReadyBatch]]]
+) -> Iterator[ReadyBatch]:
+    """All batches of the chunks. A thread that takes over building them is appended to `threads`."""
+    build_time = consume_time = 0.0
+    # A thread would only slow down a caller that takes batches as fast as they are built.
+    while not ahead or consume_time <= build_time:
+        started = perf_counter()
+        chunk = next(chunks, None)
+        if chunk is None:
+            return
+        built = perf_counter()
+        yield from chunk
+        build_time, consume_time = built - started, perf_counter() - built
+    threads.append(Prefetcher(chunks, ahead))
+    yield from chain.from_iterable(threads[-1])

@@ -22,7 +22,6 @@ from chatmill.store.read import Episodes
 Selection = slice | Index
 LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
 """Bytes from which on a table is looked up a few records at a time, and how many."""
-NOT_RISING = "its segments do not follow one another"
 
 
 class Places(NamedTuple):
@@ -48,6 +47,19 @@ class EpisodeSpans(NamedTuple):
     """The first span of each segment, and the number of spans."""
     first_segment: Index
     """The first segment of each episode, and the number of segments."""
+
+
+class LocatedEpisodes(NamedTuple):
+    """Some episodes before a token is copied: episode i is the tokens arrays[which[i]][start[i]:stop[i]]."""
+
+    arrays: list[NDArray[Any]]
+    which: Index
+    start: Index
+    stop: Index
+    cut: Index
+    """Tokens before `start` that are left out of each."""
+    spans: EpisodeSpans
+    dtype: np.dtype[Any]
 
 
 class ArraySlices(NamedTuple):
@@ -85,9 +97,6 @@ class EpisodeReader:
                     f"{8 * self.dtype.itemsize}; what is read together must have one width, write one of them again"
                 )
 
-    def __len__(self) -> int:
-        return int(self._first[-1])
-
     def array(self, shard: int, name: str) -> NDArray[Any]:
         """One file of a shard, mapped."""
         part, number = self._shards[shard]
@@ -101,15 +110,18 @@ class EpisodeReader:
         for of, where in _by_shard(shard):
             entries[where] = _records(self.array(of, INDEX), number[where]).view("<u8").reshape(-1, 2)
         start, length, room = entries[:, 0], entries[:, 1], self._num_tokens.view(np.uint64)[shard]
-        wrong = (start > room) | (length > room - start)
-        if wrong.any():
+        if (wrong := (start > room) | (length > room - start)).any():
             raise self._damaged(int(shard[wrong.argmax()]), INDEX, "points beyond the tokens")
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
-    def token_arrays(self, shards: Index) -> tuple[list[NDArray[Any]], Index]:
-        """The mapped token files of these shards, and for each shard which of them is its own."""
-        distinct = sorted(set(shards.tolist()))
-        return [self.array(shard, TOKENS) for shard in distinct], np.searchsorted(distinct, shards)
+    def last_tokens(self, episodes: Index, capacity: int) -> LocatedEpisodes:
+        """The last tokens of these episodes, at most `capacity` of each."""
+        places = self.locate(episodes)
+        cut = np.maximum(places.length - capacity, 0)
+        start, stop = places.start + cut, places.start + places.length
+        shards = sorted(set(places.shard.tolist()))
+        arrays, which = [self.array(shard, TOKENS) for shard in shards], np.searchsorted(shards, places.shard)
+        return LocatedEpisodes(arrays, which, start, stop, cut, self.spans(places, cut), self.dtype)
 
     def spans(self, places: Places, cut: Index) -> EpisodeSpans:
         """The spans of these episodes without the first `cut` tokens of each.
@@ -138,15 +150,10 @@ class EpisodeReader:
         if (wrong := np.diff(offsets(length)[first]) != places.length).any():
             raise self._damaged(int(places.shard[wrong.argmax()]), SPANS, "spans do not tile the tokens of their rows")
         segment_first = _segment_first(first, segments)
-        spans = EpisodeSpans(
-            length,
-            stored["weight"].astype(np.float32),
-            stored["part"] == Part.PAD,
-            self._targets(places.shard, begin, end),
-            first,
-            segment_first,
-            np.searchsorted(segment_first, first),
-        )
+        first_segment = np.searchsorted(segment_first, first)
+        weight, is_padding = stored["weight"].astype(np.float32), stored["part"] == Part.PAD
+        target = self._targets(places.shard, begin, end)
+        spans = EpisodeSpans(length, weight, is_padding, target, first, segment_first, first_segment)
         return _without(spans, cut) if cut.any() else spans
 
     def _span_ranges(self, shard: int, here: Places) -> tuple[Index, Index, tuple[Index, Index] | None]:
@@ -154,8 +161,7 @@ class EpisodeReader:
         origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
         if len(origins) == self._records[shard][INDEX] and (own := _own_segments(origins, here.number, most)):
             begin, end = own
-            if ((begin < 0) | (end < begin) | (end > most)).any():
-                raise self._damaged(shard, ORIGINS, NOT_RISING)
+            self._check_rising(shard, 0, begin, end, most)
             return begin, end, None
         low, high = _lower_bounds(origins, "row", here.number), _lower_bounds(origins, "row", here.number + 1)
         begin, end = _first_spans(origins, np.stack([low, high]), most)
@@ -169,7 +175,7 @@ class EpisodeReader:
         """Raise unless the bounds of an episode's segments are in order."""
         for low, high in pairwise(bounds):
             if np.any(np.less(high, low)):
-                raise self._damaged(shard, ORIGINS, NOT_RISING)
+                raise self._damaged(shard, ORIGINS, "its segments do not follow one another")
 
     def _spans_of_mask(self, shard: int, here: Places) -> tuple[Table, Index]:
         """Spans of episodes that are stored with nothing but a mask, and the first span of each."""
@@ -277,15 +283,10 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
     kept = length > 0
     new = offsets(kept)
     first, segment_first = new[spans.first], np.unique(new[spans.segment_first])
-    return EpisodeSpans(
-        length[kept],
-        spans.weight[kept],
-        spans.is_padding[kept],
-        None if spans.target is None else spans.target[kept],
-        first,
-        segment_first,
-        np.searchsorted(segment_first, first),
-    )
+    weight, is_padding = spans.weight[kept], spans.is_padding[kept]
+    target = None if spans.target is None else spans.target[kept]
+    first_segment = np.searchsorted(segment_first, first)
+    return EpisodeSpans(length[kept], weight, is_padding, target, first, segment_first, first_segment)
 
 
 def _lower_bounds(table: Table, column: str, values: Index) -> Index:

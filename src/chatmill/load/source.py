@@ -164,8 +164,7 @@ def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Dat
             f"{folder}: is one dataset, and mix_sft names {', '.join(map(one_line, config.mix_sft))}; "
             "expected the folder that holds them"
         )
-    faults = list(_faults(sources, config))
-    if faults:
+    if faults := list(_faults(sources, config)):
         raise DataError("; ".join(faults))
     if config.pad_token_id is None:
         config = replace(config, pad_token_id=sources[0].eot)

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from chatmill.errors import DataError, UsageError
+from chatmill.load.batch import collate
 from chatmill.load.order import make_order
-from chatmill.load.row_table import collate
 from chatmill.records.files import expand
 from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import Rollout, log_rollouts, read_truth

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from chatmill.errors import DataError
 from chatmill.fit import pack_lengths, truncate
 from chatmill.ledger import Ledger
+from chatmill.load.batch import collate
 from chatmill.load.config import LoadConfig
-from chatmill.load.row_table import collate
 from chatmill.load.source import DataSource, open_sources
 from chatmill.rows import NO_FILE, OWN_ID, Part, Role, Rows, Table
 from chatmill.store.primer_cache import is_cache
