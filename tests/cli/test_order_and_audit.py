@@ -39,7 +39,7 @@ def log(dataset):
 
 
 def test_order_prints_the_first_episodes_and_finds_one(run, dataset):
-    count = len(EpisodeLoader(dataset, CONFIG).plan("train").reader)
+    count = EpisodeLoader(dataset, CONFIG).plan("train").num_episodes
     expected = np.random.RandomState(42 + 3).permutation(count).tolist()
     code, out, err = run("order", "ds", "--seed", "42", "--epoch", "3", "--first", "5")
     assert (code, err) == (0, "")
