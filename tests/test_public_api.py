@@ -19,6 +19,16 @@ CONSTANTS = {"DEFAULT_SYSTEM_TEXT", "IGNORE_INDEX"}
 DOCUMENTED = sorted(set(chatmill.__all__) - CONSTANTS)
 
 
+NOUNS = """Batch ChatExample ChatFormat ChatMsg ChatmillError DEFAULT_SYSTEM_TEXT Dataset EpisodeLoader IGNORE_INDEX
+InputSource Job LoadConfig Message Record Renderer Rows ToolCall TrainConfig build_target collate collate_sft_batch
+load_format open_dataset open_renderer open_tokenizer pack_chat_blocks pack_sft_ids_and_mask prepare_dataset
+read_records render_chat_sft serialize_chat_to_ids sft_loss_mask_for_ids train_model"""
+
+
+def test_the_exported_names_are_these():
+    assert chatmill.__all__ == NOUNS.split()
+
+
 def test_dir_shows_the_exported_names_and_nothing_else():
     assert dir(chatmill) == sorted([*chatmill.__all__, "__version__"])
 
