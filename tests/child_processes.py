@@ -7,13 +7,13 @@ and chatmill once, with one thread, and computes nothing, so its children are cl
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -105,7 +105,9 @@ def _run_child(work: bytes, environment: Mapping[str, str], folder: Path, output
             os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     faulthandler.dump_traceback_later(limit, exit=True, file=2)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    # Work that starts processes of its own may fork: this thread, which waits in the system, is in nobody's way.
+    multiprocessing.current_process()._config["daemon"] = False
+    _thread.start_new_thread(_end_with_the_parent, ())
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -116,5 +118,5 @@ def _run_child(work: bytes, environment: Mapping[str, str], folder: Path, output
 def _end_with_the_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
+    wait([parent.sentinel])
     os._exit(1)

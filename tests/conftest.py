@@ -1,5 +1,7 @@
 """What every test stands on: property tests that give the same examples on every machine, and who runs which."""
 
+import signal
+
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
@@ -9,6 +11,11 @@ settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
+
+# A shell ignores Ctrl-C for what it starts in the background, and so would every process that a test sends it to.
+for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(ignored) == signal.SIG_IGN:
+        signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
 
 
 class FilesAndPages(LoadScopeScheduling):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from child_processes import end_children, start_child
 from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
 
 from chatmill.errors import DataError
@@ -20,7 +20,6 @@ from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.store.verify import verify_dataset
 
 UNIT_BYTES = 9_000
-FORK = multiprocessing.get_context("fork")
 
 
 class Counting(LocalEngine):
@@ -37,10 +36,8 @@ class Counting(LocalEngine):
 
 def in_a_child(work: Callable[[], object]) -> int:
     """Do it in another process; how that ended."""
-    child = FORK.Process(target=work)
-    child.start()
-    child.join()
-    return child.exitcode
+    [code] = end_children([start_child(work)])
+    return code
 
 
 def killed_at(event: int, **options) -> Callable[[], object]:

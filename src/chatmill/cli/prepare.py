@@ -88,9 +88,13 @@ def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: boo
     inputs = [name for source in job.sources for name in source.inputs]
     rejected = Rejects(rejects, inputs) if job.on_error == "skip" else None
     on_fault = rejected or (lambda fault: None)
-    with ExitStack() as opened, _build_bar() as bar:
+    bar = _build_bar()
+    with ExitStack() as opened:
 
         def advance(now: BuildProgress) -> None:
+            if not bar.tasks:
+                # Not before: it has a thread, and workers are forked where there is none.
+                opened.enter_context(bar)
             if rejected is not None and not rejected.is_open:
                 # Not before: a command that is refused leaves the rejects of an earlier one alone.
                 opened.enter_context(rejected)

@@ -1,0 +1,120 @@
+"""Workers are forked only where no other thread of Python runs; else a new process forks them, with the same result."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prepare_fixtures import Faults, build, conversations, digests, job_of, left_beside, lines, write_corpus
+
+from chatmill.errors import DataError, RecordError
+from chatmill.prepare.fresh_process import run_in_fresh_process
+from chatmill.prepare.pipeline import units_of
+
+UNIT_BYTES = 9_000
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Another thread runs, and this process must not fork."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fork", lambda: pytest.fail("forked where a thread runs"))
+        yield
+    end.set()
+    thread.join()
+
+
+def test_beside_threads_the_bytes_and_the_faults_are_the_same(tmp_path, threads):
+    inputs = write_corpus(tmp_path, 300)
+    with Path(inputs[0]).open("ab") as file:
+        file.write(b"{}\n")
+    job = job_of(inputs, on_error="skip", pack=300)
+    right, faults = Faults(), Faults()
+    build(job, tmp_path / "one", on_fault=right)
+    build(job, tmp_path / "two", workers=2, unit_bytes=UNIT_BYTES, on_fault=faults)
+    assert digests(tmp_path / "two") == digests(tmp_path / "one")
+    assert faults == right and len(faults) == 1
+
+
+def test_beside_threads_the_first_fault_is_raised_with_its_line(tmp_path, threads):
+    (tmp_path / "a.jsonl").write_bytes(lines(conversations(120)) + b"{}\n" + lines(conversations(120)) + b"{}\n")
+    with pytest.raises(RecordError, match=r"a.jsonl:121"):
+        build(job_of((str(tmp_path / "a.jsonl"),)), tmp_path / "x", workers=2, unit_bytes=UNIT_BYTES)
+    assert left_beside(tmp_path / "x") == []
+
+
+def test_a_tokenizer_that_changed_since_it_was_opened_is_refused(tmp_path):
+    units = units_of(job := job_of(write_corpus(tmp_path, 9)), UNIT_BYTES)
+    opened = SimpleNamespace(tokenizer=SimpleNamespace(sha256="of the file that was there before"))
+    with pytest.raises(DataError, match="bytes: was changed while it was read; build again"):
+        list(run_in_fresh_process(units, job, opened, tmp_path, workers=2))
+
+
+# A pipe instead of a file holds a worker at its unit for as long as a test needs.
+
+HELD = """
+import sys, threading
+from prepare_fixtures import build, job_of
+
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+build(job_of(("a.jsonl", "b.jsonl.gz", "c.jsonl.gz")), "x", workers=2)
+"""
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A program with a thread, whose build waits for input that never comes, and the processes that build."""
+    (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
+    for name in ("b.jsonl.gz", "c.jsonl.gz"):
+        os.mkfifo(tmp_path / name)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = subprocess.Popen(
+        [sys.executable, "-c", HELD], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    while len(processes := descendants(program.pid)) < 3 or not list(tmp_path.glob(".x.building.units/unit_*")):
+        time.sleep(0.02)
+    yield program, processes
+    program.kill()
+    program.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process, their children, and so on."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [below for child in children for below in descendants(child)]
+
+
+def wait_for_end(pids: list[int]) -> None:
+    """Wait as long as a test may: they are no children of this process."""
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_all_processes_end_with_a_program_that_has_threads(held, sent):
+    program, processes = held
+    program.send_signal(sent)
+    _, err = program.communicate()
+    assert program.returncode == -sent
+    assert ("KeyboardInterrupt" in err) == (sent == signal.SIGINT)
+    wait_for_end(processes)
+
+
+def test_the_death_of_the_process_that_forked_is_one_line(held):
+    program, [first, *workers] = held
+    os.kill(first, signal.SIGKILL)
+    _, err = program.communicate()
+    assert err.splitlines()[-1].endswith(
+        "the process that runs the workers was killed, perhaps for lack of memory; go on with --resume"
+    )
+    wait_for_end(workers)
