@@ -6,6 +6,10 @@ exits with `exit_code`; a traceback is always a defect of chatmill itself.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from traceback import walk_tb
+
 
 class ChatmillError(Exception):
     """An error that the user can fix; `str()` of it is one line that says where, what, and what would be right.
@@ -72,3 +76,22 @@ def one_line(text: str, limit: int = 80) -> str:
     """Make text from data safe to print: no control characters or line breaks, at most `limit` characters."""
     shown = "".join(ch if ch.isprintable() else ch.encode("unicode_escape", "replace").decode() for ch in text[:limit])
     return shown + "…" if len(text) > limit else shown
+
+
+def name_file(error: OSError) -> OSError:
+    """Add the name of its file to an error of the system, if it has none.
+
+    Python leaves the name out where an open file is read, mapped or closed; the innermost path that a function on the
+    way there holds is that file's.
+    """
+    if error.filename is None and error.errno is not None:
+        frames = [frame.f_locals.values() for frame, _ in walk_tb(error.__traceback__)]
+        paths = [value for values in reversed(frames) for value in values if isinstance(value, Path)]
+        error.filename = str(paths[0]) if paths else None
+    return error
+
+
+def system_fault(error: OSError) -> str:
+    """One line about an error of the system: the file, if any, and what happened."""
+    name = name_file(error).filename
+    return f"{one_line(os.fsdecode(name or 'input or output'), 1000)}: {error.strerror or error}"

@@ -18,7 +18,7 @@ import numpy as np
 
 from chatmill.errors import RecordError
 from chatmill.format.template.tracing import sandbox
-from chatmill.prepare import build_dir, pipeline, staging, unit
+from chatmill.prepare import build_dir, engine, pipeline, staging, unit
 from chatmill.records.shapes import ShapeParser
 from chatmill.records.shapes.decode import decode_object
 from chatmill.store import files, hashed, layout, metadata, publish, write
@@ -31,6 +31,7 @@ from fault_injection.trials import (
     crashes,
     damage,
     damage_of_runs,
+    failing_calls,
     full_disk,
     hostile_metadata,
     large_store,
@@ -144,6 +145,14 @@ def full_disk_swallowed() -> None:
             return len(data)
 
     files._Raw.write = write_some
+
+
+def files_not_named() -> None:
+    """Errors of the system do not say which file they are about."""
+    import chatmill.errors
+
+    chatmill.errors.name_file = lambda error: error
+    engine.name_file = lambda error: error
 
 
 def nobody_locks() -> None:
@@ -315,6 +324,9 @@ PLANTED = (
     Planted("a span is dropped when a build is resumed", span_dropped, write_points.BUILDS, 4),
     Planted("a span is dropped on the way to the store", span_dropped_on_the_way, large_store.TRIAL, 24),
     Planted("a full disk is swallowed", full_disk_swallowed, full_disk.BUILDS, 4),
+    Planted("a failed write is swallowed, prepare", full_disk_swallowed, failing_calls.WRITES_OF_BUILDS, 4),
+    Planted("a failed write is swallowed, training", full_disk_swallowed, failing_calls.WRITES_OF_RUNS, 3),
+    Planted("errors of the system do not name their file", files_not_named, failing_calls.READS_OF_BUILDS, 4),
     Planted("nobody locks", nobody_locks, two_builders.TRIAL, 2),
     Planted("ids are not checked against the vocabulary", ids_not_checked, tokenizer_files.LIARS, 4),
     Planted("staged units are not checked", crc_not_checked, damage_of_runs.STAGED, 12),

@@ -22,6 +22,10 @@ from textwrap import wrap
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    from fault_injection.failing_calls import start_again_with_shim
+
+    start_again_with_shim()
 # Before numpy and torch start threads: trials fork, which only a process with one thread can do.
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 

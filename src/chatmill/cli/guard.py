@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 
-from chatmill.errors import ChatmillError, one_line
+from chatmill.errors import ChatmillError, one_line, system_fault
 
 EXTRAS = {"torch": "train", "safetensors": "train"}
 """Packages that whole commands need, and the extra that installs them."""
@@ -34,7 +34,7 @@ def guarded(command: Callable[[], object]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        fail(f"{one_line(str(error.filename or 'input or output'))}: {error.strerror or error}", 1)
+        fail(system_fault(error), 1)
     except RecursionError:
         fail("something that was read is nested too deeply; expected fewer levels", 1)
     except MemoryError as error:

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Protocol
 
-from chatmill.errors import ChatmillError
+from chatmill.errors import ChatmillError, name_file
 from chatmill.format import Renderer
 from chatmill.prepare.fresh_process import run_in_fresh_process
 from chatmill.prepare.job import Job
@@ -110,5 +110,8 @@ def _run(unit: Unit) -> Done:
     assert _work is not None
     try:
         return run_unit(unit, *_work)
+    except OSError as error:
+        # Its traceback, which may tell the file, stays in this process.
+        raise name_file(error) from None
     finally:
         gc.collect()

@@ -10,7 +10,7 @@ import errno
 import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +21,16 @@ HURRY = 1 << 22
 """Bytes of a file after which the system is told to begin writing them."""
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of the system about a descriptor, such as a full disk, is reported with the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 class Disk:
@@ -41,7 +51,9 @@ class Disk:
         return os.write(fd, data)
 
     def close(self, fd: int) -> None:
-        os.close(fd)
+        with suppress(InterruptedError):
+            # It is closed all the same.
+            os.close(fd)
 
     def hurry(self, fd: int, start: int, size: int) -> None:
         """Have the system begin to write these bytes without waiting, so that a later sync has less to do."""
@@ -51,11 +63,12 @@ class Disk:
 
     def sync(self, path: Path) -> None:
         """Make the bytes of a file, or the names in a folder, survive a power loss."""
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        with _named(path):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                self.close(fd)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file or folder; an existing file of that name is replaced."""
@@ -114,23 +127,20 @@ class _Raw(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        try:
+        with _named(self._path):
             count = disk.write(self._fd, data)
             self._written += count
             if self._hurry and self._written - self._hurried >= HURRY:
                 disk.hurry(self._fd, self._hurried, self._written - self._hurried)
                 self._hurried = self._written
             return count
-        except OSError as error:
-            # A full disk is reported with the name of the file.
-            error.filename = str(self._path)
-            raise
 
     def close(self) -> None:
         if not self.closed:
             super().close()
             if self._fd >= 0:
-                disk.close(self._fd)
+                with _named(self._path):
+                    disk.close(self._fd)
 
 
 def create(path: Path, *, hurry: bool = False) -> BinaryIO:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from chatmill.errors import ChatmillError, UsageError
+from chatmill.errors import ChatmillError, UsageError, system_fault
 from chatmill.train.model import CausalModel
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class World:
         except ChatmillError as error:
             fault = error
         except OSError as error:
-            fault = ChatmillError(f"{error.filename or 'input or output'}: {error.strerror or error}")
+            fault = ChatmillError(system_fault(error))
         faults = [each for each in self.gather(None if fault is None else [str(fault), fault.exit_code]) if each]
         if fault is not None:
             raise fault
