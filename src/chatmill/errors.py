@@ -7,8 +7,11 @@ exits with `exit_code`; a traceback is always a defect of chatmill itself.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from traceback import walk_tb
+
+_NOT_ASCII_PRINTABLE = re.compile(r"[^ -~]+")
 
 
 class ChatmillError(Exception):
@@ -22,6 +25,10 @@ class ChatmillError(Exception):
     """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        # Names of files, keys and records stand in these texts, and they may hold anything.
+        return one_line(super().__str__(), None)
 
 
 class UsageError(ChatmillError):
@@ -63,7 +70,7 @@ class RecordError(DataError):
     def __str__(self) -> str:
         name = f" (id={one_line(self.id)})" if self.id is not None else ""
         place = f"{one_line(self.file, 1000)}:{self.line}{name}: " if self.file else ""
-        return f"{place}{self.what}; {self.right}"
+        return one_line(f"{place}{self.what}; {self.right}", None)
 
 
 def _record_error(what: str, right: str, kind: str, state: dict[str, object]) -> RecordError:
@@ -72,10 +79,24 @@ def _record_error(what: str, right: str, kind: str, state: dict[str, object]) ->
     return fault
 
 
-def one_line(text: str, limit: int = 80) -> str:
-    """Make text from data safe to print: no control characters or line breaks, at most `limit` characters."""
-    shown = "".join(ch if ch.isprintable() else ch.encode("unicode_escape", "replace").decode() for ch in text[:limit])
-    return shown + "…" if len(text) > limit else shown
+def one_line(text: str, limit: int | None = 80, *, keep: str = "") -> str:
+    r"""Text from data, safe to print: what is not printable is escaped, and after `limit` characters it is cut.
+
+    Not printable are line breaks, control characters, escape sequences, direction marks, other invisible characters and
+    bytes of a file name that are not UTF-8. Characters of `keep`, such as line ends of displayed text, are left.
+
+    >>> print(one_line("a\x1b[2J\nb\u202e"))
+    a\x1b[2J\nb\u202e
+    """
+    kept = text if limit is None else text[:limit]
+    shown = kept if kept.isprintable() else _NOT_ASCII_PRINTABLE.sub(lambda run: _escaped(run[0], keep), kept)
+    return shown if len(kept) == len(text) else shown + "…"
+
+
+def _escaped(run: str, keep: str) -> str:
+    if run.isprintable():
+        return run
+    return "".join(ch if ch.isprintable() or ch in keep else ch.encode("unicode_escape").decode() for ch in run)
 
 
 def name_file(error: OSError) -> OSError:

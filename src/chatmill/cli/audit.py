@@ -11,7 +11,7 @@ import typer
 
 from chatmill.audit import replay_step, verify_log
 from chatmill.audit.log import checkpoint_heads
-from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json
+from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json, echo_line
 from chatmill.errors import one_line
 from chatmill.show.order_view import replay_tokenizer, replayed_rows
 
@@ -52,9 +52,9 @@ def verify(
         unanchored = result.unanchored if result.fault is None else None
         echo_json({"ok": result.fault is None, "fault": result.fault, **asdict(result), "unanchored": unanchored})
     elif result.fault is not None:
-        typer.echo(result.fault)
+        echo_line(result.fault)
     else:
-        typer.echo(f"OK: {log}, {result.lines:,} lines, the rows of {result.steps:,} steps recomputed")
+        echo_line(f"OK: {log}, {result.lines:,} lines, the rows of {result.steps:,} steps recomputed")
         if result.abandoned:
             typer.echo(f"{result.abandoned:,} abandoned, left behind by a resumed run")
         if result.torn:
@@ -95,7 +95,7 @@ def replay_command(
     if as_json:
         echo_json({"step": step, "epoch": epoch, "line": line, "rows": [row._asdict() for row in rows]})
         return
-    typer.echo(f"step {step}, epoch {epoch}: {len(rows)} rows, with the digest of {log}:{line}")
+    echo_line(f"step {step}, epoch {epoch}: {len(rows)} rows, with the digest of {log}:{line}")
     for number, row in enumerate(rows):
         places = ", ".join(f"{episode} ({place})" for episode, place in zip(row.episodes, row.origins, strict=True))
         typer.echo(f"row {number}: {len(row.ids)} tokens, {sum(row.mask)} trained, episode {places}")

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from chatmill.cli.expand import OptionGroup, option_parameter
-from chatmill.cli.options import AsJson, echo_json, print_losses, progress
+from chatmill.cli.options import AsJson, echo_json, echo_line, print_losses, progress
 from chatmill.cli.record_options import AddTokens, OnError, ReadOptions, RejectsFile, TokenizerName, print_rejects
 from chatmill.config import keys_of, read_toml
 from chatmill.errors import UsageError, one_line
@@ -191,7 +191,7 @@ def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOp
         typer.echo(f"examples: {train.num_examples:,} train, {val.num_examples:,} val")
         typer.echo(f"tokens:   {train.num_tokens:,} train, {val.num_tokens:,} val")
         typer.echo(f"labels:   {train.num_label_tokens:,} train, {val.num_label_tokens:,} val")
-        typer.echo(f"written:  {target / 'train'}, {target / 'val'}")
+        echo_line(f"written:  {target / 'train'}, {target / 'val'}")
         print_losses(meta.ledger)
     print_rejects(records)
     if config.val_frac and not val.num_examples:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, echo_json
+from chatmill.cli.options import AsJson, argument, echo_json, echo_line
 from chatmill.errors import one_line
 from chatmill.store.diff import ConversationOrigin, Diff, diff_datasets
 
@@ -55,9 +55,9 @@ def diff(
 
 def _print_diff(one: Path, other: Path, result: Diff) -> None:
     if result.identical:
-        typer.echo(f"{one} and {other} are the same dataset, byte for byte")
+        echo_line(f"{one} and {other} are the same dataset, byte for byte")
     elif result.same:
-        typer.echo(f"{one} and {other} hold the same conversations; order, shards or packing may differ")
+        echo_line(f"{one} and {other} hold the same conversations; order, shards or packing may differ")
     if not result.by_key:
         typer.echo("matched by tokens: one of the two has no hash of what was said")
     typer.echo(f"{result.equal:>9,} equal")
@@ -66,7 +66,7 @@ def _print_diff(one: Path, other: Path, result: Diff) -> None:
             more = ", …" if kind.count > len(kind.examples) else ""
             typer.echo(f"{kind.count:>9,} {name:<8} {MEANING[name]}: {', '.join(map(_place, kind.examples))}{more}")
     for cause in result.causes:
-        typer.echo(f"{cause.part}: {cause.what} {_value(cause.one)} -> {_value(cause.other)}")
+        echo_line(f"{cause.part}: {cause.what} {_value(cause.one)} -> {_value(cause.other)}")
 
 
 def _place(place: ConversationOrigin) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from chatmill.cli.chat import Device, ModelPath
+from chatmill.cli.guard import print_error
 from chatmill.cli.options import AsJson, DatasetOrCaches, counting, echo_json, print_table, share
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import one_line
@@ -56,7 +57,7 @@ def eval_command(
     sources = open_all(dataset)
     check_tokenizer(Path(model), sources[0])
     if not end_ids(sources):
-        typer.echo(f"chatmill: {dataset} does not say which token ends a turn: no question is asked", err=True)
+        print_error(f"{dataset} does not say which token ends a turn: no question is asked")
     with counting("conversations and answers") as advance:
         report = score_model(
             open_ready(model, device), dataset, split=split, max_tokens=max_tokens, limit=limit, progress=advance

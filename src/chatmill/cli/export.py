@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.expand import expanded
-from chatmill.cli.options import AsJson, Dataset, OverwriteFile, command_group, echo_json, print_losses, progress, share
+from chatmill.cli.options import (
+    AsJson,
+    Dataset,
+    OverwriteFile,
+    command_group,
+    echo_json,
+    echo_line,
+    print_losses,
+    progress,
+    share,
+)
 from chatmill.cli.record_options import AddTokens, Inputs, ReadOptions, TokenizerName, print_rejects
 from chatmill.format import TurnRenderer, load_format
 from chatmill.prepare.transcripts import transcript_lines
@@ -55,7 +65,7 @@ def transcripts(
         echo_json({"path": str(output), "ledger": ledger.to_json()})
     else:
         stored = ledger.total("stored")
-        typer.echo(f"{output}: {stored.rows:,} conversations, {stored.tokens:,} tokens")
+        echo_line(f"{output}: {stored.rows:,} conversations, {stored.tokens:,} tokens")
         print_losses(ledger)
     print_rejects(records)
 
@@ -86,7 +96,7 @@ def parquet(
         echo_json({"path": str(output), "splits": {name: asdict(counts) for name, counts in done.items()}})
         return
     for name, counts in done.items():
-        typer.echo(
+        echo_line(
             f"{output}/{name}: {counts.rows:,} rows, {counts.tokens:,} tokens, "
             f"{share(counts.trained, counts.tokens)} trained, "
             f"{counts.files:,} {'file' if counts.files == 1 else 'files'}"

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from chatmill import __version__
 from chatmill.cli.expand import expanded
 from chatmill.cli.guard import guarded
+from chatmill.errors import one_line
+
+CLICK_ERROR: Any
+[CLICK_ERROR] = (each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+"""click's, or typer's own copy of it."""
 
 COMMANDS = {
     "check": "check.check",
@@ -76,4 +82,19 @@ def main() -> None:
     """Run the command that sys.argv names."""
     named = sys.argv[1] if len(sys.argv) > 1 else ""
     only = () if named == "--version" else (named,) if named in COMMANDS else COMMANDS
-    guarded(lambda: app_of(only)())
+    guarded(lambda: run(app_of(only)))
+
+
+def run(app: typer.Typer) -> None:
+    """Run the application; what is wrong with its arguments is printed without their control characters."""
+    try:
+        code = app(standalone_mode=False)
+    except CLICK_ERROR as error:
+        shown = io.StringIO()
+        error.show(shown)
+        sys.stderr.write(one_line(shown.getvalue(), None, keep="\n"))
+        code = error.exit_code
+    except typer.Abort:
+        sys.stderr.write("Aborted!\n")
+        code = 1
+    sys.exit(code)

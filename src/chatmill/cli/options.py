@@ -15,6 +15,7 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from chatmill.errors import one_line
 from chatmill.ledger import Ledger
 
 T = TypeVar("T")
@@ -59,13 +60,27 @@ def print_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Seq
     for column in numbers:
         table.add_column(column, justify="right")
     for row in rows:
-        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else cell) for cell in row))
-    Console(highlight=False).print(table)
+        table.add_row(*(Text(f"{cell:,}" if isinstance(cell, int) else one_line(cell, None)) for cell in row))
+    console_on_stdout().print(table)
+
+
+def console_on_stdout(*, soft_wrap: bool = False) -> Console:
+    """Where styled text is printed; names in it must be escaped already."""
+    output: Any = sys.stdout
+    console = Console(file=getattr(output, "styled", output), highlight=False, soft_wrap=soft_wrap)
+    if not console.is_terminal:
+        console.file = output
+    return console
 
 
 def share(part: int, whole: int, *, of_nothing: str = "0.0%") -> str:
     """A part of a whole in percent."""
     return f"{part / whole:.1%}" if whole else of_nothing
+
+
+def echo_line(line: str) -> None:
+    """Print one line, whatever names stand in it."""
+    typer.echo(one_line(line, None))
 
 
 def echo_json(value: Any) -> None:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from chatmill.cli.expand import key_options
 from chatmill.cli.guard import guarded
-from chatmill.cli.options import AsJson, echo_json, print_ledger, progress_on_stderr, share
+from chatmill.cli.options import AsJson, echo_json, echo_line, print_ledger, progress_on_stderr, share
 from chatmill.cli.record_options import Inputs, RejectsFile, Shape
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.ledger import Ledger
@@ -111,7 +111,7 @@ def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: boo
         return
     _print_summary(output, metadata)
     if rejected is not None and (count := sum(rejected.counts.values())):
-        typer.echo(f"{count:,} records were rejected; see {rejects}")
+        echo_line(f"{count:,} records were rejected; see {rejects}")
 
 
 def _engine(name: str, workers: int | None, address: str | None) -> Engine:
@@ -164,14 +164,14 @@ def _summary(output: Path, metadata: Metadata) -> dict[str, Any]:
 
 def _print_summary(output: Path, metadata: Metadata) -> None:
     for name, split in _summary(output, metadata)["splits"].items():
-        typer.echo(
+        echo_line(
             f"{output}/{name}: {split['episodes']:,} episodes, {split['tokens']:,} tokens, "
             f"{share(split['trained_tokens'], split['tokens'])} trained, "
             f"longest {split['longest']:,}, shards {split['shards']}"
         )
     print_ledger(metadata.ledger)
     for line in warnings_of(metadata.ledger):
-        typer.echo(f"look: {line}")
+        echo_line(f"look: {line}")
 
 
 def warnings_of(ledger: Ledger) -> Iterator[str]:

@@ -10,6 +10,7 @@ import typer
 
 from chatmill.cli.expand import option
 from chatmill.cli.options import argument
+from chatmill.errors import one_line
 from chatmill.format import Mask, TemplateOptions
 from chatmill.prepare.job import Job
 from chatmill.records import DEFAULT_REJECTS, SHAPES, CountedRecords
@@ -49,7 +50,8 @@ def print_rejects(records: CountedRecords) -> None:
     """Say on standard error which records were rejected, why, and where they are."""
     if records.rejects is not None and (count := records.ledger.total("rejected").rows):
         reasons = [f"{entry.rows} {reason}" for bucket, reason, entry in records.ledger if bucket == "rejected"]
-        typer.echo(f"rejected {count:,}: {', '.join(reasons)}; see {records.rejects.path}", err=True)
+        see = one_line(str(records.rejects.path), None)
+        typer.echo(f"rejected {count:,}: {', '.join(reasons)}; see {see}", err=True)
 
 
 @dataclass(frozen=True)

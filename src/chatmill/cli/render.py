@@ -7,10 +7,9 @@ from itertools import islice
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from chatmill.cli.options import AsJson, print_losses, progress, share
+from chatmill.cli.options import AsJson, console_on_stdout, print_losses, progress, share
 from chatmill.cli.record_options import Inputs, ReadOptions, RenderOptions, TemplateFlags, print_rejects
 from chatmill.config import LONGEST
 from chatmill.fit import FitRule, truncate
@@ -56,7 +55,7 @@ def render_command(
       chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --template-arg enable_thinking=false
     """
     renderer = open_renderer(render.format, render.tokenizer, add_tokens=render.add_tokens, template=template.options())
-    console = Console(highlight=False, soft_wrap=True)
+    console = console_on_stdout(soft_wrap=True)
     width = max(40, console.width - 42) if console.is_terminal else 100
     limit = limit or (None if as_json else SHOWN)
     with read.records(inputs) as records:

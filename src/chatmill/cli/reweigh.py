@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, Dataset, echo_json, share
+from chatmill.cli.options import AsJson, Dataset, echo_json, echo_line, share
 from chatmill.rows import TrainOn
 from chatmill.store.reweigh import reweigh_dataset
 
@@ -62,7 +62,7 @@ def reweigh(
     if done.untrained:
         typer.echo(f"{done.untrained:,} conversations have no trained token now")
     if done.copied:
-        typer.echo(f"{done.copied:,} files are copied: no hard link can be made from {dataset} to {output}")
+        echo_line(f"{done.copied:,} files are copied: no hard link can be made from {dataset} to {output}")
     else:
-        typer.echo(f"{done.linked:,} files are shared with {dataset}")
-    typer.echo(f"{output}: sha256 {done.metadata.sha256}")
+        echo_line(f"{done.linked:,} files are shared with {dataset}")
+    echo_line(f"{output}: sha256 {done.metadata.sha256}")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json
+from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json, echo_line
 from chatmill.cli.record_options import AddTokens, FormatName, TokenizerName
 from chatmill.prepare.job import SHARD_TOKENS
 from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
@@ -125,11 +125,11 @@ def train(
         echo_json(result.to_json())
         return
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
-    typer.echo(f"{output}: step {result.step:,} of {result.total:,}{loss}")
+    echo_line(f"{output}: step {result.step:,} of {result.total:,}{loss}")
     for line in health_lines(result.health) if result.health.rollouts or result.health.too_long else ():
         typer.echo(line)
     if result.checkpoint is not None:
-        typer.echo(f"model: {result.checkpoint / 'model'}")
+        echo_line(f"model: {result.checkpoint / 'model'}")
     if result.stopped_by is not None:
         typer.echo(f"stopped by {result.stopped_by}; go on with --resume auto")
 
@@ -168,7 +168,7 @@ def _tell(output: Path, metadata: Metadata, health: Health | None, *, as_json: b
         of_rollouts = {} if health is None else {"health": health.to_json()}
         echo_json({"path": str(output), "sha256": metadata.sha256, "train": counts, **of_rollouts})
         return
-    typer.echo(
+    echo_line(
         f"{output}/train: {split.num_episodes:,} episodes, {split.num_tokens:,} tokens, "
         f"{split.num_trained_tokens / split.num_tokens:.1%} trained"
     )

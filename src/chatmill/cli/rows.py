@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, echo_json, print_table
+from chatmill.cli.options import AsJson, argument, echo_json, echo_line, print_table
 from chatmill.errors import UsageError, one_line
 from chatmill.show.order_view import step_previews
 
@@ -50,7 +50,7 @@ def rows_command(
         rows = [{**row._asdict(), "place": place, "text": text} for row, (place, text) in listed]
         echo_json({"run": str(folder), "step": step, "loss": mean, "conversations": len(losses), "rows": rows})
         return
-    typer.echo(f"{folder}, step {step:,}: {len(losses):,} conversations, loss {mean:.4f}")
+    echo_line(f"{folder}, step {step:,}: {len(losses):,} conversations, loss {mean:.4f}")
     lines = [(f"{row.loss:.4f}", str(row.episode), one_line(place or "-", 60), text) for row, (place, text) in listed]
     print_table(("loss", "episode", "from", ""), (), lines)
 

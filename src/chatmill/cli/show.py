@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from chatmill.cli.options import AsJson, DatasetOrCache, argument, counting, echo_json
+from chatmill.cli.guard import print_error
+from chatmill.cli.options import AsJson, DatasetOrCache, argument, console_on_stdout, counting, echo_json
 from chatmill.errors import UsageError, one_line
 from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Rows
@@ -70,7 +71,7 @@ def show(
         raise UsageError("--decode shows the tokens of one episode; name it")
     view = open_view(dataset, tokenizer)
     name, episodes = view.split_named(split)
-    console = Console(highlight=False, soft_wrap=True)
+    console = console_on_stdout(soft_wrap=True)
     warn_without_text(view)
     of = f"{len(episodes):,} episodes of {name}"
     if episode is not None:
@@ -118,7 +119,7 @@ def explain(
 def warn_without_text(view: DatasetView) -> None:
     """Say on standard error why tokens are shown as ids, if they are."""
     if view.without_text is not None:
-        typer.echo(f"chatmill: tokens are shown as ids: {view.without_text}", err=True)
+        print_error(f"tokens are shown as ids: {view.without_text}")
 
 
 def _show_one(view: DatasetView, split: str, episode: int, console: Console, *, decode: bool, as_json: bool) -> None:

@@ -9,14 +9,23 @@ from typing import Annotated
 import typer
 
 from chatmill import __version__
-from chatmill.cli.options import AsJson, DatasetOrCache, counting, echo_json, print_ledger, print_table, share
+from chatmill.cli.options import (
+    AsJson,
+    DatasetOrCache,
+    counting,
+    echo_json,
+    echo_line,
+    print_ledger,
+    print_table,
+    share,
+)
 from chatmill.cli.show import ItsTokenizer, warn_without_text
 from chatmill.config import LONGEST
+from chatmill.errors import one_line
 from chatmill.show.dataset import DatasetView, open_view
 from chatmill.show.report import BLOCK_SIZES as REPORT_BLOCK_SIZES
 from chatmill.show.report import report_html
 from chatmill.show.stats import BLOCK_SIZES, QUANTILES, SplitStats, split_stats
-from chatmill.show.text import visible
 from chatmill.store.files import refuse_existing, write_file
 
 BlockSizes = Annotated[
@@ -89,7 +98,7 @@ def report(
         echo_json({"path": str(output), "bytes": len(page), "episodes": episodes, "sha256": view.dataset.sha256})
         return
     counts = ", ".join(f"{each.rows:,} episodes of {each.split}" for each in splits)
-    typer.echo(f"{output}: {len(page):,} bytes, {counts}")
+    echo_line(f"{output}: {len(page):,} bytes, {counts}")
     warn_without_text(view)
 
 
@@ -113,7 +122,7 @@ def _print_stats(stats: SplitStats) -> None:
     of = partial(share, of_nothing="-")
     for what, counts in (("role", stats.roles), ("source", stats.sources), ("rule", stats.rules)):
         rows = [
-            (visible(name), each.tokens, of(each.tokens, stats.tokens), each.trained, of(each.trained, each.tokens))
+            (name, each.tokens, of(each.tokens, stats.tokens), each.trained, of(each.trained, each.tokens))
             for name, each in counts.items()
         ]
         print_table((what.ljust(16),), ("tokens", "share", "trained", "of them"), rows)
@@ -124,7 +133,7 @@ def _print_stats(stats: SplitStats) -> None:
     longest = [
         (
             f"{stats.split} {row.episode}",
-            "-" if row.file is None else f"{visible(row.file, limit=200)}:{row.line}",
+            "-" if row.file is None else f"{one_line(row.file, 200)}:{row.line}",
             row.tokens,
             of(row.trained, row.tokens),
         )

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.expand import expanded
-from chatmill.cli.options import AsJson, OverwriteFile, command_group, echo_json, progress
+from chatmill.cli.options import AsJson, OverwriteFile, command_group, echo_json, echo_line, progress
 from chatmill.cli.record_options import AddTokens, FormatName, Inputs, ReadOptions, print_rejects
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
@@ -53,7 +53,7 @@ def train(
     if as_json:
         echo_json({"path": str(output), "vocab_size": made.vocab_size, "sha256": made.sha256, "records": count})
     else:
-        typer.echo(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {count:,} records")
+        echo_line(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {count:,} records")
         if made.vocab_size < vocab_size:
             typer.echo(f"the texts gave no more than that; {vocab_size:,} were asked for")
     print_rejects(records)
@@ -85,6 +85,6 @@ def info(
         about = {"name": opened.name, "vocab_size": opened.vocab_size, "sha256": opened.sha256}
         echo_json({**about, "engine": opened.engine, "special_token_ids": ids})
         return
-    typer.echo(f"{opened.name}: {opened.vocab_size:,} tokens, sha256 {opened.sha256}, encoded by {opened.engine}")
+    echo_line(f"{opened.name}: {opened.vocab_size:,} tokens, sha256 {opened.sha256}, encoded by {opened.engine}")
     for key, id in ids.items():
         typer.echo(f"  {key:<6} {id:>7}  {control[key]}" if format is not None else f"  {id:>7}  {one_line(key)}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, DatasetOrCache, echo_json
+from chatmill.cli.options import AsJson, DatasetOrCache, echo_json, echo_line
 from chatmill.store import is_cache, verify_cache, verify_dataset
 
 
@@ -35,10 +35,11 @@ def verify(
             {"ok": not result.faults, "full": full, "sha256": result.sha256, "splits": splits, "faults": result.faults}
         )
     elif result.faults:
-        typer.echo("\n".join(result.faults))
+        for fault in result.faults:
+            echo_line(fault)
     else:
         hashed = f" (sha256 {result.sha256})" if result.sha256 else " (no hashes to check)"
-        typer.echo(f"OK: {dataset}{hashed}" + (", every byte read" if full else ""))
+        echo_line(f"OK: {dataset}{hashed}" + (", every byte read" if full else ""))
         for name, counts in result.splits.items():
             typer.echo(
                 f"{name}: {counts.episodes:,} episodes, {counts.tokens:,} tokens, {counts.trained:,} trained, "

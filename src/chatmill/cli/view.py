@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, DatasetOrCache, echo_json
+from chatmill.cli.options import AsJson, DatasetOrCache, echo_json, echo_line
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
@@ -72,7 +72,7 @@ def view(
         if as_json:
             echo_json({"url": url, "dataset": str(dataset), "index": str(cache)})
         else:
-            typer.echo(f"{dataset}: {url}  (Ctrl-C ends it)")
-            typer.echo(f"the index for search and filters is kept in {cache}")
+            echo_line(f"{dataset}: {url}  (Ctrl-C ends it)")
+            echo_line(f"the index for search and filters is kept in {cache}")
 
     serve(viewer, port=port, ready=ready)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chatmill.errors import UsageError
+from chatmill.errors import UsageError, one_line
 from chatmill.rows import Part, Role, Rule, TrainOn
 from chatmill.show.dataset import DatasetView
 from chatmill.show.row_view import SpanView, origin_of, span_views
-from chatmill.show.text import visible
 
 ROLES = {
     Role.SYSTEM: "the system message",
@@ -94,7 +93,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
     what = PARTS[span.part]
     if span.message is not None:
         what += f" of {span.role.name.lower()} message {span.message}"
-    where = "" if origin.file is None else f", from {visible(origin.file)}:{origin.line}"
+    where = "" if origin.file is None else f", from {one_line(origin.file, None)}:{origin.line}"
     trained = "is context"
     if span.weight > 0:
         trained = f"is trained with weight {span.weight:g}" if span.weight != 1 else "is trained"

@@ -19,7 +19,6 @@ from chatmill.load.plan import WINDOW, Cursor, LoadPlan, datasets_hash
 from chatmill.load.source import conversation, open_sources
 from chatmill.show.dataset import dataset_text, tokenizer_metadata
 from chatmill.show.row_view import preview
-from chatmill.show.text import visible
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 NEIGHBOURS = 3
@@ -105,12 +104,12 @@ def timeline(log: Path) -> list[dict[str, Any]]:
             time, action, fields = "", "torn", {"why": line.why}
         else:
             assert isinstance(line, LogLine)
-            time, action, fields = line.time, visible(line.action, limit=40), dict(line.fields)
+            time, action, fields = line.time, one_line(line.action, 40), dict(line.fields)
             if line.action == "resume" and (head := numbers.get(line.fields.get("head", ""))) is not None:
                 for abandoned in lines[head:]:
                     abandoned["abandoned"] = True
             numbers[line.sha256] = number
-        fields = {name: visible(value, limit=300) for name, value in fields.items()}
+        fields = {name: one_line(value, 300) for name, value in fields.items()}
         lines.append({"number": number, "time": time, "action": action, "fields": fields, "abandoned": False})
     return lines
 

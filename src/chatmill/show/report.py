@@ -12,6 +12,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from chatmill.errors import one_line
 from chatmill.ledger import Ledger
 from chatmill.show.charts import Link, Node, flow, histogram, lines, nice
 from chatmill.show.dataset import DatasetView
@@ -135,7 +136,7 @@ def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
 def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, kind: str = "lost") -> Iterator[Node]:
     for bucket, reason, entry in ledger:
         if bucket in buckets and (amount := getattr(entry, column)):
-            name = f"{bucket}: {visible(reason.replace('_', ' '), limit=30)}" if reason else bucket
+            name = f"{bucket}: {one_line(reason.replace('_', ' '), 30)}" if reason else bucket
             yield Node(name, amount, unit, kind)
 
 

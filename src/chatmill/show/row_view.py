@@ -58,7 +58,7 @@ def place_name(row: Rows, segment: int | None = None) -> str:
     if segment is None and len(row.origins) != 1:
         return f"{len(row.origins)} segments"
     file, line, _ = origin_of(row, segment or 0)
-    return "-" if file is None else f"{visible(file, limit=200)}:{line}"
+    return "-" if file is None else f"{one_line(file, 200)}:{line}"
 
 
 def row_title(rows: Rows, row: int) -> str:

@@ -55,9 +55,9 @@ def source_record(
             records = [_parsed(FilePart(path, shape or "messages", ""), line)]
             raw = msgspec.json.encode(records[0])
     except RecordError as fault:
-        raise DataError(f"{visible(name)}:{line}: cannot be read any more ({fault.what})") from None
+        raise DataError(f"{name}:{line}: cannot be read any more ({fault.what})") from None
     except OSError as error:
-        raise DataError(f"{visible(name)}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{name}: cannot be read ({error.strerror})") from None
     wanted = np.array(key, dtype="<u8").tobytes()
     same = any(record_key(record) == wanted for record in records) if records and any(wanted) else None
     text = raw.rstrip(b"\r\n").decode("utf-8", "backslashreplace")
@@ -70,11 +70,11 @@ def source_record(
 
 def _file(name: str, folders: Sequence[Path]) -> Path:
     if Path(name).is_absolute():
-        raise DataError(f"{visible(name)}: is named by a place on one machine, and is not looked for")
+        raise DataError(f"{name}: is named by a place on one machine, and is not looked for")
     for folder in folders:
         if (path := folder / name).is_file():
             return path
-    raise DataError(f"{visible(name)}: is not here; start chatmill where it lies, or name that folder")
+    raise DataError(f"{name}: is not here; start chatmill where it lies, or name that folder")
 
 
 def _parsed_line(path: Path, shape: str | None, line: int, raw: bytes, start: int | None) -> list[Record]:

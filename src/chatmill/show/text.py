@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from chatmill.errors import ChatmillError, DataError, UsageError
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.rows import Index, Rows, copy_tokens, offsets
 from chatmill.store.read import Episodes
 from chatmill.tokenizer import Tokenizer
@@ -23,23 +22,10 @@ END = b"\xff"
 CONTEXT = 40
 """Characters shown before and after a match."""
 
-_NOT_ASCII_PRINTABLE = re.compile(r"[^ -~]")
-
 
 def visible(text: str, *, keep: str = "", limit: int | None = None) -> str:
-    """Escape every non-printable character: controls, escape sequences, direction marks, separators.
-
-    Characters of `keep` (line ends, where lines are displayed) are left. Text over `limit` characters is cut.
-    """
-    kept = text if limit is None else text[:limit]
-    escaped = kept if kept.isprintable() else _NOT_ASCII_PRINTABLE.sub(lambda match: _escape(match[0], keep), kept)
-    return escaped if len(kept) == len(text) else escaped + "…"
-
-
-def _escape(character: str, keep: str) -> str:
-    if character.isprintable() or character in keep or character in JOINERS:
-        return character
-    return character.encode("unicode_escape").decode()
+    """`one_line` for the text of conversations, of which joiners are a part."""
+    return one_line(text, limit, keep=keep + JOINERS)
 
 
 class TokenText:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.config import LoadConfig
 from chatmill.rows import Index, Role, Rows, Rule
 from chatmill.show.dataset import DatasetView
@@ -23,7 +23,7 @@ from chatmill.show.index import MAX_SOURCES, Filter, IndexBuilder, SearchHits, S
 from chatmill.show.order_view import OrderView, rows_at, timeline
 from chatmill.show.row_view import is_padding, origin_of, preview, segment_json, span_views, trained_tokens, turns
 from chatmill.show.source_record import source_record
-from chatmill.show.text import folded_query, locate, visible
+from chatmill.show.text import folded_query, locate
 
 PAGE = 50
 """Episodes of a page of the list, by default."""
@@ -62,22 +62,22 @@ class Viewer:
             for name in dataset.splits
         }
         return {
-            "name": visible(view.path.resolve().name, limit=100),
-            "path": visible(str(view.path), limit=300),
+            "name": one_line(view.path.resolve().name, 100),
+            "path": one_line(str(view.path), 300),
             "sha256": dataset.sha256,
-            "tokenizer": None if view.tokenizer is None else visible(view.tokenizer.name, limit=100),
+            "tokenizer": None if view.tokenizer is None else one_line(view.tokenizer.name, 100),
             "without_text": view.without_text,
             "splits": splits,
             "roles": [role.name.lower() for role in Role if role != Role.NONE],
             "rules": [rule.name.lower() for rule in Rule],
             "order": {"mode": config.batch_sampling_mode, "seed": config.epoch_seed, "packing": config.packing},
-            "logs": [visible(log.name, limit=100) for log in self._logs],
+            "logs": [one_line(log.name, 100) for log in self._logs],
             "index": self.progress(),
         }
 
     def sources(self, split: str) -> list[str]:
         """The names of the sources that a filter can choose."""
-        names = [visible(source, limit=80) for source in sources_of(self._view.dataset[split])]
+        names = [one_line(source, 80) for source in sources_of(self._view.dataset[split])]
         return names if len(names) <= MAX_SOURCES else [*names[: MAX_SOURCES - 1], "(any other)"]
 
     def progress(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Viewer:
                 "episodes": index.count,
                 "filtered": index.filtered,
                 "searched": index.searched,
-                "error": None if index.error is None else visible(index.error, limit=300),
+                "error": None if index.error is None else one_line(index.error, 300),
                 "roles": _names(index, "roles", Role),
                 "rules": _names(index, "rules", Rule),
             }
@@ -121,7 +121,7 @@ class Viewer:
                 **bounds,
             )
         except (KeyError, ValueError) as error:
-            raise UsageError(f"no such role, rule or source: {visible(str(error), limit=80)}") from None
+            raise UsageError(f"no such role, rule or source: {one_line(str(error), 80)}") from None
         start, limit = max(0, start), min(max(1, limit), MAX_PAGE)
         hits, known, matching = self._matching(index, wanted, q, start, limit)
         more = not hits.ended or known < count
@@ -170,7 +170,7 @@ class Viewer:
             "tokens": len(row.ids),
             "trained": trained_tokens(row),
             "segments": len(row.origins),
-            "place": None if file is None else f"{visible(Path(file).name, limit=80)}:{line}",
+            "place": None if file is None else f"{one_line(Path(file).name, 80)}:{line}",
             "map": strip(row),
             **text,
         }
@@ -227,7 +227,7 @@ class Viewer:
             raise UsageError("the dataset does not say where this came from")
         key = row.origins[segment]["key"].tolist()
         record = source_record(file, line, shape=self._view.shape_of(file), key=key, folders=self._folders)
-        return {"place": f"{visible(file, limit=300)}:{line}", **asdict(record)}
+        return {"place": f"{one_line(file, 300)}:{line}", **asdict(record)}
 
     # Order and audit logs.
 
@@ -262,7 +262,7 @@ class Viewer:
 
 def _escaped(fields: dict[str, Any], **limits: int) -> dict[str, Any]:
     """With these fields escaped, and cut to a number of characters."""
-    escaped = {name: visible(fields[name], limit=limit) for name, limit in limits.items() if fields[name] is not None}
+    escaped = {name: one_line(fields[name], limit) for name, limit in limits.items() if fields[name] is not None}
     return {**fields, **escaped}
 
 

@@ -1,0 +1,138 @@
+"""Standard input, output and error of a command, whatever they are: a terminal, a closed pipe, a full disk, nothing."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_NOT_PLAIN = re.compile(r"[^ -~\n\t\u200c\u200d]+")
+"""Line ends, tabs and the joiners of words and emoji are written as they are."""
+
+
+class Styled:
+    """Standard output for styled text. If its reader is gone, as with `| head`, the process ends with exit code 0."""
+
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream = stream
+        self._failure: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        # Without its buffer no library can write past this class.
+        if name == "buffer":
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._failures():
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with self._failures():
+            self._stream.flush()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            # Again at each call: a library may have swallowed the first.
+            if self._failure is not None:
+                raise self._failure
+            yield
+        except BrokenPipeError as error:
+            self._failure = error
+            discard(self._stream)
+            raise SystemExit(0) from None
+        except OSError as error:
+            self._failure = OSError(error.errno, error.strerror, "standard output")
+            discard(self._stream)
+            raise self._failure from None
+
+
+class Output(Styled):
+    """Standard output without control characters.
+
+    A name or a text that reaches it unescaped is escaped as in JSON: it can do nothing to a terminal, and JSON stays
+    what it was.
+    """
+
+    @property
+    def styled(self) -> Styled:
+        return Styled(self._stream)
+
+    def write(self, text: str) -> int:
+        super().write(_NOT_PLAIN.sub(lambda run: run[0] if run[0].isprintable() else _in_json(run[0]), text))
+        return len(text)
+
+
+class ErrorOutput(Styled):
+    """Standard error. Where it cannot be written only words are lost, so the command goes on."""
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            discard(self._stream)
+
+
+def _in_json(text: str) -> str:
+    return "".join(ch if ch.isprintable() else json.dumps(ch)[1:-1] for ch in text)
+
+
+def _escape_unencodable(error: UnicodeError) -> tuple[str, int]:
+    r"""Characters that an output cannot write, as JSON escapes such as `\udcff`."""
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error("escaped", _escape_unencodable)
+
+
+def discard(stream: io.TextIOWrapper) -> None:
+    """From now on what is written to a stream goes nowhere: nothing fails when the interpreter ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Use these streams in the block."""
+    _open_closed()
+    before = sys.stdout, sys.stderr
+    for stream in before:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="escaped")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = Output(sys.stdout)
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = ErrorOutput(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def _open_closed() -> None:
+    """Open standard streams that are closed, as with `>&-`: else the next opened file would take their place."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
