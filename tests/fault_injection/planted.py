@@ -35,6 +35,7 @@ from fault_injection.trials import (
     full_disk,
     hostile_metadata,
     large_store,
+    ranks,
     readers,
     templates,
     tokenizer_files,
@@ -313,6 +314,19 @@ def state_saved_before_the_log() -> None:
     AuditLog.add = later
 
 
+def losses_of_ranks_not_reported() -> None:
+    """A rank that loses another one ends with what the library raised."""
+    ranks.FIRST.append(_no_report)
+
+
+def _no_report() -> None:
+    from contextlib import nullcontext
+
+    from chatmill.train import distributed
+
+    distributed._lost_ranks = nullcontext
+
+
 PLANTED = (
     Planted("files are not synced", files_are_not_synced, crashes.TRIAL, 6),
     Planted("folders are not synced", folders_are_not_synced, crashes.TRIAL, 6),
@@ -343,5 +357,6 @@ PLANTED = (
     Planted("bytes depend on the clock", bytes_depend_on_the_clock, clock.BUILDS, 2),
     Planted("hashes of checkpoints are not checked", checkpoint_hash_not_checked, damage_of_runs.CHECKPOINTS, 12),
     Planted("the chain of an audit log is not checked", chain_not_checked, damage_of_runs.AUDIT_LOGS, 40),
+    Planted("the loss of a rank is not reported", losses_of_ranks_not_reported, ranks.TRIAL, 1),
     Planted("state is saved before its line is in the log", state_saved_before_the_log, audit_kills.TRIAL, 3),
 )

@@ -15,6 +15,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fault_injection
+from chatmill.cli.guard import guarded
+from chatmill.train.command import errors_of_first_rank
 from chatmill.train.loop import train_model
 
 sys.path.append(str(fault_injection.TESTS / "train"))
@@ -39,6 +41,16 @@ def run(data: str, folder: str, name: str, kill_at: int = 0, victim: int = 0, la
     )
 
 
+def run_as_command(data: str, folder: str, name: str, kill_at: int, victim: int, later: float) -> None:
+    """The same with errors as `chatmill train` reports them."""
+
+    def command() -> None:
+        with errors_of_first_rank():
+            run(data, folder, name, kill_at, victim, later)
+
+    guarded(command)
+
+
 if __name__ == "__main__":
     data, folder, name, kill_at, victim, later = sys.argv[1:]
-    run(data, folder, name, int(kill_at), int(victim), float(later))
+    run_as_command(data, folder, name, int(kill_at), int(victim), float(later))

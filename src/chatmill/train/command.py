@@ -15,6 +15,7 @@ from chatmill.config import flag_spellings, from_environment, from_flags, keys_o
 from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.train.checkpoint import step_name
 from chatmill.train.config import RunFlags, TrainConfig, layered, size_keys, with_bare_switches
+from chatmill.train.distributed import LostRankError
 from chatmill.train.loop import OpenText, OutOfMemoryError, TrainResult, train_model
 from chatmill.train.run_dir import CONFIG
 
@@ -44,7 +45,7 @@ def errors_of_first_rank() -> Iterator[None]:
     try:
         yield
     except ChatmillError as error:
-        if not _is_first_rank() and not isinstance(error, OutOfMemoryError):
+        if not _is_first_rank() and not isinstance(error, OutOfMemoryError | LostRankError):
             sys.exit(error.exit_code)
         raise
 

@@ -19,12 +19,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from chatmill.errors import ChatmillError, UsageError, system_fault
+from chatmill.errors import ChatmillError, UsageError, one_line, system_fault
 from chatmill.train.model import CausalModel
 
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for another one, such as rank 0 while it writes a checkpoint."""
+
+
+class LostRankError(ChatmillError):
+    """Another rank was killed, or its machine cannot be reached any more."""
 
 
 @dataclass(frozen=True)
@@ -152,17 +156,33 @@ def init_world(device: str) -> Iterator[World]:
         raise UsageError("device is cuda, and torch finds no GPU; expected cpu or auto")
     if dist.is_initialized():
         # Whoever created the group destroys it.
-        yield World(dist.get_rank(), dist.get_world_size(), _local_gpu(chosen))
+        with _lost_ranks(dist.get_rank()):
+            yield World(dist.get_rank(), dist.get_world_size(), _local_gpu(chosen))
         return
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         yield World(0, 1, chosen)
         return
     chosen = _local_gpu(chosen)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=TIMEOUT)
+    with _lost_ranks(os.environ["RANK"]):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=TIMEOUT)
+        try:
+            yield World(dist.get_rank(), dist.get_world_size(), chosen)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _lost_ranks(rank: int | str) -> Iterator[None]:
+    """Report the loss of another rank in one line. The system closes the connections of a process that is killed."""
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), chosen)
-    finally:
-        dist.destroy_process_group()
+        yield
+    except RuntimeError as error:
+        # gloo has no error class of its own; its messages begin with the file that raised them.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        lines = str(error).splitlines() or [type(error).__name__]
+        why = one_line(lines[0].rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0] or lines[0], 200)
+        raise LostRankError(f"rank {rank}: another rank is lost ({why}); go on with --resume auto") from None
 
 
 def _local_gpu(device: torch.device) -> torch.device:

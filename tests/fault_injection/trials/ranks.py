@@ -1,22 +1,29 @@
-"""A rank of a torchrun job is killed: all ranks end, are started again, and the run comes to the same bits."""
+"""A rank is killed: the other says so and ends, both are started again, and the run comes to the same bits."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from child_processes import start_child
 from prepare_fixtures import digests
 
 from fault_injection import TESTS
 from fault_injection.trial import Tally, Trial
 
+FIRST: list[Callable[[], None]] = []
+"""What ranks that are left alone do first: a planted fault, which holds in them only if they plant it."""
 LATER = 0.05
 """Seconds, at most, from a step to the kill."""
 PROGRESS_SECONDS = 600
@@ -61,45 +68,88 @@ def files_in(folder: Path) -> list[tuple[str, int, int]]:
     return sorted(listed)
 
 
+def one_rank(first: Sequence[Callable[[], None]], args: tuple[Any, ...]) -> None:
+    from fault_injection.rank import run_as_command
+
+    for each in first:
+        each()
+    run_as_command(*args)
+
+
+def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
+    """Two ranks that nobody watches over, one of which is killed; what is wrong with how the other ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    children, outputs = [], [folder / f"{name}-{rank}" for rank in range(2)]
+    for rank, output in enumerate(outputs):
+        output.mkdir()
+        work = functools.partial(one_rank, tuple(FIRST), args)
+        children.append(start_child(work, variables={**meet, "RANK": str(rank)}, output=output))
+    victim = args[4]
+    children[victim].join()
+    survivor = children[1 - victim]
+    # It has nothing left to do: whatever it waits for never comes.
+    survivor.join(PROGRESS_SECONDS)
+    ended = survivor.exitcode
+    survivor.kill()
+    errors = (outputs[1 - victim] / "err").read_text()
+    lines = [line for line in errors.splitlines() if line.startswith("chatmill: ")]
+    if ended == 1 and len(lines) == 1 and "another rank is lost" in lines[0] and "Traceback" not in errors:
+        return ""
+    return f"the other rank ended with {ended}, and said {errors[-300:]!r}"
+
+
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    from train_fixtures import prepare, ranks
+    from train_fixtures import curve, prepare, ranks
 
     from fault_injection.rank import STEPS, run
 
     rng, data = random.Random(seed), str(prepare(folder, "sums", "--val-split", "0.2", seed=seed))
 
-    def weights(name: str) -> dict[str, str]:
+    def result(name: str) -> Any:
+        """Weights and moments of the last checkpoint, and the losses of all steps."""
         last = max((folder / name).glob("step_*"), default=None)
-        return {path: hash for path, hash in digests(last).items() if "safetensors" in path} if last else {}
+        tensors = {path: hash for path, hash in digests(last).items() if "safetensors" in path} if last else {}
+        return tensors, curve(folder / name)
 
     ranks(2, lambda _: run(data, str(folder), "undisturbed"))
-    right = weights("undisturbed")
-    assert right
+    right = result("undisturbed")
+    assert right[0]
     for number in range(size):
         name, at, victim = f"run-{number}", rng.randrange(1, STEPS["max_iters"] - 1), rng.randrange(2)
-        # Torchrun is to start the ranks again; or it ends, and is itself started again.
-        restarts = 1 - number % 2
-        args = (data, folder, name, at, victim, rng.uniform(0, LATER))
-        code, said = torchrun(folder, restarts, *args)
-        where = f"rank {victim} killed after step {at}, {restarts} restarts"
-        if not (folder / f"{name}.killed").exists() or bool(code) == bool(restarts):
-            tally.loses(f"{where}: exit {code}, {said}")
+        args = (data, str(folder), name, at, victim, rng.uniform(0, LATER))
+        # The other rank must end by itself; torchrun starts both again; or torchrun ends, and is itself started again.
+        how = ("left alone", "restarted", "ended by torchrun")[number % 3]
+        where = f"rank {victim} killed after step {at}, {how}"
+        if how == "left alone":
+            fault = left_alone(folder, name, args)
+        else:
+            restarts = int(how == "restarted")
+            code, error = torchrun(folder, restarts, *args)
+            fault = f"exit {code}, {error}" if bool(code) == bool(restarts) else ""
+        if fault or not (folder / f"{name}.killed").exists():
+            tally.loses(f"{where}: {fault or 'was not killed'}")
             continue
-        if not restarts:
-            code, said = torchrun(folder, 0, *args)
-        if code:
-            tally.loses(f"{where}: exit {code}, {said}")
-        elif weights(name) != right:
-            tally.is_wrong(f"{where}: other weights than those of the undisturbed run")
+        if how == "left alone":
+            ranks(2, lambda _, name=name: run(data, str(folder), name))
+        elif how == "ended by torchrun":
+            code, error = torchrun(folder, 0, *args)
+            if code:
+                tally.loses(f"{where}: does not go on: exit {code}, {error}")
+                continue
+        if result(name) != right:
+            tally.is_wrong(f"{where}: other weights or losses than those of the undisturbed run")
         else:
             tally.survives()
 
 
 TRIAL = Trial(
     "a torchrun rank killed",
-    "SIGKILL of one of two ranks at a random step: the other ends too, torchrun or the next command starts them again, "
-    "and weights and moments equal those of an undisturbed run to the bit",
+    "SIGKILL of one of two ranks in a random step: the other ends by itself with one line, or torchrun ends it; "
+    "started again, by torchrun or by the next command, weights, moments and losses equal those of an undisturbed run "
+    "to the bit",
     work,
-    full=6,
+    full=9,
     short=1,
 )
