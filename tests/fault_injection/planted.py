@@ -36,6 +36,7 @@ from fault_injection.trials import (
     hostile_metadata,
     large_store,
     ranks,
+    ray_workers,
     readers,
     templates,
     tokenizer_files,
@@ -146,6 +147,12 @@ def full_disk_swallowed() -> None:
             return len(data)
 
     files._Raw.write = write_some
+
+
+def units_of_lost_workers_not_run_again() -> None:
+    from chatmill.prepare import ray_engine
+
+    ray_engine.RETRIES = 0
 
 
 def files_not_named() -> None:
@@ -357,6 +364,7 @@ PLANTED = (
     Planted("bytes depend on the clock", bytes_depend_on_the_clock, clock.BUILDS, 2),
     Planted("hashes of checkpoints are not checked", checkpoint_hash_not_checked, damage_of_runs.CHECKPOINTS, 12),
     Planted("the chain of an audit log is not checked", chain_not_checked, damage_of_runs.AUDIT_LOGS, 40),
+    Planted("units of lost workers are not run again", units_of_lost_workers_not_run_again, ray_workers.TRIAL, 1),
     Planted("the loss of a rank is not reported", losses_of_ranks_not_reported, ranks.TRIAL, 1),
     Planted("state is saved before its line is in the log", state_saved_before_the_log, audit_kills.TRIAL, 3),
 )

@@ -23,6 +23,16 @@ PATIENCE = 60
 """Seconds that cancelled tasks are given to end."""
 
 
+LOOK_SECONDS = 1.0
+"""How often it is checked that the cluster is there while its units are waited for."""
+MISSED = 4
+"""So many checks in a row must fail before the cluster is given up."""
+
+
+class LostClusterError(ChatmillError):
+    """The head of the cluster, or the raylet of this node, is gone."""
+
+
 class RayEngine:
     """Runs units on the Ray cluster at `address`, or on a local one with `workers` CPUs, stopped at the end."""
 
@@ -37,9 +47,15 @@ class RayEngine:
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(_run)
             shared = ray.put((job, renderer.tokenizer.sha256, folder.absolute(), Path.cwd()))
             pending = deque(remote.remote(unit, shared) for unit in units)
+            places = _places(ray)
             try:
                 while pending:
-                    yield _result(ray, pending.popleft())
+                    yield _result(ray, pending[0], places)
+                    pending.popleft()
+            except LostClusterError:
+                # Nobody is there to cancel its tasks.
+                pending.clear()
+                raise
             finally:
                 for task in pending:
                     ray.cancel(task, force=True)
@@ -72,11 +88,39 @@ def _check_reachable(address: str | None) -> None:
     """Raise `OSError` if nothing listens at HOST:PORT, for which Ray itself would wait many minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
-        socket.create_connection((host, int(port)), timeout=10).close()
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
-def _result(ray: Any, task: Any) -> Done:
+def _places(ray: Any) -> list[str]:
+    """HOST:PORT of the head of the cluster and of this node's raylet: without them Ray ends this process, or hangs."""
+    if ray.util.client.ray.is_connected():
+        # Connected through a server of the cluster, whose loss Ray reports by itself.
+        return []
+    context = ray.get_runtime_context()
+    here = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+    return [context.gcs_address, *(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in here)]
+
+
+def _wait(ray: Any, task: Any, places: Sequence[str]) -> None:
+    """Wait for a task; `LostClusterError` if a place cannot be reached several times in a row."""
+    missed = 0
+    while not ray.wait([task], timeout=LOOK_SECONDS)[0]:
+        try:
+            for place in places:
+                _check_reachable(place)
+            missed = 0
+        except OSError as error:
+            missed += 1
+            if missed == MISSED:
+                raise LostClusterError(
+                    f"the Ray cluster is lost: {place} cannot be reached ({error.strerror or error}); "
+                    "start it again and go on with --resume"
+                ) from None
+
+
+def _result(ray: Any, task: Any, places: Sequence[str]) -> Done:
     try:
+        _wait(ray, task, places)
         done: Done = ray.get(task)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause

@@ -1,4 +1,4 @@
-"""A worker of a Ray cluster is killed with its unit: the bytes are those of one process."""
+"""A worker of a Ray cluster is killed with its unit, or all of the cluster is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prepare_fixtures import build, digests, job_of, left_beside, write_corpus
 
 from chatmill.prepare import ray_engine
 from chatmill.prepare.pipeline import prepare_dataset
-from fault_injection.processes import outcome
+from fault_injection.processes import Ended, outcome
 from fault_injection.trial import Tally, Trial
 
 T = TypeVar("T")
@@ -68,6 +68,28 @@ def logged_run(log: Path) -> Callable[..., Any]:
     return run
 
 
+def held_run(log: Path) -> Callable[..., Any]:
+    """Runs a unit if it is the first; the others never end."""
+
+    def run(unit: Any, shared: Any) -> Any:
+        while unit.number:
+            time.sleep(0.02)
+        done = ORIGINAL(unit, shared)
+        (log / "0.finished").touch()
+        return done
+
+    return run
+
+
+def process_of_cluster(name: str) -> int:
+    """The process of this name that `ray.init` started."""
+    for thread in Path("/proc/self/task").iterdir():
+        for pid in (thread / "children").read_text().split():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(f"/{name}".encode()):
+                return int(pid)
+    raise AssertionError(f"no process is called {name}")
+
+
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     try:
         import ray
@@ -83,36 +105,58 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     heard, nothing = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+
+    def on_ray(target: Path, **options: Any) -> Ended:
+        if not ray.is_initialized():
+            ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        engine = ray_engine.RayEngine()
+        return outcome(lambda: prepare_dataset(job, target, engine=engine, unit_bytes=6_000, **options).sha256)
+
+    def lose_worker(number: int) -> None:
+        target, log, killed = folder / f"ray-{number}", Log(folder / f"log-{number}"), dict[int, set[int]]()
+
+        def kill_one(progress: Any) -> None:
+            if not killed:
+                held = wait_until(log.two_that_hold, "two workers hold a unit")
+                pid = rng.choice(sorted(held))
+                killed[pid] = held[pid]
+                os.kill(pid, signal.SIGKILL)
+                (log.folder / "go on").touch()
+
+        ray_engine._run = logged_run(log.folder)
+        ended = on_ray(target, on_progress=kill_one)
+        others = [units for pid, units in log.units_by_worker("finished").items() if pid not in killed]
+        if ended.value is None:
+            tally.loses(f"kill {number}: {ended.refused or ended.broke}")
+        elif not killed or not set().union(*killed.values()) <= set().union(*others):
+            tally.loses(f"kill {number}: nobody finished what the killed worker held")
+        elif digests(target) != right:
+            tally.is_wrong(f"kill {number}: other bytes than of one process")
+        else:
+            tally.judge(survived=left_beside(target) == [], lost=f"kill {number}: left {left_beside(target)}")
+
+    def lose_cluster(name: str) -> None:
+        """The head or the raylet is killed while units are waited for."""
+        target, log = folder / name, Log(folder / f"log-{name}")
+        ray_engine._run = held_run(log.folder)
+        ended = on_ray(target, on_progress=lambda progress: os.kill(process_of_cluster(name), signal.SIGKILL))
+        ray.shutdown()
+        if "the Ray cluster is lost" not in ended.refused:
+            tally.loses(f"{name} killed: {ended}")
+            return
+        again = outcome(lambda: build(job, target, unit_bytes=6_000, resume=True).sha256)
+        if again.value is None:
+            tally.loses(f"{name} killed: the build cannot be resumed: {again.refused or again.broke}")
+        elif digests(target) != right:
+            tally.is_wrong(f"{name} killed: the resumed build has other bytes")
+        else:
+            tally.judge(found=left_beside(target) == [], lost=f"{name} killed: left {left_beside(target)}")
+
     try:
         for number in range(size):
-            target, log, killed = folder / f"ray-{number}", Log(folder / f"log-{number}"), dict[int, set[int]]()
-
-            def kill_one(progress: Any, log: Log = log, killed: dict[int, set[int]] = killed) -> None:
-                if not killed:
-                    held = wait_until(log.two_that_hold, "two workers hold a unit")
-                    pid = rng.choice(sorted(held))
-                    killed[pid] = held[pid]
-                    os.kill(pid, signal.SIGKILL)
-                    (log.folder / "go on").touch()
-
-            ray_engine._run = logged_run(log.folder)
-            ended = outcome(
-                lambda target=target, kill_one=kill_one: (
-                    prepare_dataset(
-                        job, target, engine=ray_engine.RayEngine(), unit_bytes=6_000, on_progress=kill_one
-                    ).sha256
-                )
-            )
-            others = [units for pid, units in log.units_by_worker("finished").items() if pid not in killed]
-            if ended.value is None:
-                tally.loses(f"kill {number}: {ended.refused or ended.broke}")
-            elif not killed or not set().union(*killed.values()) <= set().union(*others):
-                tally.loses(f"kill {number}: nobody finished what the killed worker held")
-            elif digests(target) != right:
-                tally.is_wrong(f"kill {number}: other bytes than of one process")
-            else:
-                tally.judge(survived=left_beside(target) == [], lost=f"kill {number}: left {left_beside(target)}")
+            lose_worker(number)
+        for name in ("raylet", "gcs_server")[:size]:
+            lose_cluster(name)
     finally:
         ray_engine._run = ORIGINAL
         ray.shutdown()
@@ -121,8 +165,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
 
 
 TRIAL = Trial(
-    "a Ray worker killed",
-    "SIGKILL of a worker that holds a unit: another makes it, and the bytes are those of one process",
+    "a Ray worker or cluster lost",
+    "SIGKILL of a worker that holds a unit: another makes it, and the bytes are those of one process. SIGKILL of this "
+    "node's raylet, or of the head: one line, and the build is resumed to the same bytes",
     work,
     full=5,
     short=1,
