@@ -19,6 +19,7 @@ import numpy as np
 from chatmill.errors import RecordError
 from chatmill.format.template.tracing import sandbox
 from chatmill.prepare import build_dir, engine, pipeline, staging, unit
+from chatmill.records import read_log
 from chatmill.records.shapes import ShapeParser
 from chatmill.records.shapes.decode import decode_object
 from chatmill.store import files, hashed, layout, metadata, publish, write
@@ -26,6 +27,7 @@ from chatmill.tokenizer import tokenizer_json
 from fault_injection.trial import Trial
 from fault_injection.trials import (
     audit_kills,
+    changed_input,
     checkpoint_crashes,
     clock,
     crashes,
@@ -263,6 +265,11 @@ def faults_forgotten() -> None:
     ]
 
 
+def input_known_by_size() -> None:
+    """What was read before is taken to be what a file has, if its size is the same."""
+    read_log.BytesRead.is_in = lambda self, path: path.exists()
+
+
 def sandbox_open() -> None:
     sandbox.Sandbox.is_safe_attribute = lambda self, obj, attr, value: True
     sandbox.Sandbox.is_safe_callable = lambda self, obj: True
@@ -358,6 +365,7 @@ PLANTED = (
     Planted("metadata is believed", metadata_believed, hostile_metadata.TRIAL, 20),
     Planted("a reader accepts bad bytes", bad_bytes_accepted, readers.TRIAL, 300),
     Planted("a reader forgets its faults", faults_forgotten, readers.TRIAL, 300),
+    Planted("input is known by its size", input_known_by_size, changed_input.TRIAL, 45),
     Planted("the sandbox is open", sandbox_open, templates.TRIAL, 16),
     Planted("panics of a library are not caught", panics_not_caught, tokenizer_files.MUTANTS, 50),
     Planted("whole files are read into memory", whole_files_read, large_store.TRIAL, 24),

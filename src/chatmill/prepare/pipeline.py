@@ -18,8 +18,8 @@ from chatmill.prepare.assemble import StagedFile, assemble
 from chatmill.prepare.build_dir import BuildDir, build_dir
 from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import Job
-from chatmill.prepare.unit import Done, Unit, finished, job_renderer
-from chatmill.records import plan
+from chatmill.prepare.unit import Done, Unit, finished, job_renderer, renderer_identity
+from chatmill.records import BytesRead, InputFiles, Rejects, plan
 from chatmill.store.files import real
 from chatmill.store.layout import WIDE
 from chatmill.store.metadata import Metadata, write_metadata
@@ -31,7 +31,7 @@ UNIT_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class BuildProgress:
-    """Progress of a build: `step` is render (sizes in bytes of input) or write (sizes in tokens)."""
+    """Progress of a build: `step` is check (of units to resume), render (in bytes of input) or write (in tokens)."""
 
     step: str
     done: int
@@ -67,7 +67,8 @@ def prepare_dataset(
     if target.name in ("", ".."):
         raise UsageError(f"{target}: has no name of its own; give the folder of the dataset as NAME or DIR/NAME")
     check_target(target, overwrite=overwrite)
-    units = units_of(job, unit_bytes)
+    inputs = InputFiles([source.inputs for source in job.sources])
+    units = units_of(job, inputs, unit_bytes)
     for unit in units:
         if real(target) in real(unit.part.path).parents:
             raise DataError(f"{target}: holds the input {unit.part.path}; write the dataset somewhere else")
@@ -77,29 +78,30 @@ def prepare_dataset(
         job = replace(job, template_date=datetime.now().date().isoformat())
     if (size := renderer.tokenizer.vocab_size) > WIDE:
         raise DataError(f"{renderer.tokenizer.name}: a vocabulary of {size} ids; at most {WIDE} can be stored")
-    identity = _identity(units)
-    fingerprint = _fingerprint(job, renderer, units, identity)
+    fingerprint = _fingerprint(job, renderer, units, inputs)
     with build_dir(target, fingerprint, resume=resume, overwrite=overwrite) as place:
-        build = _Build(job, renderer, units, place, on_progress)
-        ledger, staged = Ledger(), list[StagedFile]()
+        build = _Build(job, renderer, inputs, units, place, on_progress)
+        ledger, staged, read = Ledger(), list[StagedFile](), list[tuple[Path, BytesRead]]()
         with closing(_render(build, engine or LocalEngine())) as rendered:
             for unit, (done, before) in zip(units, rendered, strict=True):
                 ledger.merge(done.ledger)
+                read.append((unit.part.path, done.read))
                 staged += [StagedFile(unit.path(place.units, n), unit.only_val, before) for n in range(done.files)]
                 for fault in done.faults:
                     on_fault(fault)
-        if (now := _identity(units)) != identity:
-            changed = next(path for path in identity if now[path] != identity[path])
-            raise DataError(f"{changed}: was changed while it was read; build again")
+        inputs.check(read, is_planned=lambda: units_of(job, inputs, unit_bytes) == units)
+        inputs.check_names([on_fault.path] if isinstance(on_fault, Rejects) else [])
         metadata = _write(build, staged, ledger)
         publish(place.staging, target, overwrite=overwrite)
     return metadata
 
 
-def units_of(job: Job, unit_bytes: int) -> list[Unit]:
+def units_of(job: Job, inputs: InputFiles, unit_bytes: int) -> list[Unit]:
     """The units of the input, in its order."""
     parts = [
-        (part, source) for source in job.sources for part in plan(source.inputs, shape=source.shape, source=source.name)
+        (part, source)
+        for source, files in zip(job.sources, inputs.groups, strict=True)
+        for part in plan(files, shape=source.shape, source=source.name)
     ]
     seen = {part.path.resolve() for part, source in parts if not source.only_val}
     for part, source in parts:
@@ -107,9 +109,12 @@ def units_of(job: Job, unit_bytes: int) -> list[Unit]:
             raise DataError(f"{part.path}: is given for training and for validation; leave it out of one")
     names = relative_names([part.path for part, _ in parts])
     units: list[Unit] = []
+    sizes = inputs.sizes
     for (part, source), name in zip(parts, names, strict=True):
-        for piece in part.cut(unit_bytes):
-            units.append(Unit(len(units), piece, name, source.train_on or job.train_on, source.only_val))
+        end = sizes[part.path]
+        for piece in part.cut(unit_bytes, end=end):
+            size = (end if piece.stop is None else piece.stop) - piece.start
+            units.append(Unit(len(units), piece, name, source.train_on or job.train_on, source.only_val, size))
     if not units:
         raise DataError("the input is empty; there is nothing to prepare")
     return units
@@ -131,6 +136,7 @@ class _Build:
 
     job: Job
     renderer: Renderer
+    inputs: InputFiles
     units: Sequence[Unit]
     place: BuildDir
     on_progress: Callable[[BuildProgress], None]
@@ -142,8 +148,7 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
     Units that an interrupted build completed are not run again.
     """
     units, place = build.units, build.place
-    resumable = units if place.resumed else ()
-    completed = {unit.number: done for unit in resumable if (done := finished(unit, place.units)) is not None}
+    completed = _completed(build) if place.resumed else {}
     left = [unit for unit in units if unit.number not in completed]
     total, seen, rows, tokens, before = sum(unit.size for unit in units), 0, 0, 0, 0
     with closing(engine.run(left, build.job, build.renderer, place.units)) as running:
@@ -153,8 +158,11 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
             try:
                 done = completed[unit.number] if unit.number in completed else next(running)
             except RecordError as fault:
+                # A file that changes under its reader breaks records, too.
+                build.inputs.check_times()
                 fault.line += before
                 raise
+            build.inputs.check_size(unit.part.path)
             for passed in done.faults:
                 passed.line += before
             seen += unit.size
@@ -163,6 +171,17 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
             build.on_progress(BuildProgress("render", seen, total, rows, tokens))
             yield done, before
             before += done.lines
+
+
+def _completed(build: _Build) -> dict[int, Done]:
+    """The results of the units that an interrupted build completed; the bytes that they read are read again."""
+    completed, checked, total = {}, 0, sum(unit.size for unit in build.units)
+    for unit in build.units:
+        if (done := finished(unit, build.place.units)) is not None:
+            completed[unit.number] = done
+        checked += unit.size
+        build.on_progress(BuildProgress("check", checked, total, 0, 0))
+    return completed
 
 
 def _write(build: _Build, staged: Sequence[StagedFile], ledger: Ledger) -> Metadata:
@@ -198,17 +217,15 @@ def _write(build: _Build, staged: Sequence[StagedFile], ledger: Ledger) -> Metad
     )
 
 
-def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], identity: dict[str, tuple[int, int]]) -> bytes:
-    """What an interrupted build must have in common with this one for its units to be used."""
+def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles) -> bytes:
+    """What an interrupted build must have in common with this one for its units to be used.
+
+    Of the input it has the sizes: each unit has the hash of the bytes that it read.
+    """
     parts = [(str(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
-    inputs = {"parts": parts, "files": identity, "tokenizer": renderer.tokenizer.sha256}
-    return json.dumps({"job": job.to_json(), "format": renderer.to_json(), **inputs}, sort_keys=True).encode()
-
-
-def _identity(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
-    """Size and modification time of every input file."""
-    stats = {str(path): path.stat() for path in dict.fromkeys(unit.part.path for unit in units)}
-    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+    files = {str(path): size for path, size in inputs.sizes.items()}
+    identity = {"job": job.to_json(), "renderer": renderer_identity(renderer), "parts": parts, "files": files}
+    return json.dumps(identity, sort_keys=True).encode()
 
 
 def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Input, tokenizer and target must be on a file system that all nodes see under th
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.format import Renderer
 from chatmill.prepare.job import Job
-from chatmill.prepare.unit import Done, Unit, job_renderer, run_unit
+from chatmill.prepare.unit import Done, Unit, job_renderer, renderer_identity, run_unit
 
 RETRIES = 8
 """How often a unit is run again after its worker was lost; errors of the unit itself are never retried."""
@@ -45,7 +46,7 @@ class RayEngine:
         try:
             # Less than one CPU each, or the tasks of a small cluster starve the ones that feed them.
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(_run)
-            shared = ray.put((job, renderer.tokenizer.sha256, folder.absolute(), Path.cwd()))
+            shared = ray.put((job, renderer_identity(renderer), folder.absolute(), Path.cwd()))
             pending = deque(remote.remote(unit, shared) for unit in units)
             places = _places(ray)
             try:
@@ -132,19 +133,22 @@ def _result(ray: Any, task: Any, places: Sequence[str]) -> Done:
 
 # In a worker process.
 
-_renderers: dict[tuple[str, str], Renderer] = {}
+_renderers: dict[str, Renderer] = {}
 """The renderer of this worker process: a tokenizer takes a second to load and serves all of its units."""
 
 
-def _run(unit: Unit, shared: tuple[Job, str, Path, Path]) -> Done:
-    job, tokenizer, folder, here = shared
+def _run(unit: Unit, shared: tuple[Job, dict[str, Any], Path, Path]) -> Done:
+    job, identity, folder, here = shared
     # Paths are kept as the user gave them, because they appear in errors.
     os.chdir(here)
-    key = (job.sha256(), tokenizer)
+    key = json.dumps([job.to_json(), identity], sort_keys=True)
     if key not in _renderers:
         renderer = job_renderer(job)
-        if renderer.tokenizer.sha256 != tokenizer:
-            raise DataError(f"{job.tokenizer}: a Ray worker reads another tokenizer there; let all nodes see the same")
+        own = renderer_identity(renderer)
+        for name, file in (("tokenizer", job.tokenizer), ("control", job.tokenizer), ("format", job.format)):
+            if own[name] != identity[name]:
+                what = "a Ray worker reads another tokenizer or format there"
+                raise DataError(f"{file}: {what}; let all nodes see the same, and leave it as it is during a build")
         _renderers.clear()
         _renderers[key] = renderer
     return run_unit(unit, job, _renderers[key], folder)

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.errors import DataError, RecordError
+from chatmill.errors import ChatmillError, DataError, RecordError, one_line
 from chatmill.fit import truncate_with_sources
 from chatmill.format import Renderer, TemplateOptions, open_renderer
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged, save
-from chatmill.records import ChatColumns, FilePart, Record, keys_of, read_blocks
+from chatmill.records import BytesRead, ChatColumns, FilePart, ReadLog, Record, keys_of, read_blocks
 from chatmill.rows import File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 
@@ -35,12 +35,8 @@ class Unit:
     """The file as it is stored in the dataset: never an absolute path."""
     train_on: TrainOn
     only_val: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes of input, for progress."""
-        stop = self.part.stop if self.part.stop is not None else self.part.path.stat().st_size
-        return stop - self.part.start
+    size: int
+    """Bytes of input, for progress."""
 
     def path(self, folder: Path, number: int) -> Path:
         """The path of its staged file `number`."""
@@ -57,12 +53,19 @@ class Done:
     """How many lines it has. It numbers them from 1, because it does not know how many come before it in the file."""
     ledger: Ledger
     faults: tuple[RecordError, ...]
+    read: BytesRead
 
 
 def job_renderer(job: Job) -> Renderer:
     """The renderer that a job names."""
     template = TemplateOptions(job.chat_template, job.template_args, job.mask, job.template_date)
     return open_renderer(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template)
+
+
+def renderer_identity(renderer: Renderer) -> dict[str, Any]:
+    """What decides the rows that a renderer makes; two builds, or two workers, must have it in common."""
+    tokenizer = renderer.tokenizer
+    return {"format": renderer.to_json(), "tokenizer": tokenizer.sha256, "control": dict(tokenizer.control_ids)}
 
 
 def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
@@ -90,11 +93,15 @@ def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
     if records.stopped_by is not None:
         raise records.stopped_by
     out.save(records)
-    return Done(unit.number, out.number, records.lines, records.ledger, tuple(records.faults))
+    read = records.log.bytes_read()
+    return Done(unit.number, out.number, records.lines, records.ledger, tuple(records.faults), read)
 
 
 def finished(unit: Unit, folder: Path) -> Done | None:
-    """The result of a unit that an interrupted build completed; None if it must be run again."""
+    """The result of a unit that an interrupted build completed; None if it must be run again.
+
+    An error if the input does not have the bytes any more that the rows were made of.
+    """
     for number in numbers():
         try:
             staged = Staged(unit.path(folder, number), check=True)
@@ -105,7 +112,13 @@ def finished(unit: Unit, folder: Path) -> Done | None:
             # Faults have to be reported again, and are not staged.
             if ledger.total("rejected").rows:
                 return None
-            return Done(unit.number, number + 1, staged.extra["lines"], ledger, ())
+            read = BytesRead.from_json(staged.extra["read"])
+            if not read.is_in(unit.part.path):
+                raise ChatmillError(
+                    f"{one_line(str(unit.part.path), 1000)}: was changed since the interrupted build read it; "
+                    "build without --resume"
+                )
+            return Done(unit.number, number + 1, staged.extra["lines"], ledger, (), read)
     raise AssertionError
 
 
@@ -120,6 +133,7 @@ class _Records:
         self.ledger = Ledger()
         self.faults: list[RecordError] = []
         self.lines = 0
+        self.log = ReadLog()
         self.stopped_by: RecordError | None = None
         self._unit, self._job, self._renderer = unit, job, renderer
 
@@ -127,7 +141,10 @@ class _Records:
         """Batches in input order: columns where the records allow it, lists of at most `CHUNK` otherwise."""
         waiting: list[Record] = []
         try:
-            for block in read_blocks(self._unit.part, on_fault=self._fault, on_end=partial(setattr, self, "lines")):
+            blocks = read_blocks(
+                self._unit.part, on_fault=self._fault, on_end=partial(setattr, self, "lines"), log=self.log
+            )
+            for block in blocks:
                 if isinstance(block, ChatColumns) and self._renderer.renders_columns(block):
                     if waiting:
                         yield waiting
@@ -179,9 +196,10 @@ class _StagedFiles:
         rows = concat(self._rows)
         rows = replace(rows, files=tuple(File(file.source, self._unit.name) for file in rows.files))
         record = np.concatenate([np.empty(0, dtype=np.int64), *self._record])
-        extra: dict[str, Any] = {"records": self._records, "ledger": None, "lines": None}
+        extra: dict[str, Any] = {"records": self._records, "ledger": None}
         if finished is not None:
-            extra |= {"ledger": finished.ledger.to_json(), "lines": finished.lines}
+            read = finished.log.bytes_read().to_json()
+            extra |= {"ledger": finished.ledger.to_json(), "lines": finished.lines, "read": read}
         save(self._unit.path(self._folder, self.number), rows, record, tokens=self._dtype, extra=extra)
         self.number += 1
         self._begin()

@@ -5,6 +5,7 @@ read_records                 all records of files and globs, in order
 SHAPES                       the shapes of records that are read, detected from the first records of a file
 Rejects                      a file of the records that could not be read, with reasons
 plan, FilePart, read_part, read_blocks, ChatColumns    the same in parts and blocks, for workers
+InputFiles, ReadLog, BytesRead                         whether files changed while they were read
 
 Names are imported when they are first used.
 """
@@ -20,12 +21,15 @@ if _TYPE_CHECKING:
     from chatmill.records.columns import keys_of as keys_of
     from chatmill.records.files import SUFFIXES as SUFFIXES
     from chatmill.records.files import expand as expand
+    from chatmill.records.input_files import InputFiles as InputFiles
     from chatmill.records.read import MAX_LINE_BYTES as MAX_LINE_BYTES
     from chatmill.records.read import FilePart as FilePart
     from chatmill.records.read import plan as plan
     from chatmill.records.read import read_blocks as read_blocks
     from chatmill.records.read import read_part as read_part
     from chatmill.records.read import read_records as read_records
+    from chatmill.records.read_log import BytesRead as BytesRead
+    from chatmill.records.read_log import ReadLog as ReadLog
     from chatmill.records.record import ROLES as ROLES
     from chatmill.records.record import Message as Message
     from chatmill.records.record import Record as Record

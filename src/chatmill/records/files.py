@@ -9,15 +9,17 @@ import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from chatmill.errors import DataError, RecordError, one_line
+from chatmill.records.read_log import LoggedFile, ReadLog
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet")
 Units = Generator[tuple[int, bytes], None, None]
 """The bytes of each record of a file, with the line (of a table, the row) that it begins on, from 1."""
 
 _BOM = b"\xef\xbb\xbf"
+_BUFFER = 1 << 18
 
 
 def expand(inputs: Sequence[str | Path]) -> list[Path]:
@@ -50,17 +52,24 @@ def shown(path: Path) -> str:
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, after its byte order mark, decompressed where its name ends in `.gz`."""
+def open_bytes(path: Path, *, log: ReadLog | None = None, start: int = 0) -> Iterator[io.BufferedReader]:
+    """The bytes of a file from `start` on, after its byte order mark, decompressed where its name ends in `.gz`.
+
+    `log` gets the bytes of the file itself as they are read.
+    """
     try:
-        raw: Any = _Gunzip(path, "rb") if path.name.lower().endswith(".gz") else io.FileIO(path)
+        raw = io.FileIO(path) if log is None else LoggedFile(path, log)
     except OSError as error:
         raise DataError(f"{shown(path)}: cannot be opened; {error.strerror or error}") from None
-    # GzipFile reads like a raw file but is not declared as one.
-    with io.BufferedReader(raw, 1 << 18) as file:
-        if file.read(len(_BOM)) != _BOM:
-            file.seek(0)
-        yield file
+    with raw:
+        file: Any = raw
+        if path.name.lower().endswith(".gz"):
+            # GzipFile reads like a raw file but is not declared as one.
+            file = io.BufferedReader(cast(Any, _Gunzip(fileobj=io.BufferedReader(raw, _BUFFER))), _BUFFER)
+        if start or file.read(len(_BOM)) != _BOM:
+            file.seek(start)
+        # Only now: what is read ahead would be in the log.
+        yield io.BufferedReader(raw, _BUFFER) if file is raw else file
 
 
 class _Gunzip(gzip.GzipFile):

@@ -16,6 +16,8 @@ from typing import Literal, cast
 from chatmill.errors import RecordError, UsageError
 from chatmill.records import columns, files, units
 from chatmill.records.columns import COMPILED, ChatColumns
+from chatmill.records.input_files import InputFiles
+from chatmill.records.read_log import ReadLog
 from chatmill.records.record import Record
 from chatmill.records.shapes import SHAPES, ShapeParser, detect, oasst, parser, transcript
 
@@ -38,14 +40,15 @@ class FilePart:
     start: int = 0
     stop: int | None = None
 
-    def cut(self, size: int) -> list[FilePart]:
-        """Parts of at least `size` bytes with the same records in the same order.
+    def cut(self, size: int, *, end: int | None = None) -> list[FilePart]:
+        """Parts of at least `size` bytes with the same records in the same order, of a file of `end` bytes.
 
         Compressed files, arrays and tables are not cut, nor are shapes whose records span several lines.
         """
         if not _is_of_lines(self) or files.suffix(self.path).endswith(".gz"):
             return [self]
-        return [replace(self, start=start, stop=stop) for start, stop in units.cut(self.path, size=size)]
+        end = self.path.stat().st_size if end is None else end
+        return [replace(self, start=start, stop=stop) for start, stop in units.cut(self.path, size=size, end=end)]
 
 
 def read_records(
@@ -64,10 +67,34 @@ def read_records(
 
     Names and globs that match nothing, and shapes that cannot be detected, raise before the first record. With
     `on_error` "stop" the first faulty record is raised; with "skip" each goes to `on_reject` and reading continues.
+    A file that changes while it is read is a `DataError` after the last record.
     """
-    parts = plan(inputs, shape=shape, source=source, max_line_bytes=max_line_bytes)
     on_fault = _fault_handler(on_error, on_reject)
-    return (record for part in parts for record in read_part(part, on_fault=on_fault, max_line_bytes=max_line_bytes))
+    before = InputFiles([[inputs] if isinstance(inputs, str | Path) else inputs])
+
+    def planned() -> list[FilePart]:
+        return plan(before.groups[0], shape=shape, source=source, max_line_bytes=max_line_bytes)
+
+    return _read_all(planned(), before, planned, on_fault=on_fault, max_line_bytes=max_line_bytes)
+
+
+def _read_all(
+    parts: Sequence[FilePart],
+    before: InputFiles,
+    planned: Callable[[], list[FilePart]],
+    *,
+    on_fault: OnReject,
+    max_line_bytes: int,
+) -> Iterator[Record]:
+    logs = [ReadLog() for _ in parts]
+    try:
+        for part, log in zip(parts, logs, strict=True):
+            yield from read_part(part, on_fault=on_fault, max_line_bytes=max_line_bytes, log=log)
+    except RecordError:
+        before.check_times()
+        raise
+    read = [(part.path, log.bytes_read()) for part, log in zip(parts, logs, strict=True)]
+    before.check(read, is_planned=lambda: planned() == parts)
 
 
 def plan(
@@ -92,9 +119,12 @@ def read_part(
     on_fault: OnReject,
     on_end: Callable[[int], None] = lambda lines: None,
     max_line_bytes: int = MAX_LINE_BYTES,
+    log: ReadLog | None = None,
 ) -> Iterator[Record]:
     """The records of one part, one at a time; see `read_blocks`."""
-    blocks = read_blocks(part, on_fault=on_fault, on_end=on_end, max_line_bytes=max_line_bytes, as_columns=False)
+    blocks = read_blocks(
+        part, on_fault=on_fault, on_end=on_end, max_line_bytes=max_line_bytes, as_columns=False, log=log
+    )
     return (record for block in blocks for record in block)
 
 
@@ -105,13 +135,14 @@ def read_blocks(
     on_end: Callable[[int], None],
     max_line_bytes: int = MAX_LINE_BYTES,
     as_columns: bool = True,
+    log: ReadLog | None = None,
 ) -> Iterator[ChatColumns | list[Record]]:
     """The records of one part, many at a time: columns where possible (unless not `as_columns`), lists otherwise.
 
     Each fault goes to `on_fault`, which raises it to stop, or returns to continue. `on_end` gets the number of lines
-    of the part, so that the lines of the next one can be numbered.
+    of the part, so that the lines of the next one can be numbered. `log` gets the bytes that are read.
     """
-    for parsed in _read(part, max_line_bytes, as_columns=as_columns, on_end=on_end):
+    for parsed in _read(part, max_line_bytes, as_columns=as_columns, on_end=on_end, log=log):
         if isinstance(parsed, ChatColumns):
             yield parsed
             continue
@@ -132,10 +163,12 @@ def read_blocks(
 ParsedItems = Sequence[Record | RecordError]
 
 
-def _read(part: FilePart, limit: int, *, as_columns: bool, on_end: Callable[[int], None]) -> Iterator[ParsedItems]:
+def _read(
+    part: FilePart, limit: int, *, as_columns: bool, on_end: Callable[[int], None], log: ReadLog | None
+) -> Iterator[ParsedItems]:
     """Records and faults, some at a time, up to where the file itself is broken."""
     line = 0
-    with closing(_parsed(part, limit, as_columns=as_columns)) as parsed:
+    with closing(_parsed(part, limit, as_columns=as_columns, log=log)) as parsed:
         try:
             for line, items in parsed:  # noqa: B007
                 yield items
@@ -145,17 +178,19 @@ def _read(part: FilePart, limit: int, *, as_columns: bool, on_end: Callable[[int
             yield [fault.at(str(part.path), fault.line or line + 1)]
 
 
-def _parsed(part: FilePart, limit: int, *, as_columns: bool) -> Generator[tuple[int, ParsedItems], None, None]:
+def _parsed(
+    part: FilePart, limit: int, *, as_columns: bool, log: ReadLog | None
+) -> Generator[tuple[int, ParsedItems], None, None]:
     """Records and faults, some at a time, with the number of the last line read."""
     parse = parser(part.shape, file=str(part.path), source=part.source, limit=limit)
     if not _is_of_lines(part):
-        for line, data in _units(part, limit):
+        for line, data in _units(part, limit, log):
             yield line, parse(line, data)
         return
     before = 0
     as_columns = as_columns and COMPILED and parse.decode_lines is not None
     size = units.WIDE_BLOCK if as_columns else units.BLOCK
-    for block in units.blocks(part.path, limit=limit, start=part.start, stop=part.stop, size=size):
+    for block in units.blocks(part.path, limit=limit, start=part.start, stop=part.stop, size=size, log=log):
         # A block within the limit has no line over it.
         in_columns = as_columns and len(block) <= limit
         for count, items in _columns(parse, before, block) if in_columns else [_one_by_one(parse, before, block)]:
@@ -196,16 +231,16 @@ def _is_of_lines(part: FilePart) -> bool:
     return ending in (".jsonl", ".txt") and part.shape not in ("oasst1", "transcript-stream")
 
 
-def _units(part: FilePart, limit: int) -> files.Units:
+def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Units:
     ending = files.suffix(part.path).removesuffix(".gz")
     if ending == ".parquet":
-        numbered = units.table_rows(part.path)
+        numbered = units.table_rows(part.path, log=log)
     elif part.shape == "transcript-stream":
-        numbered = units.conversations(part.path, limit=limit)
+        numbered = units.conversations(part.path, limit=limit, log=log)
     elif ending == ".json":
-        numbered = units.elements(part.path, limit=limit)
+        numbered = units.elements(part.path, limit=limit, log=log)
     else:
-        numbered = units.lines(part.path, limit=limit)
+        numbered = units.lines(part.path, limit=limit, log=log)
     return oasst.grouped(numbered, limit=limit) if part.shape == "oasst1" else numbered
 
 

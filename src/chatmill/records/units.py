@@ -18,6 +18,7 @@ import msgspec
 
 from chatmill.errors import DataError, RecordError
 from chatmill.records.files import Units, open_bytes, shown
+from chatmill.records.read_log import ReadLog
 from chatmill.records.shapes import RAW_BYTES
 from chatmill.records.shapes.decode import decode
 from chatmill.records.shapes.transcript import EOS
@@ -37,10 +38,10 @@ _TOKEN = re.compile(rb'"' + _STRING + rb"|[{}\[\],]", re.DOTALL)
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
 
 
-def lines(path: Path, *, limit: int) -> Units:
+def lines(path: Path, *, limit: int, log: ReadLog | None = None) -> Units:
     """The lines of a file with their numbers, without line ends and blank lines."""
     before = 0
-    for block in blocks(path, limit=limit):
+    for block in blocks(path, limit=limit, log=log):
         pieces = split(block)
         for number, line in enumerate(pieces, before + 1):
             if not is_blank(line):
@@ -48,15 +49,21 @@ def lines(path: Path, *, limit: int) -> Units:
         before += len(pieces)
 
 
-def blocks(path: Path, *, limit: int, start: int = 0, stop: int | None = None, size: int = BLOCK) -> Iterator[bytes]:
+def blocks(
+    path: Path,
+    *,
+    limit: int,
+    start: int = 0,
+    stop: int | None = None,
+    size: int = BLOCK,
+    log: ReadLog | None = None,
+) -> Iterator[bytes]:
     """The lines of bytes [start, stop), some at a time. `start` and `stop` are beginnings of lines, as from `cut`.
 
     Lines before a fault of the file are yielded before the fault is raised.
     """
     held = bytearray()
-    with open_bytes(path) as file:
-        if start:
-            file.seek(start)
+    with open_bytes(path, log=log, start=start) as file:
         left = 2**63 if stop is None else stop - file.tell()
         while left > 0 and (data := file.read1(min(size, left))):
             left -= len(data)
@@ -82,26 +89,25 @@ def is_blank(line: bytes) -> bool:
     return not line or line.isspace()
 
 
-def cut(path: Path, *, size: int) -> Iterator[tuple[int, int]]:
-    """Cut an uncompressed file of lines into pieces of at least `size` bytes: (start, stop) each.
+def cut(path: Path, *, size: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut the first `end` bytes of an uncompressed file of lines into pieces of at least `size` bytes: (start, stop).
 
     Only the ends of the pieces are read, so that planning is fast for very large files.
     """
-    end = path.stat().st_size
     with path.open("rb") as file:
         start = 0
         while start < end:
-            # From the last byte that the piece must have to the end of its line.
+            # From the last byte that the piece must have to the end of its line; a file may have grown or shrunk since.
             stop = file.seek(min(start + size, end) - 1)
-            stop += _skip_line(file)
+            stop = min(stop + max(1, _skip_line(file)), end)
             yield start, stop
             start = stop
 
 
-def conversations(path: Path, *, limit: int, chunk: int = _CHUNK) -> Units:
+def conversations(path: Path, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
     """The pieces of a stream between `<|EOS|>` marks with the line each begins on, without blank ones."""
     held, searched, overlong, line = bytearray(), 0, False, 1
-    with open_bytes(path) as file:
+    with open_bytes(path, log=log) as file:
         while data := file.read(chunk):
             held += data
             while (end := held.find(EOS, searched)) >= 0:
@@ -145,21 +151,21 @@ def _skip_line(file: BinaryIO) -> int:
 # The elements of an array are located by brackets and quotes and decoded later: a broken element is one fault.
 
 
-def elements(path: Path, *, limit: int, chunk: int = _CHUNK) -> Units:
+def elements(path: Path, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
     """The records of a `.json` file with the line each begins on: elements of an array, one object, or lines."""
-    with open_bytes(path) as file:
+    with open_bytes(path, log=log) as file:
         line = 1
         while (first := file.read(1)) and first in _SPACE:
             line += first == b"\n"
         if first == b"[":
             yield from _elements(file, line, limit=limit, chunk=chunk)
             return
-    with closing(lines(path, limit=limit)) as numbered:
+    with closing(lines(path, limit=limit, log=log)) as numbered:
         line, begin = next(numbered, (0, b""))
     if _is_json(begin):
-        yield from lines(path, limit=limit)
+        yield from lines(path, limit=limit, log=log)
     elif begin:
-        with open_bytes(path) as file:
+        with open_bytes(path, log=log) as file:
             yield line, file.read(limit + 1)
 
 
@@ -231,7 +237,7 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def table_rows(path: Path) -> Units:
+def table_rows(path: Path, *, log: ReadLog | None = None) -> Units:
     """The rows of a Parquet file, each as one JSON object, with their numbers, from 1.
 
 
@@ -244,7 +250,7 @@ def table_rows(path: Path) -> Units:
     except ImportError:
         raise DataError(f"{shown(path)}: Parquet needs pyarrow; pip install 'chatmill[parquet]'") from None
     number = 0
-    with open_bytes(path) as file:
+    with open_bytes(path, log=log) as file:
         try:
             table = parquet.ParquetFile(file)
             columns = [field.name for field in table.schema_arrow if not _holds_bytes(field.type, pyarrow.types)]

@@ -41,9 +41,13 @@ class TextColumns(Sequence[str]):
         return len(self.kind)
 
     def __iter__(self) -> Iterator[str]:
+        return map(bytes.decode, self.encoded())
+
+    def encoded(self) -> Iterator[bytes]:
+        """The texts in UTF-8."""
         data, before, after = self.data, self.before, self.after
         for kind, start, stop in zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True):
-            yield (before[kind] + data[start:stop] + after[kind]).decode()
+            yield before[kind] + data[start:stop] + after[kind]
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -152,7 +156,9 @@ class ByteLevel:
         self.control = {token: 256 + index for index, token in enumerate(CONTROL_TOKENS)}
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        return flat([np.frombuffer(text.encode(), dtype=np.uint8) for text in texts])
+        pieces = list(texts.encoded() if isinstance(texts, TextColumns) else map(str.encode, texts))
+        ids = np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.uint32)
+        return ids, offsets(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)))
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode("utf-8", "replace")

@@ -3,6 +3,7 @@
 from fault_injection.trial import Trial
 from fault_injection.trials import (
     audit_kills,
+    changed_input,
     checkpoint_crashes,
     clock,
     crashes,
@@ -51,6 +52,7 @@ TRIALS: tuple[Trial, ...] = (
     damage_of_runs.AUDIT_LOGS,
     damage_of_runs.CACHES,
     damage_of_runs.STAGED,
+    changed_input.TRIAL,
     hostile_metadata.TRIAL,
     readers.TRIAL,
     templates.TRIAL,

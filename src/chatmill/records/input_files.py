@@ -1,0 +1,108 @@
+"""Notice input files that change while they are read, or between an interrupted build and its continuation.
+
+    before planning     InputFiles    size, times and inode of every file
+    each part, read     BytesRead     which bytes were read, and their hash
+    at the end          InputFiles.check
+
+While `stat` of a file stays the same, its bytes do. Otherwise the bytes that were read are read again, and must have
+the hash that they had: `touch`, `chmod` and copies of the same content are no change.
+"""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from chatmill.errors import DataError
+from chatmill.records.files import expand, shown
+from chatmill.records.read_log import BytesRead
+
+FRESH = 2.0
+"""Seconds after a change in which another one may leave the times of a file as they are; they are as coarse as this."""
+
+
+class _State(NamedTuple):
+    """What `stat` says of a file. The inode and the time of the last change of any kind cannot be set by a copy."""
+
+    size: int
+    modified: int
+    changed: int
+    inode: tuple[int, int]
+
+
+class InputFiles:
+    """Files as they were before anything was read of them; `groups` are the files of each of the `inputs`."""
+
+    def __init__(self, inputs: Sequence[Sequence[str | Path]]) -> None:
+        self._inputs = inputs
+        self.groups = [expand(names) for names in inputs]
+        began = time.time()
+        self._states = {path: _state(path) for path in dict.fromkeys(path for group in self.groups for path in group)}
+        self._fresh = {path for path, state in self._states.items() if state.changed / 1e9 > began - FRESH}
+
+    @property
+    def sizes(self) -> dict[Path, int]:
+        return {path: state.size for path, state in self._states.items()}
+
+    def check_size(self, path: Path) -> None:
+        """Raise a `DataError` if a file is gone, or shorter or longer than it was: quick, for between two units."""
+        before, now = self._states[path].size, _state(path).size
+        if now != before:
+            what = "grew" if now > before else "shrank"
+            raise _changed(path, f"{what} from {before:,} to {now:,} bytes")
+
+    def check_times(self) -> None:
+        """Raise a `DataError` if any file was written or replaced: a fault may come from that, not from its content."""
+        for path, before in self._states.items():
+            self.check_size(path)
+            if _state(path) != before:
+                raise _changed(path, "was changed")
+
+    def check(self, parts: Iterable[tuple[Path, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
+        """Raise a `DataError` unless the bytes of all `parts`, as they were read, are those that the files have now.
+
+        `is_planned` says whether planning would give the same parts again; it is asked if anything is in doubt.
+        """
+        for path in self._states:
+            self.check_size(path)
+        now = {path: _state(path) for path in self._states}
+        doubtful = {path for path, state in now.items() if state != self._states[path] or path in self._fresh}
+        for path, read in parts:
+            if any(end != self._states[path].size for end in read.ends):
+                raise _changed(path, "changed its size")
+            if path in doubtful and not read.is_in(path):
+                raise _changed(path, "was changed")
+        if doubtful and not is_planned():
+            raise _changed(min(doubtful), "was changed")
+        for path in doubtful:
+            if _state(path) != now[path]:
+                raise _changed(path, "was changed")
+
+    def check_names(self, written: Collection[Path]) -> None:
+        """Raise a `DataError` if a glob matches other files now; those `written` by this command do not count."""
+        for names, before in zip(self._inputs, self.groups, strict=True):
+            known = {path.resolve() for path in (*before, *written)}
+            for name in names:
+                for path in expand([name]):
+                    if path.resolve() not in known:
+                        raise DataError(
+                            f"{shown(path)}: appeared while the input was read, and {shown(Path(name))} matches it; "
+                            "build again once nothing is added"
+                        )
+
+
+def _state(path: Path) -> _State:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _changed(path, f"cannot be opened any more ({error.strerror})") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise DataError(f"{shown(path)}: is a pipe or a device; write what it gives to a file, and name that")
+    return _State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, (status.st_dev, status.st_ino))
+
+
+def _changed(path: Path, what: str) -> DataError:
+    return DataError(f"{shown(path)}: {what} while it was read; build again once nothing writes to it")
