@@ -35,6 +35,16 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
+HOLD = """
+import time
+from chatmill.prepare import engine
+
+run_unit = engine.run_unit
+engine.run_unit = lambda unit, *args: time.sleep(3600) if unit.name != "a.jsonl" else run_unit(unit, *args)
+"""
+"""A program in which workers wait at every unit that is not of `a.jsonl`, for as long as a test needs."""
+
+
 def conversations(count: int, seed: int = 1) -> list[dict[str, Any]]:
     """Short ones and long ones, some without an answer, some said before."""
     rng = random.Random(seed)

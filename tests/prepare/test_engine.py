@@ -17,6 +17,7 @@ from prepare_fixtures import Faults, build, conversations, digests, job_of, left
 from chatmill.errors import DataError, RecordError
 from chatmill.prepare.fresh_process import run_in_fresh_process
 from chatmill.prepare.pipeline import units_of
+from chatmill.records import InputFiles
 
 UNIT_BYTES = 9_000
 
@@ -54,29 +55,31 @@ def test_beside_threads_the_first_fault_is_raised_with_its_line(tmp_path, thread
 
 
 def test_a_tokenizer_that_changed_since_it_was_opened_is_refused(tmp_path):
-    units = units_of(job := job_of(write_corpus(tmp_path, 9)), UNIT_BYTES)
-    opened = SimpleNamespace(tokenizer=SimpleNamespace(sha256="of the file that was there before"))
-    with pytest.raises(DataError, match="bytes: was changed while it was read; build again"):
+    inputs = write_corpus(tmp_path, 9)
+    units = units_of(job := job_of(inputs), InputFiles([inputs]), UNIT_BYTES)
+    tokenizer = SimpleNamespace(sha256="of the file that was there before", control_ids={})
+    opened = SimpleNamespace(tokenizer=tokenizer, to_json=dict)
+    with pytest.raises(DataError, match="bytes: the tokenizer changed while the build ran"):
         list(run_in_fresh_process(units, job, opened, tmp_path, workers=2))
 
 
-# A pipe instead of a file holds a worker at its unit for as long as a test needs.
-
 HELD = """
 import sys, threading
-from prepare_fixtures import build, job_of
+from chatmill.prepare import fresh_process
+from prepare_fixtures import HOLD, build, job_of
 
+fresh_process.SERVE = HOLD + fresh_process.SERVE
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-build(job_of(("a.jsonl", "b.jsonl.gz", "c.jsonl.gz")), "x", workers=2)
+build(job_of(("a.jsonl", "b.jsonl", "c.jsonl")), "x", workers=2)
 """
 
 
 @pytest.fixture
 def held(tmp_path):
-    """A program with a thread, whose build waits for input that never comes, and the processes that build."""
+    """A program with a thread, whose build waits at its second unit, and the processes that build."""
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
-    for name in ("b.jsonl.gz", "c.jsonl.gz"):
-        os.mkfifo(tmp_path / name)
+    for name in ("b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_bytes(lines(conversations(1)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     program = subprocess.Popen(
         [sys.executable, "-c", HELD], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from child_processes import end_children, start_child
-from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
+from prepare_fixtures import HOLD, JOBS, build, conversations, digests, job_of, left_beside, lines, write_corpus
 
 from chatmill.errors import DataError
 from chatmill.prepare.engine import LocalEngine
@@ -167,17 +167,7 @@ def test_resume_without_anything_to_go_on_with_builds(tmp_path, inputs):
     assert verify_dataset(tmp_path / "x", full=True).faults == ()
 
 
-# Processes. Workers wait at certain units for as long as a test needs.
-
-HOLDING = """
-import time
-from chatmill.cli.main import main
-from chatmill.prepare import engine
-
-run_unit = engine.run_unit
-engine.run_unit = lambda unit, *args: time.sleep(3600) if unit.name != "a.jsonl" else run_unit(unit, *args)
-main()
-"""
+# Processes.
 
 
 @pytest.fixture
@@ -187,7 +177,8 @@ def held(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(lines(conversations(20)))
     for name in ("b.jsonl", "c.jsonl"):
         (tmp_path / name).write_bytes(lines(conversations(1)))
-    command = [sys.executable, "-c", HOLDING, "prepare", "a.jsonl", "b.jsonl", "c.jsonl", "-o", "x", "--workers", "2"]
+    program = f"{HOLD}from chatmill.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "prepare", "a.jsonl", "b.jsonl", "c.jsonl", "-o", "x", "--workers", "2"]
     started = []
 
     def start() -> subprocess.Popen[str]:

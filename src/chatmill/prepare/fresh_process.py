@@ -15,10 +15,10 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from chatmill.errors import ChatmillError, DataError
+from chatmill.errors import ChatmillError
 from chatmill.format import Renderer
 from chatmill.prepare.job import Job
-from chatmill.prepare.unit import Done, Unit, job_renderer
+from chatmill.prepare.unit import Done, Unit, renderer_identity, same_renderer
 
 SERVE = "from chatmill.prepare.fresh_process import serve; serve()"
 
@@ -38,7 +38,7 @@ def run_in_fresh_process(
     assert process.stdin is not None and process.stdout is not None
     try:
         try:
-            process.stdin.write(pickle.dumps((units, job, renderer.tokenizer.sha256, folder, workers)))
+            process.stdin.write(pickle.dumps((units, job, renderer_identity(renderer), folder, workers)))
             process.stdin.flush()
             for _ in units:
                 result = pickle.load(process.stdout)  # noqa: S301 - from our own process
@@ -67,12 +67,10 @@ def serve() -> None:
     # What a library prints goes elsewhere.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    units, job, tokenizer, folder, workers = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own process
+    units, job, identity, folder, workers = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own process
     try:
         try:
-            renderer = job_renderer(job)
-            if renderer.tokenizer.sha256 != tokenizer:
-                raise DataError(f"{job.tokenizer}: was changed while it was read; build again")
+            renderer = same_renderer(job, identity)
             engine = LocalEngine(workers, parent=sys.stdin.fileno())
             with closing(engine.run(units, job, renderer, folder)) as running:
                 for done in running:

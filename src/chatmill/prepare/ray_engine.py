@@ -13,10 +13,10 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.format import Renderer
 from chatmill.prepare.job import Job
-from chatmill.prepare.unit import Done, Unit, job_renderer, renderer_identity, run_unit
+from chatmill.prepare.unit import Done, Unit, renderer_identity, run_unit, same_renderer
 
 RETRIES = 8
 """How often a unit is run again after its worker was lost; errors of the unit itself are never retried."""
@@ -143,12 +143,7 @@ def _run(unit: Unit, shared: tuple[Job, dict[str, Any], Path, Path]) -> Done:
     os.chdir(here)
     key = json.dumps([job.to_json(), identity], sort_keys=True)
     if key not in _renderers:
-        renderer = job_renderer(job)
-        own = renderer_identity(renderer)
-        for name, file in (("tokenizer", job.tokenizer), ("control", job.tokenizer), ("format", job.format)):
-            if own[name] != identity[name]:
-                what = "a Ray worker reads another tokenizer or format there"
-                raise DataError(f"{file}: {what}; let all nodes see the same, and leave it as it is during a build")
+        renderer = same_renderer(job, identity)
         _renderers.clear()
         _renderers[key] = renderer
     return run_unit(unit, job, _renderers[key], folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count as numbers
@@ -63,9 +63,20 @@ def job_renderer(job: Job) -> Renderer:
 
 
 def renderer_identity(renderer: Renderer) -> dict[str, Any]:
-    """What decides the rows that a renderer makes; two builds, or two workers, must have it in common."""
+    """What decides the rows that a renderer makes; two builds, or two processes, must have it in common."""
     tokenizer = renderer.tokenizer
     return {"format": renderer.to_json(), "tokenizer": tokenizer.sha256, "control": dict(tokenizer.control_ids)}
+
+
+def same_renderer(job: Job, identity: Mapping[str, Any]) -> Renderer:
+    """The renderer that a job names, opened again in another process: a `DataError` if its files were changed."""
+    renderer = job_renderer(job)
+    own = renderer_identity(renderer)
+    for name, file in (("tokenizer", job.tokenizer), ("control", job.tokenizer), ("format", job.format)):
+        if own[name] != identity[name]:
+            what = "the control tokens" if name == "control" else f"the {name}"
+            raise DataError(f"{file}: {what} changed while the build ran, or on another node; build again with one")
+    return renderer
 
 
 def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:

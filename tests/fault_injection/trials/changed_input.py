@@ -153,8 +153,10 @@ def once(place: Path, change: Change, moment: str, rng: random.Random) -> str:
             build(job, target, unit_bytes=UNIT_BYTES, on_progress=after(rng.randrange(1, 9), stop))
         if moment == "resumed":
             change(path, rng)
-            return build(job, target, unit_bytes=UNIT_BYTES, resume=True).sha256
-        return build(job, target, unit_bytes=UNIT_BYTES, resume=True, on_progress=changing).sha256
+            changing = after(-1, stop)
+        # One that was not interrupted in time is replaced.
+        resumed = {"resume": True, "overwrite": True, "on_progress": changing}
+        return build(job, target, unit_bytes=UNIT_BYTES, **resumed).sha256
     undoing = after(rng.randrange(5, 9), restore) if moment == "undone" else (lambda progress: None)
 
     def both(progress: pipeline.BuildProgress) -> None:
