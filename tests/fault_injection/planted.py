@@ -6,16 +6,19 @@ or silently wrong.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from chatmill import errors
+from chatmill.cli import streams
 from chatmill.errors import RecordError
 from chatmill.format.template.tracing import sandbox
 from chatmill.prepare import build_dir, engine, pipeline, staging, unit
@@ -37,12 +40,14 @@ from fault_injection.trials import (
     full_disk,
     hostile_metadata,
     large_store,
+    outputs,
     ranks,
     ray_workers,
     readers,
     templates,
     tokenizer_files,
     two_builders,
+    viewer,
     write_points,
 )
 
@@ -341,6 +346,42 @@ def _no_report() -> None:
     distributed._lost_ranks = nullcontext
 
 
+# What is printed and served.
+
+
+def names_printed_as_they_are() -> None:
+    errors._escaped = lambda run, keep: run
+
+
+def closed_pipe_is_an_error() -> None:
+    streams.Styled._failures = lambda self: nullcontext()
+
+
+def full_output_swallowed() -> None:
+    streams.Styled._failures = streams.ErrorOutput._failures
+
+
+def half_open_connections_kept() -> None:
+    from chatmill.show.connections import LimitedConnection
+
+    LimitedConnection._wait_for_client = lambda self: None
+
+
+def any_number_of_connections() -> None:
+    from chatmill.show.connections import LimitedConnection
+
+    LimitedConnection.is_open = False
+
+
+def any_number_of_digits() -> None:
+    from starlette.convertors import CONVERTOR_TYPES
+
+    from chatmill.show import server
+
+    CONVERTOR_TYPES["index"].regex = "[0-9]+"
+    server.NUMBER = re.compile(".*", re.DOTALL)
+
+
 PLANTED = (
     Planted("files are not synced", files_are_not_synced, crashes.TRIAL, 6),
     Planted("folders are not synced", folders_are_not_synced, crashes.TRIAL, 6),
@@ -375,4 +416,10 @@ PLANTED = (
     Planted("units of lost workers are not run again", units_of_lost_workers_not_run_again, ray_workers.TRIAL, 1),
     Planted("the loss of a rank is not reported", losses_of_ranks_not_reported, ranks.TRIAL, 1),
     Planted("state is saved before its line is in the log", state_saved_before_the_log, audit_kills.TRIAL, 3),
+    Planted("names are printed as they are", names_printed_as_they_are, outputs.TRIAL, 12),
+    Planted("a closed pipe is an error", closed_pipe_is_an_error, outputs.TRIAL, 24),
+    Planted("a full output is swallowed", full_output_swallowed, outputs.TRIAL, 24),
+    Planted("half-open connections are kept", half_open_connections_kept, viewer.TRIAL, 10),
+    Planted("any number of connections is held", any_number_of_connections, viewer.TRIAL, 10),
+    Planted("a number in a path has any number of digits", any_number_of_digits, viewer.TRIAL, 250),
 )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 import pytest
 from show_fixtures import line, make
@@ -67,6 +70,42 @@ def test_pages_of_other_sites_may_not_ask(asked):
     assert asked("/api/about", Sec_Fetch_Site="cross-site")[0] == 403
     assert asked("/api/about", Sec_Fetch_Site="same-site")[0] == 403
     assert asked("/api/about", Sec_Fetch_Site="same-origin")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "http://127.0.0.1.evil.example"]
+)
+def test_another_origin_may_not_ask(asked, origin):
+    assert asked("/api/about", Origin=origin, Host="127.0.0.1:80")[0] == 403
+    assert asked("/api/about", Origin="http://127.0.0.1:80", Host="127.0.0.1:80")[0] == 200
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 19, "-1", "1_0", "%D9%A3", "0x1", "1.0", ""])
+@pytest.mark.parametrize("path", ["/api/train/episode/{}", "/api/train/episode/0/token/{}", "/api/audit/{}/step/0"])
+def test_what_is_no_number_of_an_episode_is_no_address(asked, path, number):
+    assert asked(path.format(number))[0] == 404
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 19, "1_0", "%D9%A3", "0x1", "nan", "inf", "%00", "+", "1e999"])
+@pytest.mark.parametrize("name", ["start", "limit", "least", "share_from"])
+def test_what_is_no_number_in_a_query_is_one_line(asked, name, number):
+    status, _, body = asked(f"/api/train/episodes?{name}={number}")
+    assert (status, json.loads(body)["error"]) == (400, f"{name} is not a number")
+
+
+def test_an_address_with_a_slash_at_its_end_leads_nowhere_else(asked):
+    assert asked("/api/about/")[0] == 404
+
+
+def test_a_dataset_that_is_removed_while_it_is_viewed_is_an_error_of_one_line(tmp_path):
+    shown = make(tmp_path, [line("q", "a")])
+    with viewer(shown.path, tmp_path) as url:
+        shutil.rmtree(shown.path)
+        with pytest.raises(HTTPError) as refused:
+            urlopen(f"{url}api/train/episode/0")
+        error = json.loads(refused.value.read())["error"]
+        assert refused.value.code in (400, 500)
+        assert str(shown.path) in error and "\n" not in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(

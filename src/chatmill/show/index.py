@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.errors import DataError
+from chatmill.errors import DataError, system_fault
 from chatmill.load.source import DataSource
 from chatmill.rows import NO_FILE, Index, Rows, offsets
 from chatmill.show.dataset import DatasetView
@@ -214,7 +214,8 @@ class IndexBuilder:
                     self._open_or_build(self._view.dataset[split], index, self.folder(split))
             except Exception as error:
                 # The thread must not die silently: the page displays the error.
-                index.error = str(error) or type(error).__name__
+                fault = system_fault(error) if isinstance(error, OSError) else str(error)
+                index.error = fault or type(error).__name__
 
     def _open_or_build(self, episodes: Episodes, index: SplitIndex, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

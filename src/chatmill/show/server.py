@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
-from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chatmill.errors import ChatmillError, UsageError
+from chatmill.errors import ChatmillError, UsageError, system_fault
+from chatmill.show.connections import QUEUED, LimitedServer
 from chatmill.show.viewer import PAGE, Viewer
 
 HOST = "127.0.0.1"
@@ -43,7 +45,18 @@ MAX_QUERY = 1000
 """Characters of a text in a query."""
 FILTERS = {"role": list, "rule": list, "source": "", "least": int, "most": int, "share_from": float, "share_to": float}
 """Parameters of a query that filter episodes: their types, or their defaults."""
+NUMBER = re.compile(r"[-+]?[0-9.]{1,18}(e[-+]?[0-9]{1,3})?", re.IGNORECASE)
+"""Numbers of a query: not all that Python reads as one, such as 5,000 digits, `1_0` or digits of other scripts."""
 Endpoint = Callable[[Request], Response]
+
+
+class Index(IntegerConvertor):
+    """A number in a path; one with more digits is no address at all."""
+
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("index", Index())
 
 
 def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
@@ -56,21 +69,18 @@ def serve(viewer: Viewer, *, port: int, ready: Callable[[str], None]) -> None:
             raise UsageError(
                 f"port {port} cannot be used ({error.strerror}); leave --port out, and one is found"
             ) from None
-        config = uvicorn.Config(
-            application(viewer), log_level="warning", access_log=False, lifespan="off", server_header=False, ws="none"
-        )
-        config.load()
-        listening.listen(128)
+        server = LimitedServer(application(viewer))
+        listening.listen(QUEUED)
         # Connections from now on wait until the server accepts them.
         ready(f"http://{HOST}:{listening.getsockname()[1]}/")
         viewer.builder.start(delay=INDEX_DELAY)
         try:
-            uvicorn.Server(config).run(sockets=[listening])
+            server.run(sockets=[listening])
         finally:
             viewer.builder.close()
 
 
-def application(viewer: Viewer) -> BaseHTTPMiddleware:
+def application(viewer: Viewer) -> ASGIApp:
     """The page and the JSON API that it uses."""
     folder = resources.files("chatmill.show") / "page"
     files = {file.name: file.read_bytes() for file in folder.iterdir() if Path(file.name).suffix in MEDIA_TYPES}
@@ -85,23 +95,33 @@ def application(viewer: Viewer) -> BaseHTTPMiddleware:
         "/api/about": _call(viewer.about),
         "/api/progress": _call(viewer.progress),
         "/api/{split}/episodes": _call(viewer.episodes, **FILTERS, q="", start=0, limit=PAGE),
-        "/api/{split}/episode/{number:int}": _call(viewer.episode, start=0, q=""),
-        "/api/{split}/episode/{number:int}/token/{token:int}": _call(viewer.explain),
-        "/api/{split}/episode/{number:int}/record/{segment:int}": _call(viewer.record),
-        "/api/{split}/episode/{number:int}/order": _call(viewer.whereabouts, seed=1337, epoch=0),
+        "/api/{split}/episode/{number:index}": _call(viewer.episode, start=0, q=""),
+        "/api/{split}/episode/{number:index}/token/{token:index}": _call(viewer.explain),
+        "/api/{split}/episode/{number:index}/record/{segment:index}": _call(viewer.record),
+        "/api/{split}/episode/{number:index}/order": _call(viewer.whereabouts, seed=1337, epoch=0),
         "/api/{split}/order": _call(viewer.order, seed=1337, epoch=0, start=0),
-        "/api/audit/{log:int}": _call(viewer.audit, start=0),
-        "/api/audit/{log:int}/step/{step:int}": _call(viewer.step),
+        "/api/audit/{log:index}": _call(viewer.audit, start=0),
+        "/api/audit/{log:index}/step/{step:index}": _call(viewer.step),
     }
     routes = [Route(path, endpoint) for path, endpoint in {"/": page, "/page/{name}": page, **api}.items()]
-    return BaseHTTPMiddleware(Starlette(routes=routes), dispatch=_guard)
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False
+    return _guarded(app)
 
 
-async def _guard(request: Request, respond: Callable[[Request], Awaitable[Response]]) -> Response:
+def _guarded(app: ASGIApp) -> ASGIApp:
     """Refuse what the page never requests, and forbid the browser everything that the page does not need."""
-    response = _refusal(request) or await respond(request)
-    response.headers.update(HEADERS)
-    return response
+    headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *headers]
+            await send(message)
+
+        await (_refusal(Request(scope)) or app)(scope, receive, send_with_headers)
+
+    return guarded
 
 
 def _refusal(request: Request) -> Response | None:
@@ -111,7 +131,10 @@ def _refusal(request: Request) -> Response | None:
         return _json({"error": "this viewer answers to 127.0.0.1 and localhost alone"}, 421)
     if request.method not in ("GET", "HEAD"):
         return _json({"error": "nothing can be changed here"}, 405)
-    is_foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    origin = request.headers.get("origin")
+    is_foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin") or (
+        origin is not None and origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
+    )
     if is_foreign and request.scope["path"].startswith("/api/"):
         return _json({"error": "another page may not ask"}, 403)
     return None
@@ -131,6 +154,9 @@ def _call(method: Callable[..., dict[str, Any]], **parameters: Any) -> Endpoint:
             return _json(method(**request.path_params, **query))
         except ChatmillError as error:
             return _json({"error": str(error)}, 400)
+        except OSError as error:
+            # The dataset, or what it was made from, was removed or replaced.
+            return _json({"error": system_fault(error)}, 500)
 
     return endpoint
 
@@ -145,6 +171,8 @@ def _parameter(request: Request, name: str, default: Any) -> Any:
     if not text:
         return default
     try:
+        if not NUMBER.fullmatch(text):
+            raise ValueError
         value = kind(text)
         if not -(2**62) < value < 2**62:
             raise ValueError

@@ -13,6 +13,7 @@ from fault_injection.trials import (
     full_disk,
     hostile_metadata,
     large_store,
+    outputs,
     random_kills,
     ranks,
     ray_workers,
@@ -22,6 +23,7 @@ from fault_injection.trials import (
     tokenizer_files,
     train_kills,
     two_builders,
+    viewer,
     write_points,
 )
 
@@ -59,4 +61,6 @@ TRIALS: tuple[Trial, ...] = (
     tokenizer_files.MUTANTS,
     tokenizer_files.LIARS,
     large_store.TRIAL,
+    outputs.TRIAL,
+    viewer.TRIAL,
 )

@@ -1,0 +1,278 @@
+"""A viewer under good and hostile requests at once, connections that never send one, and clients that never read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hostile_requests import HALF_OPEN, UNREAD, Hostile, get, hostile_requests, mutated
+
+from chatmill.prepare import Job, LocalEngine, prepare_dataset
+from chatmill.prepare.job import InputSource
+from fault_injection.processes import apart, begin, cpu_time
+from fault_injection.trial import Tally, Trial
+
+CLIENT_SECONDS = 0.5
+"""How long this viewer waits for its clients."""
+MAX_CONNECTIONS = 96
+ACCEPTED_AT_ONCE = 32
+AT_ONCE = 24
+"""Requests in flight, beside as many half-open connections."""
+QUIET_ROUNDS = 4
+"""A viewer that did nothing for so many times as long as it waits for clients will not end a connection any more."""
+THREADS = 8
+"""Answers that it computes at a time."""
+MEMORY = 24 << 20
+"""Bytes that the viewer may grow by after the first wave."""
+EPISODES = 60
+GOOD = [
+    "/", "/page/page.js",
+    "/api/train/episodes?start=7&limit=9", "/api/train/episodes?limit=200", "/api/train/episode/5",
+    "/api/train/episode/59?start=1", "/api/train/episode/7/token/3", "/api/train/episode/8/record/0",
+    "/api/train/order?start=10", "/api/train/episode/3/order?epoch=2", "/api/train/episodes?q=number%207",
+]  # fmt: skip
+
+
+class Served:
+    """A viewer that runs, the descriptors that it has without connections, and its answers to good requests."""
+
+    def __init__(self, port: int, pid: int) -> None:
+        self.port, self.pid, self.descriptors = port, pid, 0
+        self.answers: dict[str, bytes] = {}
+        self._quiet, self._used = 0, 0.0
+
+    def is_stuck(self) -> bool:
+        """Whether it did nothing in so many calls, between which it had time to end connections."""
+        before, self._used = self._used, cpu_time(self.pid)
+        self._quiet = self._quiet + 1 if self._used < before + 0.05 else 0
+        return self._quiet > QUIET_ROUNDS
+
+    async def next_piece(self, reader: asyncio.StreamReader) -> bytes:
+        """What it sends next; nothing at the end."""
+        receiving = asyncio.ensure_future(reader.read(1 << 20))
+        while not (await asyncio.wait([receiving], timeout=2 * CLIENT_SECONDS))[0]:
+            if self.is_stuck():
+                receiving.cancel()
+                raise AssertionError("it neither answers nor ends the connection")
+        return receiving.result()
+
+
+@contextmanager
+def viewer(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """A viewer in a process of its own: its port, its process, and what it writes to standard error."""
+    errors, reading = folder / "stderr", os.pipe()
+
+    def serve() -> None:
+        from chatmill.cli.guard import guarded
+        from chatmill.show import connections, server
+        from chatmill.show.dataset import open_view
+        from chatmill.show.viewer import Viewer
+
+        # The runner's process ignores or handles signals in its own way.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY, 0o600), 2)
+        connections.CLIENT_SECONDS, connections.MAX_CONNECTIONS = CLIENT_SECONDS, MAX_CONNECTIONS
+        server.INDEX_DELAY = 0.0
+        shown = Viewer(open_view(folder / "data"), cache=folder / "index", record_folders=[folder])
+        guarded(lambda: server.serve(shown, port=0, ready=lambda url: os.write(reading[1], f"{url}\n".encode())))
+
+    child = begin(serve)
+    os.close(reading[1])
+    url = b""
+    while not url.endswith(b"\n") and (piece := os.read(reading[0], 100)):
+        url += piece
+    os.close(reading[0])
+    try:
+        yield int(url.rsplit(b":", 1)[1].strip(b"/\n")), child.pid, errors
+    finally:
+        os.kill(child.pid, signal.SIGTERM)
+        child.end()
+
+
+async def answer(served: Served, request: bytes) -> bytes:
+    """All that comes back until the connection ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+    received = b""
+    try:
+        with suppress(ConnectionError):
+            writer.write(request)
+            await writer.drain()
+            while piece := await served.next_piece(reader):
+                received += piece
+                if request.count(b"Connection: close") == 0 and b"\r\n\r\n" in received:
+                    break
+        return received
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def status_of(received: bytes) -> int | None:
+    return int(match[1]) if (match := re.match(rb"HTTP/1\.1 (\d{3}) ", received)) else None
+
+
+def body_of(received: bytes) -> bytes:
+    return received.partition(b"\r\n\r\n")[2]
+
+
+async def body(served: Served, path: str) -> bytes:
+    return body_of(await answer(served, get(path)))
+
+
+async def try_good(served: Served, path: str, tally: Tally) -> None:
+    received = await answer(served, get(path))
+    if status_of(received) != 200:
+        tally.loses(f"{path}: answered with {received[:100]!r}")
+    elif body_of(received) != served.answers[path]:
+        tally.is_wrong(f"{path}: another answer than before")
+    else:
+        tally.survives()
+
+
+async def try_hostile(served: Served, request: Hostile, tally: Tally) -> None:
+    try:
+        received = await answer(served, request.data)
+    except AssertionError as error:
+        tally.loses(f"{request.data[:100]!r}: {error}")
+        return
+    answered_well = not received or status_of(received) in request.statuses
+    tally.judge(found=answered_well, lost=f"{request.data[:100]!r}: answered with {received[:100]!r}")
+
+
+async def half_open(port: int, data: bytes) -> socket.socket:
+    connection = socket.socket()
+    connection.setblocking(False)
+    # So that answers that nobody reads do not just lie in a buffer of the system.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(connection, ("127.0.0.1", port))
+    if data:
+        with suppress(ConnectionError):
+            await loop.sock_sendall(connection, data)
+    return connection
+
+
+async def wave(served: Served, requests: list[Hostile], rng: random.Random, tally: Tally) -> None:
+    """Half-open connections, and beside them good and hostile requests; then see that the former were ended."""
+    begun = [await half_open(served.port, HALF_OPEN[number % len(HALF_OPEN)]) for number in range(AT_ONCE)]
+    begun.append(await half_open(served.port, UNREAD))
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(request: Hostile) -> None:
+        async with room:
+            await try_hostile(served, request, tally)
+            await try_good(served, rng.choice(GOOD), tally)
+
+    await asyncio.gather(*map(one, requests))
+    kept = await kept_open(served, begun, tally)
+    for number, connection in enumerate(begun):
+        tally.judge(found=number >= kept, lost="a half-open connection is kept")
+        connection.close()
+
+
+async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) -> int:
+    """How many of these connections the viewer keeps, however busy the machine is, when the time of all is over."""
+    # It has accepted them before it answers this, and looks at its timers before it answers the next; but it may still
+    # be computing for some of them.
+    await try_good(served, "/", tally)
+    while (kept := descriptors(served.pid) - served.descriptors) > 0 and not served.is_stuck():
+        for connection in begun:
+            # One more byte buys no more time.
+            with suppress(OSError):
+                connection.send(b"a")
+        await asyncio.sleep(CLIENT_SECONDS + 0.1)
+        await try_good(served, "/", tally)
+    return kept
+
+
+async def flood(served: Served, tally: Tally) -> None:
+    """Many more connections than the viewer holds: a good request is answered, and it keeps no more of them."""
+    begun = []
+    for _ in range(4):
+        begun += [await half_open(served.port, b"GET / HT") for _ in range(MAX_CONNECTIONS)]
+        await asyncio.gather(*(try_good(served, path, tally) for path in GOOD))
+        held = descriptors(served.pid) - served.descriptors
+        tally.judge(found=held <= MAX_CONNECTIONS + ACCEPTED_AT_ONCE, lost=f"the viewer holds {held} connections")
+    for connection in begun:
+        connection.close()
+
+
+def descriptors(pid: int) -> int:
+    return len([*Path(f"/proc/{pid}/fd").iterdir()])
+
+
+def memory(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS"))) << 10
+
+
+def threads(pid: int) -> int:
+    return len([*Path(f"/proc/{pid}/task").iterdir()])
+
+
+async def soak(served: Served, size: int, rng: random.Random, tally: Tally) -> None:
+    pid = served.pid
+    while any(each["searched"] < each["episodes"] for each in json.loads(await body(served, "/api/progress")).values()):
+        await asyncio.sleep(0.01)
+    served.descriptors = descriptors(pid)
+    served.answers = {path: await body(served, path) for path in GOOD}
+    known = hostile_requests()
+    requests = rng.sample(known, size) if size < len(known) else known
+    requests += [mutated(get(rng.choice(GOOD)), rng) for _ in range(max(size // 4, size - len(known)))]
+    rng.shuffle(requests)
+    # What is made once, threads and caches, is made by the first wave.
+    first, step = AT_ONCE * 2, AT_ONCE * 20
+    await wave(served, requests[:first], rng, tally)
+    await flood(served, tally)
+    used = memory(pid)
+    for start in range(first, len(requests), step):
+        await wave(served, requests[start : start + step], rng, tally)
+    left, grown, running = descriptors(pid) - served.descriptors, memory(pid) - used, threads(pid)
+    tally.judge(found=left <= 0, lost=f"{left} descriptors more than at the beginning")
+    tally.judge(found=grown < MEMORY, lost=f"{grown >> 20} MiB more than after the first wave")
+    tally.judge(found=running <= THREADS + 3, lost=f"{running} threads")
+    tally.notes["KiB of memory more after it than after the first wave"] = grown >> 10
+
+
+def make(folder: Path) -> bool:
+    text = "<script>alert(1)</script>\x1b[2J\u202e"
+    lines = [[("user", f"number {n} {text}"), ("assistant", f"answer {n} {text}" * 9)] for n in range(EPISODES)]
+    records = [{"messages": [{"role": role, "content": content} for role, content in turns]} for turns in lines]
+    (folder / "chat.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    job = Job((InputSource((str(folder / "chat.jsonl"),), shape="messages"),), format="primer")
+    prepare_dataset(job, folder / "data", engine=LocalEngine(1))
+    return True
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    try:
+        import uvicorn  # noqa: F401
+    except ImportError:
+        tally.skipped = "the viewer needs uvicorn and starlette"
+        return
+    assert apart(lambda: make(folder)).value
+    with viewer(folder) as (port, pid, errors):
+        asyncio.run(soak(Served(port, pid), size, random.Random(seed), tally))
+    if written := errors.read_text(errors="replace"):
+        tally.loses(f"the viewer wrote to standard error: {written[-300:]}")
+
+
+TRIAL = Trial(
+    "viewer",
+    "good and hostile requests to `chatmill view` at once, among connections that send half a request or never read, "
+    "and four times as many as it holds: every good one is answered rightly, the others are refused or ended, nothing "
+    "is written to standard error, and descriptors, threads and memory are what they were",
+    work,
+    full=5000,
+    short=40,
+    in_memory=True,
+)
