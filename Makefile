@@ -11,7 +11,7 @@ DEV_STAMP := .venv/installed-$(call key,$(DEV))
 BENCH_STAMP := .venv-bench/installed-$(call key,requirements/bench.txt)
 DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test check compiler browser demo bench profile docs gauntlet clean
+.PHONY: help install test check compiler same-python browser demo bench profile docs gauntlet clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-8s %s\n' $$name "$$does"; done
@@ -69,6 +69,13 @@ compiler:
 		|| echo "cc: cannot be installed here; nothing is compiled, and preparing data is slower" >&2; \
 	fi
 
+same-python:
+	@made=$$(sed -n 's/^version = \([0-9]*\.[0-9]*\).*/\1/p' .venv/pyvenv.cfg 2>/dev/null); \
+	if [ "$(origin PYTHON)" != file ] && [ -n "$$made" ]; then \
+		named=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') || exit 1; \
+		[ "$$made" = "$$named" ] || { echo ".venv is of Python $$made, $(PYTHON) is $$named; make clean first" >&2; exit 1; }; \
+	fi
+
 # torch stands in the same pip command as all the rest, so nothing else can pull another build of it.
 define fill
 	@echo "$(@D): installing $(1) (minutes the first time, nothing the next)"
@@ -79,7 +86,7 @@ define fill
 	@touch $@
 endef
 
-$(DEV_STAMP): | compiler .venv/bin/python
+$(DEV_STAMP): | same-python compiler .venv/bin/python
 	$(call fill,requirements/dev.txt)
 
 $(BENCH_STAMP): | compiler .venv-bench/bin/python

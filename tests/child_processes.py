@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ IMPORTED_BY_THE_SERVER = [
     "torch",
     "torch._dynamo",
     "chatmill.cli.main",
+    "chatmill.cli.audit",
+    "chatmill.cli.build",
+    "chatmill.cli.prepare",
+    "chatmill.cli.rollout",
     "chatmill.train.command",
     "transformers",
     "peft",
@@ -51,9 +55,32 @@ def start_child(
     seconds it prints the stacks of its threads and exits with 1.
     """
     environment = {**os.environ, **ONE_THREAD, **(variables or {})}
-    args = cloudpickle.dumps(work), environment, Path.cwd(), output, time_limit
-    child = _server().Process(target=_run_child, args=args, daemon=True)
+    files = (
+        [os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in ("out", "err")] if output else []
+    )
+    try:
+        return start_in(work, Path.cwd(), environment, dict(zip((1, 2), files, strict=False)), time_limit)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def start_in(
+    work: Callable[[], object],
+    folder: Path,
+    environment: Mapping[str, str],
+    streams: Mapping[int, int],
+    time_limit: float = TIME_LIMIT,
+) -> BaseProcess:
+    """Start `work` in a fresh process with these surroundings; `streams` are standard input, output and error."""
+    # A `Connection` is how a descriptor travels to the server's children.
+    sent = {number: Connection(os.dup(file)) for number, file in streams.items()}
+    child = _server().Process(
+        target=_run_child, args=(cloudpickle.dumps(work), environment, folder, sent, time_limit), daemon=True
+    )
     child.start()
+    for connection in sent.values():
+        connection.close()
     return child
 
 
@@ -97,13 +124,18 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _run_child(work: bytes, environment: Mapping[str, str], folder: Path, output: Path | None, limit: float) -> None:
+def _run_child(
+    work: bytes, environment: Mapping[str, str], folder: Path, streams: Mapping[int, Connection], limit: float
+) -> None:
     import torch
 
-    if output is not None:
-        for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    for number, connection in streams.items():
+        os.dup2(connection.fileno(), number)
+        connection.close()
+    # As they are in a process that was just started, which the server's are not.
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", 1 if 0 not in streams else -1, encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     faulthandler.dump_traceback_later(limit, exit=True, file=2)
     # Work that starts processes of its own may fork: this thread, which waits in the system, is in nobody's way.
     multiprocessing.current_process()._config["daemon"] = False

@@ -1,7 +1,9 @@
 """What every test stands on: property tests that give the same examples on every machine, and who runs which."""
 
 import signal
+import sys
 
+import process_watch
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
@@ -16,6 +18,32 @@ settings.load_profile("ci")
 for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
+
+process_watch.mark_children()
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item, settings):
+    """A test that takes too long fails with the stacks of the processes that it started, which end first."""
+    result = yield
+    fail = signal.getsignal(signal.SIGALRM)
+
+    def end_processes_and_fail(number, frame):
+        print(process_watch.end_with_stacks(process_watch.started_processes()), file=sys.stderr)
+        fail(number, frame)
+
+    if settings.method == "signal" and callable(fail):
+        signal.signal(signal.SIGALRM, end_processes_and_fail)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """A process that is left behind by the tests of a file is a fault of its last test."""
+    result = yield
+    if (nextitem is None or nextitem.path != item.path) and (left := process_watch.wait_for_all()):
+        pytest.fail(f"left behind by {item.path.name}: {process_watch.end_with_stacks(left)}", pytrace=False)
+    return result
 
 
 class FilesAndPages(LoadScopeScheduling):

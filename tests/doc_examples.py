@@ -15,12 +15,13 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from forked_commands import run_in_shell
 
 DISPLAY_ONLY = ("make", "pip", "git", "cd", "source")
 
@@ -128,22 +129,13 @@ def run_command(place: str, command: str, shown: str, folder: Path) -> None:
     plain = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
     # Pages are run beside each other: threads of one would be in the way of the others.
     plain["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        ["sh", "-c", command],
-        cwd=folder,
-        env=os.environ | plain,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        check=False,
-    )
+    code, printed = run_in_shell(command, folder=folder, environment=os.environ | plain)
     said = re.search(r"# exit (\d+)$", command)
     expected = int(said[1]) if said else 0
-    if done.returncode != expected:
-        raise AssertionError(f"{place}: `{command}` exits {done.returncode}, not {expected}:\n{done.stdout}")
-    if shown.strip() and not matches(shown, done.stdout):
-        raise AssertionError(f"{place}: `{command}` prints\n{done.stdout}\nwhere the page shows\n{shown}")
+    if code != expected:
+        raise AssertionError(f"{place}: `{command}` exits {code}, not {expected}:\n{printed}")
+    if shown.strip() and not matches(shown, printed):
+        raise AssertionError(f"{place}: `{command}` prints\n{printed}\nwhere the page shows\n{shown}")
 
 
 def run_python(page: Path, block: Block, shown: str | None, namespace: dict[str, Any]) -> None:

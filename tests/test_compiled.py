@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from importlib import import_module
 from pathlib import Path
@@ -22,3 +23,9 @@ def test_each_part_is_compiled(source):
 
 def test_there_are_three():
     assert [path.name for path in PARTS] == ["_bpe.c", "_columns.c", "_copy.c"]
+
+
+@pytest.mark.parametrize("source", PARTS, ids=lambda path: path.stem)
+def test_no_part_uses_formats_that_differ_between_versions(source):
+    """`#` in a format means another function since Python 3.13, so a part compiled with it fails in older ones."""
+    assert not re.search(r'Py(?:Arg_Parse\w*|_BuildValue)\([^"]*"[^"]*#', source.read_text())

@@ -159,6 +159,7 @@ def test_columns_are_the_texts_they_stand_for(engines, given):
     assert_equal(engines, written)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_encodes_the_same(engines):
     texts = mixed_texts(9, 200_000)
     right = engines[0].encode_batch(texts)[0].tobytes()

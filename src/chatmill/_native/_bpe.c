@@ -67,8 +67,9 @@ static int note_odd(PyObject *odd, Py_ssize_t number) {
 
 static PyObject *answer(Encoder *self, PyObject *odd) {
     const char *ids = self->out.data ? (char *)self->out.data : "";
-    return Py_BuildValue("(y#y#N)", ids, (Py_ssize_t)self->out.size, (char *)self->offsets.data,
-                         (Py_ssize_t)self->offsets.size, odd);
+    // Not "y#": built with the headers of Python 3.13 it fails in older ones, whose limited API is the same.
+    return Py_BuildValue("(NNN)", PyBytes_FromStringAndSize(ids, (Py_ssize_t)self->out.size),
+                         PyBytes_FromStringAndSize((char *)self->offsets.data, (Py_ssize_t)self->offsets.size), odd);
 }
 
 PyDoc_STRVAR(encode_doc,

@@ -1,0 +1,116 @@
+"""The processes that tests start: found wherever they went, ended with their stacks, and none left behind.
+
+Each process inherits a variable with the number of the process that runs the tests, so that it is found even when its
+parent has ended; one that is given another environment is found as long as its parents live.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "CHATMILL_TEST_PROCESS"
+PATIENCE = 60.0
+"""Seconds after which a process that should be ending is one that was left behind."""
+LAST_WORDS = 10.0
+"""Seconds that a process is given to print its stacks."""
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    command: str
+    marked: bool
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({self.command})"
+
+
+def mark_children() -> None:
+    """From now on, processes can be found, and print the stacks of their threads at SIGABRT."""
+    os.environ[MARK] = str(os.getpid())
+    os.environ["PYTHONFAULTHANDLER"] = "1"
+
+
+def started_processes() -> list[Process]:
+    """What this process started and has not ended, and all that was started by that; without Python's own servers."""
+    # They serve all tests, and end with this process.
+    servers = {multiprocessing.forkserver._forkserver._forkserver_pid}
+    servers.add(multiprocessing.resource_tracker._resource_tracker._pid)
+    running = {process.pid: process for process in map(_look_at, Path("/proc").glob("[0-9]*")) if process is not None}
+    return [
+        process
+        for process in running.values()
+        if process.pid not in {*servers, os.getpid()} and (process.marked or _is_below(process, running))
+    ]
+
+
+def _look_at(folder: Path) -> Process | None:
+    """A process, unless it has ended or belongs to somebody else."""
+    try:
+        state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+        marked = f"{MARK}={os.getpid()}".encode() in (folder / "environ").read_bytes().split(b"\0")
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return None
+    return None if state == "Z" else Process(int(folder.name), int(parent), command[:300], marked)
+
+
+def _is_below(process: Process, running: dict[int, Process]) -> bool:
+    while process.parent != os.getpid():
+        if process.parent not in running:
+            return False
+        process = running[process.parent]
+    return True
+
+
+def end_with_stacks(processes: list[Process]) -> str:
+    """End processes; what each wrote last, which from Python are the stacks of its threads."""
+    errors = [_open_errors(process.pid) for process in processes]
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGABRT)
+    end = time.monotonic() + LAST_WORDS
+    while any(_look_at(Path(f"/proc/{process.pid}")) for process in processes) and time.monotonic() < end:
+        time.sleep(0.02)
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    return "\n".join(f"{process}:\n{_read_all(file)}" for process, file in zip(processes, errors, strict=True))
+
+
+def _open_errors(pid: int) -> int | None:
+    """Its standard error, to read what it writes from now on: a file, or a pipe whose reader waits for it in vain."""
+    try:
+        file = os.open(f"/proc/{pid}/fd/2", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with suppress(OSError):
+        os.lseek(file, 0, os.SEEK_END)
+    return file
+
+
+def _read_all(file: int | None) -> str:
+    if file is None:
+        return "(its standard error cannot be read)"
+    text = b""
+    with suppress(OSError):
+        while piece := os.read(file, 1 << 16):
+            text += piece
+    os.close(file)
+    return text.decode(errors="replace")
+
+
+def wait_for_all() -> list[Process]:
+    """Wait for processes that are about to end; those that do not."""
+    end = time.monotonic() + PATIENCE
+    while (left := started_processes()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
