@@ -13,13 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from child_processes import end_children, start_child
 from train_fixtures import SMALL, prepare
 
 from chatmill.cli.guard import guarded
 from chatmill.cli.main import main as chatmill
-from chatmill.errors import UsageError
-from chatmill.train.command import main
+from chatmill.errors import ChatmillError, DataError, UsageError
+from chatmill.train.command import errors_of_first_rank, main
+from chatmill.train.distributed import World
 from chatmill.train.run_dir import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -308,3 +310,17 @@ def test_post_training_after_plain_training_is_on_the_mask_and_on_all_blocks(pla
     assert (stored["use_loss_mask"], stored["epoch_drop_last"]) == (True, False)
     assert "fill no batch" not in capsys.readouterr().err
     assert len(read_metrics(Path("checkpoints/mine"))) == 22 // 4 + -(-22 // 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "line"), [(2, 1, "rank 1: damaged"), (2, 0, "rank 0: damaged"), (1, 0, "damaged")]
+)
+def test_a_fault_that_one_rank_meets_alone_is_reported_by_that_rank(monkeypatch, size, rank, line):
+    monkeypatch.setenv("RANK", str(rank))
+
+    def read_rows() -> None:
+        raise DataError("damaged")
+
+    with pytest.raises(ChatmillError) as error, errors_of_first_rank():
+        World(rank, size, torch.device("cpu")).alone(read_rows)
+    assert str(error.value) == line

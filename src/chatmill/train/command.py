@@ -15,8 +15,8 @@ from chatmill.config import flag_spellings, from_environment, from_flags, keys_o
 from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.train.checkpoint import step_name
 from chatmill.train.config import RunFlags, TrainConfig, layered, size_keys, with_bare_switches
-from chatmill.train.distributed import LostRankError
-from chatmill.train.loop import OpenText, OutOfMemoryError, TrainResult, train_model
+from chatmill.train.distributed import RankError
+from chatmill.train.loop import OpenText, TrainResult, train_model
 from chatmill.train.run_dir import CONFIG
 
 EXAMPLES = """\
@@ -41,11 +41,11 @@ def main(args: Sequence[str] | None = None, *, prog: str = "python train.py") ->
 
 @contextmanager
 def errors_of_first_rank() -> Iterator[None]:
-    """Report a fault that all ranks meet once: rank 0 raises it, the others just end."""
+    """Report a fault that all ranks meet once: rank 0 raises it, the others end. `RankError` is raised by any rank."""
     try:
         yield
     except ChatmillError as error:
-        if not _is_first_rank() and not isinstance(error, OutOfMemoryError | LostRankError):
+        if not _is_first_rank() and not isinstance(error, RankError):
             sys.exit(error.exit_code)
         raise
 

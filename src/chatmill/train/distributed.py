@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from chatmill.errors import ChatmillError, UsageError, one_line, system_fault
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line, system_fault
 from chatmill.train.model import CausalModel
 
 T = TypeVar("T")
@@ -27,7 +27,11 @@ TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for another one, such as rank 0 while it writes a checkpoint."""
 
 
-class LostRankError(ChatmillError):
+class RankError(ChatmillError):
+    """A fault that one rank meets alone, and reports itself; other faults are reported by rank 0."""
+
+
+class LostRankError(RankError):
     """Another rank was killed, or its machine cannot be reached any more."""
 
 
@@ -84,6 +88,15 @@ class World:
             text, code = faults[0]
             raise (UsageError if code == UsageError.exit_code else ChatmillError)(text)
         return result  # type: ignore[return-value]
+
+    def alone(self, work: Callable[[], T]) -> T:
+        """Call a function on this rank; an error names the rank, because the others do not meet it."""
+        try:
+            return work()
+        except DataError as error:
+            if self.size == 1:
+                raise
+            raise RankError(f"rank {self.rank}: {error}") from None
 
     def distribute(self, model: CausalModel, *, sharded: bool, compute: torch.dtype | None) -> nn.Module:
         """Move a model to the device; the module to call in its place, which averages gradients over all ranks."""

@@ -121,7 +121,7 @@ class GPT(CausalModel):
         model = cls(read_sizes(folder), compute=compute)
         try:
             state = load_file(folder / WEIGHTS)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:
             raise DataError(f"{folder / WEIGHTS}: cannot be read ({error}); save the model again") from None
         have = {name: tuple(tensor.shape) for name, tensor in state.items()}
         need = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from chatmill.errors import ChatmillError, UsageError
+from chatmill.errors import UsageError
 from chatmill.load.plan import Cursor
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.config import TrainConfig
-from chatmill.train.distributed import World, init_world
+from chatmill.train.distributed import RankError, World, init_world
 from chatmill.train.evaluate import Evaluation, Samples, TokenText, evaluate
 from chatmill.train.loss import LossFunction
 from chatmill.train.model import CausalModel
@@ -64,7 +64,7 @@ OpenText = Callable[[Path], TokenText | None]
 """Opens what turns the tokens of a dataset into text, to show sample answers; None if it has no tokenizer."""
 
 
-class OutOfMemoryError(ChatmillError):
+class OutOfMemoryError(RankError):
     """A GPU or the host is out of memory, perhaps on one rank alone."""
 
 
@@ -221,7 +221,7 @@ class _Loop:
         state, config, world = self.state, self.state.config, self.state.world
         before = time.perf_counter()
         cursor, cut = state.loader.cursor(), state.loader.counts()
-        batch = state.loader.get_batch()
+        batch = world.alone(state.loader.get_batch)
         parts = micro_batches(batch, config.gradient_accumulation_steps, world.device)
         data_wait = time.perf_counter() - before
         counts = count_batch(batch, parts)._replace(

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from chatmill.errors import DataError
+from chatmill.errors import DataError, one_line
 from chatmill.store.hashed import FileInfo, HashedFile
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
@@ -79,8 +79,10 @@ class ShardedTensors:
             try:
                 file: Any = safe_open(path, framework="pt")
                 partial = json.loads((file.metadata() or {}).get(PARTS, "{}"))
-            except (OSError, SafetensorError, ValueError, RecursionError) as error:
-                raise DataError(f"{path}: cannot be read ({error}); go on from another checkpoint") from None
+            except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+                # RuntimeError is torch's if it cannot map the file, and Python's if JSON is nested too deeply.
+                why = one_line(str(error), 300)
+                raise DataError(f"{path}: cannot be read ({why}); go on from another checkpoint") from None
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 part = file.get_slice(name)
                 rows = TensorRows(*partial[name]) if name in partial else TensorRows(0, *part.get_shape()[:1] or [1])
