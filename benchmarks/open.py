@@ -21,8 +21,9 @@ from measure import machine, report, versions
 
 from chatmill.ledger import Ledger
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Rows
+from chatmill.store.episodes import Episodes
 from chatmill.store.metadata import Metadata, write_metadata
-from chatmill.store.read import Episodes, open_dataset
+from chatmill.store.read import open_dataset
 from chatmill.store.write import SplitWriter
 
 OPEN_MS, READ_US, WRITE_MTOK = 200, 50, 100

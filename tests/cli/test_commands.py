@@ -307,10 +307,12 @@ def test_what_is_nested_too_deeply_is_one_line_with_its_place(run):
     question = '{"id": "1", "messages": [{"role": "user", "content": "q"}], "objects": '
     Path("truth.jsonl").write_text(f"{question}{DEEP}{']' * 20_000}}}\n")
     run("prepare", "chat.jsonl", "-o", "d")
-    dataset = open_dataset("d")
+    for path in (*Path("d").rglob("spans.bin"), *Path("d").rglob("origins.bin")):
+        path.unlink()
+    Path("d/dataset_metadata.json").write_text("{}")
     Path("d/tokenizer_state.json").write_text(DEEP)
     with pytest.raises(DataError, match=r"^d/tokenizer_state.json: cannot be read \(maximum recursion depth"):
-        dataset.tokenizer_state()
+        open_dataset("d").tokenizer_state()
     for name, config in (("odd", DEEP), ("mine", '{"model_type": "gpt"}')):
         Path(name).mkdir()
         Path(name, "config.json").write_text(config)

@@ -25,7 +25,7 @@ from chatmill.prepare import build_dir, engine, pipeline, staging, unit
 from chatmill.records import read_log
 from chatmill.records.shapes import ShapeParser
 from chatmill.records.shapes.decode import decode_object
-from chatmill.store import files, hashed, layout, metadata, publish, write
+from chatmill.store import files, folder, hashed, layout, mapped, metadata, publish, write
 from chatmill.tokenizer import tokenizer_json
 from fault_injection.trial import Trial
 from fault_injection.trials import (
@@ -39,6 +39,7 @@ from fault_injection.trials import (
     failing_calls,
     full_disk,
     hostile_metadata,
+    identity,
     large_store,
     outputs,
     ranks,
@@ -221,11 +222,11 @@ def crc_not_checked() -> None:
 
 
 def hashes_not_checked() -> None:
-    hashed.Manifest.hash_faults = lambda self: iter(())
+    hashed.Manifest.hash_faults = lambda self, folder: iter(())
 
 
 def sizes_not_checked() -> None:
-    hashed.Manifest.size_faults = lambda self: iter(())
+    hashed.Manifest.size_faults = lambda self, folder: iter([folder.status(path) for path, _ in self.files][:0])
 
 
 def metadata_believed() -> None:
@@ -233,10 +234,36 @@ def metadata_believed() -> None:
 
 
 def whole_files_read() -> None:
-    def all_of_it(path: Path, dtype: np.dtype[Any], count: int) -> Any:
-        return np.fromfile(path, dtype=dtype, count=count)
+    as_records = layout.as_records
+    layout.as_records = lambda *args: as_records(*args).copy()
 
-    layout.map_file = all_of_it
+
+def folders_are_not_compared() -> None:
+    folder.StoredFiles._opened_again = lambda self, path, work: work(folder.OpenFolder(self.path))
+
+
+def bus_errors_are_not_handled() -> None:
+    mapped._install_handler = lambda: None
+
+
+def cut_files_are_not_noticed() -> None:
+    mapped.MappedFile.check = lambda self: None
+
+
+def traces_are_overlooked() -> None:
+    layout.trace_of_chatmill = lambda folder: None
+
+
+def maps_hold_descriptors() -> None:
+    import os
+
+    original = mapped.MappedFile.__init__
+
+    def holding(self: Any, fd: int, *paths: Path) -> None:
+        original(self, fd, *paths)
+        self.held = os.fdopen(os.dup(fd), "rb")
+
+    mapped.MappedFile.__init__ = holding
 
 
 def bytes_depend_on_the_clock() -> None:
@@ -409,6 +436,11 @@ PLANTED = (
     Planted("input is known by its size", input_known_by_size, changed_input.TRIAL, 45),
     Planted("the sandbox is open", sandbox_open, templates.TRIAL, 16),
     Planted("panics of a library are not caught", panics_not_caught, tokenizer_files.MUTANTS, 50),
+    Planted("folders are not compared", folders_are_not_compared, identity.EXCHANGED, 40),
+    Planted("bus errors are not handled", bus_errors_are_not_handled, identity.CUT, 12),
+    Planted("cut files are not noticed", cut_files_are_not_noticed, identity.CUT, 24),
+    Planted("traces of chatmill are overlooked", traces_are_overlooked, identity.PARTIAL, 60),
+    Planted("maps hold descriptors", maps_hold_descriptors, identity.DESCRIPTORS, 24),
     Planted("whole files are read into memory", whole_files_read, large_store.TRIAL, 24),
     Planted("bytes depend on the clock", bytes_depend_on_the_clock, clock.BUILDS, 2),
     Planted("hashes of checkpoints are not checked", checkpoint_hash_not_checked, damage_of_runs.CHECKPOINTS, 12),

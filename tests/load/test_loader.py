@@ -71,6 +71,7 @@ def test_a_dataset_of_another_program_is_read_with_and_without_a_mask(tmp_path):
 
 def test_the_end_of_turn_of_another_program_is_found_in_what_it_says_of_its_tokenizer(tmp_path):
     folder = write_plain_files(tmp_path / "d", [[5, 6, 7]], None)
+    (folder / "dataset_metadata.json").write_text(json.dumps({"num_train_episodes": 1}))
     (folder / "tokenizer_state.json").write_text(json.dumps({"special_token_ids": {"eot": 9}}))
     batch = EpisodeLoader(folder, {"batch_size": 1, "block_size": 5}, tensors=False).get_batch()
     assert batch.x.tolist() == [[5, 6, 7, 9, 9]]

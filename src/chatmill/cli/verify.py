@@ -38,7 +38,8 @@ def verify(
         for fault in result.faults:
             echo_line(fault)
     else:
-        hashed = f" (sha256 {result.sha256})" if result.sha256 else " (no hashes to check)"
+        unknown = " (of another program: no hashes to check, and no count of shards)"
+        hashed = f" (sha256 {result.sha256})" if result.sha256 else unknown
         echo_line(f"OK: {dataset}{hashed}" + (", every byte read" if full else ""))
         for name, counts in result.splits.items():
             typer.echo(

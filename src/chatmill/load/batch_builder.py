@@ -14,6 +14,7 @@ from chatmill.errors import ChatmillError, UsageError
 from chatmill.load.batch import Batch, BatchCounts, RowTable, row_digests
 from chatmill.load.plan import LoadPlan, PlannedStep, Window, join, pad_rows
 from chatmill.rows import Index
+from chatmill.store.mapped import check_mapped, reading
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 19, 1 << 15
 """Positions of x that are looked up together, and that are copied together as one chunk; one batch at least."""
@@ -73,8 +74,9 @@ class BatchBuilder:
         for group in _groups(steps, per_lookup):
             parts = [step.rows(self.rank * size, (self.rank + 1) * size) for step in group]
             rows = join([pad_rows(part, size) for part in parts])
+            located = self.plan.reader.last_tokens(rows.episodes, self.plan.capacity)
             table = RowTable(
-                self.plan.reader.last_tokens(rows.episodes, self.plan.capacity),
+                located,
                 *rows,
                 block_size=config.block_size,
                 pad_token_id=self.plan.pad_token_id,
@@ -83,7 +85,10 @@ class BatchBuilder:
             counts = table.counts(size)
             for at in range(0, len(group), per_chunk):
                 chunk = slice(at, at + per_chunk)
-                arrays = table.arrays(at * size, min(at + per_chunk, len(group)) * size)
+                with reading():
+                    arrays = table.arrays(at * size, min(at + per_chunk, len(group)) * size)
+                    for tokens in located.arrays:
+                        check_mapped(tokens)
                 yield self._ready(group[chunk], parts[chunk], counts[chunk], arrays)
 
     def _ready(

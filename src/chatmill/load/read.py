@@ -7,7 +7,7 @@ per-token work in Python and without an index of tokens.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError
 from chatmill.rows import OWN_ID, Index, Part, Table, as_bytes, mask_runs, offsets, ragged_index
+from chatmill.store.episodes import Episodes
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, STORED_SPAN, TARGETS, TOKENS
-from chatmill.store.read import Episodes
+from chatmill.store.mapped import check_mapped, mapped_file, reading
 
 Selection = slice | Index
 LARGE_TABLE, RECORDS_PER_LOOKUP = 1 << 26, 1 << 10
@@ -107,8 +108,11 @@ class EpisodeReader:
         shard = np.searchsorted(self._first, episodes, side="right") - 1
         number = episodes - self._first[shard]
         entries = np.empty((len(episodes), 2), dtype=np.uint64)
-        for of, where in _by_shard(shard):
-            entries[where] = _records(self.array(of, INDEX), number[where]).view("<u8").reshape(-1, 2)
+        with reading():
+            for of, where in _by_shard(shard):
+                index = self.array(of, INDEX)
+                entries[where] = _records(index, number[where]).view("<u8").reshape(-1, 2)
+                check_mapped(index)
         start, length, room = entries[:, 0], entries[:, 1], self._num_tokens.view(np.uint64)[shard]
         if (wrong := (start > room) | (length > room - start)).any():
             raise self._damaged(int(shard[wrong.argmax()]), INDEX, "points beyond the tokens")
@@ -121,7 +125,18 @@ class EpisodeReader:
         start, stop = places.start + cut, places.start + places.length
         shards = sorted(set(places.shard.tolist()))
         arrays, which = [self.array(shard, TOKENS) for shard in shards], np.searchsorted(shards, places.shard)
-        return LocatedEpisodes(arrays, which, start, stop, cut, self.spans(places, cut), self.dtype)
+        with reading():
+            try:
+                spans = self.spans(places, cut)
+            finally:
+                self._check(shards)
+        return LocatedEpisodes(arrays, which, start, stop, cut, spans, self.dtype)
+
+    def _check(self, shards: Iterable[int]) -> None:
+        """Raise `DataError` if a file of these shards was changed since it was mapped."""
+        for shard in shards:
+            part, number = self._shards[shard]
+            part.check([number])
 
     def spans(self, places: Places, cut: Index) -> EpisodeSpans:
         """The spans of these episodes without the first `cut` tokens of each.
@@ -241,15 +256,15 @@ def _records(table: Table, numbers: Index) -> Table:
     Of a very large table only these records are read, and its pages do not stay in this process's memory.
     """
     records, flat = as_bytes(table), numbers.ravel()
-    mapping = getattr(table.base, "obj", table.base)
-    if table.nbytes < LARGE_TABLE or not isinstance(mapping, mmap.mmap):
+    file = mapped_file(table)
+    if table.nbytes < LARGE_TABLE or file is None:
         return records.take(flat, mode="clip").view(table.dtype).reshape(numbers.shape)
     copied = np.empty(len(flat), dtype=records.dtype)
-    mapping.madvise(mmap.MADV_RANDOM)
+    file.advise(mmap.MADV_RANDOM)
     for at in range(0, len(flat), RECORDS_PER_LOOKUP):
         some = slice(at, at + RECORDS_PER_LOOKUP)
         copied[some] = records.take(flat[some], mode="clip")
-        mapping.madvise(mmap.MADV_DONTNEED)
+        file.advise(mmap.MADV_DONTNEED)
     return copied.view(table.dtype).reshape(numbers.shape)
 
 

@@ -17,9 +17,11 @@ from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MIX_SFT
 from chatmill.rows import NO_FILE, Index, Rows
+from chatmill.store.episodes import Episodes
 from chatmill.store.layout import INDEX, MASK, TOKENIZER_STATE
+from chatmill.store.mapped import check_mapped, reading
 from chatmill.store.primer_cache import PrimerCache, cache_folder, is_cache, open_cache
-from chatmill.store.read import Dataset, Episodes, is_dataset, open_dataset, stored_metadata
+from chatmill.store.read import Dataset, in_dataset_folder, is_dataset, open_dataset, stored_metadata
 
 BUILDERS = ("primer", "oasst1", "dolly15k")
 """Sources that have a build command of their own."""
@@ -81,7 +83,7 @@ class DataSource:
         if self.dataset.metadata is not None:
             metadata = self.dataset.metadata
             return metadata.special_token_ids.get("eot") if metadata.pad_token_id is None else metadata.pad_token_id
-        if not (self.path / TOKENIZER_STATE).is_file():
+        if self.path / TOKENIZER_STATE not in self.dataset.stored:
             return None
         return _named_eot(self.dataset.tokenizer_state())
 
@@ -97,9 +99,11 @@ class DataSource:
         for shard, info in enumerate(episodes.shards):
             shortest = 0 if metadata is None else metadata.splits[split].shards[shard].shortest
             if shortest < least:
-                index = episodes.array(shard, INDEX)
-                for start in range(0, len(index), SCAN):
-                    numbers.append(np.flatnonzero(index["length"][start : start + SCAN] < least) + (first + start))
+                with reading():
+                    index = episodes.array(shard, INDEX)
+                    for start in range(0, len(index), SCAN):
+                        numbers.append(np.flatnonzero(index["length"][start : start + SCAN] < least) + (first + start))
+                    check_mapped(index)
             first += info.num_episodes
         return np.concatenate(numbers)
 
@@ -151,7 +155,7 @@ def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Dat
     """
     folder = Path(dataset_dir)
     # A folder without episodes but with metadata is opened too, for the error that says what is wrong with it.
-    if is_dataset(folder) or (folder.is_dir() and stored_metadata(folder) is not None):
+    if is_dataset(folder) or (folder.is_dir() and in_dataset_folder(folder, stored_metadata) is not None):
         sources: tuple[DataSource, ...] = (DataSource("", open_dataset(folder)),)
     elif is_cache(folder):
         sources = (DataSource("", open_cache(folder)),)
@@ -233,15 +237,16 @@ def _fingerprint(dataset: Dataset) -> str:
     """A hash of the names, sizes and samples of all files."""
     digest = hashlib.sha256()
     for split in dataset.splits:
-        for shard in dataset[split].shards:
-            for name in sorted(shard.records):
-                path = shard.folder / name
-                size = path.stat().st_size
-                digest.update(json.dumps([str(path.relative_to(dataset.path)), size]).encode())
-                with path.open("rb") as file:
-                    for start in dict.fromkeys((0, max(0, size // 2 - SAMPLE // 2), max(0, size - SAMPLE))):
-                        file.seek(start)
-                        digest.update(file.read(SAMPLE))
+        episodes = dataset[split]
+        for number, shard in enumerate(episodes.shards):
+            with reading():
+                for name in sorted(shard.records):
+                    data = episodes.array(number, name).view(np.uint8)
+                    place = (shard.folder / name).relative_to(dataset.path)
+                    digest.update(json.dumps([str(place), len(data)]).encode())
+                    for start in dict.fromkeys((0, max(0, len(data) // 2 - SAMPLE // 2), max(0, len(data) - SAMPLE))):
+                        digest.update(data[start : start + SAMPLE].data)
+                episodes.check([number])
     return digest.hexdigest()
 
 
@@ -275,7 +280,10 @@ def _trained(source: DataSource, split: str) -> int:
     if dataset.metadata is not None:
         return dataset.metadata.splits[split].num_trained_tokens
     episodes = dataset[split]
-    return sum(int(np.count_nonzero(episodes.array(shard, MASK))) for shard in range(len(episodes.shards)))
+    with reading():
+        trained = sum(int(np.count_nonzero(episodes.array(shard, MASK))) for shard in range(len(episodes.shards)))
+        episodes.check(range(len(episodes.shards)))
+    return trained
 
 
 def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
@@ -284,17 +292,19 @@ def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_
     `by_mask`: trained tokens instead, and the first token of each row too.
     """
     episodes = source.episodes(split)
-    index = episodes.array(shard, INDEX)
     lost = 0
-    for at in range(0, len(index), SCAN):
-        start, length = (index[name][at : at + SCAN].astype(np.int64) for name in ("start", "length"))
-        kept = np.where(length < config.episode_min_tokens, 0, np.minimum(length, config.block_size + 1))
-        cut = length - kept
-        if not by_mask:
-            lost += int(cut.sum())
-            continue
-        mask = episodes.array(shard, MASK)
-        lost += int(np.count_nonzero(mask[(start + cut)[kept > 0]]))
-        for number in np.flatnonzero(cut):
-            lost += int(np.count_nonzero(mask[start[number] : start[number] + cut[number]]))
+    with reading():
+        index = episodes.array(shard, INDEX)
+        for at in range(0, len(index), SCAN):
+            start, length = (index[name][at : at + SCAN].astype(np.int64) for name in ("start", "length"))
+            kept = np.where(length < config.episode_min_tokens, 0, np.minimum(length, config.block_size + 1))
+            cut = length - kept
+            if not by_mask:
+                lost += int(cut.sum())
+                continue
+            mask = episodes.array(shard, MASK)
+            lost += int(np.count_nonzero(mask[(start + cut)[kept > 0]]))
+            for number in np.flatnonzero(cut):
+                lost += int(np.count_nonzero(mask[start[number] : start[number] + cut[number]]))
+        episodes.check([shard])
     return lost

@@ -13,8 +13,9 @@ from chatmill.format import load_format
 from chatmill.ledger import Ledger
 from chatmill.rows import Rows, TrainOn
 from chatmill.show.text import TokenText
+from chatmill.store.episodes import Episodes
 from chatmill.store.primer_cache import PrimerCache, is_cache, open_cache
-from chatmill.store.read import Dataset, Episodes, open_dataset
+from chatmill.store.read import Dataset, open_dataset
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 

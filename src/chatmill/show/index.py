@@ -36,7 +36,7 @@ from chatmill.load.source import DataSource
 from chatmill.rows import NO_FILE, Index, Rows, offsets
 from chatmill.show.dataset import DatasetView
 from chatmill.show.text import PieceTable
-from chatmill.store.read import Episodes
+from chatmill.store.episodes import Episodes
 
 VERSION = 2
 COLUMNS = np.dtype([("tokens", "<u8"), ("trained", "<u8"), ("sources", "<u8"), ("rules", "<u4"), ("roles", "u1")])

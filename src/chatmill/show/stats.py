@@ -13,7 +13,7 @@ from chatmill.fit import pack_lengths
 from chatmill.load.plan import WINDOW
 from chatmill.rows import NO_FILE, Index, Part, Role, Rows, Rule, offsets
 from chatmill.show.row_view import Origin, origin_of
-from chatmill.store.read import Episodes
+from chatmill.store.episodes import Episodes
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 SHARES = 20

@@ -10,7 +10,7 @@ import numpy as np
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.rows import Index, Rows, copy_tokens, offsets
-from chatmill.store.read import Episodes
+from chatmill.store.episodes import Episodes
 from chatmill.tokenizer import Tokenizer
 
 JOINERS = "\u200c\u200d"

@@ -18,6 +18,7 @@ from chatmill._exports import lazy_exports as _lazy_exports
 if _TYPE_CHECKING:
     from chatmill.store.diff import Diff as Diff
     from chatmill.store.diff import diff_datasets as diff_datasets
+    from chatmill.store.episodes import Episodes as Episodes
     from chatmill.store.metadata import Metadata as Metadata
     from chatmill.store.metadata import write_metadata as write_metadata
     from chatmill.store.parquet import export_parquet as export_parquet
@@ -29,7 +30,6 @@ if _TYPE_CHECKING:
     from chatmill.store.primer_cache import write_cache as write_cache
     from chatmill.store.publish import staging_for as staging_for
     from chatmill.store.read import Dataset as Dataset
-    from chatmill.store.read import Episodes as Episodes
     from chatmill.store.read import is_dataset as is_dataset
     from chatmill.store.read import open_dataset as open_dataset
     from chatmill.store.reweigh import reweigh_dataset as reweigh_dataset

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.rows import NO_FILE, Index, Part, Rows, offsets
+from chatmill.store.episodes import Episodes
 from chatmill.store.layout import ORIGINS, SPLITS
 from chatmill.store.metadata import Metadata
-from chatmill.store.read import Dataset, Episodes, open_dataset
+from chatmill.store.read import Dataset, open_dataset
 
 Words = NDArray[np.uint64]
 

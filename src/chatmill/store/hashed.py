@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from chatmill.errors import DataError, one_line
 from chatmill.store.files import create
+from chatmill.store.folder import OpenFolder
 
 LARGEST = 2**62
 """No count on disk is larger; sums of a few of them fit 64 bits."""
@@ -64,36 +66,32 @@ class Manifest:
     source: str
     kind: str
 
-    def size_faults(self) -> Iterator[str]:
+    def size_faults(self, folder: OpenFolder) -> Iterator[str]:
         """Files that are missing or do not have their size."""
         for path, info in self.files:
-            try:
-                status = path.stat()
-            except (FileNotFoundError, NotADirectoryError):
+            status = folder.status(path)
+            if status is None:
                 yield f"{path}: missing; rebuild the {self.kind} or copy it again"
-                continue
-            if not stat.S_ISREG(status.st_mode):
+            elif not stat.S_ISREG(status.st_mode):
                 yield f"{path}: not a file; rebuild the {self.kind} or copy it again"
             elif (size := status.st_size) != info.size:
                 yield f"{path}: {size} bytes; {self.source} says {info.size}; rebuild the {self.kind} or copy it again"
 
-    def hash_faults(self) -> Iterator[str]:
+    def hash_faults(self, folder: OpenFolder) -> Iterator[str]:
         """Files that do not have their hash; reads every byte."""
         for path, info in self.files:
-            if path.is_file():
-                with path.open("rb") as file:
+            if folder.is_file(path):
+                with os.fdopen(folder.open(path), "rb") as file:
                     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                 if sha256 != info.sha256:
                     yield f"{path}: sha256 {sha256[:12]}…; {self.source} says {info.sha256[:12]}…; it was changed"
 
-    def unlisted_faults(self, folders: Sequence[Path]) -> Iterator[str]:
-        """What is in these folders, or in the folders of files below them, and is not one of the files."""
+    def unlisted_faults(self, folder: OpenFolder, splits: Iterable[str]) -> Iterator[str]:
+        """What is in the folders of these splits, or in those of files below them, and is not one of the files."""
         listed = {path for path, _ in self.files}
-        inner = {path.parent for path in listed}
-        for path in sorted(path for folder in folders for path in folder.glob("*")):
-            if path in inner:
-                yield from self.unlisted_faults([path])
-            elif path not in listed:
+        places = {*(folder.path / name for name in splits), *(path.parent for path in listed)} - {folder.path}
+        for path in sorted(place / name for place in places for name in folder.names(place)):
+            if path not in listed and path not in places:
                 yield f"{path}: {self.source} does not list it; remove it or rebuild the {self.kind}"
 
 
@@ -117,10 +115,10 @@ def hashed_text(data: Mapping[str, Any]) -> bytes:
     return json_text({**data, "sha256": self_hash(data)})
 
 
-def read_hashed(path: Path, kind: str) -> bytes:
+def read_hashed(path: Path, kind: str, read: Callable[[Path], bytes]) -> bytes:
     """The bytes of the JSON file that is written last in a `kind` ("dataset", "cache")."""
     try:
-        return path.read_bytes()
+        return read(path)
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; a {kind} has one, and an unfinished build has none yet") from None
     except OSError as error:

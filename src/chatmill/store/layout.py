@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from chatmill.errors import DataError
 from chatmill.rows import Index, Part, Role, Rule, Table
+from chatmill.store.folder import OpenFolder
+from chatmill.store.mapped import MappedFile, mapped_file, reading
 
 METADATA = "dataset_metadata.json"
 TOKENIZER_STATE = "tokenizer_state.json"
@@ -88,21 +90,16 @@ class Shard:
     records: Mapping[str, int]
 
 
-def map_file(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """The `count` records of a file, read from disk when they are accessed."""
-    size = count * dtype.itemsize
-    with path.open("rb") as file:
-        # An empty file cannot be mapped.
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    if len(data) != size:
-        raise DataError(f"{path}: {len(data)} bytes, when it was opened {size}; it was changed while it was read")
-    return np.frombuffer(data, dtype=dtype)
+def as_records(file: MappedFile, dtype: np.dtype[Any], count: int, start: int = 0) -> NDArray[Any]:
+    """`count` records of a mapped file from the byte `start` on, read from disk when they are accessed."""
+    array: NDArray[Any] = np.asarray(file)[start : start + count * dtype.itemsize].view(dtype)
+    return array
 
 
 def release(array: NDArray[Any]) -> None:
     """Free the memory of a mapped file; pages are read again when they are accessed."""
-    if isinstance(array.base, memoryview) and isinstance(array.base.obj, mmap.mmap):
-        array.base.obj.madvise(mmap.MADV_DONTNEED)
+    if (file := mapped_file(array)) is not None:
+        file.advise(mmap.MADV_DONTNEED)
 
 
 def lower_bound(column: NDArray[Any], value: int, low: int = 0) -> int:
@@ -128,23 +125,49 @@ def first_spans(origins: Table, segments: Index, end: int) -> Index:
 
 # Shards without metadata to check them.
 
+OURS = (SPANS, ORIGINS, TARGETS)
+"""Files of a shard that no other program writes."""
 
-def foreign_splits(folder: Path) -> dict[str, list[Shard]]:
+
+def split_folders(folder: OpenFolder) -> Iterator[Path]:
+    """The folder of every split and of every shard that is there."""
+    for split in (folder.path / name for name in SPLITS):
+        yield split
+        for name in folder.names(split):
+            if name.startswith("shard_"):
+                yield split / name
+
+
+def trace_of_chatmill(folder: OpenFolder) -> Path | None:
+    """A file that only chatmill writes, or that no dataset has without its metadata; None if there is none."""
+    if folder.status(folder.path / METADATA) is None and folder.status(folder.path / TOKENIZER_STATE) is not None:
+        return folder.path / TOKENIZER_STATE
+    paths = (place / name for place in split_folders(folder) for name in OURS)
+    return next((path for path in paths if folder.status(path) is not None), None)
+
+
+def foreign_splits(folder: OpenFolder) -> dict[str, list[Shard]]:
     """The shards of every split; the width of tokens follows from the file sizes, which must fit exactly."""
-    folders = {split: shards for split in SPLITS if (shards := _folders(folder / split))}
+    folders = {split: shards for split in SPLITS if (shards := _folders(folder, folder.path / split))}
     if "train" not in folders:
-        raise DataError(f"{folder}: not a dataset; expected train/{INDEX} or train/{shard_name(0)}/{INDEX}")
-    splits = {split: [_shard(path) for path in shards] for split, shards in folders.items()}
+        raise DataError(f"{folder.path}: not a dataset; expected train/{INDEX} or train/{shard_name(0)}/{INDEX}")
+    splits = {split: [_shard(folder, path) for path in shards] for split, shards in folders.items()}
     widths = {shard.dtype for shards in splits.values() for shard in shards if shard.num_tokens}
     if len(widths) > 1:
-        raise DataError(f"{folder}: some shards hold tokens of 2 bytes and some of 4; expected one width")
+        raise DataError(f"{folder.path}: some shards hold tokens of 2 bytes and some of 4; expected one width")
+    every = [shard for shards in splits.values() for shard in shards]
+    masked = [shard for shard in every if MASK in shard.records]
+    for shard in every:
+        if masked and MASK not in shard.records:
+            raise DataError(f"{shard.folder / MASK}: missing, and {masked[0].folder / MASK} is there; copy it again")
     return splits
 
 
-def _folders(split: Path) -> list[Path]:
+def _folders(folder: OpenFolder, split: Path) -> list[Path]:
     """The folder itself if it is flat, otherwise its shards in order."""
-    flat = (split / INDEX).is_file()
-    shards = [path.parent for path in split.glob(f"shard_*/{INDEX}")]
+    names = folder.names(split)
+    shards = [split / name for name in names if name.startswith("shard_")]
+    flat = INDEX in names
     if flat and shards:
         raise DataError(f"{split}: has {INDEX} and shards too; expected one of the two")
     for path in shards:
@@ -157,30 +180,35 @@ def _folders(split: Path) -> list[Path]:
     return [split] if flat else shards
 
 
-def _shard(folder: Path) -> Shard:
-    size = (folder / INDEX).stat().st_size
+def _shard(folder: OpenFolder, place: Path) -> Shard:
+    index, tokens, mask = (place / name for name in (INDEX, TOKENS, MASK))
+    for name in folder.names(place):
+        if name not in (INDEX, TOKENS, MASK) and any(own in name for own in (INDEX, TOKENS, MASK)):
+            raise DataError(f"{place / name}: a file that was not copied to its end; copy the dataset again")
+    if not folder.is_file(index):
+        raise DataError(f"{index}: no such file; every shard has one, copy the dataset again")
+    size = folder.stamps[index].size
     if size % EPISODE.itemsize:
-        raise DataError(f"{folder / INDEX}: {size} bytes; expected pairs of 8-byte numbers")
-    tokens = folder / TOKENS
-    if not tokens.is_file():
+        raise DataError(f"{index}: {size} bytes; expected pairs of 8-byte numbers")
+    if not folder.is_file(tokens):
         raise DataError(f"{tokens}: no such file; expected the tokens of {INDEX}")
-    bytes_ = tokens.stat().st_size
-    entries = map_file(folder / INDEX, EPISODE, size // EPISODE.itemsize)
-    # If the shard was written in order, the last episode ends it and no other entry is read.
-    count = _end(entries[-1:])
-    if bytes_ not in (2 * count, 4 * count):
-        count = _end(entries)
+    bytes_ = folder.stamps[tokens].size
+    with reading():
+        entries = as_records(folder.map(index), EPISODE, folder.stamps[index].size // EPISODE.itemsize)
+        # If the shard was written in order, the last episode ends it and no other entry is read.
+        count = _end(entries[-1:])
+        if bytes_ not in (2 * count, 4 * count):
+            count = _end(entries)
     if bytes_ not in (2 * count, 4 * count):
         raise DataError(
             f"{tokens}: {bytes_} bytes; {INDEX} ends at token {count}, so expected {2 * count} or {4 * count}"
         )
     records = {INDEX: len(entries), TOKENS: count}
-    mask = folder / MASK
-    if mask.is_file():
-        if mask.stat().st_size != count:
-            raise DataError(f"{mask}: {mask.stat().st_size} bytes; expected {count}, one a token")
+    if folder.is_file(mask):
+        if folder.stamps[mask].size != count:
+            raise DataError(f"{mask}: {folder.stamps[mask].size} bytes; expected {count}, one a token")
         records[MASK] = count
-    return Shard(folder, len(entries), count, WIDTHS[bytes_ // count if count else 2], records)
+    return Shard(place, len(entries), count, WIDTHS[bytes_ // count if count else 2], records)
 
 
 def _end(entries: Any) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -103,10 +103,10 @@ def write_metadata(folder: Path, metadata: Metadata, *, tokenizer_state: Any) ->
     return parsed
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes) -> Metadata:
     """The metadata of a dataset, or `DataError` if it is not exactly what was written."""
     path = folder / METADATA
-    return parse_metadata(read_hashed(path, "dataset"), place=str(path))
+    return parse_metadata(read_hashed(path, "dataset", read), place=str(path))
 
 
 def is_chatmill_metadata(raw: bytes) -> bool:

@@ -27,9 +27,10 @@ from chatmill.errors import DataError, one_line
 from chatmill.rows import Rows, offsets
 from chatmill.store import files
 from chatmill.store.diff import is_padding
+from chatmill.store.episodes import Episodes
 from chatmill.store.metadata import Metadata
 from chatmill.store.publish import building
-from chatmill.store.read import Dataset, Episodes, open_dataset
+from chatmill.store.read import Dataset, open_dataset
 
 MANIFEST = "chatmill_export.json"
 CARD = "README.md"
@@ -107,7 +108,7 @@ def _export(episodes: Episodes, folder: Path, split: str, wide: bool) -> Exporte
     schema = pyarrow.schema([("input_ids", ids), ("labels", ids), ("position_ids", small), ("seq_lengths", small)])
     done = Exported(files=len(episodes.shards))
     for number, shard in enumerate(episodes.shards):
-        one = Episodes(episodes.root, [shard], episodes.files)
+        one = Episodes(episodes.stored, [shard], episodes.files)
         path = folder / f"{split}-{number:05d}-of-{len(episodes.shards):05d}.parquet"
         with files.create(path) as file, parquet.ParquetWriter(file, schema, compression="zstd") as writer:
             for rows in one.sweep(tokens=TOKENS):

@@ -12,7 +12,6 @@ All numbers are little-endian. Only numpy is needed.
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,20 +20,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.ledger import Ledger
 from chatmill.rows import OWN_ID, Rows, Table, concat, offsets
+from chatmill.store.episodes import Episodes
 from chatmill.store.files import create, make_folder
+from chatmill.store.folder import OpenFolder, StoredFiles, in_folder
 from chatmill.store.hashed import FileInfo, HashedFile, Manifest, hashed_text, parse_hashed, read_hashed, self_hash
-from chatmill.store.layout import EPISODE, INDEX, MASK, MASKS, SPLITS, TOKENS, Shard, shard_name, token_dtype
+from chatmill.store.layout import (
+    EPISODE,
+    INDEX,
+    MASK,
+    MASKS,
+    SPLITS,
+    TOKENS,
+    Shard,
+    shard_name,
+    token_dtype,
+)
+from chatmill.store.mapped import reading
 from chatmill.store.metadata import total
 from chatmill.store.publish import building, check_target, recover
-from chatmill.store.read import Dataset, Episodes
+from chatmill.store.read import Dataset
 from chatmill.store.verify import SplitCounts, Verified, ledger_faults
 
 META = "meta.json"
+EXPECTED = "the cache of a source"
 SCHEMA, SCHEMA_VERSION = "chatmill-cache", 1
 TOTALS = ("num_examples", "num_tokens", "num_label_tokens")
 """Sums over the shards of a split that are in `meta.json`."""
@@ -237,20 +249,21 @@ def is_cache(path: str | Path) -> bool:
 
 def open_cache(path: str | Path) -> PrimerCache:
     """Open the cache of one source, OUT/SOURCE; `DataError` if a shard is missing or does not have its size."""
-    folder = Path(path)
-    meta = read_meta(folder)
+    return in_folder(Path(path), EXPECTED, _cache_in)
+
+
+def _cache_in(folder: OpenFolder) -> PrimerCache:
+    meta = _read_meta(folder)
     for fault in _shard_faults(folder, meta):
         raise DataError(fault)
-    splits = {name: _episodes(folder, name, meta) for name in SPLITS}
-    return PrimerCache(folder, None, splits, meta)
+    stored = StoredFiles(folder, folder.path / META)
+    return PrimerCache(stored, None, {name: _episodes(stored, name, meta) for name in SPLITS}, meta)
 
 
-def read_meta(folder: Path) -> CacheMeta:
+def _read_meta(folder: OpenFolder) -> CacheMeta:
     """The content of `meta.json`, or `DataError` if it is not exactly what was written."""
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected the cache of a source")
-    path = folder / META
-    return parse_meta(read_hashed(path, "cache"), place=str(path))
+    path = folder.path / META
+    return parse_meta(read_hashed(path, "cache", folder.read), place=str(path))
 
 
 def parse_meta(raw: bytes, *, place: str) -> CacheMeta:
@@ -298,25 +311,25 @@ def _manifest(folder: Path, meta: CacheMeta) -> Manifest:
     return Manifest(shards, META, "cache")
 
 
-def _shard_faults(folder: Path, meta: CacheMeta) -> Iterator[str]:
+def _shard_faults(folder: OpenFolder, meta: CacheMeta) -> Iterator[str]:
     """Shards that are missing, or that do not have their size or header."""
-    wrong_sizes = list(_manifest(folder, meta).size_faults())
+    wrong_sizes = list(_manifest(folder.path, meta).size_faults(folder))
     yield from wrong_sizes
-    for path, shard in _shards(folder, meta) if not wrong_sizes else ():
-        with path.open("rb") as file:
+    for path, shard in _shards(folder.path, meta) if not wrong_sizes else ():
+        with os.fdopen(folder.open(path), "rb") as file:
             if file.read(HEADER.size) != shard.header(meta.dtype):
                 yield f"{path}: its header is not the one that {META} describes; rebuild the cache or copy it again"
 
 
-def _episodes(folder: Path, split: str, meta: CacheMeta) -> CachedEpisodes:
+def _episodes(stored: StoredFiles, split: str, meta: CacheMeta) -> CachedEpisodes:
     shards = []
     for number, shard in enumerate(meta.splits[split].shards):
         records = {
             name: count for name, (_, _, count) in _parts(meta.dtype, shard.num_examples, shard.num_tokens).items()
         }
-        path = folder / split / shard_file(number)
+        path = stored.path / split / shard_file(number)
         shards.append(Shard(path, shard.num_examples, shard.num_tokens, meta.dtype, records))
-    return CachedEpisodes(folder, shards)
+    return CachedEpisodes(stored, shards, ())
 
 
 def _parts(
@@ -332,22 +345,10 @@ def _parts(
 class CachedEpisodes(Episodes):
     """The examples of one split; the `folder` of a shard is the one file that holds all its parts."""
 
-    def __init__(self, root: Path, shards: list[Shard]) -> None:
-        super().__init__(root, shards, ())
-        self._inodes = [_inode(os.stat(shard.folder)) for shard in shards]  # noqa: PTH116
-
-    def _map(self, number: int, name: str) -> NDArray[Any]:
+    def _place(self, number: int, name: str) -> tuple[Path, np.dtype[Any], int]:
         shard = self.shards[number]
-        start, dtype, count = _parts(shard.dtype, shard.num_episodes, shard.num_tokens)[name]
-        with shard.folder.open("rb") as file:
-            if _inode(os.fstat(file.fileno())) != self._inodes[number]:
-                raise DataError(f"{shard.folder}: was replaced while it was read; open the cache again")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(data, dtype=dtype, count=count, offset=start)
-
-
-def _inode(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size
+        start, dtype, _ = _parts(shard.dtype, shard.num_episodes, shard.num_tokens)[name]
+        return shard.folder, dtype, start
 
 
 # Verifying.
@@ -355,21 +356,26 @@ def _inode(status: os.stat_result) -> tuple[int, int, int]:
 
 def verify_cache(path: str | Path, *, full: bool) -> Verified:
     """Check a cache and report every fault as one line; with `full` every byte is read and hashed."""
-    folder = Path(path)
     try:
-        meta = read_meta(folder)
+        return in_folder(Path(path), EXPECTED, lambda folder: _verified(folder, full=full))
     except DataError as error:
         return Verified((str(error),), {}, None)
-    listed = _manifest(folder, meta)
-    faults = [*_shard_faults(folder, meta), *listed.unlisted_faults([folder / name for name in SPLITS])]
+
+
+def _verified(folder: OpenFolder, *, full: bool) -> Verified:
+    meta = _read_meta(folder)
+    listed = _manifest(folder.path, meta)
+    faults = [*_shard_faults(folder, meta), *listed.unlisted_faults(folder, SPLITS)]
     if not faults:
-        cache = open_cache(folder)
+        cache = _cache_in(folder)
         for name in SPLITS:
             for number, shard in enumerate(meta.splits[name].shards):
-                faults += _table_faults(cache[name], number, shard, meta.vocab_size)
-        faults += ledger_faults(folder, meta.ledger, meta.stored_counts())
+                with reading():
+                    faults += _table_faults(cache[name], number, shard, meta.vocab_size)
+                    cache[name].check([number])
+        faults += ledger_faults(folder.path, meta.ledger, meta.stored_counts())
     if full:
-        faults += listed.hash_faults()
+        faults += listed.hash_faults(folder)
     counts = {
         name: SplitCounts(split.num_examples, split.num_tokens, split.num_label_tokens, len(split.shards))
         for name, split in meta.splits.items()

@@ -1,34 +1,27 @@
-"""Open datasets and read their rows: memory-mapped, with an opening time that depends on shards, not episodes.
+"""Open datasets: their metadata, and the episodes of their splits.
 
-Only numpy is needed, so that a training image can read what another machine prepared.
+The time it takes depends on the number of shards, not of episodes. Only numpy is needed, so that a training image can
+read what another machine prepared.
 """
 
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from typing import Any, TypeVar
 
 from chatmill.errors import DataError
-from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Ids, Index, Part, Role, Rows, Rule, Table, offsets, rows_from_mask
 from chatmill.store import layout
-from chatmill.store.layout import INDEX, MASK, ORIGINS, SEGMENT, SPANS, STORED_SPAN, TARGETS, TOKENS, Shard, shard_name
+from chatmill.store.episodes import Episodes
+from chatmill.store.folder import OpenFolder, StoredFiles, in_folder
+from chatmill.store.hashed import read_hashed
+from chatmill.store.layout import INDEX, METADATA, TOKENIZER_STATE, Shard, shard_name
 from chatmill.store.metadata import Metadata, is_chatmill_metadata, manifest, read_metadata
 from chatmill.store.publish import set_aside
 
-LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
-"""The largest role, part and rule, the last three bytes of a stored span, after `NONE_TO_ZERO` is added."""
-NONE_TO_ZERO = np.array([1, 0, 0], dtype=np.uint8)
-"""Added to these bytes it makes `Role.NONE`, which is 255, the smallest role."""
-MAPPED = 256
-"""Files of a split that are mapped at once. Each holds a file descriptor, and the limit is often 1,024."""
+T = TypeVar("T")
 
 
 def open_dataset(path: str | Path) -> Dataset:
@@ -40,16 +33,32 @@ def open_dataset(path: str | Path) -> Dataset:
     >>> rows.lengths.tolist()
     [266, 85]
 
-    Datasets that other programs wrote by the episode specification open too, without spans and origins.
+    Datasets that other programs wrote by the episode specification open too, without spans and origins. If the dataset
+    is replaced meanwhile, all of it is the old one or all of it the new one; see `folder`.
     """
-    folder = Path(path)
+    return in_dataset_folder(Path(path), dataset_in)
+
+
+def in_dataset_folder(path: Path, work: Callable[[OpenFolder], T]) -> T:
+    """What `work` returns for the folder of a dataset; see `in_folder`."""
+    if not path.is_dir() and set_aside(path).is_dir():
+        raise DataError(f"{path}: was being replaced when that was killed; the old dataset is {set_aside(path)}")
+    return in_folder(path, "a dataset", work)
+
+
+def dataset_in(folder: OpenFolder) -> Dataset:
+    """The dataset in a folder; `DataError` as in `open_dataset`."""
     metadata = stored_metadata(folder)
     if metadata is None:
         foreign = layout.foreign_splits(folder)
-        return Dataset(folder, None, {name: Episodes(folder, shards, ()) for name, shards in foreign.items()})
-    for fault in manifest(folder, metadata).size_faults():
+        _check_counts(folder, foreign)
+        folder.status(folder.path / TOKENIZER_STATE)
+        stored = StoredFiles(folder, foreign["train"][0].folder / INDEX)
+        return Dataset(stored, None, {name: Episodes(stored, shards, ()) for name, shards in foreign.items()})
+    for fault in manifest(folder.path, metadata).size_faults(folder):
         raise DataError(fault)
-    return Dataset(folder, metadata, {name: _episodes(folder, metadata, name) for name in metadata.splits})
+    stored = StoredFiles(folder, folder.path / METADATA)
+    return Dataset(stored, metadata, {name: _episodes(stored, metadata, name) for name in metadata.splits})
 
 
 def is_dataset(path: str | Path) -> bool:
@@ -58,29 +67,37 @@ def is_dataset(path: str | Path) -> bool:
     return (train / INDEX).is_file() or any(train.glob(f"shard_*/{INDEX}"))
 
 
-def stored_metadata(folder: Path) -> Metadata | None:
-    """The metadata of a dataset; None if another program wrote it, `DataError` if it is damaged."""
-    if not folder.is_dir():
-        if set_aside(folder).is_dir():
-            raise DataError(
-                f"{folder}: was being replaced when that was killed; the old dataset is {set_aside(folder)}"
-            )
-        raise DataError(f"{folder}: no such folder; expected a dataset")
-    path = folder / layout.METADATA
-    if path.is_file() and is_chatmill_metadata(path.read_bytes()):
-        return read_metadata(folder)
-    # Other programs write no spans: this is a dataset whose metadata is missing.
-    if any((folder / split / shard_name(0) / SPANS).exists() for split in layout.SPLITS):
-        return read_metadata(folder)
+def stored_metadata(folder: OpenFolder) -> Metadata | None:
+    """The metadata of a dataset; None if another program wrote it, `DataError` if it is damaged or missing."""
+    path, trace = folder.path / METADATA, layout.trace_of_chatmill(folder)
+    if folder.status(path) is not None:
+        if trace is not None or is_chatmill_metadata(read_hashed(path, "dataset", folder.read)):
+            return read_metadata(folder.path, folder.read)
+    elif trace is not None:
+        raise DataError(
+            f"{path}: no such file, and {trace} is there; an unfinished build or a copy that broke off, "
+            "build the dataset or copy it again"
+        )
     return None
 
 
-def _episodes(folder: Path, metadata: Metadata, split: str) -> Episodes:
+def _check_counts(folder: OpenFolder, splits: Mapping[str, list[Shard]]) -> None:
+    """Raise if another program's metadata counts other episodes than there are, under the specification's names."""
+    path = folder.path / METADATA
+    counts = json.loads(folder.read(path)) if folder.status(path) is not None else {}
+    for split in layout.SPLITS:
+        there = sum(shard.num_episodes for shard in splits.get(split, ()))
+        expected = counts.get(f"num_{split}_episodes")
+        if type(expected) is int and expected != there:
+            raise DataError(f"{folder.path / split}: {there} episodes; {path} says {expected}; copy the dataset again")
+
+
+def _episodes(stored: StoredFiles, metadata: Metadata, split: str) -> Episodes:
     info = metadata.splits[split]
     sizes = layout.record_dtypes(metadata.dtype)
     shards = [
         Shard(
-            folder / split / shard_name(number),
+            stored.path / split / shard_name(number),
             shard.num_episodes,
             shard.num_tokens,
             metadata.dtype,
@@ -88,7 +105,7 @@ def _episodes(folder: Path, metadata: Metadata, split: str) -> Episodes:
         )
         for number, shard in enumerate(info.shards)
     ]
-    return Episodes(folder, shards, info.files)
+    return Episodes(stored, shards, info.files)
 
 
 @dataclass(frozen=True)
@@ -101,10 +118,14 @@ class Dataset:
     (('train',), 120)
     """
 
-    path: Path
+    stored: StoredFiles
     metadata: Metadata | None
     """None if another program wrote it."""
     _splits: Mapping[str, Episodes]
+
+    @property
+    def path(self) -> Path:
+        return self.stored.path
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -125,10 +146,12 @@ class Dataset:
 
     def tokenizer_state(self) -> Any:
         """The content of `tokenizer_state.json`, with control tokens in the order of their ids."""
-        path = self.path / layout.TOKENIZER_STATE
+        path = self.path / TOKENIZER_STATE
         try:
-            state = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
+            state = json.loads(self.stored.read(path))
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, DataError):
+                raise
             raise DataError(f"{path}: cannot be read ({error}); the tokenizer of this dataset is unknown") from None
         if isinstance(state, dict):
             control, ids = state.get("control"), state.get("special_token_ids")
@@ -137,243 +160,3 @@ class Dataset:
                 # The file is sorted by key; added tokens got their ids in the order of the format.
                 state["control"] = {key: control[key] for key in sorted(control, key=ids.__getitem__)}
         return state
-
-
-class Episodes:
-    """The rows of one split, numbered from 0 over all its shards."""
-
-    def __init__(self, root: Path, shards: list[Shard], files: tuple[File, ...]) -> None:
-        self.root = root
-        """The folder of the dataset."""
-        self._identity = _identity(root)
-        self.shards = tuple(shards)
-        self.files = files
-        """The input files that the file numbers of origins refer to."""
-        self._first = offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
-        self._firsts = self._first.tolist()
-        self._reset_maps()
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return sum(shard.num_tokens for shard in self.shards)
-
-    @cached_property
-    def lengths(self) -> Index:
-        """Tokens in each episode. Reads the whole index; use `lengths_of` for a few episodes."""
-        parts: list[Index] = [self.array(number, INDEX)["length"].view(np.int64) for number in range(len(self.shards))]
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
-    def lengths_of(self, numbers: ArrayLike) -> Index:
-        """Tokens in each of these episodes."""
-        chosen = np.asarray(numbers, dtype=np.int64)
-        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
-            raise IndexError(f"episodes {chosen.min()} to {chosen.max()} of {len(self)}")
-        lengths = np.empty(len(chosen), dtype=np.int64)
-        shard_of = np.searchsorted(self._first, chosen, side="right") - 1
-        for shard in np.unique(shard_of).tolist():
-            here = shard_of == shard
-            lengths[here] = self.array(shard, INDEX)["length"][chosen[here] - self._firsts[shard]]
-        return lengths
-
-    def tokens(self, number: int) -> NDArray[np.unsignedinteger]:
-        """The ids of one episode: a view of the mapped file, in its stored type."""
-        run = self._run(*self._find(number))
-        return self.array(run.shard, TOKENS)[run.start : run.stop]
-
-    def mask(self, number: int) -> NDArray[np.uint8]:
-        """1 where a token of this episode is trained: a view of the mapped file."""
-        return self._mask(self._run(*self._find(number)))
-
-    def rows(self, numbers: ArrayLike) -> Rows:
-        """These episodes in this order, with spans, segments and origins. A number may be repeated."""
-        chosen = np.asarray(numbers, dtype=np.int64)
-        runs = list(self._runs(chosen.tolist()))
-        ids = _joined([self.array(run.shard, TOKENS)[run.start : run.stop] for run in runs], np.uint32)
-        if not self.shards or SPANS in self.shards[0].records:
-            return self._with_spans(ids, runs)
-        mask = _joined([self._mask(run) for run in runs], np.uint8)
-        return rows_from_mask(ids, mask, self.lengths_of(chosen))
-
-    def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
-        """All episodes in order, about `tokens` tokens at a time (at least one episode)."""
-        first = 0
-        while first < len(self):
-            lengths = self.lengths_of(np.arange(first, min(len(self), first + (1 << 16))))
-            count = max(1, int(np.searchsorted(np.cumsum(lengths), tokens, side="right")))
-            yield self.rows(np.arange(first, first + count))
-            first += count
-
-    def _mask(self, run: _EpisodeRun) -> NDArray[np.uint8]:
-        if MASK not in self.shards[run.shard].records:
-            return np.ones(run.stop - run.start, dtype=np.uint8)
-        return self.array(run.shard, MASK)[run.start : run.stop]
-
-    def _with_spans(self, ids: Ids, runs: list[_EpisodeRun]) -> Rows:
-        origins: list[Any] = []
-        stored: list[Any] = []
-        targets: list[tuple[Table, int]] = []
-        # Segments of each run, and what to add to row and span numbers of its shard for those of the result.
-        shifts: list[tuple[int, int, int]] = []
-        shards = [run.shard for run in runs]
-        num_rows = num_spans = 0
-        for run in runs:
-            segments, first, stop = self._segments(run)
-            origins.append(segments)
-            stored.append(self.array(run.shard, SPANS)[first:stop])
-            shifts.append((len(segments), num_rows - run.first, num_spans - first))
-            if TARGETS in self.shards[run.shard].records:
-                targets.append((_between(self.array(run.shard, TARGETS), first, stop), num_spans - first))
-            num_rows += run.episodes
-            num_spans += stop - first
-        # Records are joined as bytes, because numpy would cast them field by field.
-        table = np.frombuffer(b"".join(origins), dtype=SEGMENT)
-        raw = np.frombuffer(b"".join(stored), dtype=np.uint8).reshape(-1, STORED_SPAN.itemsize)
-        spans = _copied(raw.reshape(-1).view(STORED_SPAN), SPAN)
-        if int(spans["length"].sum(dtype=np.int64)) != len(ids):
-            raise self.damaged(shards[0], SPANS, "spans do not tile the tokens of their rows")
-        if (raw[:, -3:] + NONE_TO_ZERO > LARGEST).any():
-            name, wrong = next(
-                (name, wrong) for name in layout.UNKNOWN if (wrong := layout.UNKNOWN[name][spans[name]]).any()
-            )
-            at = _run_of([len(part) for part in stored], wrong)
-            raise self.damaged(shards[at], SPANS, f"a span has a {name} that does not exist")
-        spans["target"] = OWN_ID
-        for changed, shift in targets:
-            spans["target"][changed["span"].astype(np.int64) + shift] = changed["target"]
-        counts, row_shifts, span_shifts = np.array(shifts, dtype=np.int64).reshape(-1, 3).T
-        row = table["row"].astype(np.int64) + np.repeat(row_shifts, counts)
-        first_span = np.empty(len(table) + 1, dtype=np.int64)
-        first_span[:-1] = table["first_span"].astype(np.int64) + np.repeat(span_shifts, counts)
-        first_span[-1] = num_spans
-        if len(row) and (row[0] < 0 or row[-1] >= num_rows or (row[1:] < row[:-1]).any()):
-            wrong = (np.diff(row, prepend=0) < 0) | (row >= num_rows)
-            what = "a segment is not in the order of its episode"
-            raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
-        if (wrong := first_span[1:] < first_span[:-1]).any():
-            what = "the spans of a segment do not follow those before"
-            raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
-        # Adding 1 makes NO_FILE, the largest number, 0.
-        if (wrong := table["file"] + np.uint32(1) > len(self.files)).any():
-            what = f"a segment names a file beyond the {len(self.files)} known"
-            raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
-        first_segment = np.searchsorted(row, np.arange(num_rows + 1))
-        return Rows(ids, spans, first_span, _copied(table, ORIGIN), first_segment, self.files)
-
-    # Positions of episodes.
-
-    def _find(self, number: int) -> tuple[int, int]:
-        if not 0 <= number < self._firsts[-1]:
-            raise IndexError(f"episode {number} of {self._firsts[-1]}")
-        shard = bisect_right(self._firsts, number) - 1
-        return shard, number - self._firsts[shard]
-
-    def _runs(self, chosen: list[int]) -> Iterator[_EpisodeRun]:
-        """The chosen episodes as runs of consecutive ones, whose tokens, spans and segments are one slice each."""
-        at = 0
-        while at < len(chosen):
-            number = stop = chosen[at]
-            while at < len(chosen) and chosen[at] == stop:
-                at, stop = at + 1, stop + 1
-            while number < stop:
-                shard, episode = self._find(number)
-                run = self._run(shard, episode, min(stop - number, self.shards[shard].num_episodes - episode))
-                yield run
-                number += run.episodes
-
-    def _run(self, shard: int, episode: int, count: int = 1) -> _EpisodeRun:
-        """Up to `count` episodes from this one on, as long as their tokens are contiguous."""
-        index, most = self.array(shard, INDEX), self.shards[shard].num_tokens
-        start, length = index[episode].item()
-        stop = start + length
-        if stop <= most and count > 1:
-            entries = index[episode : episode + count]
-            ends = entries["start"] + entries["length"]
-            gaps = np.flatnonzero((entries["start"][1:] != ends[:-1]) | (entries["length"][1:] > most))
-            count = int(gaps[0]) + 1 if len(gaps) else count
-            stop = stop if count == 1 else int(ends[count - 1])
-        if stop > most:
-            raise self.damaged(shard, INDEX, "points beyond the tokens")
-        return _EpisodeRun(shard, episode, count, start, stop)
-
-    def _segments(self, run: _EpisodeRun) -> tuple[Table, int, int]:
-        """The segments of a run, and the range of their spans."""
-        origins, most = self.array(run.shard, ORIGINS), self.shards[run.shard].records[SPANS]
-        row, first_span = origins["row"], origins["first_span"]
-        begin = layout.lower_bound(row, run.first)
-        end = layout.lower_bound(row, run.first + run.episodes, begin)
-        if begin == end:
-            return origins[:0], 0, 0
-        first = int(first_span[begin])
-        stop = int(first_span[end]) if end < len(origins) else most
-        if not first <= stop <= most:
-            raise self.damaged(run.shard, ORIGINS, "points beyond the spans")
-        return origins[begin:end], first, stop
-
-    def damaged(self, shard: int, file: str, what: str) -> DataError:
-        """The error for a file that cannot have been written as it is."""
-        place = self.shards[shard].folder / file
-        return DataError(f"{place}: {what}; it was changed, see chatmill verify {self.root} --full")
-
-    # Mapped files.
-
-    def _reset_maps(self) -> None:
-        self.array: Callable[[int, str], NDArray[Any]] = lru_cache(maxsize=MAPPED)(self._map)
-        """One file of a shard, memory-mapped: `array(shard, name)`."""
-
-    def _map(self, number: int, name: str) -> NDArray[Any]:
-        shard = self.shards[number]
-        if _identity(self.root) != self._identity:
-            raise DataError(f"{self.root}: was replaced while it was read; open it again")
-        return layout.map_file(shard.folder / name, layout.record_dtypes(shard.dtype)[name], shard.records[name])
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for another process: all but the maps, which are opened again there."""
-        return {name: value for name, value in vars(self).items() if name not in ("array", "lengths")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._reset_maps()
-
-
-class _EpisodeRun(NamedTuple):
-    """Consecutive episodes of a shard, and the range of their tokens."""
-
-    shard: int
-    first: int
-    episodes: int
-    start: int
-    stop: int
-
-
-def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
-    return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype=dtype)
-
-
-def _run_of(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
-    """The index of the run that holds the first wrong record; `counts` are the records of each run."""
-    return int(np.searchsorted(np.cumsum(counts), wrong.argmax(), side="right"))
-
-
-def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
-    """A table of another type with the columns that both have; the others are left unset."""
-    out = np.empty(len(table), dtype=dtype)
-    for name in dtype.names or ():
-        if name in (table.dtype.names or ()):
-            out[name] = table[name]
-    return out
-
-
-def _between(targets: Table, first: int, stop: int) -> Table:
-    """The targets of the spans from `first` to `stop`."""
-    begin = layout.lower_bound(targets["span"], first)
-    return targets[begin : layout.lower_bound(targets["span"], stop, begin)]
-
-
-def _identity(folder: Path) -> tuple[int, int]:
-    status = folder.stat()
-    return status.st_dev, status.st_ino

@@ -19,11 +19,12 @@ from chatmill.errors import DataError, UsageError
 from chatmill.ledger import Bucket, Ledger, LedgerEntry
 from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
+from chatmill.store.episodes import Episodes
 from chatmill.store.hashed import FileInfo, HashedFile
 from chatmill.store.layout import MASK, METADATA, ORIGINS, SPANS, first_spans, shard_name
 from chatmill.store.metadata import Metadata, ShardInfo, SplitInfo, write_metadata
 from chatmill.store.publish import building
-from chatmill.store.read import Dataset, Episodes, open_dataset
+from chatmill.store.read import Dataset, open_dataset
 
 SEGMENTS = 1 << 14
 """Conversations that are weighed at a time."""
@@ -131,6 +132,8 @@ class _Reweigher:
     def _share(self, source: Path, to: Path, info: FileInfo) -> None:
         try:
             files.disk.link(source.resolve(), to)
+            if not self._dataset.stored.is_same(source, to):
+                raise changed(source)
             self.linked += 1
         except OSError as error:
             if error.errno not in WITHOUT_LINKS:

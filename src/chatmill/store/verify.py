@@ -16,10 +16,13 @@ from chatmill.errors import ChatmillError, DataError
 from chatmill.ledger import Ledger
 from chatmill.rows import NO_FILE, Index, offsets
 from chatmill.store import layout
+from chatmill.store.episodes import Episodes
+from chatmill.store.folder import OpenFolder
 from chatmill.store.hashed import Manifest
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
+from chatmill.store.mapped import reading
 from chatmill.store.metadata import Metadata, ShardInfo, manifest
-from chatmill.store.read import Episodes, open_dataset, stored_metadata
+from chatmill.store.read import dataset_in, in_dataset_folder, stored_metadata
 
 EPISODES, TOKENS_AT_ONCE = 1 << 16, 1 << 22
 
@@ -47,29 +50,32 @@ def verify_dataset(path: str | Path, *, full: bool) -> Verified:
 
     verify_dataset("data/v1", full=True).faults    # () if every byte is as it was written
     """
-    folder, faults = Path(path), list[str]()
     try:
-        metadata = stored_metadata(folder)
-        # What another program wrote lists no files.
-        listed = Manifest((), "", "") if metadata is None else manifest(folder, metadata)
-        unlisted = listed.unlisted_faults([folder / name for name in metadata.splits] if metadata else ())
-        if metadata is not None and (faults := list(listed.size_faults())):
-            # The tables of files with a wrong size cannot be read.
-            return Verified((*faults, *unlisted), {}, metadata.sha256)
-        dataset = open_dataset(folder)
+        return in_dataset_folder(Path(path), lambda folder: _verified(folder, full=full))
     except DataError as error:
         return Verified((str(error),), {}, None)
+
+
+def _verified(folder: OpenFolder, *, full: bool) -> Verified:
+    metadata = stored_metadata(folder)
+    # What another program wrote lists no files.
+    listed = Manifest((), "", "") if metadata is None else manifest(folder.path, metadata)
+    unlisted = list(listed.unlisted_faults(folder, metadata.splits if metadata else ()))
+    if faults := list(listed.size_faults(folder)):
+        # The tables of files with a wrong size cannot be read.
+        return Verified((*faults, *unlisted), {}, None if metadata is None else metadata.sha256)
+    dataset = dataset_in(folder)
     splits = {}
     for name in dataset.splits:
         episodes, trained = dataset[name], 0
         for number in range(len(episodes.shards)):
             info = None if metadata is None else metadata.splits[name].shards[number]
-            check = _ShardCheck(episodes, number, info, metadata, full=full)
             try:
-                check.run()
+                with reading():
+                    trained += _ShardCheck(episodes, number, info, metadata, full=full).run()
+                    episodes.check([number])
             except DataError as error:
                 faults.append(str(error))
-            trained += check.trained
         splits[name] = SplitCounts(len(episodes), episodes.num_tokens, trained, len(episodes.shards))
     faults += unlisted
     if metadata is not None and metadata.ledger.entries:
@@ -77,9 +83,9 @@ def verify_dataset(path: str | Path, *, full: bool) -> Verified:
             "tokens": sum(split.num_tokens for split in metadata.splits.values()),
             "trained tokens": sum(split.num_trained_tokens for split in metadata.splits.values()),
         }
-        faults += ledger_faults(folder, metadata.ledger, stored)
+        faults += ledger_faults(folder.path, metadata.ledger, stored)
     if full:
-        faults += listed.hash_faults()
+        faults += listed.hash_faults(folder)
     return Verified(tuple(faults), splits, dataset.sha256)
 
 
@@ -114,7 +120,8 @@ class _ShardCheck:
         self._spans_seen = self._segments_seen = self._tokens_seen = 0
         self._shortest, self._longest = 2**62, 0
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Check all of it; returns the number of trained tokens."""
         index = self._arrays[INDEX]
         at = 0
         while at < len(index):
@@ -129,6 +136,7 @@ class _ShardCheck:
         self._check_totals()
         if self._full and TARGETS in self._arrays:
             self._targets()
+        return self.trained
 
     def _fault(self, file: str, what: str) -> DataError:
         return DataError(f"{self._shard.folder / file}: {what}")

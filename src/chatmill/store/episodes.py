@@ -1,0 +1,284 @@
+"""The rows of a dataset's split: read from memory-mapped files, some at a time.
+
+Only numpy is needed, so that a training image can read what another machine prepared.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from chatmill.errors import DataError
+from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Ids, Index, Part, Role, Rows, Rule, Table, offsets, rows_from_mask
+from chatmill.store import layout
+from chatmill.store.folder import StoredFiles
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SEGMENT, SPANS, STORED_SPAN, TARGETS, TOKENS, Shard
+from chatmill.store.mapped import MappedFile, check_mapped, reading
+
+LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
+"""The largest role, part and rule, the last three bytes of a stored span, after `NONE_TO_ZERO` is added."""
+NONE_TO_ZERO = np.array([1, 0, 0], dtype=np.uint8)
+"""Added to these bytes it makes `Role.NONE`, which is 255, the smallest role."""
+MAPPED = 1 << 15
+"""Files that a process maps before it gives up maps that it may not need; Linux allows 65,530 of all kinds."""
+
+
+class Episodes:
+    """The rows of one split, numbered from 0 over all its shards."""
+
+    def __init__(self, stored: StoredFiles, shards: list[Shard], files: tuple[File, ...]) -> None:
+        self.stored = stored
+        self.shards = tuple(shards)
+        self.files = files
+        """The input files that the file numbers of origins refer to."""
+        self._first = offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
+        self._firsts = self._first.tolist()
+        self._reset_maps()
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @cached_property
+    def lengths(self) -> Index:
+        """Tokens in each episode. Reads the whole index; use `lengths_of` for a few episodes."""
+        parts: list[Index] = [self.array(number, INDEX)["length"].view(np.int64) for number in range(len(self.shards))]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def lengths_of(self, numbers: ArrayLike) -> Index:
+        """Tokens in each of these episodes."""
+        chosen = np.asarray(numbers, dtype=np.int64)
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
+            raise IndexError(f"episodes {chosen.min()} to {chosen.max()} of {len(self)}")
+        lengths = np.empty(len(chosen), dtype=np.int64)
+        shard_of = np.searchsorted(self._first, chosen, side="right") - 1
+        with reading():
+            for shard in np.unique(shard_of).tolist():
+                here, index = shard_of == shard, self.array(shard, INDEX)
+                lengths[here] = index["length"][chosen[here] - self._firsts[shard]]
+                check_mapped(index)
+        return lengths
+
+    def tokens(self, number: int) -> NDArray[np.unsignedinteger]:
+        """The ids of one episode: a view of the mapped file, in its stored type."""
+        run = self._run(*self._find(number))
+        return self.array(run.shard, TOKENS)[run.start : run.stop]
+
+    def mask(self, number: int) -> NDArray[np.uint8]:
+        """1 where a token of this episode is trained: a view of the mapped file."""
+        return self._mask(self._run(*self._find(number)))
+
+    def rows(self, numbers: ArrayLike) -> Rows:
+        """These episodes in this order, with spans, segments and origins. A number may be repeated."""
+        chosen = np.asarray(numbers, dtype=np.int64)
+        with reading():
+            runs = list(self._runs(chosen.tolist()))
+            try:
+                ids = _joined([self.array(run.shard, TOKENS)[run.start : run.stop] for run in runs], np.uint32)
+                if not self.shards or SPANS in self.shards[0].records:
+                    return self._with_spans(ids, runs)
+                mask = _joined([self._mask(run) for run in runs], np.uint8)
+                return rows_from_mask(ids, mask, self.lengths_of(chosen))
+            finally:
+                self.check(run.shard for run in runs)
+
+    def sweep(self, *, tokens: int = 1 << 22) -> Iterator[Rows]:
+        """All episodes in order, about `tokens` tokens at a time (at least one episode)."""
+        first = 0
+        while first < len(self):
+            lengths = self.lengths_of(np.arange(first, min(len(self), first + (1 << 16))))
+            count = max(1, int(np.searchsorted(np.cumsum(lengths), tokens, side="right")))
+            yield self.rows(np.arange(first, first + count))
+            first += count
+
+    def _mask(self, run: _EpisodeRun) -> NDArray[np.uint8]:
+        if MASK not in self.shards[run.shard].records:
+            return np.ones(run.stop - run.start, dtype=np.uint8)
+        return self.array(run.shard, MASK)[run.start : run.stop]
+
+    def _with_spans(self, ids: Ids, runs: list[_EpisodeRun]) -> Rows:
+        origins: list[Any] = []
+        stored: list[Any] = []
+        targets: list[tuple[Table, int]] = []
+        # Segments of each run, and what to add to row and span numbers of its shard for those of the result.
+        shifts: list[tuple[int, int, int]] = []
+        shards = [run.shard for run in runs]
+        num_rows = num_spans = 0
+        for run in runs:
+            segments, first, stop = self._segments(run)
+            origins.append(segments)
+            stored.append(self.array(run.shard, SPANS)[first:stop])
+            shifts.append((len(segments), num_rows - run.first, num_spans - first))
+            if TARGETS in self.shards[run.shard].records:
+                targets.append((_between(self.array(run.shard, TARGETS), first, stop), num_spans - first))
+            num_rows += run.episodes
+            num_spans += stop - first
+        # Records are joined as bytes, because numpy would cast them field by field.
+        table = np.frombuffer(b"".join(origins), dtype=SEGMENT)
+        raw = np.frombuffer(b"".join(stored), dtype=np.uint8).reshape(-1, STORED_SPAN.itemsize)
+        spans = _copied(raw.reshape(-1).view(STORED_SPAN), SPAN)
+        if int(spans["length"].sum(dtype=np.int64)) != len(ids):
+            raise self.damaged(shards[0], SPANS, "spans do not tile the tokens of their rows")
+        if (raw[:, -3:] + NONE_TO_ZERO > LARGEST).any():
+            name, wrong = next(
+                (name, wrong) for name in layout.UNKNOWN if (wrong := layout.UNKNOWN[name][spans[name]]).any()
+            )
+            at = _run_of([len(part) for part in stored], wrong)
+            raise self.damaged(shards[at], SPANS, f"a span has a {name} that does not exist")
+        spans["target"] = OWN_ID
+        for changed, shift in targets:
+            spans["target"][changed["span"].astype(np.int64) + shift] = changed["target"]
+        counts, row_shifts, span_shifts = np.array(shifts, dtype=np.int64).reshape(-1, 3).T
+        row = table["row"].astype(np.int64) + np.repeat(row_shifts, counts)
+        first_span = np.empty(len(table) + 1, dtype=np.int64)
+        first_span[:-1] = table["first_span"].astype(np.int64) + np.repeat(span_shifts, counts)
+        first_span[-1] = num_spans
+        if len(row) and (row[0] < 0 or row[-1] >= num_rows or (row[1:] < row[:-1]).any()):
+            wrong = (np.diff(row, prepend=0) < 0) | (row >= num_rows)
+            what = "a segment is not in the order of its episode"
+            raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
+        if (wrong := first_span[1:] < first_span[:-1]).any():
+            what = "the spans of a segment do not follow those before"
+            raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
+        # Adding 1 makes NO_FILE, the largest number, 0.
+        if (wrong := table["file"] + np.uint32(1) > len(self.files)).any():
+            what = f"a segment names a file beyond the {len(self.files)} known"
+            raise self.damaged(shards[_run_of(counts, wrong)], ORIGINS, what)
+        first_segment = np.searchsorted(row, np.arange(num_rows + 1))
+        return Rows(ids, spans, first_span, _copied(table, ORIGIN), first_segment, self.files)
+
+    # Positions of episodes.
+
+    def _find(self, number: int) -> tuple[int, int]:
+        if not 0 <= number < self._firsts[-1]:
+            raise IndexError(f"episode {number} of {self._firsts[-1]}")
+        shard = bisect_right(self._firsts, number) - 1
+        return shard, number - self._firsts[shard]
+
+    def _runs(self, chosen: list[int]) -> Iterator[_EpisodeRun]:
+        """The chosen episodes as runs of consecutive ones, whose tokens, spans and segments are one slice each."""
+        at = 0
+        while at < len(chosen):
+            number = stop = chosen[at]
+            while at < len(chosen) and chosen[at] == stop:
+                at, stop = at + 1, stop + 1
+            while number < stop:
+                shard, episode = self._find(number)
+                run = self._run(shard, episode, min(stop - number, self.shards[shard].num_episodes - episode))
+                yield run
+                number += run.episodes
+
+    def _run(self, shard: int, episode: int, count: int = 1) -> _EpisodeRun:
+        """Up to `count` episodes from this one on, as long as their tokens are contiguous."""
+        index, most = self.array(shard, INDEX), self.shards[shard].num_tokens
+        start, length = index[episode].item()
+        stop = start + length
+        if stop <= most and count > 1:
+            entries = index[episode : episode + count]
+            ends = entries["start"] + entries["length"]
+            gaps = np.flatnonzero((entries["start"][1:] != ends[:-1]) | (entries["length"][1:] > most))
+            count = int(gaps[0]) + 1 if len(gaps) else count
+            stop = stop if count == 1 else int(ends[count - 1])
+        if stop > most:
+            raise self.damaged(shard, INDEX, "points beyond the tokens")
+        return _EpisodeRun(shard, episode, count, start, stop)
+
+    def _segments(self, run: _EpisodeRun) -> tuple[Table, int, int]:
+        """The segments of a run, and the range of their spans."""
+        origins, most = self.array(run.shard, ORIGINS), self.shards[run.shard].records[SPANS]
+        row, first_span = origins["row"], origins["first_span"]
+        begin = layout.lower_bound(row, run.first)
+        end = layout.lower_bound(row, run.first + run.episodes, begin)
+        if begin == end:
+            return origins[:0], 0, 0
+        first = int(first_span[begin])
+        stop = int(first_span[end]) if end < len(origins) else most
+        if not first <= stop <= most:
+            raise self.damaged(run.shard, ORIGINS, "points beyond the spans")
+        return origins[begin:end], first, stop
+
+    def damaged(self, shard: int, file: str, what: str) -> DataError:
+        """The error for a file that cannot have been written as it is."""
+        self.check([shard])
+        place = self.shards[shard].folder / file
+        return DataError(f"{place}: {what}; it was changed, see chatmill verify {self.stored.path} --full")
+
+    def check(self, shards: Iterable[int]) -> None:
+        """Raise `DataError` if a file of these shards was changed since it was mapped; call it after reading."""
+        for number in set(shards):
+            for file in self._mapped.get(number, ()):
+                file.check()
+
+    # Mapped files.
+
+    def _reset_maps(self) -> None:
+        self.array: Callable[[int, str], NDArray[Any]] = lru_cache(maxsize=None)(self._map)
+        """One file of a shard, memory-mapped: `array(shard, name)`."""
+        self._mapped: dict[int, list[MappedFile]] = {}
+        """The files of each shard that are mapped."""
+
+    def _map(self, number: int, name: str) -> NDArray[Any]:
+        path, dtype, start = self._place(number, name)
+        if MappedFile.live >= MAPPED:
+            self._reset_maps()
+        file = self.stored.map(path)
+        self._mapped.setdefault(number, []).append(file)
+        return layout.as_records(file, dtype, self.shards[number].records[name], start)
+
+    def _place(self, number: int, name: str) -> tuple[Path, np.dtype[Any], int]:
+        """The file that holds these records of a shard, their type, and the byte at which they begin."""
+        shard = self.shards[number]
+        return shard.folder / name, layout.record_dtypes(shard.dtype)[name], 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for another process: all but the maps, which are opened again there."""
+        return {name: value for name, value in vars(self).items() if name not in ("array", "lengths", "_mapped")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset_maps()
+
+
+class _EpisodeRun(NamedTuple):
+    """Consecutive episodes of a shard, and the range of their tokens."""
+
+    shard: int
+    first: int
+    episodes: int
+    start: int
+    stop: int
+
+
+def _joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype=dtype)
+
+
+def _run_of(counts: ArrayLike, wrong: NDArray[np.bool_]) -> int:
+    """The index of the run that holds the first wrong record; `counts` are the records of each run."""
+    return int(np.searchsorted(np.cumsum(counts), wrong.argmax(), side="right"))
+
+
+def _copied(table: Table, dtype: np.dtype[Any]) -> Table:
+    """A table of another type with the columns that both have; the others are left unset."""
+    out = np.empty(len(table), dtype=dtype)
+    for name in dtype.names or ():
+        if name in (table.dtype.names or ()):
+            out[name] = table[name]
+    return out
+
+
+def _between(targets: Table, first: int, stop: int) -> Table:
+    """The targets of the spans from `first` to `stop`."""
+    begin = layout.lower_bound(targets["span"], first)
+    return targets[begin : layout.lower_bound(targets["span"], stop, begin)]

@@ -1,0 +1,226 @@
+"""Folders whose files are read as those of one dataset, whatever takes the folder's name meanwhile.
+
+A dataset is replaced by exchanging its folder for another. `OpenFolder` holds the folder by a descriptor while a
+dataset is opened, and all of it is read through that. Afterwards `StoredFiles` maps files as they are needed: each time
+it opens the folder again and compares it with the one that was opened first. It holds no descriptor. What makes sure
+that a later dataset is never taken for the first one is a map of the metadata: while a file is mapped, its inode number
+is not given to another file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeVar
+
+from chatmill.errors import DataError
+from chatmill.store.mapped import MappedFile
+
+T = TypeVar("T")
+ATTEMPTS = 100
+"""How often a folder that is replaced all the time is opened again."""
+READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+
+class Stamp(NamedTuple):
+    """What changes when a file is replaced or written to."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class OpenFolder:
+    """A folder that is held by a descriptor; its files are named by their paths, as they are in messages."""
+
+    def __init__(self, path: Path, absolute: Path | None = None) -> None:
+        """`absolute` is where it is if the working directory may be another one now."""
+        self.path = path
+        self.absolute = path.absolute() if absolute is None else absolute
+        self.stamps: dict[Path, Stamp] = {}
+        """The files that were looked at or read."""
+        self.digests: dict[Path, str] = {}
+        """The sha256 of the files that were read whole."""
+        self._prefix = len(str(path / "x")) - 1
+        self._fd = os.open(self.absolute, READ_FLAGS | os.O_DIRECTORY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._fd)
+
+    def status(self, path: Path) -> os.stat_result | None:
+        """The status of a file or folder; None if there is none."""
+        try:
+            status = os.stat(self._name(path), dir_fd=self._fd)
+        except OSError as error:
+            if error.errno in GONE:
+                return None
+            raise
+        self.stamps[path] = Stamp.of(status)
+        return status
+
+    def is_file(self, path: Path) -> bool:
+        status = self.status(path)
+        return status is not None and stat.S_ISREG(status.st_mode)
+
+    def names(self, path: Path) -> list[str]:
+        """The names in a folder, sorted; none if it is no folder."""
+        try:
+            fd = os.open(self._name(path), READ_FLAGS | os.O_DIRECTORY, dir_fd=self._fd)
+        except OSError as error:
+            if error.errno in GONE:
+                return []
+            raise
+        try:
+            return sorted(os.listdir(fd))  # noqa: PTH208
+        finally:
+            os.close(fd)
+
+    def open(self, path: Path) -> int:
+        """A descriptor of a file, for reading; `OSError` if it is missing or no file."""
+        # A pipe without a writer would block.
+        fd = os.open(self._name(path), READ_FLAGS | os.O_NONBLOCK, dir_fd=self._fd)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            code = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.ENXIO
+            raise OSError(code, os.strerror(code), str(path))
+        self.stamps[path] = Stamp.of(status)
+        return fd
+
+    def read(self, path: Path) -> bytes:
+        """All bytes of a file."""
+        with os.fdopen(self.open(path), "rb") as file:
+            data = file.read()
+        self.digests[path] = hashlib.sha256(data).hexdigest()
+        return data
+
+    def map(self, path: Path) -> MappedFile:
+        """A file, mapped."""
+        fd = self.open(path)
+        try:
+            return MappedFile(fd, path, self.absolute / self._name(path))
+        finally:
+            os.close(fd)
+
+    def was_replaced(self) -> bool:
+        """Whether its name is now that of another folder, or of none."""
+        try:
+            return not os.path.samestat(os.fstat(self._fd), self.absolute.stat())
+        except OSError:
+            return True
+
+    def _name(self, path: Path) -> str:
+        return str(path)[self._prefix :]
+
+
+def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
+    """What `work` returns for a folder; `DataError` if there is none, with what was `expected`.
+
+    If it fails, and the folder was replaced meanwhile, it is done again for the new one.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            folder = OpenFolder(path)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise _unreadable(path, error) from None
+            raise DataError(f"{path}: no such folder; expected {expected}") from None
+        with folder:
+            try:
+                return work(folder)
+            except DataError:
+                if not folder.was_replaced():
+                    raise
+            except OSError as error:
+                if not folder.was_replaced():
+                    raise _unreadable(path, error) from None
+    raise DataError(f"{path}: was replaced {ATTEMPTS} times while it was opened; open it when it stays")
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be read ({error.strerror}{': ' if error.filename else ''}{error.filename or ''})")
+
+
+class StoredFiles:
+    """The files of an open dataset or cache, as they were when it was opened; they are mapped when they are needed."""
+
+    def __init__(self, folder: OpenFolder, marker: Path) -> None:
+        """`marker` is the file that tells one dataset from another: its metadata or, without, its first index."""
+        self.path = folder.path
+        self._absolute = folder.absolute
+        self._marker = marker
+        self._stamps = dict(folder.stamps)
+        self._digest = folder.digests.get(marker)
+        self._held: MappedFile | None = folder.map(marker)
+        if folder.stamps[marker] != self._stamps[marker]:
+            raise self._replaced()
+
+    def __contains__(self, path: Path) -> bool:
+        """Whether there was such a file when the dataset was opened."""
+        return path in self._stamps
+
+    def is_same(self, path: Path, link: Path) -> bool:
+        """Whether a hard link is to the file that was there when the dataset was opened."""
+        return Stamp.of(link.stat()) == self._stamps[path]
+
+    def map(self, path: Path) -> MappedFile:
+        """A file, mapped; `DataError` if it is not the one that was there when the dataset was opened."""
+        return self._opened_again(path, lambda folder: folder.map(path))
+
+    def read(self, path: Path) -> bytes:
+        """All bytes of a file; `DataError` likewise."""
+        return self._opened_again(path, lambda folder: folder.read(path))
+
+    def _opened_again(self, path: Path, work: Callable[[OpenFolder], T]) -> T:
+        if path not in self._stamps:
+            raise DataError(f"{path}: no such file when the dataset was opened")
+        try:
+            with OpenFolder(self.path, self._absolute) as folder:
+                self._check(folder)
+                value = work(folder)
+        except FileNotFoundError:
+            raise self._replaced() from None
+        except OSError as error:
+            if error.errno == errno.ENOMEM:
+                raise
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); it could when the dataset was opened"
+            ) from None
+        if folder.stamps[path][2:] != self._stamps[path][2:]:
+            raise DataError(f"{path}: was changed after the dataset was opened; run chatmill verify {self.path} --full")
+        return value
+
+    def _check(self, folder: OpenFolder) -> None:
+        """Raise `DataError` unless this is the folder that was opened."""
+        there = folder.status(self._marker) is not None
+        same = there and folder.stamps[self._marker] == self._stamps[self._marker]
+        if there and self._held is None:
+            # In another process, perhaps on another machine, the content of the metadata tells.
+            if self._digest is not None:
+                folder.read(self._marker)
+                same = folder.digests[self._marker] == self._digest
+            self._held = folder.map(self._marker)
+            if same and folder.stamps[self._marker] != self._stamps[self._marker]:
+                self._stamps = {path: folder.stamps[path] for path in self._stamps if folder.status(path) is not None}
+        if not same:
+            raise self._replaced()
+
+    def _replaced(self) -> DataError:
+        return DataError(f"{self.path}: was replaced while it was read; open it again")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for another process, in which the folder is compared and held anew."""
+        return {**vars(self), "_held": None}

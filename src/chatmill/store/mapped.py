@@ -1,0 +1,268 @@
+"""Memory-mapped files that hold no descriptor, and whose bytes are not used once the file was cut.
+
+Python's `mmap` keeps a descriptor for every file, and a process may often have 1,024. And reading a page that the file
+has no more, because something cut it, is the signal SIGBUS, which ends a process without a word. So files are mapped
+through the C library here, and bytes are read like this:
+
+    with reading():
+        ids = array[start:stop].copy()
+        check_mapped(array)
+
+A page that cannot be read is a `DataError` inside `reading()`; outside it ends the process with one line and exit code
+1. Where a file was cut within a page, the rest of the page reads as zeros: `check` notices that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import DataError, one_line
+
+STAT_SECONDS = 1.0
+"""How often a file in use is looked at for a change that leaves its end as it was."""
+MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+@dataclass(eq=False)
+class _Region:
+    """The addresses of one mapped file."""
+
+    address: int
+    size: int
+    path: Path
+    absolute: Path
+    fault: str = ""
+    """Why its bytes are not to be used any more."""
+
+    def note_fault(self) -> None:
+        """Note why a page cannot be read."""
+        try:
+            size = self.absolute.stat().st_size
+        except OSError:
+            size = self.size
+        shown = one_line(str(self.path), 1000)
+        if size < self.size:
+            what = f"was cut from {self.size} to {size} bytes while it was read"
+        elif size > self.size:
+            what = f"was overwritten while it was read: it had {self.size} bytes, and has {size}"
+        else:
+            what = "was overwritten, or its disk failed, while it was read"
+        self.fault = f"{shown}: {what}; copy or build it again, and never write into the files of a dataset"
+
+
+_regions: dict[int, _Region] = {}
+"""All mapped files by address, for the handler of SIGBUS."""
+
+
+class MappedFile:
+    """The bytes of the file that is open as `fd`, which is not needed afterwards; `np.asarray` of it is no copy.
+
+    `absolute` is its path wherever the working directory is later.
+    """
+
+    live = 0
+    """How many files are mapped in this process."""
+
+    def __init__(self, fd: int, path: Path, absolute: Path) -> None:
+        status = os.fstat(fd)
+        self.size = status.st_size
+        self._stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        self._stat_at = time.monotonic() + STAT_SECONDS
+        self._region = _Region(0, self.size, path, absolute)
+        if not self.size:
+            return
+        address = _libc.mmap(None, self.size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if address == MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+        self._region.address = address
+        _regions[address] = self._region
+        MappedFile.live += 1
+        _install_handler()
+        with reading():
+            # The last byte that is not 0: if the file is cut before it, it reads as 0.
+            begin = (self.size - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+            end = ctypes.string_at(address + begin, self.size - begin)
+            last = max(len(end.rstrip(b"\0")), 1) - 1
+            self._last, self._value = ctypes.c_ubyte.from_address(address + begin + last), end[last]
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        # An empty array needs an address, too.
+        where = self._region.address or id(self)
+        return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": (where, True)}
+
+    def check(self) -> None:
+        """Raise `DataError` if the file was changed since it was mapped; to be called after its bytes were read.
+
+        A cut is always noticed, bytes that were overwritten within `STAT_SECONDS`.
+        """
+        if not self.size:
+            return
+        if self._region.fault or self._last.value != self._value:
+            self._refuse()
+        if (now := time.monotonic()) > self._stat_at:
+            self._stat_at = now + STAT_SECONDS
+            try:
+                status = self._region.absolute.stat()
+            except OSError:
+                return
+            stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            # Another file of this name does not matter: what is mapped stays.
+            if stamp[:2] == self._stamp[:2] and stamp != self._stamp:
+                self._refuse()
+
+    def _refuse(self) -> None:
+        if not self._region.fault:
+            self._region.note_fault()
+        raise DataError(self._region.fault)
+
+    def advise(self, advice: int) -> None:
+        """How the bytes are used from now on; `mmap.MADV_DONTNEED` frees their memory."""
+        if self.size:
+            _libc.madvise(self._region.address, self.size, advice)
+
+    def __del__(self) -> None:
+        region = getattr(self, "_region", None)
+        if region is not None and region.address and _regions is not None:
+            _regions.pop(region.address, None)
+            MappedFile.live -= 1
+            _libc.munmap(region.address, region.size)
+
+
+def mapped_file(array: NDArray[Any]) -> MappedFile | None:
+    """The mapped file that an array is a view of, if any."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, MappedFile) else None
+
+
+def check_mapped(array: NDArray[Any]) -> None:
+    """`MappedFile.check` of the file that an array is a view of, if any."""
+    if (file := mapped_file(array)) is not None:
+        file.check()
+
+
+# Pages that cannot be read.
+
+
+class _ThisThread(threading.local):
+    depth = 0
+    """How many blocks of `reading` it is in."""
+    fault = ""
+
+
+_this_thread = _ThisThread()
+
+
+class _Reading:
+    def __enter__(self) -> None:
+        # The handler of a forked process may be another one now: the workers of torch set their own.
+        if _installed_by != os.getpid():
+            _install_handler()
+        _this_thread.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        _this_thread.depth -= 1
+        if fault := _this_thread.fault:
+            if not _this_thread.depth:
+                _this_thread.fault = ""
+            # Whatever else went wrong came of the zeros that were read instead.
+            raise DataError(fault) from None
+
+
+def reading() -> _Reading:
+    """A block in which it is a `DataError` if a page of a mapped file cannot be read by this thread."""
+    return _READING
+
+
+_READING = _Reading()
+
+
+class _SigAction(ctypes.Structure):
+    """`struct sigaction` of Linux (glibc, musl) and macOS, on 64 bits."""
+
+    _fields_ = [
+        ("handler", ctypes.c_void_p),
+        *(
+            [("mask", ctypes.c_uint32), ("flags", ctypes.c_int)]
+            if sys.platform == "darwin"
+            else [("mask", ctypes.c_uint64 * 16), ("flags", ctypes.c_int), ("restorer", ctypes.c_void_p)]
+        ),
+    ]
+
+
+SA_SIGINFO, SI_CODE, SI_ADDR = (0x40, 8, 24) if sys.platform == "darwin" else (4, 8, 16)
+"""The flag for a handler that is told the address, and where `siginfo_t` has the cause and the address."""
+_previous = _SigAction()
+
+
+def _on_bus_error(number: int, info: int, context: int) -> None:
+    """Handle SIGBUS: it comes from the very instruction that reads the page, so that Python can run here."""
+    address = ctypes.c_void_p.from_address(info + SI_ADDR).value or 0
+    was_sent = ctypes.c_int.from_address(info + SI_CODE).value <= 0
+    regions = [] if was_sent else list(_regions.values())
+    for region in regions:
+        size = -(-region.size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if region.address <= address < region.address + size:
+            region.note_fault()
+            if not _this_thread.depth:
+                os.write(2, f"{region.fault}\n".encode(errors="backslashreplace"))
+                os._exit(1)
+            _this_thread.fault = region.fault
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED: zeros, in place of the file
+            _libc.mmap(region.address, size, mmap.PROT_READ, flags, -1, 0)
+            return
+    # Not a file of ours: it is for whoever handled the signal before.
+    _libc.sigaction(signal.SIGBUS, ctypes.byref(_previous), None)
+    if was_sent:
+        os.kill(os.getpid(), signal.SIGBUS)
+
+
+def _make_handler() -> Any:
+    """The handler for the C library; None on a system where there can be none."""
+    if sys.platform not in ("linux", "darwin") or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    try:
+        return ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(_on_bus_error)
+    except (MemoryError, OSError):
+        return None
+
+
+_handler = _make_handler()
+_handler_address = None if _handler is None else ctypes.cast(_handler, ctypes.c_void_p).value
+
+
+_installed_by = 0
+"""The process that installed the handler."""
+
+
+def _install_handler() -> None:
+    """Handle SIGBUS, and keep the handler of others, such as torch's or that of `faulthandler`, for their pages."""
+    global _installed_by
+    _installed_by = os.getpid()
+    now = _SigAction()
+    if _handler_address is None or _libc.sigaction(signal.SIGBUS, None, ctypes.byref(now)):
+        return
+    if now.handler != _handler_address:
+        ctypes.pointer(_previous)[0] = now
+        _libc.sigaction(signal.SIGBUS, ctypes.byref(_SigAction(handler=_handler_address, flags=SA_SIGINFO)), None)
