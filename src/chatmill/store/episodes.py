@@ -232,7 +232,15 @@ class Episodes:
         path, dtype, start = self._place(number, name)
         if MappedFile.live >= MAPPED:
             self._reset_maps()
-        file = self.stored.map(path)
+        try:
+            file = self.stored.map(path)
+        except MemoryError:
+            # The address space, or the number of maps, is used up.
+            self._reset_maps()
+            try:
+                file = self.stored.map(path)
+            except MemoryError:
+                raise DataError(f"{path}: no memory to map it; raise ulimit -v, or vm.max_map_count") from None
         self._mapped.setdefault(number, []).append(file)
         return layout.as_records(file, dtype, self.shards[number].records[name], start)
 

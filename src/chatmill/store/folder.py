@@ -134,8 +134,9 @@ def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
     for _ in range(ATTEMPTS):
         try:
             folder = OpenFolder(path)
-        except OSError as error:
-            if error.errno not in GONE:
+        except (OSError, ValueError) as error:
+            # A ValueError is a name with a character that no name has.
+            if isinstance(error, OSError) and error.errno not in GONE:
                 raise _unreadable(path, error) from None
             raise DataError(f"{path}: no such folder; expected {expected}") from None
         with folder:
@@ -177,7 +178,10 @@ class StoredFiles:
         return Stamp.of(link.stat()) == self._stamps[path]
 
     def map(self, path: Path) -> MappedFile:
-        """A file, mapped; `DataError` if it is not the one that was there when the dataset was opened."""
+        """A file, mapped; `DataError` if it is not the one that was there when the dataset was opened.
+
+        `MemoryError` if the system has no room for another map.
+        """
         return self._opened_again(path, lambda folder: folder.map(path))
 
     def read(self, path: Path) -> bytes:
@@ -191,14 +195,12 @@ class StoredFiles:
             with OpenFolder(self.path, self._absolute) as folder:
                 self._check(folder)
                 value = work(folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise self._replaced() from None
         except OSError as error:
             if error.errno == errno.ENOMEM:
-                raise
-            raise DataError(
-                f"{path}: cannot be read ({error.strerror}); it could when the dataset was opened"
-            ) from None
+                raise MemoryError from None
+            raise _unreadable(path, error) from None
         if folder.stamps[path][2:] != self._stamps[path][2:]:
             raise DataError(f"{path}: was changed after the dataset was opened; run chatmill verify {self.path} --full")
         return value

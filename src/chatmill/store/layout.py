@@ -185,6 +185,9 @@ def _shard(folder: OpenFolder, place: Path) -> Shard:
     for name in folder.names(place):
         if name not in (INDEX, TOKENS, MASK) and any(own in name for own in (INDEX, TOKENS, MASK)):
             raise DataError(f"{place / name}: a file that was not copied to its end; copy the dataset again")
+    for path in (index, tokens, mask):
+        if folder.status(path) is not None and not folder.is_file(path):
+            raise DataError(f"{path}: not a file; copy the dataset again")
     if not folder.is_file(index):
         raise DataError(f"{index}: no such file; every shard has one, copy the dataset again")
     size = folder.stamps[index].size

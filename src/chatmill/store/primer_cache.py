@@ -324,9 +324,8 @@ def _shard_faults(folder: OpenFolder, meta: CacheMeta) -> Iterator[str]:
 def _episodes(stored: StoredFiles, split: str, meta: CacheMeta) -> CachedEpisodes:
     shards = []
     for number, shard in enumerate(meta.splits[split].shards):
-        records = {
-            name: count for name, (_, _, count) in _parts(meta.dtype, shard.num_examples, shard.num_tokens).items()
-        }
+        parts = _parts(meta.dtype, shard.num_examples, shard.num_tokens)
+        records = {name: count for name, (_, _, count) in parts.items()}
         path = stored.path / split / shard_file(number)
         shards.append(Shard(path, shard.num_examples, shard.num_tokens, meta.dtype, records))
     return CachedEpisodes(stored, shards, ())
