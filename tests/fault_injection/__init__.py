@@ -9,6 +9,6 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-PARTS = ("store", "prepare", "records", "load", "train", "format/template")
+PARTS = ("store", "prepare", "records", "tokenizer", "load", "train", "format/template")
 # What the trials stand on lies beside the tests that own it.
 sys.path += [str(path) for path in (TESTS, *(TESTS / part for part in PARTS)) if str(path) not in sys.path]

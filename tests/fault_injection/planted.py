@@ -46,6 +46,7 @@ from fault_injection.trials import (
     ray_workers,
     readers,
     templates,
+    tokenizer_differences,
     tokenizer_files,
     two_builders,
     viewer,
@@ -315,6 +316,12 @@ def panics_not_caught() -> None:
     tokenizer_json.faults_of = nothing
 
 
+def fastokens_believed() -> None:
+    """The fast engine encodes every text, and no probe is compared."""
+    tokenizer_json.LEFT_BY_FASTOKENS = ""
+    tokenizer_json.TokenizerJson._agrees = lambda self, engine: True
+
+
 # Runs.
 
 
@@ -441,6 +448,7 @@ PLANTED = (
     Planted("cut files are not noticed", cut_files_are_not_noticed, identity.CUT, 24),
     Planted("traces of chatmill are overlooked", traces_are_overlooked, identity.PARTIAL, 60),
     Planted("maps hold descriptors", maps_hold_descriptors, identity.DESCRIPTORS, 24),
+    Planted("a fast engine is believed", fastokens_believed, tokenizer_differences.TRIAL, 1_200),
     Planted("whole files are read into memory", whole_files_read, large_store.TRIAL, 24),
     Planted("bytes depend on the clock", bytes_depend_on_the_clock, clock.BUILDS, 2),
     Planted("hashes of checkpoints are not checked", checkpoint_hash_not_checked, damage_of_runs.CHECKPOINTS, 12),

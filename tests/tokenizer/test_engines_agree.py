@@ -1,4 +1,4 @@
-"""The fast engines and `tokenizers` give the same ids, on five megabytes of everything."""
+"""The fast engines and `tokenizers` give the same ids, on five megabytes of everything, and on what they cut apart."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizer_fixtures import ANTHROPIC, DEEPSEEK, MARKERS, mixed_texts
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_fixtures import (
+    ANTHROPIC,
+    DEEPSEEK,
+    MARKERS,
+    PATTERNS,
+    mixed_texts,
+    pre_tokenizer_of,
+    tokenizer_of_pairs,
+)
 
-from chatmill.tokenizer import open_tokenizer
+from chatmill.tokenizer import open_tokenizer, tokenizer_json
+from chatmill.tokenizer.backend import FOLDING, PROBE
+from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +52,38 @@ def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, tr
     encodings = peer.encode_batch_fast(texts, add_special_tokens=False)
     assert np.array_equal(ids, np.concatenate([encoding.ids for encoding in encodings]))
     assert np.array_equal(offsets, np.cumsum([0, *(len(encoding.ids) for encoding in encodings)]))
+
+
+@pytest.fixture(scope="module", params=["o200k", "unusual"])
+def pairs(request: pytest.FixtureRequest) -> TokenizerJson:
+    """fastokens, once with its own code for a pattern and once with its regular expressions."""
+    raw = tokenizer_of_pairs(pre_tokenizer_of(PATTERNS[request.param]))
+    backend = TokenizerJson(request.param, raw, json.loads(raw), control=[])
+    assert backend.engine == "fastokens"
+    return backend
+
+
+def assert_equal_ids(backend: TokenizerJson, texts: list[str]) -> None:
+    for one, other in zip(backend.encode_batch(texts), backend._slow_batch(texts), strict=True):
+        assert one.tolist() == other.tolist()
+
+
+def test_letters_that_fold_to_ascii_are_encoded_as_by_tokenizers(pairs):
+    # The first two showed that fastokens differs on its own.
+    assert_equal_ids(pairs, ["a'\u017f'se", "\n\u180e.", "plain", *PROBE, "", "'\u017ft", "plain"])
+
+
+@given(texts=st.lists(st.text(st.sampled_from([*"aAsStTrReE'lL1 \n.", *FOLDING, "\u180e", "\u1e9b"])), max_size=5))
+def test_any_text_of_letters_that_fold_is_encoded_as_by_tokenizers(pairs, texts):
+    assert_equal_ids(pairs, texts)
+
+
+def test_without_its_exceptions_fastokens_fails_the_probe(pairs, monkeypatch):
+    monkeypatch.setattr(tokenizer_json, "LEFT_BY_FASTOKENS", "")
+    assert not pairs._agrees(pairs._fast(json.loads(pairs._content)))
+
+
+def test_the_probe_has_every_character_that_folds_to_ascii():
+    letters = map(chr, range(128, 0x20000))
+    forms = (str.lower, str.upper, str.title, str.casefold)
+    assert "".join(one for one in letters if any(any(map(str.isascii, form(one))) for form in forms)) == FOLDING

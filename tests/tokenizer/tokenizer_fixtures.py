@@ -12,6 +12,8 @@ from typing import Any
 
 import sentencepiece
 
+from chatmill.tokenizer.isolate_control import byte_alphabet
+
 PRIMER = {"sys": "<|sys|>", "usr": "<|usr|>", "asst": "<|asst|>", "eot": "<|eot|>"}
 CHATML = {"start": "<|im_start|>", "eot": "<|im_end|>"}
 
@@ -139,3 +141,49 @@ def edited(raw: bytes, path: Path, **sections: Any) -> Path:
     """A tokenizer.json with some sections replaced, written to `path`."""
     path.write_text(json.dumps({**json.loads(raw), **sections}))
     return path
+
+
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS: dict[str, str | None] = {
+    "o200k": rf"{_WORD}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_WORD}{_UPPER}+{_LOWER}*{_ENDINGS}?|\p{{N}}{{1,3}}"
+    + _OTHERS % "/",
+    "cl100k": rf"{_ENDINGS}|{_WORD}\p{{L}}+|\p{{N}}{{1,3}}" + _OTHERS % "",
+    "unusual": rf"{_WORD}\p{{L}}+{_ENDINGS}?|\p{{N}}{{1,3}}" + _OTHERS % "",
+    "qwen2": rf"{_ENDINGS}|{_WORD}\p{{L}}+|\p{{N}}" + _OTHERS % "",
+    "qwen3.5": rf"{_ENDINGS}|{_WORD}[\p{{L}}\p{{M}}]+|\p{{N}}" + (_OTHERS % "").replace(r"\p{L}", r"\p{L}\p{M}"),
+    "tekken": rf"{_WORD}{_UPPER}*{_LOWER}+|{_WORD}{_UPPER}+{_LOWER}*|\p{{N}}" + _OTHERS % "/",
+    "gpt2": None,
+}
+"""How families of models cut words: a regular expression, or None for the one of GPT-2 in `ByteLevel`."""
+
+
+_MERGED = "aAsStTrRvVeEmMlLdD0129 \n\r\t.,'/"
+
+
+def tokenizer_of_pairs(pre_tokenizer: Any, *, normalizer: str | None = None) -> bytes:
+    """A tokenizer.json that merges most pairs of bytes: wherever two engines cut a word differently, ids differ."""
+    alphabet = list(byte_alphabet())
+    merged = [letter for letter, byte in byte_alphabet().items() if 0x80 <= byte < 0xF5 or chr(byte) in _MERGED]
+    merges = [[one, other] for one in merged for other in merged]
+    random.Random(5).shuffle(merges)
+    tokens = [*alphabet, *("".join(pair) for pair in merges)]
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": normalizer and {"type": normalizer},
+        "pre_tokenizer": pre_tokenizer,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {token: id for id, token in enumerate(tokens)}, "merges": merges},
+    }
+    return json.dumps(content).encode()
+
+
+def pre_tokenizer_of(pattern: str | None) -> dict[str, Any]:
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pattern is None}
+    if pattern is None:
+        return level
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, level]}

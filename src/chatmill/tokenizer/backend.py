@@ -167,6 +167,34 @@ class ByteLevel:
         return bytes([id])
 
 
+FOLDING = "\u00df\u0130\u0131\u0149\u017f\u01f0\u1e96\u1e97\u1e98\u1e99\u1e9a\u1e9e\u212a" + "".join(
+    map(chr, range(0xFB00, 0xFB07))
+)
+"""All characters beyond ASCII whose lower or upper case has an ASCII letter, which they may match without case."""
+_SPACES = "\x00\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u180e\u2000\u200a\u200b\u2028\u2029\u202f\u205f\u2060\u3000\ufeff"
+# One character or two of each general category.
+_CATEGORIES = (
+    "\u01c5\u02b0\u0300\u0903\u20dd\u0661\u0967\uff11\u2160\u3007\u00b2\u0bf0\u203f\u2014\u2045\u2046\u00ab\u00bb\u00a7\u2212\u20ac"
+    "\u02c6\u2117\u00ad\u200d\ue000\u0378\u1100\u1161\u11a8\uac00\u4e00\u0e01\u0e31\u1c80\u13a0\uab70\u10d0"
+    "\U00010400\U0001d400\U0001f1e9\U00020000"
+)
+
+
+def _contractions(letter: str) -> str:
+    """A letter in and around all contractions that patterns split off, after letters, digits, spaces and line ends."""
+    words = [f"'{word}" for word in ("s", "t", "re", "ve", "m", "ll", "d")]
+    words += [word.upper() for word in words] + ["'Re", "'vE", "'lL"]
+    replaced = {word[:n] + letter + word[n + 1 :] for word in words for n in range(1, len(word))}
+    pieces = [letter + word for word in words] + [word + letter for word in words] + sorted(replaced)
+    return "".join(before + piece for before in ("a", "1", " ", "\n") for piece in pieces)
+
+
+def _between(letter: str) -> str:
+    """A character between characters of every class that patterns tell apart."""
+    others = ("a", "A", "1", " ", "\n", ".", letter)
+    return "".join(before + letter + after for before in others for after in others)
+
+
 PROBE = (
     "",
     " ",
@@ -187,5 +215,7 @@ PROBE = (
     "<|im_start|>user\nHi<|im_end|>\n<|eot|><|sys|> <s></s> <unk> [INST] <think></think> <|endoftext|> <｜User｜>",
     "<|im_st art|> im_end|> <|eo t|> <| eot |> <<|eot|>> |>|><|<| <0x0A> <0xFF> [CLS] [SEP] ▁ ▁▁ Ġ Ċ ##ing @@ </w>",
     "x" * 300 + "-" * 120 + "=" * 70 + " " * 130 + "\n" * 40 + "ha" * 90 + "1" * 50 + "।" * 20 + "😀" * 30,
+    *map(_contractions, "s" + FOLDING),
+    *map(_between, FOLDING + _SPACES + _CATEGORIES),
 )
 """Texts on which two engines must agree before the faster one is used."""

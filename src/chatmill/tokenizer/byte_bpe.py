@@ -51,14 +51,14 @@ class ByteBpe:
             )
         else:
             encoded = self._encoder.encode(list(texts), False)
-        return _with_left(encoded, texts, self._normalized)
+        return with_left(encoded, texts, self._normalized)
 
     def _normalized(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         normal = [self._normalize(text) for text in texts]
-        return _with_left(self._encoder.encode(normal, True), texts, self._fallback)
+        return with_left(self._encoder.encode(normal, True), texts, self._fallback)
 
 
-def _with_left(
+def with_left(
     encoded: tuple[bytes, bytes, list[int]], texts: Sequence[str], encode_left: Encode
 ) -> tuple[Ids, Offsets]:
     """Ids and offsets of all texts; those that the encoder has left are encoded by `encode_left`."""

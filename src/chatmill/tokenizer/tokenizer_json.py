@@ -20,9 +20,15 @@ import tokenizers
 
 from chatmill.errors import DataError, one_line
 from chatmill.tokenizer.backend import PROBE, Ids, Offsets, faults_of, flat
-from chatmill.tokenizer.byte_bpe import ByteBpe, Encode, byte_bpe
+from chatmill.tokenizer.byte_bpe import ByteBpe, Encode, byte_bpe, with_left
 from chatmill.tokenizer.isolate_control import Json, byte_alphabet, isolate_control, kinds, vocabulary
 
+LEFT_BY_FASTOKENS = "\u017f\u1e9b\u180e\u212a"
+"""Characters at which fastokens may cut words in another way than `tokenizers`, which encodes the texts that have them.
+
+The long s (U+017F, also in U+1E9B) is an s where a pattern ignores case, the Kelvin sign (U+212A) a k; U+180E is a
+space in older versions of Unicode. All are very rare.
+"""
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -126,10 +132,17 @@ class TokenizerJson:
         normalize = self._slow.normalizer.normalize_str if before and self._slow.normalizer else None
 
         def encode(texts: Sequence[str]) -> tuple[Ids, Offsets]:
+            texts = list(texts)
+            unusual = [number for number, text in enumerate(texts) if not text.isascii()]
+            left = [number for number in unusual if any(map(texts[number].__contains__, LEFT_BY_FASTOKENS))]
+            taken = texts.copy() if left or normalize else texts
             if normalize:
-                texts = [text if text.isascii() else normalize(text) for text in texts]
-            ids, offsets = engine.encode_batch_flat(list(texts), split_special_tokens=True)
-            return np.frombuffer(ids, dtype=np.uint32), np.frombuffer(offsets, dtype=np.int64)
+                for number in unusual:
+                    taken[number] = normalize(texts[number])
+            for number in left:
+                taken[number] = ""
+            ids, offsets = engine.encode_batch_flat(taken, split_special_tokens=True)
+            return with_left((ids, offsets, left), texts, self._slow_batch)
 
         return encode
 
