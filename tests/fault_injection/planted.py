@@ -20,7 +20,7 @@ import numpy as np
 from chatmill import errors
 from chatmill.cli import streams
 from chatmill.errors import RecordError
-from chatmill.format.template.tracing import sandbox
+from chatmill.format.template.process import channel
 from chatmill.prepare import build_dir, engine, pipeline, staging, unit
 from chatmill.records import read_log
 from chatmill.records.shapes import ShapeParser
@@ -304,8 +304,36 @@ def input_known_by_size() -> None:
 
 
 def sandbox_open() -> None:
-    sandbox.Sandbox.is_safe_attribute = lambda self, obj, attr, value: True
-    sandbox.Sandbox.is_safe_callable = lambda self, obj: True
+    """Templates may use and write anything; planted where they run."""
+    channel._START = channel._START.replace(
+        "import_module(sys.argv[1])",
+        """from chatmill.format.template.tracing import formatting, program, sandbox
+sandbox.check_plain = formatting.check_plain = program.check_plain = lambda value, depth=0: None
+sandbox.Sandbox.attribute = lambda self, obj, name: getattr(obj, name, None)
+sandbox.Sandbox.is_safe_callable = lambda self, obj: True
+import_module(sys.argv[1])""",
+    )
+
+
+def template_process_not_locked() -> None:
+    channel._START = channel._START.replace(
+        "import_module(sys.argv[1])",
+        """from chatmill.format.template.process import lockdown
+lockdown.lock_down = lambda memory, parent: []
+import_module(sys.argv[1])""",
+    )
+
+
+def environment_kept() -> None:
+    """The process of a template has the environment of its user."""
+    import os
+    import subprocess
+
+    class Keeping(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "env": dict(os.environ)})
+
+    subprocess.Popen = Keeping
 
 
 def panics_not_caught() -> None:
@@ -442,6 +470,8 @@ PLANTED = (
     Planted("a reader forgets its faults", faults_forgotten, readers.TRIAL, 300),
     Planted("input is known by its size", input_known_by_size, changed_input.TRIAL, 45),
     Planted("the sandbox is open", sandbox_open, templates.TRIAL, 16),
+    Planted("the process of a template is not locked down", template_process_not_locked, templates.ESCAPED, 3),
+    Planted("the process of a template keeps the environment", environment_kept, templates.ESCAPED, 1),
     Planted("panics of a library are not caught", panics_not_caught, tokenizer_files.MUTANTS, 50),
     Planted("folders are not compared", folders_are_not_compared, identity.EXCHANGED, 40),
     Planted("bus errors are not handled", bus_errors_are_not_handled, identity.CUT, 12),

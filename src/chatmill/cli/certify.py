@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from chatmill.cli.options import AsJson, argument, echo_json, progress
 from chatmill.cli.record_options import ReadOptions, TemplateFlags, print_rejects
+from chatmill.cli.transformers_peer import TransformersPeer
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
-from chatmill.format.template.certify import Peer, certify
-from chatmill.records import Record
+from chatmill.format.template.certify import certify
 
 
 def certify_command(
@@ -39,52 +38,22 @@ def certify_command(
     """
     renderer = open_renderer(TEMPLATE, tokenizer, template=template.options())
     assert isinstance(renderer, TemplateRenderer)
-    peer, peer_name = transformers_peer(renderer)
-    if inputs:
-        with read.records(inputs) as records:
-            findings = certify(renderer, progress(records, "records"), peer=peer, peer_name=peer_name)
-        print_rejects(records)
-    else:
-        findings = certify(renderer, (), peer=peer, peer_name=peer_name)
+    with TransformersPeer(renderer) as peer:
+        ids_of, peer_name = (peer, f"transformers {peer.version}") if peer.version else (None, "")
+        if inputs:
+            with read.records(inputs) as records:
+                findings = certify(renderer, progress(records, "records"), peer=ids_of, peer_name=peer_name)
+            print_rejects(records)
+        else:
+            findings = certify(renderer, (), peer=ids_of, peer_name=peer_name)
     passed = all(finding.passed for finding in findings)
     name = renderer.folder.template.name
     if as_json:
         lines = [finding._asdict() for finding in findings]
-        echo_json({"template": name, "passed": passed, "findings": lines})
+        echo_json({"template": name, "passed": passed, "findings": lines, "protections": renderer.process.protections})
     else:
         for finding in findings:
             typer.echo(f"{'PASS' if finding.passed else 'FAIL'}  {finding.name:<10}  {finding.text}")
     if not passed:
         failed = [finding.name for finding in findings if not finding.passed]
         raise ChatmillError(f"{name}: not certified: {', '.join(failed)}")
-
-
-def transformers_peer(renderer: TemplateRenderer) -> tuple[Peer | None, str]:
-    """`apply_chat_template` of transformers, if that is installed and opens the tokenizer, and its name."""
-    path = renderer.folder.tokenizer_json
-    if path is None:
-        return None, ""
-    opened: Any = None
-    # Without transformers, or for a folder that it cannot open, there is nothing to compare with.
-    with suppress(Exception):
-        import transformers
-
-        if path.parent.joinpath("tokenizer_config.json").is_file():
-            opened = transformers.AutoTokenizer.from_pretrained(str(path.parent))
-        else:
-            opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **renderer.folder.special)
-    if opened is None:
-        return None, ""
-
-    def ids_of(record: Record) -> list[int]:
-        given = renderer.template_input(record)
-        options = {"tools": given.tools, "chat_template": renderer.templates[bool(record.tools)].source}
-        with suppress(Exception):
-            ids = opened.apply_chat_template(
-                given.messages, tokenize=True, return_dict=False, **options, **renderer.arguments
-            )
-            return list(ids)
-        # A record that transformers refuses and chatmill renders is a difference.
-        return []
-
-    return ids_of, f"transformers {transformers.__version__}"

@@ -7,38 +7,33 @@ TemplateRenderer            the renderer of a Hugging Face chat template; Templa
 renderer_from_json          a renderer as a dataset or a model has stored it; control_tokens_from_json
 record_texts                all texts of a record, to train a tokenizer on
 transcript_turns            the turns of a record as text
+
+Names are imported when they are first used.
 """
 
-from chatmill.format.chat_format import PRESETS, ChatFormat, TurnMarkers, load_format, parse_format
-from chatmill.format.factory import (
-    TEMPLATE,
-    TemplateOptions,
-    control_tokens_from_json,
-    open_renderer,
-    renderer_from_json,
-)
-from chatmill.format.messages import record_texts, transcript_turns
-from chatmill.format.renderer import Mask, Renderer
-from chatmill.format.template.hf_folder import has_template
-from chatmill.format.template.renderer import TemplateRenderer
-from chatmill.format.turn_renderer import TurnRenderer
+from __future__ import annotations
 
-__all__ = [
-    "PRESETS",
-    "TEMPLATE",
-    "ChatFormat",
-    "Mask",
-    "Renderer",
-    "TemplateOptions",
-    "TemplateRenderer",
-    "TurnMarkers",
-    "TurnRenderer",
-    "control_tokens_from_json",
-    "has_template",
-    "load_format",
-    "open_renderer",
-    "parse_format",
-    "record_texts",
-    "renderer_from_json",
-    "transcript_turns",
-]
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from chatmill._exports import lazy_exports as _lazy_exports
+
+if _TYPE_CHECKING:
+    from chatmill.format.chat_format import PRESETS as PRESETS
+    from chatmill.format.chat_format import ChatFormat as ChatFormat
+    from chatmill.format.chat_format import TurnMarkers as TurnMarkers
+    from chatmill.format.chat_format import load_format as load_format
+    from chatmill.format.chat_format import parse_format as parse_format
+    from chatmill.format.factory import TEMPLATE as TEMPLATE
+    from chatmill.format.factory import TemplateOptions as TemplateOptions
+    from chatmill.format.factory import control_tokens_from_json as control_tokens_from_json
+    from chatmill.format.factory import open_renderer as open_renderer
+    from chatmill.format.factory import renderer_from_json as renderer_from_json
+    from chatmill.format.messages import record_texts as record_texts
+    from chatmill.format.messages import transcript_turns as transcript_turns
+    from chatmill.format.renderer import Mask as Mask
+    from chatmill.format.renderer import Renderer as Renderer
+    from chatmill.format.template.hf_folder import has_template as has_template
+    from chatmill.format.template.renderer import TemplateRenderer as TemplateRenderer
+    from chatmill.format.turn_renderer import TurnRenderer as TurnRenderer
+
+__all__, __getattr__, __dir__ = _lazy_exports(__name__)

@@ -14,6 +14,7 @@ from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.format.chat_format import PRESETS, ChatFormat, load_format
 from chatmill.format.renderer import Mask
 from chatmill.format.template.hf_folder import HFFolder, TemplateSource, has_template, read_folder
+from chatmill.format.template.process.client import start_server
 from chatmill.format.template.renderer import TemplateRenderer
 from chatmill.format.turn_renderer import TurnRenderer
 from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
@@ -74,8 +75,10 @@ def open_renderer(
             raise
     if add_tokens:
         raise UsageError("--add-tokens with --format template; a template writes the tokens that its tokenizer has")
+    folder = read_folder(tokenizer, template.chat_template)
+    start_server()
     return TemplateRenderer(
-        read_folder(tokenizer, template.chat_template),
+        folder,
         open_tokenizer(tokenizer),
         arguments=_template_arguments(template.arguments),
         mask=template.mask,

@@ -7,8 +7,7 @@ same ids on a probe. The whole always does, is slower, and gives the offset of e
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -147,21 +146,3 @@ class _WholeEncoder:
             inside = np.where(np.asarray(is_token, dtype=bool)[part], 0, begins - aliased_start[part])
             begins = start[part] + inside
         return self._real_ids[np.array(encoding.ids, dtype=np.int64)], begins
-
-
-class ControlTokens:
-    """Finds the control tokens of a vocabulary in text; of several that begin at one place, the longest."""
-
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        self.ids = dict(ids)
-        longest_first = sorted(filter(None, ids), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._first_characters = sorted({token[0] for token in longest_first})
-
-    def find(self, text: str) -> list[re.Match[str]]:
-        return list(self._pattern.finditer(text))
-
-    def any_in(self, texts: Iterable[str]) -> bool:
-        """Whether one of the texts holds a control token; fast where none does."""
-        first = self._first_characters
-        return any(character in text and self._pattern.search(text) for text in texts for character in first)

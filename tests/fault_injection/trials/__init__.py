@@ -64,6 +64,7 @@ TRIALS: tuple[Trial, ...] = (
     hostile_metadata.TRIAL,
     readers.TRIAL,
     templates.TRIAL,
+    templates.ESCAPED,
     tokenizer_files.MUTANTS,
     tokenizer_files.LIARS,
     tokenizer_differences.TRIAL,

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-from hostile_templates import CONTROL, ENDLESS, FAILING, GOOD, PROMPT, PRYING
+import python_service
+from hostile_templates import CONTROL, ENDLESS, EXHAUSTING, FAILING, GOOD, PROMPT, PRYING, prying
 from record_mutations import broken_bytes
 
 from chatmill.errors import ChatmillError
 from chatmill.format import open_renderer
+from chatmill.format.template.process import channel
+from chatmill.format.template.process.channel import Channel, EndedError, fork_server
+from chatmill.format.template.process.client import start_server
 from chatmill.records import Message, Record
 from chatmill.tokenizer import train_bpe
 from fault_injection.processes import apart, limited
@@ -21,20 +27,27 @@ from fault_injection.trial import Tally, Trial
 TALK = Record([Message("user", "Hi"), Message("assistant", "Hello.")], file="chat.jsonl", line=7)
 TEXT = "<|user|>Hi<|end|><|assistant|>Hello.<|end|>"
 CPU_SECONDS, MEMORY = 60.0, 1 << 30
-SECRET = re.compile(r"<class|<function|<bound method|<built-in|<module|object at 0x|<slot wrapper|uid=\d")
+TOKEN = "hf_not_for_templates"
+SECRET = re.compile(
+    rf"{TOKEN}|<class|<function|<bound method|<built-in|<module|<slot wrapper|<frame|uid=\d|0x[0-9a-f]{{6}}"
+)
 """What no template can write from a conversation alone."""
+LISTED = [*PRYING, *FAILING, *ENDLESS, *EXHAUSTING]
 
 
 def source(number: int, rng: random.Random) -> tuple[str, bool]:
-    """A template, and whether it must be refused; the others are good ones whose bytes were broken."""
-    bad = [*PRYING, *FAILING, *ENDLESS]
-    if number < len(bad):
+    """A template, and whether it must be refused."""
+    if number < len(LISTED):
         # What a template may not see is refused, or nothing at all to it.
-        return f"{GOOD}{PROMPT}\n{bad[number]}", number >= len(PRYING)
-    if number % 2:
+        return f"{GOOD}{PROMPT}\n{LISTED[number]}", number >= len(PRYING)
+    kind = number % 4
+    if kind == 0:
+        # A good template whose bytes were broken.
+        return broken_bytes((GOOD + PROMPT).encode(), rng).decode(errors="replace"), False
+    if kind == 1:
         one, other = rng.choice(PRYING), rng.choice(FAILING)
         return f"{GOOD}{PROMPT}\n{{% if messages | length > {rng.randrange(2)} %}}{one}{other}{{% endif %}}", True
-    return broken_bytes((GOOD + PROMPT).encode(), rng).decode(errors="replace"), False
+    return f"{GOOD}{PROMPT}\n{prying(rng.randrange(10**6))}", False
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
@@ -46,9 +59,12 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     made = apart(lambda: (folder / "tokenizer.json").write_bytes(train_bpe(texts, vocab_size=300, control=CONTROL)))
     assert made.value, made
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
-    order = list(range(len([*PRYING, *FAILING, *ENDLESS])))
-    # A small run takes some of each kind.
-    chosen = [*order, *range(len(order), size)] if size > len(order) else order[:: max(1, len(order) // size)][:size]
+    os.environ["HF_TOKEN"] = TOKEN
+    # Shared by the processes that are forked here.
+    start_server()
+    # A small run takes some of the quick ones of each kind.
+    quick = [*range(len([*PRYING, *FAILING])), *range(len(LISTED), len(LISTED) + 60)]
+    chosen = list(range(size)) if size > len(LISTED) else quick[:: max(1, len(quick) // size)][:size]
     for number in chosen:
         written, is_bad = source(number, rng)
         (folder / "chat_template.jinja").write_text(written)
@@ -80,12 +96,50 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         raise ChatmillError(f"the good template writes {text!r}")
 
 
+def escaped(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    """What a template could do whose way out of Jinja nobody has found yet."""
+    os.environ["HF_TOKEN"] = TOKEN
+    sys.path.insert(0, str(Path(python_service.__file__).parent))
+    is_planted = "lock_down" in channel._START
+    secret = "import os; out = dict(os.environ)"
+    codes = [secret, *python_service.FORBIDDEN.values(), "out = bytearray(1 << 29)", "while True: pass"]
+    for number in range(size):
+        code = codes[number % len(codes)]
+        process = Channel(fork_server("python_service"), 256 << 20)
+        if "seccomp" not in process.protections and not is_planted:
+            process.close()
+            tally.skipped = "this system filters no system calls"
+            return
+        try:
+            done = process.exchange(code.encode(), seconds=0.2, limit=1 << 16).decode()
+        except (EndedError, EOFError) as error:
+            done = f"{type(error).__name__}: {process.end()}"
+        process.close()
+        if TOKEN in done:
+            tally.is_wrong(f"{code}: it got out: {done[:200]}")
+        elif done.startswith("{" if code == secret else ("PermissionError", "MemoryError", "EndedError")):
+            tally.finds()
+        else:
+            tally.is_wrong(f"{code}: it was let through: {done[:200]}")
+
+
+ESCAPED = Trial(
+    "Python in a template process",
+    "Python as a template would run it that has escaped from Jinja, beside a token in the environment: files, sockets, "
+    "processes, system calls, memory and time are refused, and the environment is empty",
+    escaped,
+    full=400,
+    short=17,
+    in_memory=True,
+)
+
 TRIAL = Trial(
     "hostile chat templates",
-    "templates that loop, grow, pry out of the sandbox, break down, or have broken bytes, with 60 s of processor time "
-    "and 1 GiB each: refused in one line, and never let through or out",
+    "templates that loop, grow, exhaust time or memory in one operation, reach for Python's internals in generated "
+    "ways, break down, or have broken bytes, beside a token in the environment: refused in one line or harmless, and "
+    "never let out",
     work,
-    full=500,
+    full=1500,
     short=16,
     in_memory=True,
 )

@@ -6,13 +6,22 @@ import ast
 from pathlib import Path
 
 import pytest
-from template_fixtures import answer, trl_format, user
+from template_fixtures import answer, control_strings, read, user
 
 from chatmill.errors import RecordError
 from chatmill.format.template.answers import by_origin, by_prefix, derive
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.template import ChatTemplate
 from chatmill.records import Record
 
 TALK = Record([user("Which way?"), answer("North."), user("And then?"), answer("West.")])
+
+
+def derived(name: str):
+    """The answers of a published template, derived in this process."""
+    template = ChatTemplate(read(name), name, variables={"bos_token": "<s>", "eos_token": "</s>"})
+    tokens = ControlTokens(dict.fromkeys(control_strings(read(name)), 0))
+    return derive.derive(TALK, template, tokens, ends=(), mask="derived", cacheable=False)
 
 
 def imported(module) -> set[str]:
@@ -36,12 +45,12 @@ def test_an_answer_shifted_by_one_character_in_either_derivation_is_refused(monk
         *first, last = right(*args)
         return [*first, last._replace(**{edge: getattr(last, edge) + by})]
 
-    assert trl_format(name).derive(TALK).answers
+    assert derived(name).answers
     monkeypatch.setattr(derive, derivation, shifted)
     with pytest.raises(
         RecordError, match=r"whether the answer of message 3 (begins|ends) before or after .* is disputed"
     ):
-        trl_format(name).derive(TALK)
+        derived(name)
 
 
 def test_the_fault_shows_the_text_in_dispute_and_both_opinions(monkeypatch):
@@ -50,7 +59,7 @@ def test_the_fault_shows_the_text_in_dispute_and_both_opinions(monkeypatch):
         derive, "answers_by_prefix", lambda *args: [p._replace(start=p.start + 3) for p in right(*args)]
     )
     with pytest.raises(RecordError) as refused:
-        trl_format("llama3").derive(TALK)
+        derived("llama3")
     assert refused.value.kind == "mask_disputed"
     assert refused.value.what == (
         'whether the answer of message 1 begins before or after "Nor" is disputed: by origin before, by prefix after'

@@ -5,10 +5,11 @@ In the expected text, what is trained stands between « and ».
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
-from template_fixtures import TOOLS, answer, own_format, trl_format, user
+from template_fixtures import TOOLS, answer, open_template, own_format, trl_format, user
 
 from chatmill.errors import RecordError
 from chatmill.records import Message, Record, ToolCall
@@ -154,9 +155,11 @@ def marked(format, record: Record) -> str:
 
 def opened(tmp_path, source: str, name: str):
     format = own_format(tmp_path, source, control=[*re.findall(r"<[|/]?\w+\|?>|\[/?INST\]", source), *EXTRA])
-    if name in STOPS:
-        format.ends = frozenset(STOPS[name])
-    return format
+    if name not in STOPS:
+        return format
+    ids = [format.tokenizer.token_id(token) for token in STOPS[name]]
+    (tmp_path / "own" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    return open_template(str(tmp_path / "own"))
 
 
 EXTRA = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -204,10 +207,10 @@ REFUSED = {
     "a control token in words that can no longer be told from a text": (
         PLAIN.replace(
             "message.content + '<|im_end|>\\n'",
-            "('%-9s<|im_end|>\\n' % message.content if loop.first else message.content + '<|im_end|>\\n')",
+            "((message.content + '<|im_end|>\\n') | center(15) if loop.first else message.content + '<|im_end|>\\n')",
         ),
         TALK,
-        r'a control token may be of the template or of message 0 in "Hi       <\|im_end\|>\\n"',
+        r'a control token may be of the template or of message 0 in " Hi<\|im_end\|>\\n "',
     ),
     "an answer without a question": (
         PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chatmill.format.template.tracing.trace import FieldPath, Trace, replay
+from chatmill.format.template.tracing.trace import FieldPath, Trace, ready, replay
 from chatmill.format.template.tracing.traced_str import TracedStr, field, joined, literal
 
 WORDS = st.text(alphabet="ab <|>/\n", max_size=8)
@@ -96,7 +96,7 @@ def test_a_trace_that_another_conversation_follows_gives_what_it_would_have_give
         return
     pieces = literal(traced).pieces
     for again in (texts, others):
-        slots = replay(trace.steps, list(again))
+        slots = replay(ready(trace.steps), list(again))
         if slots is None:
             assert again is others
             continue
@@ -132,8 +132,8 @@ def test_words_that_are_left_of_a_text_when_its_field_is_cut_away_need_no_trace(
     rest = ("<think>" + why + "</think>\n ").split("</think>")[-1]
     assert rest.trace is None and rest.strip().plain() == ""
     assert not rest.strip()
-    assert replay(trace.steps, ["another"]) is not None
-    assert replay(trace.steps, ["an</think>other"]) is None
+    assert replay(ready(trace.steps), ["another"]) is not None
+    assert replay(ready(trace.steps), ["an</think>other"]) is None
 
 
 def test_what_is_looked_up_by_a_text_cannot_be_asked_again():
@@ -147,5 +147,5 @@ def test_a_field_that_was_empty_is_kept_where_the_next_may_be_full():
     trace = Trace(["", "b"])
     one, two = fields(["", "b"], trace)
     made = one.strip() + two
-    slots = replay(trace.steps, [" x ", "y"])
+    slots = replay(ready(trace.steps), [" x ", "y"])
     assert "".join(slots[piece.slot] for piece in made.pieces) == "xy"

@@ -14,9 +14,9 @@ import numpy as np
 
 from chatmill.errors import RecordError, one_line
 from chatmill.format.template.answers.by_origin import AnswerSpan, shown, shown_end
-from chatmill.format.template.answers.derive import DerivedAnswers
+from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.probes import QUESTION, TOOLS, WEATHER, WEATHER_CALL, probe_record
 from chatmill.format.template.renderer import TemplateRenderer
-from chatmill.format.template.template import QUESTION, TOOLS, WEATHER, WEATHER_CALL, probe_record
 from chatmill.format.template.tracing.trace import common_length
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record, ToolCall
@@ -113,6 +113,7 @@ class _Certificate:
         yield self._support("tools", (TOOL, TOOL_REASONING))
         yield self._reasoning()
         yield self._control()
+        yield self._sandbox()
         if self.count:
             yield self._records()
 
@@ -296,6 +297,12 @@ class _Certificate:
             what = f"{count} control tokens come out of a conversation for which the template writes {written}"
             return Finding("control", False, what)
         return Finding("control", True, f"all {len(ids)} control tokens are plain text inside messages")
+
+    def _sandbox(self) -> Finding:
+        text = "the template runs in a process without environment, files, network or other processes"
+        if "seccomp" not in self.renderer.process.protections:
+            text = "the template runs in a process with limits and no environment; the system filters no system calls"
+        return Finding("sandbox", True, text)
 
     def _records(self) -> Finding:
         text = f"{self.count:,} records"

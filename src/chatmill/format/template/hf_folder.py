@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.format.template.tracing.sandbox import SPECIAL_NAMES
+from chatmill.format.template.template_input import SPECIAL_NAMES
 
 TOOL_USE = "tool_use"
 """The name of a folder's template for conversations with tools."""

@@ -18,15 +18,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from chatmill.errors import RecordError
 from chatmill.format.chat_format import ROLE_CODES
 from chatmill.format.template.answers.by_origin import AnswerSpan, disputed, shown
-from chatmill.format.template.answers.derive import DerivedAnswers
+from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.tracing.trace import OUTSIDE, TextItem, fill_slots, merge_literals
 from chatmill.records import Record
 from chatmill.rows import NO_MESSAGE, OWN_ID, SPAN, Ids, Index, Part, Role, Rule, Table, offsets
-from chatmill.tokenizer.control_encoder import ControlEncoder, ControlTokens
+from chatmill.tokenizer.control_encoder import ControlEncoder
 
 PARTS = {"content": Part.CONTENT, "reasoning": Part.REASONING, "tool_calls": Part.TOOL_CALL}
+
+
+MAX_SECTION = 2**13
+"""Cells between two control tokens: the work of encoding them grows with the square of it."""
 
 
 class SpanKind(NamedTuple):
@@ -115,6 +121,10 @@ def token_layout(
             at += 1
             continue
         stop = next((n for n in range(at, len(cells)) if cells[n].token is not None), len(cells))
+        if stop - at > MAX_SECTION:
+            what = f"the template changes between its own words and those of messages more than {MAX_SECTION:,} times"
+            right = "write control tokens between them, or leave the record out"
+            raise RecordError(f"{what} without a control token", right, kind="template_limit")
         around = (cells[at - 1].token if at else None, cells[stop].token if stop < len(cells) else None)
         # The section up to the end of each of its cells.
         texts = [merge_literals(item for cell in cells[at : n + 1] for item in cell.text) for n in range(at, stop)]
@@ -200,8 +210,8 @@ class _CellSplitter:
         ends = [*accumulate((len(piece.text) for piece in self.pieces[first:stop]), initial=place)][1:]
         matches = {place + match.start(): match for match in self.tokens.find(text)}
         cuts = {place, place + len(text), *ends, *(edge for edge in self.edges if place < edge < place + len(text))}
-        for begin, match in matches.items():
-            cuts = {cut for cut in cuts if not begin < cut < place + match.end()} | {begin, place + match.end()}
+        inside = {at for begin, match in matches.items() for at in range(begin + 1, place + match.end())}
+        cuts = (cuts - inside) | {at for begin, match in matches.items() for at in (begin, place + match.end())}
         for begin, end in pairwise(sorted(cuts)):
             token = matches[begin][0] if begin in matches else None
             kind = self._kind(first + bisect_right(ends, begin), begin, end if token else None)

@@ -14,17 +14,20 @@ import msgspec
 
 from chatmill.errors import RecordError, UsageError
 from chatmill.format.renderer import Mask, OnReject, Renderer
-from chatmill.format.template.answers.derive import DerivedAnswers, derive
+from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.encode import LaidOutRecord, encode_rows
-from chatmill.format.template.hf_folder import HFFolder, TemplateSource
+from chatmill.format.template.hf_folder import HFFolder
 from chatmill.format.template.layout import TokenLayout, token_layout
-from chatmill.format.template.template import QUESTION, ChatTemplate, TemplateInput, plain_input, shape_and_texts
-from chatmill.format.template.tracing.trace import TraceStep, fill_slots, merge_guards, replay
+from chatmill.format.template.probes import QUESTION
+from chatmill.format.template.process.client import TemplateProcess
+from chatmill.format.template.template_input import TemplateInput, plain_input, shape_and_texts
+from chatmill.format.template.tracing.trace import ReadyStep, fill_slots, merge_guards, ready, replay
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Message, Record
 from chatmill.rows import Rows, Rule, TrainOn
 from chatmill.tokenizer import Tokenizer
-from chatmill.tokenizer.control_encoder import ControlEncoder, ControlTokens
+from chatmill.tokenizer.control_encoder import ControlEncoder
 
 MAX_MESSAGES = 64
 """Messages of a conversation whose trace is cached: the number of prefixes to guard grows with the square of it."""
@@ -42,7 +45,7 @@ ANSWER = "Yes."
 class CachedTrace:
     """The trace of a rendering, with the layout of all conversations that follow it."""
 
-    steps: tuple[TraceStep, ...]
+    steps: tuple[ReadyStep, ...]
     layout: TokenLayout
     notes: tuple[str, ...]
     uses: int = 0
@@ -70,20 +73,23 @@ class TemplateRenderer:
         names = {id: token for token, id in tokenizer.control_ids.items()}
         self.ends = frozenset(names[id] for id in folder.stops or () if id in names)
         """The tokens that a server stops at."""
-        template = self._template(folder.template)
-        self.templates = {False: template, True: self._template(folder.with_tools) if folder.with_tools else template}
+        self.process = TemplateProcess(
+            [source for source in (folder.template, folder.with_tools) if source is not None],
+            variables={**folder.special, **self.arguments},
+            now=now or datetime.now(),
+            tokens=list(tokenizer.control_ids),
+            ends=sorted(self.ends),
+        )
+        templates = self.process.templates
+        self.templates = {False: templates[0], True: templates[-1]}
         """By whether the conversation has tools."""
+        for template in templates:
+            if mask == "tags" and not template.has_tags:
+                raise UsageError(f"{template.name}: has no generation tags; leave out --mask tags")
         self._tokenizer = tokenizer
         self._cache: dict[tuple[bool, bytes], list[CachedTrace]] = {}
         self._met_shapes: set[int] = set()
         self._cached_cells = 0
-
-    def _template(self, source: TemplateSource) -> ChatTemplate:
-        variables = {**self.folder.special, **self.arguments}
-        template = ChatTemplate(source.source, source.name, variables=variables, now=self.now)
-        if self.mask == "tags" and not template.has_tags:
-            raise UsageError(f"{source.name}: has no generation tags; leave out --mask tags")
-        return template
 
     eot = "eot"
 
@@ -171,13 +177,13 @@ class TemplateRenderer:
 
     def text(self, record: Record, messages: int | None = None, *, prompt: bool = False) -> str:
         """The rendering of the first `messages` as text, like `apply_chat_template`."""
-        return self.templates[bool(record.tools)].render(self.template_input(record), messages, prompt=prompt)
+        return self.process.text(self.templates[bool(record.tools)].number, record, messages, prompt=prompt)
 
     def derive(self, record: Record, *, mask: Mask | None = None, cacheable: bool = False) -> DerivedAnswers:
         """The answers of one record, without the cache."""
         template = self.templates[bool(record.tools)]
-        mask = mask or self.mask
-        return derive(record, template, self.control_tokens, ends=self.ends, mask=mask, cacheable=cacheable)
+        texts = len(shape_and_texts(record, template.style)[1])
+        return self.process.derive(template.number, record, texts=texts, mask=mask or self.mask, cacheable=cacheable)
 
     def lay_out(self, record: Record) -> LaidOutRecord:
         """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
@@ -205,14 +211,17 @@ class TemplateRenderer:
         cacheable = len(record.messages) <= MAX_MESSAGES and self._may_recur(with_tools, shape)
         cacheable = cacheable and len(traces) < MAX_TRACES and self._cached_cells < MAX_CELLS
         derived = self.derive(record, cacheable=cacheable)
-        if not (cacheable and derived.trace.cacheable):
+        if derived.steps is None:
             return self.lay_out_derived(record, derived, notes)
         layout = token_layout(record, derived, self.control_tokens, encoder=self.encoder)
-        steps = merge_guards(derived.trace.steps, len(texts))
+        steps = ready(merge_guards(derived.steps, len(texts)))
         self._cached_cells += len(layout.tokens) + len(steps)
         self._cache.setdefault((with_tools, shape), []).append(CachedTrace(steps, layout, derived.notes))
         slots = replay(steps, texts.copy())
-        assert slots is not None
+        if slots is None:
+            # A trace that its own conversation does not follow is none.
+            self._cache[with_tools, shape].pop()
+            return self.lay_out_derived(record, derived, notes)
         return _laid_out(record, layout, slots, notes + derived.notes)
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOutRecord:

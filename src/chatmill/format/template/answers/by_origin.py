@@ -19,9 +19,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from chatmill.errors import RecordError, one_line
-from chatmill.format.template.tracing.program import Rendering
-from chatmill.format.template.tracing.trace import OUTSIDE, FieldPath, common_length
-from chatmill.tokenizer.control_encoder import ControlTokens
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.tracing.trace import OUTSIDE, FieldPath, Rendering, common_length
 
 SHOWN = 40
 

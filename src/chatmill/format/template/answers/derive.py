@@ -12,41 +12,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from chatmill.errors import RecordError
-from chatmill.format.renderer import Mask
 from chatmill.format.template.answers.by_origin import AnswerSpan, RenderTraced, answers_by_origin, disputed, shown
 from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, header_of, token_pattern
-from chatmill.format.template.template import ChatTemplate, TemplateInput, plain_input, shape_and_texts, traced_input
-from chatmill.format.template.tracing.program import Rendering
+from chatmill.format.template.answers.derived import DerivedAnswers, Note
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.template import ChatTemplate, traced_input
+from chatmill.format.template.template_input import TemplateInput, plain_input, shape_and_texts
 from chatmill.format.template.tracing.trace import (
     OUTSIDE,
     FieldPath,
+    Rendering,
     TextItem,
     Trace,
     common_length,
-    fill_pattern,
     merge_literals,
 )
 from chatmill.format.template.tracing.traced_str import TracedStr
-from chatmill.records import Record
-from chatmill.tokenizer.control_encoder import ControlTokens
+from chatmill.records.record import Record
 
-
-@dataclass(frozen=True)
-class DerivedAnswers:
-    """A traced rendering with its answers."""
-
-    rendering: Rendering
-    answers: tuple[AnswerSpan, ...]
-    prefixes: tuple[PrefixAnswer, ...]
-    """What prefixes tell about the answers; empty for generation tags."""
-    trace: Trace
-    notes: tuple[str, ...]
-    """What the template leaves out though it may: reasoning, tools."""
+if TYPE_CHECKING:
+    from chatmill.format.renderer import Mask
 
 
 def derive(
@@ -72,7 +61,7 @@ def derive(
     count = len(record.messages)
     text, full = render_text(count, False), render_traced(count, False)
     if full.text != text:
-        at = next((n for n, (a, b) in enumerate(zip(full.text, text, strict=False)) if a != b), 0)
+        at = common_length(full.text, text)
         raise disputed(f"its text cannot be followed at character {at}, {shown(text[at:])}")
 
     def prompt_ends(messages: int, end: str) -> bool:
@@ -95,7 +84,8 @@ def derive(
     notes = _check_written(record, traced, full, answers)
     if cacheable and mask == "derived":
         guard_prefixes(trace, full, render_traced, assistants, token_pattern(tokens.ids))
-    return DerivedAnswers(full, tuple(answers), tuple(prefixes), trace, notes)
+    steps = tuple(trace.steps) if cacheable and trace.cacheable else None
+    return DerivedAnswers(full, tuple(answers), tuple(prefixes), steps, notes)
 
 
 def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[AnswerSpan]:
@@ -124,7 +114,7 @@ def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
     """The rendering without empty pieces; a guard notes which slots are empty."""
     for piece in rendering.pieces:
         if piece.slot is not None:
-            trace.guard(bool, (piece.slot,), expected=bool(piece.text))
+            trace.guard("bool", (piece.slot,), expected=bool(piece.text))
     return Rendering(tuple(piece for piece in rendering.pieces if piece.text))
 
 
@@ -172,7 +162,7 @@ def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
 
 def _check_written(
     record: Record, traced: TemplateInput, full: Rendering, answers: Sequence[AnswerSpan]
-) -> tuple[str, ...]:
+) -> tuple[Note, ...]:
     """Raise if a template leaves out a field of a message; reasoning and tools may be left out, which is noted."""
     written = {(piece.source.message, piece.source.path[0]) for piece in full.pieces if piece.source is not None}
     trained = {answer.message for answer in answers}
@@ -181,7 +171,7 @@ def _check_written(
         content = given["content"][0]["text"] if isinstance(given["content"], list) else given["content"]
         assert isinstance(content, TracedStr)
         # A blank content may be left out; that it is blank is guarded.
-        if (number, "content") not in written and not content.observe(is_blank):
+        if (number, "content") not in written and not content.observe("is_blank"):
             lost.append("content")
         if message.tool_calls and (number, "tool_calls") not in written:
             lost.append("tool_calls")
@@ -191,16 +181,12 @@ def _check_written(
         if message.role == "assistant" and number not in trained:
             what = f"nothing of message {number} (assistant) is trained"
             raise RecordError(what, "put it between generation tags, or use --mask derived", kind="not_trained")
-    notes = []
+    notes: list[Note] = []
     if any(message.reasoning and (at, "reasoning") not in written for at, message in enumerate(record.messages)):
         notes.append("reasoning_left_out")
     if record.tools and (OUTSIDE, "tools") not in written:
         notes.append("tools_left_out")
     return tuple(notes)
-
-
-def is_blank(text: str) -> bool:
-    return not text.strip()
 
 
 Items = list[TextItem]
@@ -279,7 +265,7 @@ def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
                 break
     slots = tuple(item for item in (*whole, *prefix) if isinstance(item, int))
     patterns = (tuple(None if isinstance(item, int) else item for item in items) for items in (whole, prefix))
-    return begins_with, slots, *patterns
+    return "begins_with", slots, *patterns
 
 
 def _without_common(whole: Items, prefix: Items) -> tuple[Items, Items]:
@@ -297,22 +283,3 @@ def _without_common(whole: Items, prefix: Items) -> tuple[Items, Items]:
         else:
             break
     return one, other
-
-
-def begins_with(*args: Any) -> bool:
-    """Whether the text of one pattern begins with that of another; the values before them fill their Nones, in order.
-
-    A step of a trace, so it builds no more of the first text than it compares.
-    """
-    *values, pattern, other = args
-    given = iter(values)
-    prefix = fill_pattern(*values[pattern.count(None) :], other)
-    missing = len(prefix)
-    head: list[str] = []
-    for part in pattern:
-        text = (str(next(given)) if part is None else part)[:missing]
-        head.append(text)
-        missing -= len(text)
-        if missing <= 0:
-            break
-    return "".join(head) == prefix

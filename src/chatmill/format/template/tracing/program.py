@@ -8,13 +8,11 @@ template is at.
 from __future__ import annotations
 
 import json
-import operator
-import secrets
+import os
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, nodes
@@ -22,8 +20,11 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, Undefined
 
 from chatmill.errors import ChatmillError, DataError, RecordError, one_line
-from chatmill.format.template.tracing.sandbox import LimitError, Meter, Rewriter, Sandbox, sandbox_call, statement
-from chatmill.format.template.tracing.trace import OUTSIDE, TracedPiece
+from chatmill.format.template.tracing.formatting import check_plain
+from chatmill.format.template.tracing.limits import LimitError, Meter, TimeLimitError
+from chatmill.format.template.tracing.sandbox import Rewriter, Sandbox, sandbox_call, statement
+from chatmill.format.template.tracing.steps import LENGTHS, STEP_FUNCTIONS, escape_json
+from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPiece
 from chatmill.format.template.tracing.traced_str import TracedStr, joined, literal, made, opaque, texts_in
 
 
@@ -55,12 +56,21 @@ class Program:
                 yield text
         except (ChatmillError, MemoryError):
             raise
+        except TimeLimitError as error:
+            raise TimeLimitError(f"{self.name}:{self._line_of(error)}") from None
         except Exception as error:
             what, kind = _explain(error)
-            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.name]
-            line = frames[-1].lineno or 0 if frames else 0
             right = "change the conversation or the template"
-            raise RecordError(f"{self.name}:{line}: {what}", right, kind=kind) from None
+            raise RecordError(f"{self.name}:{self._line_of(error)}: {what}", right, kind=kind) from None
+
+    def _line_of(self, error: Exception) -> int:
+        """The line of the template that raised an error."""
+        frames = [
+            (frame, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == self.name
+        ]
+        return frames[-1][1] if frames else 0
 
     def _texts(self, variables: Mapping[str, Any]) -> Generator[str, None, None]:
         yield from self._template.generate(variables)
@@ -89,23 +99,11 @@ TRACED_FILTERS = (
 """Filters that use only methods of a text that are traced, or do not look into texts."""
 
 
-@dataclass(frozen=True)
-class Rendering:
-    """The output of a template as pieces."""
-
-    pieces: tuple[TracedPiece, ...]
-
-    @cached_property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
-
-
 class TracedSandbox(Sandbox):
     concat = staticmethod(joined)  # type: ignore[assignment]  # it joins texts to a text
 
     def __init__(self, *, now: datetime | None = None) -> None:
         super().__init__(now=now)
-        self.finalize = self.to_text
         self.literals: list[TracedStr] = []
         """The literals of the template; the compiled code refers to them."""
         self.messages: Mapping[int, int] = {}
@@ -142,9 +140,11 @@ class TracedSandbox(Sandbox):
     def to_text(self, value: Any) -> TracedStr:
         if isinstance(value, TracedStr):
             return value
-        if isinstance(value, str | Undefined) or not (inside := list(texts_in(value))):
+        if isinstance(value, str | Undefined):
             return literal(str(value))
-        return opaque(str(value), inside)
+        check_plain(value)
+        inside = list(texts_in(value))
+        return opaque(str(value), inside) if inside else literal(str(value))
 
     def container(self, value: Any) -> Any:
         """The right operand of `in`: a plain text would not guard the result."""
@@ -153,7 +153,9 @@ class TracedSandbox(Sandbox):
     def compared_length(self, value: Any, comparison: str, number: int) -> bool:
         """`value | length > number`, with a guard for the result only instead of the length."""
         function = LENGTHS[comparison]
-        return bool(value.observe(function, number)) if isinstance(value, TracedStr) else function(value, number)
+        if isinstance(value, TracedStr):
+            return bool(value.observe(function, number))
+        return bool(STEP_FUNCTIONS[function].call(value, number))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         return super().call_binop(context, operator, literal(left) if type(left) is str else left, right)
@@ -164,15 +166,18 @@ class TracedSandbox(Sandbox):
     def getitem(self, obj: Any, argument: Any) -> Any:
         return super().getitem(literal(obj) if type(obj) is str else obj, argument)
 
-    def wrap_str_format(self, value: Any) -> Any:
-        # `TracedStr.format` does not access attributes of its values.
-        return None if isinstance(getattr(value, "__self__", None), TracedStr) else super().wrap_str_format(value)
+    def percent(self, pattern: str, values: Any) -> str:
+        formatted: TracedStr = literal(pattern) % values
+        return formatted
+
+    def _format_of(self, text: str) -> Callable[..., str]:
+        return literal(text).format
 
     def tojson(
         self, x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> TracedStr:
         """JSON whose strings keep their origin: placeholders are encoded and replaced by the traced texts."""
-        mark, texts = secrets.token_hex(8), list[TracedStr]()
+        mark, texts = os.urandom(8).hex(), list[TracedStr]()
 
         def with_placeholders(value: Any) -> Any:
             if isinstance(value, TracedStr):
@@ -311,25 +316,10 @@ class TracedProgram(Program):
 def _escaped(text: TracedStr, ensure_ascii: bool) -> TracedStr:
     """A text as it is written between the quotes of JSON."""
     if text.trace is None:
-        return made([piece._replace(text=_escape(piece.text, ensure_ascii)) for piece in text.pieces], None)
+        return made([piece._replace(text=escape_json(piece.text, ensure_ascii)) for piece in text.pieces], None)
     if len(text.pieces) == 1:
         piece = text.pieces[0]
         assert piece.slot is not None
-        slot = text.trace.value(_escape, (piece.slot,), ensure_ascii)
-        return made([piece._replace(text=_escape(piece.text, ensure_ascii), slot=slot)], text.trace)
+        slot = text.trace.value("escape_json", (piece.slot,), ensure_ascii)
+        return made([piece._replace(text=escape_json(piece.text, ensure_ascii), slot=slot)], text.trace)
     return joined([_escaped(made([piece], text.trace), ensure_ascii) for piece in text.pieces])
-
-
-def _escape(text: str, ensure_ascii: bool) -> str:
-    return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
-
-
-def _compare_length(compare: Callable[[int, int], bool]) -> Callable[[Any, int], bool]:
-    return lambda value, number: compare(len(value), number)
-
-
-LENGTHS = {
-    name: _compare_length(getattr(operator, name.replace("teq", "e")))
-    for name in ("eq", "ne", "lt", "lteq", "gt", "gteq")
-}
-"""Jinja's comparisons, of a length with a number."""

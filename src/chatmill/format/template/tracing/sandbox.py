@@ -1,71 +1,64 @@
 """A Jinja sandbox for Hugging Face chat templates, with limits on steps, characters and time.
 
-Templates see plain data only and cannot change it. Before a template is compiled, its syntax tree is rewritten so that
-its loops count steps; what would read other files or escape text is refused.
+Templates see plain data only and cannot change it. Of the objects that they hold they can use the attributes listed in
+`ATTRIBUTES`; another one that exists is an error, and never a text that differs from what transformers writes. Before a
+template is compiled, its syntax tree is rewritten so that its loops count steps; what would read other files or escape
+text is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import wraps
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import FILTERS
+from jinja2.filters import FILTERS, _GroupTuple
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace, missing
+from jinja2.utils import Cycler, Joiner, Namespace, missing
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 
-SECONDS = 20.0
-STEPS = 2**16
-CHARACTERS = 2**20
-GROWTH = 8
-"""Additional characters that a template may write for each character of the conversation."""
-MAX_INT_BITS = 4096
-"""Larger integers only keep a machine busy."""
+from chatmill.format.template.template_input import SPECIAL_NAMES
+from chatmill.format.template.tracing.formatting import check_plain, format_fields, format_percent
+from chatmill.format.template.tracing.limits import MAX_INT_BITS, LimitError, Meter
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Variables that a tokenizer may define for its template; undefined ones are written as an empty text."""
+ATTRIBUTES: dict[type, frozenset[str]] = {
+    str: frozenset(
+        name
+        for name in dir(str)
+        if not name.startswith("_") and name not in ("encode", "format_map", "maketrans", "translate")
+    ),
+    dict: frozenset(("copy", "get", "items", "keys", "values")),
+    list: frozenset(("copy", "count", "index")),
+    tuple: frozenset(("count", "index")),
+    _GroupTuple: frozenset(("grouper", "list")),
+    LoopContext: frozenset(
+        (
+            *("changed", "cycle", "depth", "depth0", "first", "index", "index0", "last", "length", "nextitem"),
+            *("previtem", "revindex", "revindex0"),
+        )
+    ),
+    Cycler: frozenset(("current", "next", "reset")),
+}
+"""What a template may use of an object, by its type; of objects of any other type nothing."""
 
-
-class LimitError(TemplateError):
-    """The template exceeded a limit."""
-
-
-@dataclass
-class Meter:
-    """The limits of one rendering, and the steps that it has used."""
-
-    max_characters: int = CHARACTERS
-    max_steps: int = STEPS
-    deadline: float = float("inf")
-    steps: int = 0
-
-    def step(self) -> None:
-        """Count one loop iteration or call."""
-        self.steps += 1
-        if self.steps > self.max_steps:
-            raise LimitError(f"it ran for more than {self.max_steps:,} steps")
-        if not self.steps & 0xFF and time.monotonic() > self.deadline:
-            raise LimitError(f"it ran for more than {SECONDS:g} seconds")
-
-    def check_size(self, characters: float) -> None:
-        if characters > self.max_characters:
-            raise LimitError(f"it wrote more than {self.max_characters:,} characters")
-
-
-def meter_for(characters: int, messages: int) -> Meter:
-    """Limits for a conversation of this size; templates may look at all messages for each message."""
-    return Meter(CHARACTERS + GROWTH * characters, STEPS + 64 * messages**2, time.monotonic() + SECONDS)
+WRITING_FILTERS = (
+    *("capitalize", "center", "e", "escape", "filesizeformat", "forceescape", "format", "indent", "lower", "pprint"),
+    *("replace", "safe", "string", "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize"),
+    *("wordcount", "wordwrap", "xmlattr"),
+)
+"""Filters that write their value as text."""
+TEXT_FILTERS = ("indent", "striptags", "truncate", "urlize", "wordwrap")
+"""Filters of nothing but texts."""
 
 
 class Missing(Undefined):
@@ -129,7 +122,7 @@ class _Dict:
 class Sandbox(ImmutableSandboxedEnvironment):
     """An environment for one template, and for one rendering at a time."""
 
-    intercepted_binops = frozenset({"+", "*", "%", "**"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self, *, now: datetime | None = None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, undefined=Missing, extensions=[Generation, loopcontrols])
@@ -137,6 +130,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.has_tags = False
         """Whether the template has generation tags."""
         self._now = now
+        self.finalize = self.to_text
         self.filters = {name: self._metered(name, filter) for name, filter in {**FILTERS, **self._filters()}.items()}
         self.globals |= {
             "raise_exception": _raise,
@@ -154,6 +148,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def to_text(self, value: Any) -> str:
         """A value as the template writes it."""
+        if not isinstance(value, str):
+            check_plain(value)
         return str(value)
 
     def joined(self, *values: Any) -> str:
@@ -179,55 +175,115 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._check_growth("replace", subject, (old, new))
             return subject.replace(old, new, count)
 
-        return {"tojson": self.tojson, "join": join, "replace": replace, "random": self._random}
+        def format(value: Any, *args: Any, **kwargs: Any) -> Any:
+            if args and kwargs:
+                raise TypeError("can't handle positional and keyword arguments at the same time")
+            return self.percent(self.to_text(value), kwargs or args)
 
-    # Attribute access that is always safe, without the checks of Jinja, which are slow.
+        return {
+            "tojson": self.tojson,
+            "join": join,
+            "replace": replace,
+            "random": self._random,
+            "format": format,
+            "attr": self.attribute,
+        }
+
+    def percent(self, pattern: str, values: Any) -> str:
+        """The operator `%` of a text."""
+        if isinstance(pattern, Markup):
+            raise SecurityError("'%' of a safe text is not available to templates")
+        return self._formatted(format_percent(pattern, values))
+
+    def _formatted(self, parts: Iterable[tuple[str, Any]]) -> str:
+        texts, size = [], 0
+        for text, _ in parts:
+            size += len(text)
+            self.meter.check_size(size)
+            texts.append(text)
+        return "".join(texts)
+
+    # Attributes and calls. Jinja's own checks name what is refused; these name what is allowed.
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _OF_DICT:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is LoopContext and attribute in _OF_LOOP:
+        if type(obj) is dict:
+            if attribute not in _OF_DICT:
+                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        elif type(obj) is LoopContext and attribute in ATTRIBUTES[LoopContext]:
             return getattr(obj, attribute)
-        return super().getattr(obj, attribute)
+        return self.attribute(obj, attribute)
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if type(obj) is _Namespace:
-            return not attr.startswith("_")
-        return super().is_safe_attribute(obj, attr, value)
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(obj, (*_WITH_ITEMS, Undefined)):
+            try:
+                return obj[argument]
+            except (TypeError, LookupError):
+                pass
+        if isinstance(argument, str):
+            return self.attribute(obj, str(argument))
+        return self.undefined(obj=obj, name=argument)
+
+    def attribute(self, obj: Any, name: str) -> Any:
+        """An attribute, and never an item; undefined if there is none, an error if it is not for templates."""
+        if isinstance(obj, Undefined):
+            # It says itself what is undefined.
+            obj._fail_with_undefined_error()
+        # A traced or safe text is a text like others.
+        type_ = str if isinstance(obj, str) else type(obj)
+        if name in ATTRIBUTES.get(type_, ()):
+            if type_ is str and name == "format":
+                return self._format_of(obj)
+            return getattr(obj, name)
+        if type_ is _Namespace and not name.startswith("_"):
+            return getattr(obj, name, None) if hasattr(obj, name) else self.undefined(obj=obj, name=name)
+        if not hasattr(type_ if type_ is str else obj, name):
+            return self.undefined(obj=obj, name=name)
+        if not super().is_safe_attribute(obj, name, None):
+            # Undefined in transformers, too, until it is used.
+            return self.unsafe_undefined(obj, name)
+        raise SecurityError(f"{name!r} of a {type_.__name__} is not available to templates")
+
+    def _format_of(self, text: str) -> Callable[..., str]:
+        """The method `format` of a text."""
+        if isinstance(text, Markup):
+            raise SecurityError("'format' of a safe text is not available to templates")
+        return lambda *args, **kwargs: self._formatted(format_fields(text, args, kwargs))
+
+    def is_safe_callable(self, obj: Any) -> bool:
+        # An undefined one says itself that it cannot be called.
+        return type(obj) in _CALLABLE or isinstance(obj, Undefined) or obj in (_Namespace, Cycler, Joiner)
 
     # Limits.
 
-    def wrap_str_format(self, value: Any) -> Any:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-
-        @wraps(wrapped)
-        def checked(*args: Any, **kwargs: Any) -> str:
-            self._check_numbers((*args, *kwargs.values()))
-            self._check_growth("format", value.__self__, args)
-            return str(wrapped(*args, **kwargs))
-
-        return checked
-
     def _metered(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
         """A filter that respects the limits."""
+        first = int(hasattr(filter, "jinja_pass_arg"))
 
         @wraps(filter)
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.meter.step()
             self._check_numbers((*args, *kwargs.values()))
-            if args and isinstance(args[0], str):
-                self._check_growth(name, args[0], args[1:])
+            if len(args) > first:
+                if isinstance(args[first], str):
+                    self._check_growth(name, args[first], args[first + 1 :])
+                elif name in TEXT_FILTERS:
+                    # `indent` would change a list.
+                    raise TypeError(f"{name} needs a text, not a {type(args[first]).__name__}")
+                elif name in WRITING_FILTERS:
+                    check_plain(args[first])
             out = filter(*args, **kwargs)
             if isinstance(out, str):
                 self.meter.check_size(_size(out))
+            elif isinstance(out, int):
+                _check_bits(out.bit_length())
             return out
 
         return checked
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         __self.meter.step()
+        if not __self.is_safe_callable(__obj):
+            raise SecurityError(f"a {type(__obj).__name__} cannot be called")
         subject = getattr(__obj, "__self__", None)
         if isinstance(subject, str):
             __self._check_numbers((*args, *kwargs.values()))
@@ -241,10 +297,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
             self.meter.check_size(_size(left) + _size(right))
             return left + right
-        if operator == "**" or (operator == "*" and isinstance(left, int) and isinstance(right, int)):
-            bits = [abs(value).bit_length() if isinstance(value, int) else 64 for value in (left, right)]
-            if (bits[0] * abs(right) if operator == "**" else sum(bits)) > MAX_INT_BITS:
-                raise LimitError(f"it made a number of more than {MAX_INT_BITS:,} bits")
+        if isinstance(left, int) and isinstance(right, int):
+            bits = [value.bit_length() for value in (left, right)]
+            _check_bits(bits[0] * abs(right) if operator == "**" else sum(bits))
         elif operator == "*":
             for many, times in ((left, right), (right, left)):
                 if isinstance(many, str | list | tuple) and isinstance(times, int):
@@ -252,7 +307,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             self.meter.check_size(_size(left) + _size(right))
         elif operator == "%" and isinstance(left, str):
-            self._check_growth("format", left, (right,))
+            return self.percent(left, right)
         return super().call_binop(context, operator, left, right)
 
     def _check_numbers(self, values: tuple[Any, ...]) -> None:
@@ -269,13 +324,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif name in ("expandtabs", "indent"):
             width = 8 if not args else args[0] if isinstance(args[0], int) else _size(args[0])
             self.meter.check_size(_size(subject) + (str.count(subject, "\t") + str.count(subject, "\n") + 1) * width)
-        elif name in ("format", "format_map") and re.search(r"\d{7}", subject):
-            raise LimitError("it asks for a width of millions")
 
     # Functions of templates.
 
     def _strftime(self, format: str) -> str:
-        self._check_growth("format", format, ())
+        if re.search(r"\d{4}", format):
+            raise LimitError("it asks for a date of thousands of characters")
         return (self._now or datetime.now()).strftime(format)
 
     @staticmethod
@@ -332,7 +386,8 @@ def sandbox_call(method: str, args: list[nodes.Expr], at: nodes.Node) -> nodes.C
 
 
 _OF_DICT = frozenset(dir(dict))
-_OF_LOOP = frozenset(("first", "last", "index", "index0", "length", "previtem", "nextitem"))
+_WITH_ITEMS = (dict, list, tuple, str, range)
+_CALLABLE = (BuiltinMethodType, FunctionType, MethodType, Macro, LoopContext, Joiner, _Dict)
 
 
 def _size(value: Any) -> int:
@@ -340,5 +395,11 @@ def _size(value: Any) -> int:
     return str.__len__(value) if isinstance(value, str) else len(value)
 
 
+def _check_bits(bits: int) -> None:
+    if bits > MAX_INT_BITS:
+        raise LimitError(f"it made a number of more than {MAX_INT_BITS:,} bits")
+
+
 def _raise(message: object = "") -> None:
+    check_plain(message)
     raise TemplateError(str(message))

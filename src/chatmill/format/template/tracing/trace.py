@@ -9,25 +9,38 @@ A rendering is a function of the conversation. A trace records what it computed 
 Another conversation of the same shape for which all guards give the same results is rendered the same way, with its
 own texts in the slots. So the steps are run on its texts, and the template is not run again.
 
-`TracedPiece` is a piece of text with its origin; steps that operate on several pieces follow it.
+`TracedPiece` is a piece of text with its origin. All of it is plain data, which processes send to each other.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
-NOT_A_GUARD = object()
+from chatmill.format.template.tracing.steps import SPLIT, STEP_FUNCTIONS, Range, cut_ranges
 
 
 class TraceStep(NamedTuple):
     """`function(*slots, *args)`: a guard with its expected result, or the value of the next slot."""
 
-    function: Callable[..., Any]
+    function: str
+    """A name of `STEP_FUNCTIONS`."""
     slots: tuple[int, ...]
     args: tuple[Any, ...]
-    expected: Any = NOT_A_GUARD
+    is_guard: bool = False
+    expected: Any = None
+
+
+class ReadyStep(NamedTuple):
+    """A step with its function, ready to be replayed."""
+
+    call: Callable[..., Any]
+    slots: tuple[int, ...]
+    args: tuple[Any, ...]
+    is_guard: bool
+    expected: Any
 
 
 class Trace:
@@ -41,7 +54,7 @@ class Trace:
         """False after an operation that cannot be replayed on another conversation."""
         self._recorded: dict[Any, int] = {}
 
-    def value(self, function: Callable[..., Any], slots: tuple[int, ...], *args: Any) -> int:
+    def value(self, function: str, slots: tuple[int, ...], *args: Any) -> int:
         """The slot that holds `function(*slots, *args)`."""
         key = (function, slots, args)
         if key not in self._recorded:
@@ -50,18 +63,18 @@ class Trace:
             self.steps.append(TraceStep(*key))
         return self._recorded[key]
 
-    def guard(self, function: Callable[..., Any], slots: tuple[int, ...], *args: Any, expected: Any) -> None:
+    def guard(self, function: str, slots: tuple[int, ...], *args: Any, expected: Any) -> None:
         """Record a result that the template observed."""
         key = ("guard", function, slots, args)
         if key not in self._recorded:
             self._recorded[key] = -1
-            self.steps.append(TraceStep(function, slots, args, expected))
+            self.steps.append(TraceStep(function, slots, args, True, expected))
 
-    def evaluate(self, function: Callable[..., bool], slots: tuple[int, ...], *args: Any, guard_true: bool) -> bool:
+    def evaluate(self, function: str, slots: tuple[int, ...], *args: Any, guard_true: bool) -> bool:
         """Evaluate a condition on the traced conversation and guard its result; a true one only if `guard_true`."""
-        values = replay(self.steps, list(self._texts))
+        values = replay(ready(self.steps), list(self._texts))
         assert values is not None
-        result = function(*[values[slot] for slot in slots], *args)
+        result: bool = STEP_FUNCTIONS[function].call(*[values[slot] for slot in slots], *args)
         if guard_true or not result:
             self.guard(function, slots, *args, expected=result)
         return result
@@ -69,29 +82,39 @@ class Trace:
 
 def merge_guards(steps: Sequence[TraceStep], texts: int) -> tuple[TraceStep, ...]:
     """The same steps, with all guards that a text of the conversation is not empty as one."""
-    nonempty = [step for step in steps if step.function is bool and step.expected is True and step.slots[0] < texts]
-    others = tuple(step for step in steps if step not in nonempty)
-    if not nonempty:
-        return others
-    return (TraceStep(_none_empty, tuple(step.slots[0] for step in nonempty), (), True), *others)
-
-
-def _none_empty(*texts: str) -> bool:
-    return all(texts)
-
-
-def replay(steps: Sequence[TraceStep], texts: list[Any]) -> list[Any] | None:
-    """All slots for the texts of another conversation (the list is extended), or None if a guard fails."""
-    slots = texts
-    for function, where, args, expected in steps:
-        if len(where) == 1:
-            result = function(slots[where[0]], *args)
+    slots: list[int] = []
+    others: list[TraceStep] = []
+    for step in steps:
+        if step.function == "bool" and step.expected is True and step.slots[0] < texts:
+            slots.append(step.slots[0])
         else:
-            result = function(*[slots[at] for at in where], *args)
-        if expected is NOT_A_GUARD:
-            slots.append(result)
-        elif result != expected:
-            return None
+            others.append(step)
+    return (TraceStep("none_empty", tuple(slots), (), True, True), *others) if slots else tuple(others)
+
+
+def ready(steps: Iterable[TraceStep]) -> tuple[ReadyStep, ...]:
+    """The same steps, their functions looked up."""
+    return tuple(ReadyStep(STEP_FUNCTIONS[step.function].call, *step[1:]) for step in steps)
+
+
+def replay(steps: Sequence[ReadyStep], texts: list[Any]) -> list[Any] | None:
+    """All slots for the texts of another conversation (the list is extended), or None if it does not follow them.
+
+    That is if a guard fails, or a function: a template that calls `index` fails where there is nothing to find.
+    """
+    slots = texts
+    try:
+        for call, where, args, is_guard, expected in steps:
+            if len(where) == 1:
+                result = call(slots[where[0]], *args)
+            else:
+                result = call(*[slots[at] for at in where], *args)
+            if not is_guard:
+                slots.append(result)
+            elif result != expected:
+                return None
+    except (ValueError, TypeError, LookupError, StopIteration):
+        return None
     return slots
 
 
@@ -100,7 +123,6 @@ OUTSIDE = -1
 
 TextItem = str | int
 """A literal text, or the slot of one."""
-Range = tuple[int, int]
 
 
 class FieldPath(NamedTuple):
@@ -128,6 +150,17 @@ class TracedPiece(NamedTuple):
     """The message of the innermost loop that the template was in when it wrote the piece."""
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """The output of a template as pieces."""
+
+    pieces: tuple[TracedPiece, ...]
+
+    @cached_property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
 def slots_of(pieces: Sequence[TracedPiece]) -> tuple[int, ...]:
     return tuple(piece.slot for piece in pieces if piece.slot is not None)
 
@@ -150,7 +183,14 @@ def merge_literals(items: Iterable[TextItem]) -> tuple[TextItem, ...]:
 
 def common_length(one: str, other: str) -> int:
     """The length of the common prefix of two texts."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.startswith(other[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def fill_slots(items: Iterable[TextItem], slots: Sequence[str]) -> str:
@@ -158,111 +198,18 @@ def fill_slots(items: Iterable[TextItem], slots: Sequence[str]) -> str:
     return "".join([item if isinstance(item, str) else slots[item] for item in items])
 
 
-def cut(pieces: Sequence[TracedPiece], span: Range) -> list[tuple[int, TracedPiece]]:
-    """The pieces inside of a range of characters, each with its index."""
-    inside = []
-    at = 0
-    for number, piece in enumerate(pieces):
-        start, stop = max(span[0] - at, 0), min(span[1] - at, len(piece.text))
-        at += len(piece.text)
-        if start < stop:
-            inside.append((number, piece._replace(text=piece.text[start:stop])))
-    return inside
-
-
-# Trace steps: functions of plain strings.
-
-
-def fill_pattern(*args: Any) -> str:
-    """A pattern with its Nones replaced by the values before it."""
-    *values, pattern = args
-    given = iter(values)
-    return "".join([next(given) if literal is None else literal for literal in pattern])
-
-
-def cut_pattern(*args: Any) -> tuple[Any, ...]:
-    """How a method cuts a text of several pieces: ((index, literal or None) …) a result, and the texts of the Nones."""
-    *values, name, method_args, pattern = args
-    given = iter(values)
-    parts = [next(given) if literal is None else literal for literal in pattern]
-    pieces = [TracedPiece(part) for part in parts]
-    cuts = [cut(pieces, span) for span in RANGES[name]("".join(parts), *method_args)]
-    shape = tuple(tuple((at, None if pattern[at] is None else p.text) for at, p in inside) for inside in cuts)
-    return shape, tuple(p.text for inside in cuts for at, p in inside if pattern[at] is None)
-
-
-def cut_text(cuts: tuple[Any, ...], number: int) -> str:
-    """One of the texts of `cut_pattern`."""
-    return str(cuts[1][number])
+def cut(pieces: Sequence[TracedPiece], ranges: Sequence[Range]) -> list[list[tuple[int, TracedPiece]]]:
+    """For each range of characters the pieces inside of it, each with its index."""
+    return [
+        [(at, pieces[at]._replace(text=pieces[at].text[start:stop])) for at, start, stop in inside]
+        for inside in cut_ranges([len(piece.text) for piece in pieces], ranges)
+    ]
 
 
 def slots_of_slices(trace: Trace, slot: int, name: str, args: tuple[Any, ...], count: int) -> list[int]:
     """The slots of what a method makes of one field."""
-    if name not in ("split", "rsplit", "splitlines", "partition", "rpartition"):
-        return [trace.value(_METHODS.get(name) or getattr(str, name), (slot,), *args)]
-    parts = trace.value(getattr(str, name), (slot,), *args)
-    trace.guard(len, (parts,), expected=count)
-    return [trace.value(operator.getitem, (parts,), number) for number in range(count)]
-
-
-def has_index(text: str, at: int) -> bool:
-    return -len(text) <= at < len(text)
-
-
-def _sliced(text: str, start: int | None, stop: int | None) -> str:
-    return text[start:stop]
-
-
-_METHODS: dict[str, Callable[..., str]] = {"sliced": _sliced, "at": operator.getitem}
-
-
-# The ranges of characters that the methods of a string return.
-
-
-def _stripped(text: str, chars: str | None = None, *, left: bool = True, right: bool = True) -> list[Range]:
-    start = len(text) - len(text.lstrip(chars)) if left else 0
-    stop = len(text.rstrip(chars)) if right else len(text)
-    return [(start, max(start, stop))]
-
-
-def _consecutive(text: str, parts: Sequence[str], gap: int | None) -> list[Range]:
-    """Parts that follow each other, `gap` characters apart; None: each where it occurs next."""
-    ranges, at = [], 0
-    for part in parts:
-        start = text.index(part, at) if gap is None else at
-        ranges.append((start, start + len(part)))
-        at = start + len(part) + (gap or 0)
-    return ranges
-
-
-def _split(method: str) -> Callable[..., list[Range]]:
-    def ranges(text: str, sep: str | None, maxsplit: int) -> list[Range]:
-        return _consecutive(text, getattr(text, method)(sep, maxsplit), None if sep is None else len(sep))
-
-    return ranges
-
-
-def _lines(text: str, keepends: bool) -> list[Range]:
-    whole = _consecutive(text, text.splitlines(True), 0)
-    return [(start, start + len(line)) for (start, _), line in zip(whole, text.splitlines(keepends), strict=True)]
-
-
-def _slice_range(text: str, start: int | None, stop: int | None) -> list[Range]:
-    first, last, _ = slice(start, stop).indices(len(text))
-    return [(first, max(first, last))]
-
-
-RANGES: dict[str, Callable[..., list[Range]]] = {
-    "strip": _stripped,
-    "lstrip": lambda text, chars=None: _stripped(text, chars, right=False),
-    "rstrip": lambda text, chars=None: _stripped(text, chars, left=False),
-    "removeprefix": lambda text, prefix: [(len(prefix) if text.startswith(prefix) else 0, len(text))],
-    "removesuffix": lambda text, suffix: [(0, len(text.removesuffix(suffix)))],
-    "split": _split("split"),
-    "rsplit": _split("rsplit"),
-    "splitlines": _lines,
-    "partition": lambda text, sep: _consecutive(text, text.partition(sep), 0),
-    "rpartition": lambda text, sep: _consecutive(text, text.rpartition(sep), 0),
-    "sliced": _slice_range,
-    "at": lambda text, at: [(at % len(text), at % len(text) + 1)],
-}
+    if name not in SPLIT:
+        return [trace.value(name, (slot,), *args)]
+    parts = trace.value(name, (slot,), *args)
+    trace.guard("num_parts", (parts,), expected=count)
+    return [trace.value("part", (parts,), number) for number in range(count)]

@@ -8,21 +8,16 @@ its trace. The result of any other method has the whole field as its origin, and
 from __future__ import annotations
 
 import operator
-import re
-import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
+from chatmill.format.template.tracing.formatting import format_fields, format_percent
+from chatmill.format.template.tracing.steps import MAPPED, OBSERVED, ORDERED, RANGES, STEP_FUNCTIONS, STRIPPED
 from chatmill.format.template.tracing.trace import (
-    RANGES,
     FieldPath,
     Trace,
     TracedPiece,
     cut,
-    cut_pattern,
-    cut_text,
-    fill_pattern,
-    has_index,
     pattern_of,
     slots_of,
     slots_of_slices,
@@ -70,39 +65,22 @@ class TracedStr(str):
         return joined(texts)
 
     def __mod__(self, values: Any) -> TracedStr:
-        given = list(values) if isinstance(values, tuple) else [values]
-        parts: list[TracedStr] = []
-        for text in re.split(r"(%[sd%])", self.plain()):
-            if text not in ("%s", "%d", "%%"):
-                if "%" in text:
-                    return opaque(self.plain() % _plain(values), (self, values))
-                parts.append(self._own_literal(text))
-            elif text == "%%":
-                parts.append(self._own_literal("%"))
-            else:
-                value = given.pop(0) if given else self.plain() % ()
-                parts.append(value if isinstance(value, TracedStr) else literal(text % _plain((value,))))
-        if given and not isinstance(values, dict):
-            raise TypeError("not all arguments converted during string formatting")
-        return joined(parts)
+        return self._formatted(format_percent(self.plain(), values))
 
     def format(self, *args: Any, **kwargs: Any) -> TracedStr:
-        parts: list[TracedStr] = []
-        unnamed = iter(range(len(args)))
-        for text, name, spec, conversion in string.Formatter().parse(self.plain()):
-            parts.append(self._own_literal(text))
-            if name is None:
-                continue
-            if not re.fullmatch(r"\w*", name):
-                raise TypeError("a template's format names its values and nothing inside them")
-            value = kwargs[name] if name and not name.isdigit() else args[int(name or next(unnamed))]
-            if spec or conversion:
-                return opaque(self.plain().format(*_plain(args), **_plain(kwargs)), (self, args, kwargs))
-            parts.append(value if isinstance(value, TracedStr) else literal(str(value)))
-        return joined(parts)
+        return self._formatted(format_fields(self.plain(), args, kwargs))
 
-    def format_map(self, mapping: Any, /) -> TracedStr:
-        return self.format(**mapping)
+    def _formatted(self, parts: Iterable[tuple[str, Any]]) -> TracedStr:
+        """Texts of this format string, and values as they are written with a spec."""
+        texts: list[TracedStr] = []
+        for text, value in parts:
+            if value is None:
+                texts.append(self._own_literal(text))
+            elif isinstance(value, TracedStr) and text == value.plain():
+                texts.append(value)
+            else:
+                texts.append(opaque(text, value) if any(True for _ in texts_in(value)) else literal(text))
+        return joined(texts)
 
     # Slices.
 
@@ -112,7 +90,7 @@ class TracedStr(str):
                 return opaque(self.plain()[key], self)
             return self._slices("sliced", key.start, key.stop)[0]
         at = operator.index(key)
-        if not self.observe(has_index, at):
+        if not self.observe("has_index", at):
             raise IndexError("string index out of range")
         return self._slices("at", at)[0]
 
@@ -136,7 +114,7 @@ class TracedStr(str):
             return False
         if self.trace is None and getattr(other, "trace", None) is None:
             return str.__eq__(self, other)
-        return bool(self.observe(operator.eq, other))
+        return bool(self.observe("eq", other))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -144,23 +122,23 @@ class TracedStr(str):
     def __contains__(self, part: object) -> bool:
         if not isinstance(part, str):
             raise TypeError(f"'in <string>' requires string as left operand, not {type(part).__name__}")
-        return bool(self.observe(operator.contains, part))
+        return bool(self.observe("contains", part))
 
     def __bool__(self) -> bool:
-        return bool(self.observe(bool)) if self.trace is not None else str.__len__(self) > 0
+        return bool(self.observe("bool")) if self.trace is not None else str.__len__(self) > 0
 
     def __len__(self) -> int:
-        return int(self.observe(len))
+        return int(self.observe("len"))
 
     def __hash__(self) -> int:
         # A lookup by hash cannot be expressed as a guard.
         self._not_cacheable()
         return str.__hash__(self)
 
-    def observe(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of `function`, guarded if another conversation may give another one."""
+    def observe(self, function: str, *args: Any) -> Any:
+        """The result of a function of `STEP_FUNCTIONS`, guarded if another conversation may give another one."""
         traces = [part.trace for part in texts_in((self, args)) if part.trace is not None]
-        result = function(self.plain(), *_plain(args))
+        result = STEP_FUNCTIONS[function].call(self.plain(), *_plain(args))
         if traces:
             trace = traces[0]
             slots, plain = [_slot(self, trace)], []
@@ -180,7 +158,7 @@ class TracedStr(str):
         """The slices that a method returns, each with its pieces."""
         ranges = RANGES[name](self.plain(), *args)
         if self.trace is None:
-            return [made([piece for _, piece in cut(self.pieces, span)], None) for span in ranges]
+            return [made([piece for _, piece in inside], None) for inside in cut(self.pieces, ranges)]
         trace = self.trace
         if len(self.pieces) == 1:
             piece = self.pieces[0]
@@ -189,16 +167,16 @@ class TracedStr(str):
                 made([piece._replace(text=piece.text[start:stop], slot=slot)], trace)
                 for (start, stop), slot in zip(ranges, slots, strict=True)
             ]
-        cuts = [cut(self.pieces, span) for span in ranges]
+        cuts = cut(self.pieces, ranges)
         shape = tuple(tuple((at, None if p.slot is not None else p.text) for at, p in inside) for inside in cuts)
-        whole = trace.value(cut_pattern, slots_of(self.pieces), name, args, pattern_of(self.pieces))
-        trace.guard(operator.getitem, (whole,), 0, expected=shape)
+        whole = trace.value("cut_pattern", slots_of(self.pieces), name, args, pattern_of(self.pieces), len(cuts))
+        trace.guard("shape", (whole,), expected=shape)
         numbers = iter(range(len(self.pieces) * len(cuts)))
 
         def with_slot(piece: TracedPiece) -> TracedPiece:
             if piece.slot is None:
                 return piece
-            return piece._replace(slot=trace.value(cut_text, (whole,), next(numbers)))
+            return piece._replace(slot=trace.value("cut_text", (whole,), next(numbers)))
 
         return [made([with_slot(piece) for _, piece in inside], trace) for inside in cuts]
 
@@ -207,7 +185,7 @@ class TracedStr(str):
         method: Callable[..., str] = getattr(str, name)
         if len(self.pieces) == 1 and self.trace is not None:
             piece = self.pieces[0]
-            slot = self.trace.value(method, (_slot(self, self.trace),))
+            slot = self.trace.value(name, (_slot(self, self.trace),))
             return made([piece._replace(text=method(piece.text), slot=slot)], self.trace)
         if self.trace is None and (len(self.pieces) <= 1 or (name in ("lower", "upper") and self.isascii())):
             return made([piece._replace(text=method(piece.text)) for piece in self.pieces], None)
@@ -308,14 +286,14 @@ def _slot(text: TracedStr, trace: Trace) -> int:
     """The slot that holds all of a text."""
     if len(text.pieces) == 1 and text.pieces[0].slot is not None:
         return text.pieces[0].slot
-    return trace.value(fill_pattern, slots_of(text.pieces), pattern_of(text.pieces))
+    return trace.value("fill_pattern", slots_of(text.pieces), pattern_of(text.pieces))
 
 
 # The other methods of a string, by kind.
 
 
-def _observing(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *args: self.observe(function, *args)
+def _observing(name: str) -> Callable[..., Any]:
+    return lambda self, *args: self.observe(name, *args)
 
 
 def _slicing(name: str) -> Callable[..., TracedStr]:
@@ -336,30 +314,29 @@ def _mapping(name: str) -> Callable[[TracedStr], TracedStr]:
     return lambda self: self._mapped(name)
 
 
-def _untraced(name: str) -> Callable[..., Any]:
+def _untraced(name: str) -> Callable[..., TracedStr]:
     method = getattr(str, name)
+    return lambda self, *args: opaque(method(self.plain(), *_plain(args)), (self, args))
 
-    def called(self: TracedStr, *args: Any, **kwargs: Any) -> Any:
-        out = method(self.plain(), *_plain(args), **_plain(kwargs))
-        if not isinstance(out, str):
-            raise TypeError(f"a template cannot use {name}")
-        return opaque(out, (self, args, kwargs))
+
+def _unavailable(name: str) -> Callable[..., Any]:
+    def called(self: TracedStr, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"{name} is not available to templates")
 
     return called
 
 
-_KINDS = {
-    _slicing: ("strip", "lstrip", "rstrip", "removeprefix", "removesuffix"),
+_KINDS: dict[Callable[[str], Callable[..., Any]], Sequence[str]] = {
+    _observing: OBSERVED,
+    _slicing: STRIPPED,
     _partitioning: ("partition", "rpartition"),
     _splitting: ("split", "rsplit"),
-    _mapping: ("lower", "upper", "capitalize", "title", "swapcase", "casefold"),
+    _mapping: MAPPED,
+    _untraced: ("center", "expandtabs", "ljust", "rjust", "zfill"),
+    _unavailable: ("encode", "format_map", "maketrans", "translate"),
 }
-_KIND_OF: dict[str, Any] = {name: kind for kind, names in _KINDS.items() for name in names}
-_OBSERVED = ("startswith", "endswith", "find", "rfind", "index", "rindex", "count")
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(TracedStr, f"__{_name}__", _observing(getattr(operator, _name)))
-for _name in dir(str):
-    if _name in _OBSERVED or _name.startswith("is"):
-        setattr(TracedStr, _name, _observing(getattr(str, _name)))
-    elif not _name.startswith("_") and _name not in TracedStr.__dict__:
-        setattr(TracedStr, _name, _KIND_OF.get(_name, _untraced)(_name))
+for _kind, _names in _KINDS.items():
+    for _name in _names:
+        setattr(TracedStr, _name, _kind(_name))
+for _name in ORDERED:
+    setattr(TracedStr, f"__{_name}__", _observing(_name))

@@ -1,0 +1,108 @@
+"""`apply_chat_template` of transformers, to compare with; it runs templates, so it runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from chatmill.format import TemplateRenderer
+from chatmill.format.template.process.channel import Channel, EndedError, fork_server
+from chatmill.records import Record
+
+SECONDS, MEMORY, RESPONSE = 20.0, 2 << 30, 1 << 28
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HOME": "/nonexistent"}
+WARM_UP = "{% generation %}{{ 'x' }}{% endgeneration %}{{ messages | tojson }}{{ strftime_now('%Y') }}"
+_RESPONSE = msgspec.msgpack.Decoder(list[int] | str | None)
+
+
+class TransformersPeer:
+    """The ids that transformers gives for records."""
+
+    def __init__(self, renderer: TemplateRenderer) -> None:
+        self._renderer = renderer
+        self._channel: Channel | None = None
+        path = renderer.folder.tokenizer_json
+        self._arguments = (str(path and path.absolute()), msgspec.json.encode(renderer.folder.special).decode())
+        version = None if path is None else self._ask(None)
+        self.version = version if isinstance(version, str) else ""
+        """The version of transformers; empty if it is not installed or cannot open the tokenizer."""
+
+    def __call__(self, record: Record) -> list[int]:
+        given = self._renderer.template_input(record)
+        source = self._renderer.templates[bool(record.tools)].source
+        options = {"tools": given.tools, "chat_template": source, **self._renderer.arguments}
+        ids = self._ask([given.messages, options])
+        # A record that transformers refuses and chatmill renders is a difference.
+        return ids if isinstance(ids, list) else []
+
+    def __enter__(self) -> TransformersPeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End its process."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _ask(self, request: Any) -> list[int] | str | None:
+        """The response of the process; None if it gives none within its limits."""
+        try:
+            if self._channel is None:
+                self._channel = Channel(fork_server(__name__), MEMORY, *self._arguments)
+            frame = self._channel.exchange(msgspec.json.encode(request), seconds=SECONDS, limit=RESPONSE)
+            response: list[int] | str | None = _RESPONSE.decode(frame)
+            return response
+        except (EndedError, EOFError, OSError, ValueError, TypeError, OverflowError):
+            if self._channel is not None:
+                self._channel.end()
+            self._channel = None
+            return None
+
+
+def main() -> None:
+    """The fork server of such processes."""
+    from chatmill.format.template.process.fork_server import run_server
+
+    os.environ.update(ENVIRONMENT)
+    with suppress(ImportError):
+        import transformers
+
+        transformers.AutoTokenizer  # noqa: B018  # imported when it is used
+    run_server(_service)
+
+
+def _service(tokenizer: str, special: str) -> Callable[[bytes], bytes]:
+    opened, version = _opened(Path(tokenizer), msgspec.json.decode(special))
+
+    def respond(frame: bytes) -> bytes:
+        request = msgspec.json.decode(frame)
+        try:
+            if request is None:
+                return msgspec.msgpack.encode(version)
+            messages, options = request
+            ids = opened.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+            return msgspec.msgpack.encode([int(id) for id in ids])
+        except Exception:
+            return msgspec.msgpack.encode(None)
+
+    return respond
+
+
+def _opened(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str | None]:
+    """The tokenizer as transformers opens it, and the version of transformers; None if it does not."""
+    try:
+        import transformers
+
+        if tokenizer.with_name("tokenizer_config.json").is_file():
+            opened: Any = transformers.AutoTokenizer.from_pretrained(str(tokenizer.parent), trust_remote_code=False)
+        else:
+            opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **special)
+        # Some of what it needs is imported at its first use, which is only possible now.
+        opened.apply_chat_template([{"role": "user", "content": "x"}], chat_template=WARM_UP, tokenize=True)
+    except Exception:
+        return None, None
+    return opened, str(transformers.__version__)

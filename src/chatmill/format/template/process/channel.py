@@ -1,0 +1,222 @@
+"""Starting template processes and exchanging frames with them, within limits that hold whatever a process does."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from chatmill.errors import DataError, one_line
+from chatmill.format.template.process import messages
+
+WAITING = 20.0
+"""Time on the clock that a process may take, as a multiple of processor time: a busy machine is no fault of its own."""
+GRACE = 1.0
+"""Seconds more than are asked for: a process that stops in time by itself can name the line."""
+START_SECONDS = 600.0
+"""For a server to get ready, on a machine that may be busy."""
+POLL_SECONDS = 0.1
+HEADER = struct.Struct("<Q")
+
+_START = """
+import os, sys
+sys.path[:] = sys.argv[2].split(os.pathsep)
+from importlib import import_module
+import_module(sys.argv[1]).main()
+"""
+
+
+class EndedError(Exception):
+    """Why a process was ended, or ended itself."""
+
+
+class ForkServer:
+    """A fork server for processes that do what a module does: a fresh interpreter that calls its `main`."""
+
+    def __init__(self, module: str) -> None:
+        self._owner = os.getpid()
+        self._control, theirs = socket.socketpair()
+        paths = [str(Path(__file__).resolve().parents[4]), *(str(Path(path).absolute()) for path in sys.path if path)]
+        options = ["-I", "-S", *(["-B"] if sys.dont_write_bytecode else [])]
+        # The loader's paths may be needed to start Python at all.
+        environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, *options, "-c", _START, module, os.pathsep.join(paths)],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                    cwd="/",
+                    start_new_session=True,
+                )
+        except (OSError, TypeError) as error:
+            # Without a path to it, `sys.executable` is None.
+            self._control.close()
+            what = f"the process that runs chat templates cannot be started ({one_line(str(error), 200)})"
+            raise DataError(f"{what}; check that {one_line(str(sys.executable), 200)} can be run") from None
+
+    def connect(self) -> tuple[socket.socket, socket.socket]:
+        """The channel and the leash of a new process."""
+        channel, its_channel = socket.socketpair()
+        leash, its_leash = socket.socketpair()
+        with its_channel, its_leash:
+            try:
+                socket.send_fds(self._control, [b"+"], [its_channel.fileno(), its_leash.fileno()])
+            except OSError:
+                channel.close()
+                leash.close()
+                raise
+        return channel, leash
+
+    def close(self) -> None:
+        """End it, and its processes with it."""
+        self._control.close()
+        if self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+
+
+_servers: dict[str, ForkServer] = {}
+_servers_lock = threading.Lock()
+
+
+def fork_server(module: str) -> ForkServer:
+    """The server of this process, and of those forked from it, for a module; started if there is none.
+
+    It gets ready while its caller goes on.
+    """
+    with _servers_lock:
+        if module not in _servers:
+            _servers[module] = ForkServer(module)
+        return _servers[module]
+
+
+def stop_servers() -> None:
+    """End all servers and their processes; who needs one later starts another."""
+    with _servers_lock:
+        servers = list(_servers.values())
+        _servers.clear()
+    for server in servers:
+        server.close()
+
+
+atexit.register(stop_servers)
+
+
+class Channel:
+    """One process of a fork server, which may use so many bytes of memory; `arguments` are what it begins with."""
+
+    def __init__(self, server: ForkServer, memory: int, *arguments: str) -> None:
+        self.memory, self.pid = memory, 0
+        self._socket, self._leash = server.connect()
+        self._socket.setblocking(False)
+        self._poll = select.poll()
+        try:
+            ready = messages.decode_ready(
+                self.exchange(messages.encode(messages.Setup(memory, arguments)), seconds=START_SECONDS, limit=1 << 16)
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.pid, self.protections = ready.pid, ready.protections
+
+    def exchange(self, frame: bytes, *, seconds: float, limit: int) -> bytes:
+        """Send a request and receive its response, within so many seconds and bytes."""
+        clock = _Clock(self.pid, seconds)
+        for part in (HEADER.pack(len(frame)), frame):
+            data = memoryview(part)
+            while data:
+                self._wait(select.POLLOUT, clock)
+                data = data[self._socket.send(data) :]
+        (size,) = HEADER.unpack(self._receive(HEADER.size, clock))
+        if size > limit:
+            raise EndedError(f"it answers with more than {limit >> 20:,} MiB")
+        return self._receive(size, clock)
+
+    def _receive(self, size: int, clock: _Clock) -> bytes:
+        data = bytearray(size)
+        view, at = memoryview(data), 0
+        while at < size:
+            self._wait(select.POLLIN, clock)
+            count = self._socket.recv_into(view[at:])
+            if not count:
+                raise EOFError
+            at += count
+        return bytes(data)
+
+    def _wait(self, event: int, clock: _Clock) -> None:
+        self._poll.register(self._socket, event)
+        while not self._poll.poll(POLL_SECONDS * 1000):
+            clock.check()
+        clock.check_sometimes()
+
+    def end(self) -> int | None:
+        """Kill the process if it has not ended; its exit code, negative for a signal, if that is known."""
+        try:
+            self._leash.shutdown(socket.SHUT_WR)
+            self._leash.settimeout(60)
+            status = self._leash.recv(4)
+        except OSError:
+            status = b""
+        self.close()
+        return int(struct.unpack("<i", status)[0]) if len(status) == 4 else None
+
+    def close(self) -> None:
+        """Close the sockets; the server kills the process if this was the last process that had them."""
+        self._socket.close()
+        self._leash.close()
+
+
+class _Clock:
+    """The time that a process uses for one request."""
+
+    def __init__(self, pid: int, seconds: float) -> None:
+        self._pid, self._seconds = pid, seconds
+        self._cpu, self._began = _cpu_time(pid), time.monotonic()
+        self._next = self._began + POLL_SECONDS
+
+    def check_sometimes(self) -> None:
+        if time.monotonic() > self._next:
+            self._next += POLL_SECONDS
+            self.check()
+
+    def check(self) -> None:
+        """Raise if the time is up: of the processor, or many times as much on the clock."""
+        waited = time.monotonic() - self._began
+        cpu = _cpu_time(self._pid)
+        used = waited if cpu is None or self._cpu is None else cpu - self._cpu
+        if used > self._seconds + GRACE or waited > self._seconds * WAITING:
+            raise EndedError(too_long(self._seconds))
+
+
+def too_long(seconds: float) -> str:
+    return f"it ran for more than {seconds:.0f} seconds"
+
+
+def _cpu_time(pid: int) -> float | None:
+    """Seconds of processor time that a process has used; None where the system does not tell."""
+    if not pid or sys.platform != "linux":
+        return None
+    try:
+        # The clock of a process, as clock_getcpuclockid(3) names it.
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return None
+
+
+def _after_fork() -> None:
+    """The lock may be held by a thread that does not exist here."""
+    global _servers_lock
+    _servers_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

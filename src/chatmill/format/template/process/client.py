@@ -1,0 +1,298 @@
+"""The renderer's side of a template process: it starts one, sends requests, and ends it at a limit.
+
+Limits of one request, enforced from here whatever the process does: processor time, size of the response, and memory,
+for which a process is started with a limit that fits the conversation. A process that reaches one is killed and
+replaced; after a few of those the template is given up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from chatmill.errors import DataError, RecordError, one_line
+from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.hf_folder import TemplateSource
+from chatmill.format.template.process import messages
+from chatmill.format.template.process.channel import Channel, EndedError, fork_server, stop_servers, too_long
+from chatmill.format.template.template_input import Style
+from chatmill.records.record import Record, new_record
+
+if TYPE_CHECKING:
+    from chatmill.format.renderer import Mask
+
+SECONDS = 3.0
+"""Processor time for a small conversation; a normal template needs a few milliseconds."""
+SECONDS_PER_CHARACTER = 2e-6
+SECONDS_PER_PAIR = 5e-4
+"""For each pair of messages: a template may run on every beginning of a conversation, and look at all of it."""
+MEMORY = 512 << 20
+MEMORY_PER_BYTE = 64
+MEMORY_PER_MESSAGE = 4
+"""And for each byte of the conversation, for each of its messages: every beginning of it is rendered."""
+RESPONSE = 16 << 20
+RESPONSE_PER_BYTE = 64
+MAX_KILLS = 3
+"""After so many processes of one renderer were killed at a limit, or crashed, its template is given up."""
+ENGINE = "chatmill.format.template.process.engine"
+_RIGHT = "change the conversation or the template"
+
+
+@dataclass(frozen=True)
+class OpenedTemplate:
+    """A chat template as the renderer knows it."""
+
+    number: int
+    name: str
+    source: str
+    has_tags: bool
+    """Whether it has generation tags."""
+    style: Style
+
+    def quote(self, line: int) -> str:
+        """A line of the template with its number, for messages."""
+        lines = self.source.split("\n")
+        text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+        return f"{self.name}:{line}: {one_line(text, 160)}"
+
+
+class TemplateProcess:
+    """The chat templates of one renderer, in a process that can do nothing but run them."""
+
+    def __init__(
+        self,
+        sources: Sequence[TemplateSource],
+        *,
+        variables: Mapping[str, Any],
+        now: datetime,
+        tokens: Sequence[str],
+        ends: Sequence[str],
+    ) -> None:
+        self._name = sources[0].name
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+        self._kills = 0
+        try:
+            variables_json = msgspec.json.encode(variables)
+            self._open = messages.OpenTemplates(
+                [(source.name, source.source) for source in sources],
+                *(variables_json, now.isoformat(), list(tokens), list(ends), SECONDS),
+            )
+            messages.encode(self._open)
+        except (UnicodeEncodeError, TypeError, OverflowError) as error:
+            raise DataError(f"{self._name}: cannot be opened with these arguments ({one_line(str(error))})") from None
+        _processes.add(self)
+        with self._lock:
+            opened = self._started(MEMORY)
+        self.templates = [
+            OpenedTemplate(number, source.name, source.source, opened.has_tags[number], opened.styles[number])
+            for number, source in enumerate(sources)
+        ]
+
+    @property
+    def protections(self) -> list[str]:
+        """What is in force in the process, as `lock_down` names it."""
+        with self._lock:
+            if self._channel is None:
+                self._started(MEMORY)
+            assert self._channel is not None
+            return [one_line(name) for name in self._channel.protections]
+
+    def text(self, template: int, record: Record, count: int | None = None, *, prompt: bool = False) -> str:
+        """The first `count` messages as text, with the generation prompt if `prompt`."""
+        request = messages.RenderText(template, _sent(record), count, prompt, _seconds(record))
+        response = self._request(request)
+        if not isinstance(response, messages.Text):
+            raise self._broken()
+        return response.text
+
+    def derive(self, template: int, record: Record, *, texts: int, mask: Mask, cacheable: bool) -> DerivedAnswers:
+        """The answers of a record that has so many texts."""
+        response = self._request(messages.Derive(template, _sent(record), mask, cacheable, _seconds(record)))
+        try:
+            if not isinstance(response, messages.Derived):
+                raise messages.BrokenResponseError
+            return messages.check_derived(response, record, texts)
+        except (messages.BrokenResponseError, RecursionError):
+            raise self._broken() from None
+
+    def close(self) -> None:
+        """End the process; the next request starts another."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    __del__ = close
+
+    def after_fork(self) -> None:
+        """In a forked process: leave the process of the parent alone."""
+        self._lock = threading.Lock()
+        self.close()
+
+    def _request(self, request: messages.RenderText | messages.Derive) -> messages.Response:
+        """Send a request about one record; faults are raised as what the renderer raises."""
+        try:
+            frame = messages.encode(request)
+        except UnicodeEncodeError:
+            what = "a text holds half of a character (a lone surrogate)"
+            raise RecordError(what, "write it as valid Unicode", kind="not_text") from None
+        with self._lock:
+            try:
+                response = self._exchange(frame, len(request.record.messages), request.seconds)
+            except EndedError as error:
+                raise self._stopped(str(error)) from None
+            if isinstance(response, messages.Stopped):
+                memory = f"it needs more than {self._memory() >> 20:,} MiB of memory"
+                why = memory if response.limit == "memory" else too_long(request.seconds)
+                raise self._stopped(why, response.place)
+        if isinstance(response, messages.RecordFault):
+            raise RecordError(one_line(response.what, 600), one_line(response.right, 200), kind=response.kind)
+        return response
+
+    def _exchange(self, frame: bytes, count: int, seconds: float) -> messages.Response:
+        memory = max(MEMORY, min(len(frame) * (MEMORY_PER_BYTE + MEMORY_PER_MESSAGE * count), _half_of_memory()))
+        limit = RESPONSE + RESPONSE_PER_BYTE * len(frame)
+        for attempt in range(2):
+            if self._channel is None or self._channel.memory < memory:
+                self.close()
+                self._started(memory)
+            assert self._channel is not None
+            try:
+                return _decoded(self._channel.exchange(frame, seconds=seconds, limit=limit))
+            except (EOFError, OSError):
+                code = self._end()
+                if code in (None, -signal.SIGKILL, -signal.SIGXCPU) and not attempt:
+                    # Killed by somebody else: for want of memory, or at the end of its time in all.
+                    continue
+                raise EndedError(f"its process ended with {_shown_exit(code)}") from None
+            except BaseException:
+                self._end()
+                raise
+        raise AssertionError
+
+    def _started(self, memory: int) -> messages.Opened:
+        """Start a process and open the templates in it."""
+        try:
+            channel = self._channel = _new_channel(memory)
+            response = _decoded(channel.exchange(messages.encode(self._open), seconds=SECONDS, limit=1 << 20))
+        except EndedError as error:
+            why = str(error)
+        except (EOFError, OSError):
+            why = f"its process ended with {_shown_exit(self._end())}"
+        except BaseException:
+            self._end()
+            raise
+        else:
+            if isinstance(response, messages.TemplateFault):
+                raise DataError(one_line(response.what, 600))
+            if isinstance(response, messages.Opened):
+                count = len(self._open.sources)
+                if len(response.has_tags) == len(response.styles) == count:
+                    return response
+            is_time = isinstance(response, messages.Stopped) and response.limit == "time"
+            why = too_long(SECONDS) if is_time else f"it needs more than {memory >> 20:,} MiB of memory"
+        self._end()
+        raise DataError(f"{self._name}: the template was stopped: {why}; mend it")
+
+    def _memory(self) -> int:
+        return MEMORY if self._channel is None else self._channel.memory
+
+    def _end(self) -> int | None:
+        channel, self._channel = self._channel, None
+        return None if channel is None else channel.end()
+
+    def _stopped(self, why: str, place: str = "") -> DataError:
+        """End the process; the fault of the record, or of the template if this has happened too often."""
+        self._end()
+        self._kills += 1
+        what = f"{one_line(place, 300) or self._name}: the template was stopped: {why}"
+        if self._kills >= MAX_KILLS:
+            return DataError(f"{what}; this was the {self._kills}rd time, so no more is tried; mend the template")
+        return RecordError(what, _RIGHT, kind="template_limit")
+
+    def _broken(self) -> DataError:
+        with self._lock:
+            return self._stopped("its process answers what no template process answers")
+
+
+_processes: weakref.WeakSet[TemplateProcess] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for process in list(_processes):
+        process.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def start_server() -> None:
+    """Start the server of template processes, which gets ready while its caller goes on."""
+    fork_server(ENGINE)
+
+
+def _new_channel(memory: int) -> Channel:
+    try:
+        return Channel(fork_server(ENGINE), memory)
+    except (EOFError, OSError):
+        # The server may have been killed since it was started.
+        stop_servers()
+    try:
+        return Channel(fork_server(ENGINE), memory)
+    except EOFError:
+        stop_servers()
+        what = "the process that runs chat templates ends as soon as it starts"
+        raise DataError(f"{what}; check that {one_line(sys.executable, 200)} can import jinja2 and msgspec") from None
+    except OSError as error:
+        raise DataError(
+            f"no process for a chat template can be started: {error.strerror}; free what it lacks"
+        ) from None
+
+
+def _decoded(frame: bytes) -> messages.Response:
+    try:
+        response: messages.Response = messages.decode_response(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        raise EndedError("its process answers what no template process answers") from None
+    return response
+
+
+def _sent(record: Record) -> Record:
+    """What a process is told of a record."""
+    return new_record(record.messages, None, record.tools)
+
+
+def _seconds(record: Record) -> float:
+    """Processor time for a request about a record."""
+    count = len(record.messages)
+    size = sum(len(message.content) + len(message.reasoning) for message in record.messages)
+    return SECONDS + SECONDS_PER_CHARACTER * size * count + SECONDS_PER_PAIR * count**2
+
+
+@cache
+def _half_of_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (ValueError, OSError):
+        return 8 << 30
+
+
+def _shown_exit(code: int | None) -> str:
+    if code is None:
+        return "no exit code"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,125 @@
+"""A fork server: a fresh interpreter that forks a locked-down process for whoever asks.
+
+It has imported what its processes need, and read nothing that a stranger wrote. Its standard input is a socket: each
+byte on it comes with two sockets, for which it forks a process. The first is the channel of that process. The second
+is its leash, which stays with the server: when the other end is closed, by whatever end the renderer comes to, the
+process is killed; how the process ended is written to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+
+from chatmill.format.template.process import messages
+from chatmill.format.template.process.lockdown import lock_down
+
+CHANNEL = 0
+"""The descriptor of a process's channel, its only one."""
+HEADER = struct.Struct("<Q")
+
+Service = Callable[[bytes], bytes]
+"""What a process does: the response to a request."""
+
+
+def run_server(start: Callable[..., Service]) -> None:
+    """Fork a process for every byte on standard input, until its other end is closed.
+
+    Each calls `start` for what it does, and is locked down before it reads a request.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.collect()
+    gc.freeze()
+    woken, wake = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    control = socket.socket(fileno=CHANNEL)
+    children: dict[int, socket.socket] = {}
+    """Processes that were not waited for yet, so that their numbers are theirs, each with its leash."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    while True:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        for pid, leash in children.items():
+            if leash.fileno() in ready:
+                os.kill(pid, signal.SIGKILL)
+                poll.unregister(leash)
+        if woken in ready:
+            os.read(woken, 4096)
+        for pid, leash in list(children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                del children[pid]
+                with suppress(KeyError):
+                    poll.unregister(leash)
+                _tell(leash, os.waitstatus_to_exitcode(status))
+        if control.fileno() in ready:
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not message:
+                break
+            if len(descriptors) == 2:
+                leash = socket.socket(fileno=descriptors[1])
+                known = [control, leash, *children.values()]
+                highest = max(woken, wake, descriptors[0], *(each.fileno() for each in known))
+                children[_fork(descriptors[0], highest, start)] = leash
+                os.close(descriptors[0])
+                poll.register(leash, select.POLLIN)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _tell(leash: socket.socket, code: int) -> None:
+    with suppress(OSError):
+        leash.send(struct.pack("<i", code))
+    leash.close()
+
+
+def _fork(channel: int, highest: int, start: Callable[..., Service]) -> int:
+    """A process with `channel` as its only descriptor; `highest` is the last one of the server."""
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(channel, CHANNEL)
+        os.closerange(1, highest + 1)
+        setup = messages.decode_setup(_read())
+        service = start(*setup.arguments)
+        protections = lock_down(setup.memory, server)
+        _write(messages.encode(messages.Ready(os.getpid(), protections)))
+        while frame := _read():
+            _write(service(frame))
+    finally:
+        os._exit(1)
+
+
+def _read() -> bytes:
+    """The next frame; empty at the end."""
+    header = _read_exactly(HEADER.size)
+    return _read_exactly(HEADER.unpack(header)[0]) if header else b""
+
+
+def _read_exactly(size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        if not (piece := os.read(CHANNEL, min(size - len(data), 1 << 20))):
+            return b""
+        data += piece
+    return bytes(data)
+
+
+def _write(frame: bytes) -> None:
+    for data in (memoryview(HEADER.pack(len(frame))), memoryview(frame)):
+        while data:
+            data = data[os.write(CHANNEL, data) :]

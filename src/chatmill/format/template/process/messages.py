@@ -1,0 +1,216 @@
+"""What a renderer and its template process send to each other: frames of MessagePack, decoded into these types.
+
+A template that has taken over its process can send anything. So what comes back is decoded by type and checked here: it
+may be wrong about its own template, but cannot make the renderer fail, grow, or read what is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from chatmill.format.template.answers.by_origin import AnswerSpan
+from chatmill.format.template.answers.by_prefix import PrefixAnswer
+from chatmill.format.template.answers.derived import DerivedAnswers, Note
+from chatmill.format.template.template_input import Style
+from chatmill.format.template.tracing.steps import STEP_FUNCTIONS, Kind
+from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPiece, TraceStep
+from chatmill.records.record import Record
+
+MAX_STEPS = 2**14
+"""Steps of a trace that is replayed; longer ones are derived anew each time."""
+MAX_COPIES = 2**10
+"""How often a replayed trace may copy a text of the conversation."""
+MAX_LITERALS = 2**23
+"""Characters of the template's own that replaying a trace may copy."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The first message to a new process."""
+
+    memory: int
+    """Bytes that it may use beyond what it has."""
+    arguments: tuple[str, ...] = ()
+    """What it begins with; it must be nothing that a stranger wrote."""
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Its answer, before it has read any template."""
+
+    pid: int
+    protections: list[str]
+    """What is in force."""
+
+
+class OpenTemplates(msgspec.Struct, tag="open", frozen=True):
+    sources: list[tuple[str, str]]
+    """Names and texts of the templates."""
+    variables: bytes
+    """As JSON, which has integers of any size."""
+    now: str
+    tokens: list[str]
+    """The control tokens."""
+    ends: list[str]
+    """Those that a server stops at."""
+    seconds: float
+
+
+class RenderText(msgspec.Struct, tag="text", frozen=True):
+    template: int
+    record: Record
+    messages: int | None
+    prompt: bool
+    seconds: float
+
+
+class Derive(msgspec.Struct, tag="derive", frozen=True):
+    template: int
+    record: Record
+    mask: Literal["derived", "tags"]
+    cacheable: bool
+    seconds: float
+
+
+Request = OpenTemplates | RenderText | Derive
+
+
+class Opened(msgspec.Struct, tag="opened", frozen=True):
+    has_tags: list[bool]
+    styles: list[Style]
+
+
+class Text(msgspec.Struct, tag="text", frozen=True):
+    text: str
+
+
+class Derived(msgspec.Struct, tag="derived", frozen=True):
+    pieces: tuple[TracedPiece, ...]
+    answers: tuple[AnswerSpan, ...]
+    prefixes: tuple[PrefixAnswer, ...]
+    steps: tuple[TraceStep, ...] | None
+    notes: tuple[Note, ...]
+
+
+class RecordFault(msgspec.Struct, tag="record", frozen=True):
+    """A `RecordError`."""
+
+    what: str
+    right: str
+    kind: Annotated[str, msgspec.Meta(pattern=r"^[a-z_]{1,40}\Z")]
+
+
+class TemplateFault(msgspec.Struct, tag="template", frozen=True):
+    """A `DataError`: the template is none."""
+
+    what: str
+
+
+class Stopped(msgspec.Struct, tag="stopped", frozen=True):
+    """A limit was reached, at this place of the template."""
+
+    limit: Literal["time", "memory"]
+    place: str
+
+
+Response = Opened | Text | Derived | RecordFault | TemplateFault | Stopped
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_response = msgspec.msgpack.Decoder(Response).decode
+decode_ready = msgspec.msgpack.Decoder(Ready).decode
+decode_setup = msgspec.msgpack.Decoder(Setup).decode
+
+
+class BrokenResponseError(ValueError):
+    """A process sent what no template process of chatmill sends."""
+
+
+def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswers:
+    """The answers of a record, checked; `texts` is the number of its texts."""
+    count = len(record.messages)
+    kinds = None
+    steps = None
+    if response.steps is not None:
+        steps = tuple(
+            step._replace(args=_tuples(step.args), expected=_tuples(step.expected)) for step in response.steps
+        )
+        kinds = _check_steps(steps, texts)
+    length = 0
+    for piece in response.pieces:
+        _require(bool(piece.text) and OUTSIDE <= piece.owner < count)
+        if piece.source is not None:
+            _require(OUTSIDE <= piece.source.message < count and bool(piece.source.path))
+        if piece.slot is not None and kinds is not None:
+            _require(0 <= piece.slot < len(kinds) and kinds[piece.slot] == Kind.TEXT)
+        length += len(piece.text)
+    for answer in response.answers:
+        _require(0 <= answer.message < count and record.messages[answer.message].role == "assistant")
+        _require(0 <= answer.start <= answer.stop <= length)
+    for prefix in response.prefixes:
+        _require(all(at is None or 0 <= at <= length for at in prefix[1:]))
+    if steps is not None and not _is_bounded(steps, response.pieces, texts):
+        steps = None
+    return DerivedAnswers(Rendering(response.pieces), response.answers, response.prefixes, steps, response.notes)
+
+
+def _check_steps(steps: tuple[TraceStep, ...], texts: int) -> list[Kind]:
+    """What each slot holds."""
+    kinds = [Kind.TEXT] * texts
+    for step in steps:
+        function = STEP_FUNCTIONS.get(step.function)
+        _require(function is not None)
+        assert function is not None
+        _require(all(0 <= slot < len(kinds) and kinds[slot] == function.takes for slot in step.slots))
+        if not step.is_guard:
+            _require(function.gives is not None)
+            assert function.gives is not None
+            kinds.append(function.gives)
+    return kinds
+
+
+def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], texts: int) -> bool:
+    """Whether replaying the steps on any conversation takes memory in proportion to it."""
+    if len(steps) > MAX_STEPS:
+        return False
+    # By slot: how often it may hold each text of the conversation, and (under -1) characters of the template.
+    held = [{slot: 1} for slot in range(texts)]
+    all_held = dict.fromkeys(range(-1, texts), 0)
+
+    def add(slots: Iterable[int], literals: int, growth: int) -> bool:
+        total = {-1: literals}
+        all_held[-1] += literals
+        for slot in slots:
+            for text, copies in held[slot].items():
+                total[text] = total.get(text, 0) + copies * growth
+                all_held[text] += copies * growth
+                if all_held[text] > (MAX_LITERALS if text < 0 else MAX_COPIES):
+                    return False
+        held.append(total)
+        return all_held[-1] <= MAX_LITERALS
+
+    values = [step for step in steps if not step.is_guard]
+    # All that the parts or cuts of a text hold is held by that text.
+    return all(
+        add(step.slots, sum(map(_characters, step.args)), STEP_FUNCTIONS[step.function].growth) for step in values
+    ) and add((piece.slot for piece in pieces if piece.slot is not None), 0, 1)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return sum(map(_characters, value)) if isinstance(value, tuple) else 0
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, which they were before they were sent; nothing else than texts, numbers and None."""
+    if isinstance(value, list | tuple):
+        return tuple(_tuples(inner) for inner in value)
+    _require(value is None or isinstance(value, str | int | float))
+    return value
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise BrokenResponseError

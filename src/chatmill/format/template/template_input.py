@@ -1,0 +1,139 @@
+"""Records as the variables that a chat template is rendered with.
+
+The shape of a record is everything but its texts: roles, which fields there are, the keys and numbers of tool calls,
+the tools. Two records of one shape differ in their texts only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from chatmill.format.template.tracing.trace import OUTSIDE, FieldPath
+from chatmill.records.record import ROLES, Message, Record, ToolCall
+
+TextOf = Callable[[str, FieldPath], str]
+"""What stands in the variables for a text of the record."""
+
+_DECODE = msgspec.json.Decoder().decode
+_ENCODE = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a template expects its messages."""
+
+    parts: bool = False
+    """Content as a list of parts, as for vision-language models."""
+    arguments_as_text: bool = False
+    """The arguments of a tool call as JSON text instead of an object."""
+
+
+@dataclass(frozen=True)
+class TemplateInput:
+    """The variables of one record."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    characters: int
+
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Variables that a tokenizer may define for its template; undefined ones are written as an empty text."""
+_ROLE_CODES = {role: code for code, role in enumerate(ROLES)}
+
+
+def plain_input(record: Record, style: Style) -> TemplateInput:
+    """The record with its texts as they are."""
+    return build_input(record, style, _unchanged, _unchanged)
+
+
+def shape_and_texts(record: Record, style: Style) -> tuple[bytes, list[str]]:
+    """What is the same in all records of a shape, and the texts in which they differ.
+
+    A shape of roles alone is their codes; one with other fields or with tools begins with 255.
+    """
+    codes = [
+        255
+        if message.tool_calls or message.reasoning or message.name or message.tool_call_id
+        else _ROLE_CODES[message.role]
+        for message in record.messages
+    ]
+    roles = bytes(codes)
+    if not record.tools and 255 not in roles:
+        return roles, [message.content for message in record.messages]
+    texts: list[str] = []
+
+    def without(text: str, source: FieldPath) -> str:
+        texts.append(text)
+        return ""
+
+    return b"\xff" + _ENCODE([build_input(record, style, without, _unchanged).messages, record.tools]), texts
+
+
+def _unchanged(text: str, source: FieldPath) -> str:
+    return text
+
+
+def build_input(record: Record, style: Style, text_of: TextOf, of_shape: TextOf) -> TemplateInput:
+    """The variables; `text_of` gives the texts of the record, `of_shape` those that belong to its shape."""
+    messages = [_message(message, number, style, text_of, of_shape) for number, message in enumerate(record.messages)]
+    tools = [
+        _json_value(_DECODE(tool), OUTSIDE, ("tools", at), of_shape, of_shape) for at, tool in enumerate(record.tools)
+    ]
+    size = sum(map(len, record.tools))
+    for message in record.messages:
+        size += len(message.content) + len(message.reasoning)
+        size += sum(len(call.arguments) + len(call.name) for call in message.tool_calls)
+    return TemplateInput(messages, tools or None, size)
+
+
+def _message(message: Message, number: int, style: Style, text_of: TextOf, of_shape: TextOf) -> dict[str, Any]:
+    # Keys are in the usual order, for templates that write a message as JSON.
+    content: Any = text_of(message.content, FieldPath(number, ("content",)))
+    out: dict[str, Any] = {
+        "role": message.role,
+        "content": [{"type": "text", "text": content}] if style.parts else content,
+    }
+    if message.reasoning:
+        # Under both names that templates use, like transformers.
+        reasoning = text_of(message.reasoning, FieldPath(number, ("reasoning",)))
+        out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
+    if message.tool_calls:
+        out["tool_calls"] = [
+            _call(call, FieldPath(number, ("tool_calls", at)), style, text_of, of_shape)
+            for at, call in enumerate(message.tool_calls)
+        ]
+    for key, value in (("name", message.name), ("tool_call_id", message.tool_call_id)):
+        if value is not None:
+            out[key] = text_of(value, FieldPath(number, (key,)))
+    return out
+
+
+def _call(call: ToolCall, at: FieldPath, style: Style, text_of: TextOf, of_shape: TextOf) -> dict[str, Any]:
+    number, path = at
+    id = {} if call.id is None else {"id": text_of(call.id, FieldPath(number, (*path, "id")))}
+    name = text_of(call.name, FieldPath(number, (*path, "name")))
+    path = (*path, "arguments")
+    if style.arguments_as_text:
+        arguments: Any = text_of(call.arguments, FieldPath(number, path))
+    else:
+        arguments = _json_value(_DECODE(call.arguments), number, path, text_of, of_shape)
+    return {**id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _json_value(value: Any, number: int, path: tuple[str | int, ...], text_of: TextOf, of_shape: TextOf) -> Any:
+    """A JSON value with its strings replaced; keys belong to the shape."""
+    if isinstance(value, str):
+        return text_of(value, FieldPath(number, path))
+    if isinstance(value, dict):
+        return {
+            of_shape(key, FieldPath(number, path)): _json_value(inner, number, (*path, key), text_of, of_shape)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_json_value(inner, number, (*path, at), text_of, of_shape) for at, inner in enumerate(value)]
+    return value

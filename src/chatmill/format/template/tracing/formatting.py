@@ -1,0 +1,122 @@
+"""`format` and `%` for templates: each field by itself, so that no pattern is ever given to Python as a whole.
+
+Python's own `str.format` reads attributes of the values that it is given. Here a field names a value and nothing inside
+of it, a spec is short, and values are plain data.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Undefined
+
+from chatmill.format.template.tracing.limits import LimitError
+
+MAX_DIGITS = 4
+"""Of a width or precision."""
+_SPEC = re.compile(r"(?:[^{}]?[<>=^])?[-+ ]?[z#]{0,2}(\d*)[,_]?(?:\.(\d+))?[a-zA-Z%]?")
+_PERCENT = re.compile(
+    r"%(?:\((?P<key>[^()]*)\))?(?P<flags>[-+ #0]*)(?P<width>\*|\d*)(?:\.(?P<precision>\*|\d*))?(?P<type>.?)", re.DOTALL
+)
+MAX_DEPTH = 100
+"""Of lists in lists that are written."""
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def format_fields(pattern: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """`pattern.format(*args, **kwargs)`: texts of the pattern (with None), and values as text (with the value)."""
+    unnamed, has_numbers = 0, False
+    for text, name, spec, conversion in string.Formatter().parse(pattern):
+        if text:
+            yield text, None
+        if name is None:
+            continue
+        if not re.fullmatch(r"\w*", name):
+            raise SecurityError(
+                f"the field {name!r} of a format: a template names its values and nothing inside of them"
+            )
+        if name and not name.isdecimal():
+            value = kwargs[name]
+        else:
+            has_numbers = has_numbers or bool(name)
+            if has_numbers and unnamed + (not name):
+                raise ValueError("fields are numbered by the template or in order, not both")
+            value = args[int(name) if name else unnamed]
+            unnamed += not name
+        yield _field(value, spec or "", conversion), value
+
+
+def _field(value: Any, spec: str, conversion: str | None) -> str:
+    match = _SPEC.fullmatch(spec)
+    if match is None:
+        raise SecurityError(f"the format {spec!r} is not available to templates")
+    _check_digits(match[1], match[2])
+    check_plain(value)
+    if isinstance(value, Undefined):
+        value = str(value)
+    if conversion in ("r", "a"):
+        value = repr(value) if conversion == "r" else ascii(value)
+    elif conversion == "s" or not isinstance(value, _SCALARS):
+        if spec and conversion is None:
+            raise TypeError(f"unsupported format string passed to {type(value).__name__}.__format__")
+        value = str(value)
+    return str.__format__(str.__str__(value), spec) if isinstance(value, str) else format(value, spec)
+
+
+def format_percent(pattern: str, values: Any) -> Iterator[tuple[str, Any]]:
+    """`pattern % values`, as `format_fields` gives it."""
+    given = list(values) if isinstance(values, tuple) else [values]
+    used, at = 0, 0
+    for match in _PERCENT.finditer(pattern):
+        if pattern[at : match.start()]:
+            yield pattern[at : match.start()], None
+        at = match.end()
+        if "*" in (match["width"], match["precision"]):
+            raise SecurityError("a width that is an argument of % is not available to templates")
+        _check_digits(match["width"], match["precision"])
+        if match["type"] == "%":
+            yield match[0] % (), None
+            continue
+        if match["key"] is not None:
+            if not isinstance(values, dict):
+                raise TypeError("format requires a mapping")
+            value, used = values[match["key"]], len(given)
+        else:
+            if used >= len(given):
+                raise TypeError("not enough arguments for format string")
+            value, used = given[used], used + 1
+        check_plain(value)
+        field = "%" + match[0][match[0].index(")") + 1 if match["key"] is not None else 1 :]
+        plain = str.__str__(value) if isinstance(value, str) else value
+        yield field % (plain,), value
+    if used < len(given) and not isinstance(values, dict):
+        raise TypeError("not all arguments converted during string formatting")
+    if pattern[at:]:
+        yield pattern[at:], None
+
+
+def _check_digits(*numbers: str | None) -> None:
+    for number in numbers:
+        if number and len(number) > MAX_DIGITS:
+            raise LimitError(f"it asks for a width of {number[:20]}")
+
+
+def check_plain(value: Any, depth: int = 0) -> None:
+    """Raise unless a value is data that Python writes the same way everywhere: no function, generator or type."""
+    if isinstance(value, (*_SCALARS, Undefined)):
+        return
+    if isinstance(value, list | tuple) and depth < MAX_DEPTH:
+        for inner in value:
+            check_plain(inner, depth + 1)
+    elif isinstance(value, dict) and depth < MAX_DEPTH:
+        for key, inner in value.items():
+            check_plain(key, depth + 1)
+            check_plain(inner, depth + 1)
+    elif isinstance(value, list | tuple | dict):
+        raise LimitError(f"it writes a list that is nested more than {MAX_DEPTH} deep")
+    else:
+        raise SecurityError(f"it writes a {type(value).__name__}, which is not text or data")

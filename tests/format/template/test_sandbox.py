@@ -1,0 +1,183 @@
+"""What templates may do inside of Jinja: the text of transformers, or an error; never another text."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+
+import pytest
+from hostile_templates import NAMES, OBJECTS, prying
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2.runtime import Undefined
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from chatmill.errors import RecordError
+from chatmill.format.template.tracing.limits import Meter
+from chatmill.format.template.tracing.program import Program
+from chatmill.format.template.tracing.sandbox import Sandbox
+
+VARIABLES = {
+    "messages": [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": " Ünï "}],
+    "number": 7,
+    "share": 2.5,
+    "flags": [True, None, "x", 3],
+    "call": {"name": "f", "arguments": {"b": [1, 2], "a": "<z>"}},
+}
+VALUES = (
+    *("messages[0].content", "messages[1]['content']", "'%s-%d%%'", "'{}{:>4}'", "'{0!r}|{x:^7}'", "'a,b , c'", "''"),
+    *(
+        "number",
+        "share",
+        "flags",
+        "flags[2:]",
+        "call",
+        "call.arguments",
+        "call.arguments.b",
+        "none",
+        "true",
+        "[]",
+        "{}",
+    ),
+    *(
+        "messages",
+        "(1, 'two')",
+        "range(3)",
+        "messages | map(attribute='role') | list",
+        "'x' ~ number",
+        "namespace(a=1)",
+    ),
+)
+METHODS = (
+    *("upper()", "title()", "strip()", "strip('H')", "split()", "split(',', 1)", "rsplit(',')", "splitlines(true)"),
+    *("replace('i', 'o')", "replace('i', 'oo', 1)", "find('i')", "index('e')", "count('e')", "startswith(('H', ' '))"),
+    *(
+        "format(1, 2, x='y')",
+        "format('a', 'b', x=[1])",
+        "format(share, number, x=none)",
+        "join(['1', '2'])",
+        "center(11)",
+    ),
+    *("zfill(9)", "ljust(4, '*')", "partition(' ')", "encode()", "translate({})", "isdigit()", "expandtabs(2)"),
+    *("items() | list", "keys() | list", "values() | list", "get('name', 'no')", "copy()", "index(1)", "count(1)"),
+    *("nothing", "a", "append(1)", "update(a=1)", "__class__", "real", "pieces", "casefold()", "removeprefix('Hi')"),
+)
+FILTERS = (
+    *("upper", "lower", "title", "capitalize", "trim", "length", "string", "list", "first", "last", "reverse | list"),
+    *(
+        "tojson",
+        "tojson(indent=2)",
+        "tojson(sort_keys=true)",
+        "join(', ')",
+        "join('-', attribute='role')",
+        "sort",
+        "sum",
+    ),
+    *("unique | list", "map('string') | join", "map('upper') | list", "map(attribute='content') | list", "dictsort"),
+    *(
+        "selectattr('role') | list",
+        "rejectattr('role', 'equalto', 'user') | list",
+        "select('string') | list",
+        "items | list",
+    ),
+    *("default('d')", "default('d', true)", "int", "float", "abs", "round(1)", "batch(2) | list", "slice(2) | list"),
+    *(
+        "replace('i', 'o')",
+        "indent(2)",
+        "indent(2, true)",
+        "center(20)",
+        "truncate(5)",
+        "wordcount",
+        "wordwrap(4)",
+        "e",
+    ),
+    *(
+        "escape",
+        "safe",
+        "striptags",
+        "urlencode",
+        "xmlattr",
+        "pprint",
+        "format(1, 2)",
+        "format('a', 3)",
+        "groupby('role')",
+    ),
+    *(
+        "min",
+        "max",
+        "attr('name')",
+        "filesizeformat",
+        "random",
+        "map('int') | sum",
+        "groupby('role') | map('first') | list",
+    ),
+)
+OPERATIONS = st.one_of(
+    st.sampled_from([f".{name}" for name in METHODS]), st.sampled_from([f" | {name}" for name in FILTERS])
+)
+EXPRESSIONS = st.one_of(
+    st.tuples(st.sampled_from(VALUES), OPERATIONS).map(lambda pair: f"({pair[0]}){pair[1]}"),
+    st.tuples(
+        st.sampled_from(VALUES),
+        st.sampled_from(("+", "*", "%", "~", "==", "in", "//", "-", "<")),
+        st.sampled_from(VALUES),
+    ).map(lambda parts: f"({parts[0]}) {parts[1]} ({parts[2]})"),
+    st.tuples(st.sampled_from(VALUES), OPERATIONS, OPERATIONS).map(lambda parts: f"(({parts[0]}){parts[1]}){parts[2]}"),
+    st.tuples(
+        st.sampled_from(("%5.1f|%x", "%-4d.", "%+d%%", "%s %s", "%r", "%(name)s", "%5s|%c", "%e", "%.2s")),
+        st.sampled_from(VALUES),
+    ).map(lambda pair: f"'{pair[0]}' % ({pair[1]})"),
+    st.tuples(
+        st.sampled_from((":>9", ":x", ":,", ":.1f", "!r", "!s:<5", ":05d", ":%", ":^+9.2e", ":_b")),
+        st.sampled_from(VALUES),
+    ).map(lambda pair: "'[{0" + pair[0] + "}]'.format(" + pair[1] + ")"),
+)
+
+
+@given(EXPRESSIONS)
+@settings(max_examples=200, deadline=None)
+def test_an_expression_gives_the_text_of_transformers_or_an_error(expression):
+    source = "{{ " + expression + " }}"
+    try:
+        text = "".join(Program(source, "t", Sandbox()).run(VARIABLES, Meter()))
+    except RecordError:
+        return
+    assert text == _compile_jinja_template(source).render(VARIABLES), expression
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_nothing_of_python_is_in_what_a_prying_template_writes_or_says(number):
+    try:
+        written = "".join(Program(prying(number), "t", Sandbox()).run(VARIABLES, Meter()))
+    except RecordError as error:
+        written = str(error)
+    assert not any(
+        mark in written for mark in ("<class", "<function", "<bound", "<built", "object at", "0x", "<module")
+    )
+
+
+@pytest.mark.parametrize("filter", [filter for filter in FILTERS if "random" not in filter])
+def test_no_filter_changes_the_data_of_a_conversation(filter):
+    given = copy.deepcopy(VARIABLES)
+    for value in ("messages", "flags", "call", "call.arguments", "call.arguments.b"):
+        with suppress(RecordError):
+            list(Program("{{ " + value + " | " + filter + " }}", "t", Sandbox()).run(given, Meter()))
+    assert given == VARIABLES
+
+
+@pytest.mark.parametrize("value", OBJECTS)
+def test_an_attribute_that_is_not_listed_is_never_handed_out(value):
+    if value in ("f", "caller", "loop", "loop.cycle"):
+        return
+    sandbox = Sandbox()
+    held: list[object] = []
+    sandbox.globals["keep"] = held.append
+    source = f"{{{{ keep({value}) or '' }}}}"
+    list(Program(source, "t", sandbox).run(VARIABLES, Meter()))
+    for name in NAMES:
+        try:
+            found = sandbox.getattr(held[0], name)
+        except Exception:
+            continue
+        assert isinstance(found, Undefined), (value, name)
