@@ -330,7 +330,7 @@ BUILDS = Trial(
     "the next build has the bytes of an undisturbed one",
     builds,
     full=100_000,
-    short=6,
+    short=5,
     in_memory=True,
 )
 RUNS = Trial(
@@ -340,7 +340,7 @@ RUNS = Trial(
     "the weights, moments and losses of an undisturbed run",
     runs,
     full=100_000,
-    short=6,
+    short=4,
     in_memory=True,
 )
 
