@@ -21,8 +21,9 @@ from chatmill.prepare import pipeline
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.pipeline import prepare_dataset
-from chatmill.records import Rejects, read_records
+from chatmill.records import CountedRecords, Rejects, read_records
 from chatmill.records.read_log import LoggedFile, ReadLog
+from chatmill.tokenizer import train_bpe
 
 UNIT_BYTES = 1_000
 
@@ -141,6 +142,36 @@ def test_resume_notices_files_that_a_glob_matches_now_and_an_empty_file_that_was
         with pytest.raises(DataError, match="of another job or other input"):
             prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
         write(tmp_path / "b.jsonl", b"")
+
+
+@pytest.mark.parametrize("change", ["a declared token", "the template"])
+def test_resume_notices_changed_files_of_the_tokenizer_folder(tmp_path, change):
+    folder, path, target = tmp_path / "folder", tmp_path / "a.jsonl", tmp_path / "x"
+    write(path, file_of(".jsonl", "old"))
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(
+        train_bpe(["a b c"], vocab_size=300, control=["<|im_start|>", "<|im_end|>"])
+    )
+    turn = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}"
+    config = {"chat_template": "{% for m in messages %}" + turn + "{% endfor %}", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    job = job_of((str(path),), tokenizer=str(folder), format="template")
+    interrupted(job, target)
+    if change == "a declared token":
+        config["added_tokens_decoder"] = {"302": {"content": "<new>", "special": True}}
+    else:
+        config["chat_template"] += "{# other #}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match="of another job or other input"):
+        prepare_dataset(job, target, engine=LocalEngine(1), unit_bytes=UNIT_BYTES, resume=True)
+
+
+def test_rejects_beside_the_input_are_not_read_as_input(tmp_path):
+    write(tmp_path / "a.jsonl", b"{}\n" + file_of(".jsonl", "old", 2))
+    records = CountedRecords([str(tmp_path / "*.jsonl")], on_error="skip", rejects=tmp_path / "rejects.jsonl")
+    with records:
+        assert len(list(records)) == 2
+    assert records.ledger.total("read").rows == 3
 
 
 CHANGES: dict[str, tuple[Callable[[Path, bytes], Any], str]] = {

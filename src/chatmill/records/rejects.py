@@ -68,9 +68,10 @@ class CountedRecords:
         self._records: Iterator[Record] = iter(())
 
     def __enter__(self) -> Self:
+        # First: a glob must not match the file of rejects, which is made next.
+        self._records = read_records(self._inputs, shape=self._shape, on_error="skip", on_reject=self._reject_unread)
         if self.rejects is not None:
             self.rejects.__enter__()
-        self._records = read_records(self._inputs, shape=self._shape, on_error="skip", on_reject=self._reject_unread)
         return self
 
     def __exit__(self, *error: object) -> None:
