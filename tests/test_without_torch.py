@@ -108,7 +108,11 @@ def test_every_command_runs_without_torch_or_says_what_to_install(tmp_path):
         "dolly.jsonl": DOLLY,
         "plain.jinja": "{% for message in messages %}{{ message.content }}{% endfor %}",
         "config.json": "{}",
+        "model/config.json": '{"model_type": "llama"}',
+        # A header of two bytes, without a tensor.
+        "model/model.safetensors": "\2\0\0\0\0\0\0\0{}",
     }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     out = run(
         f"""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from audit_fixtures import SMALL, make_dataset, rechained, run
 
-from chatmill.audit import Audit, AuditError, LogLine, read_log, replay_step, verify_log
+from chatmill.audit import Audit, AuditError, LogLine, read_log, replay_step, saved_states, verify_log
 from chatmill.errors import DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.read import EpisodeReader
@@ -504,3 +504,99 @@ def test_no_log_at_all_is_one_line(dataset, tmp_path):
         verify_log(tmp_path / "empty.log", dataset).fault
         == f"{tmp_path / 'empty.log'}: holds no line; expected an audit log"
     )
+
+
+# What a checkpoint says must be what the log says.
+
+
+def edited(state, *place, value):
+    """A copy of a state with another value at a place."""
+    copied = json.loads(json.dumps(state))
+    *outer, last = place
+    inner = copied
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    return copied
+
+
+@pytest.fixture(scope="module")
+def checkpointed(dataset, tmp_path_factory):
+    """A log, and the state that a checkpoint keeps at step 15."""
+    audit, states = run(dataset, tmp_path_factory.mktemp("logs"), 20, checkpoints=(15,))
+    return audit.path, states[15]
+
+
+CURSOR = ("step", "epoch", "window", "row")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        *((("audit", "cursor", name), 9999) for name in CURSOR),
+        *((("loader", "cursors", "train", name), 9999) for name in CURSOR),
+        (("audit", "cursor", "step"), "15"),
+        (("audit", "cursor", "step"), 15.0),
+        (("audit", "cursor"), None),
+        (("audit", "given"), {"a": 3}),
+        (("audit", "given"), None),
+        (("audit", "more"), 1),
+        (("loader", "cursors"), {}),
+        (("loader", "cursors"), []),
+        (("loader", "dataset_sha256"), "0" * 64),
+        (("loader", "config_sha256"), "0" * 64),
+        (("loader", "config", "epoch_seed"), 7),
+        (("loader", "config"), None),
+        (("loader",), 3),
+    ],
+)
+def test_an_edited_state_is_refused(dataset, checkpointed, tmp_path, place, value):
+    log, state = checkpointed
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(state))
+    assert verify_log(log, dataset, states=saved_states(file, log)).fault is None
+    file.write_text(json.dumps(edited(state, *place, value=value)))
+    fault = verify_log(log, dataset, states=saved_states(file, log)).fault
+    assert fault is not None and fault.startswith(f"{file}: ") and fault.endswith("; it was changed")
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize("name", ["row", "step", "epoch", "window"])
+def test_a_run_does_not_go_on_from_an_edited_cursor(dataset, checkpointed, tmp_path, name):
+    log, state = checkpointed
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    shutil.copy(log, folder)
+    value = state["audit"]["cursor"][name] + 1
+    lie = edited(edited(state, "audit", "cursor", name, value=value), "loader", "cursors", "train", name, value=value)
+    with pytest.raises(AuditError, match=r"does not fit the checkpoint: audit.cursor is .*; the log says .*changed"):
+        run(dataset, folder, 20, saved=lie)
+    assert (folder / log.name).read_bytes() == log.read_bytes()
+    run(dataset, folder, 20, saved=state)
+
+
+def test_what_each_source_gave_is_compared_over_resumed_runs(root, tmp_path):
+    config = {"mix_sft": {"a": 1, "b": 1}}
+    _, states = run(root, tmp_path, 20, checkpoints=(8, 16), config=config)
+    _, later = run(root, tmp_path, 30, checkpoints=(24,), config=config, saved=states[8])
+    (log,) = tmp_path.glob("*.log")
+    file = tmp_path / "state.json"
+    for state in (states[8], later[24]):
+        file.write_text(json.dumps(state))
+        assert verify_log(log, root, states=saved_states(file, log)).fault is None
+    given = {**later[24]["audit"]["given"], "a": later[24]["audit"]["given"]["a"] + 1}
+    file.write_text(json.dumps(edited(later[24], "audit", "given", value=given)))
+    assert "audit.given is" in verify_log(log, root, states=saved_states(file, log)).fault
+    with pytest.raises(AuditError, match=r"audit\.given is"):
+        run(root, tmp_path, 30, config=config, saved=edited(later[24], "audit", "given", value=given))
+
+
+def test_a_log_or_state_that_is_a_fifo_is_one_line(dataset, checkpointed, tmp_path):
+    log, state = checkpointed
+    os.mkfifo(tmp_path / log.name)
+    with pytest.raises(DataError, match="it is a FIFO"):
+        verify_log(tmp_path / log.name, dataset)
+    with pytest.raises(AuditError, match="it is a FIFO"):
+        run(dataset, tmp_path, 20, saved=state)
+    with pytest.raises(DataError, match="it is a FIFO"):
+        saved_states(tmp_path / log.name, log)

@@ -317,8 +317,9 @@ def test_what_is_nested_too_deeply_is_one_line_with_its_place(run):
         Path(name).mkdir()
         Path(name, "config.json").write_text(config)
     Path("mine/training.json").write_text(DEEP)
+    Path("mine/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     for args, line in (
-        ("chat odd --prompt q", "odd/config.json: does not say what model it is (RecursionError("),
+        ("chat odd --prompt q", "odd/config.json: cannot be read as JSON (maximum recursion depth"),
         ("chat mine --prompt q", "mine/training.json: cannot be read (maximum recursion depth"),
         ("render chat.jsonl --format deep.toml", "deep.toml: not TOML: maximum recursion depth exceeded"),
         ("prepare deep.toml -o d2", "deep.toml: not TOML: maximum recursion depth exceeded"),

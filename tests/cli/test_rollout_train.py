@@ -19,7 +19,7 @@ from chatmill.rollout.loop import train_rollouts
 from chatmill.rollout.vocabulary import COORDINATES
 from chatmill.tokenizer import open_tokenizer, train_bpe
 from chatmill.train import GPT, GPTSizes
-from chatmill.train.checkpoint import model_folder
+from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.load_model import open_model
 
 torch.set_num_threads(1)

@@ -30,6 +30,7 @@ from chatmill.tokenizer import tokenizer_json
 from fault_injection.trial import Trial
 from fault_injection.trials import (
     audit_kills,
+    changed_data,
     changed_input,
     checkpoint_crashes,
     clock,
@@ -38,7 +39,9 @@ from fault_injection.trials import (
     damage_of_runs,
     failing_calls,
     full_disk,
+    hostile_checkpoints,
     hostile_metadata,
+    hostile_models,
     identity,
     large_store,
     outputs,
@@ -444,6 +447,48 @@ def any_number_of_digits() -> None:
     server.NUMBER = re.compile(".*", re.DOTALL)
 
 
+def unlisted_state_read() -> None:
+    from chatmill.train import checkpoint
+
+    checkpoint.unlisted = lambda folder, files: iter(())
+    checkpoint.Checkpoint.state_files = lambda self: sorted(self.path.glob("state-*.safetensors"))
+
+
+def cursor_believed() -> None:
+    from chatmill.audit import recorder
+
+    recorder._check_with_log = lambda state, path, plan: None
+
+
+def pickles_loaded() -> None:
+    """Weights that are no safetensors are unpickled."""
+    import pickle
+
+    from chatmill.train import model_files
+
+    read_headers = model_files.read_headers
+
+    def unpickled(folder: Path, weights: str, index: str | None = None) -> Any:
+        for path in folder.iterdir():
+            if path.suffix in model_files.PICKLES:
+                pickle.loads(path.read_bytes())  # noqa: S301
+        return read_headers(folder, weights, index)
+
+    model_files.read_headers = unpickled
+
+
+def data_not_hashed_again() -> None:
+    from chatmill.train.data_check import DataCheck
+
+    DataCheck._pass = lambda self: None
+
+
+def ids_of_batches_believed() -> None:
+    from chatmill.train import loop
+
+    loop.unknown_id = lambda batch, vocab_size: None
+
+
 PLANTED = (
     Planted("files are not synced", files_are_not_synced, crashes.TRIAL, 6),
     Planted("folders are not synced", folders_are_not_synced, crashes.TRIAL, 6),
@@ -492,4 +537,9 @@ PLANTED = (
     Planted("half-open connections are kept", half_open_connections_kept, viewer.TRIAL, 10),
     Planted("any number of connections is held", any_number_of_connections, viewer.TRIAL, 10),
     Planted("a number in a path has any number of digits", any_number_of_digits, viewer.TRIAL, 250),
+    Planted("state that no checkpoint lists is read", unlisted_state_read, hostile_checkpoints.TRIAL, 1),
+    Planted("the cursor of a checkpoint is believed", cursor_believed, hostile_checkpoints.TRIAL, 2),
+    Planted("pickles are loaded", pickles_loaded, hostile_models.TRIAL, 1),
+    Planted("the data of a run is not hashed", data_not_hashed_again, changed_data.TRIAL, 2),
+    Planted("ids of batches are believed", ids_of_batches_believed, changed_data.TRIAL, 3),
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from model_fixtures import small_gpt
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from chatmill.errors import DataError, UsageError
 from chatmill.train.checkpoint import choose, open_checkpoint, restore, save
@@ -111,3 +113,127 @@ def test_a_checkpoint_that_does_not_say_what_one_says_is_damaged_though_it_has_i
         with pytest.raises(DataError) as raised:
             open_checkpoint(path, ALONE)
         assert str(raised.value).startswith(f"{path}/checkpoint.json: is damaged, it does not say {lacking}")
+
+
+# Checkpoints of others.
+
+LISTED = "state-00000-of-00001.safetensors"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint, its model and its optimizer."""
+    model = small_gpt()
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.1))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return save(tmp_path, {"step": 3}, model, optimizer, ALONE, sharded=False, keep=9, about={"training.json": b"{}"})
+
+
+def rewrite(checkpoint, **changes):
+    """Change values of checkpoint.json, with the hash that fits."""
+    path = checkpoint / "checkpoint.json"
+    body = {name: value for name, value in json.loads(path.read_bytes()).items() if name != "sha256"} | changes
+    sha256 = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**body, "sha256": sha256}))
+
+
+@pytest.mark.parametrize(
+    "name", ["state-!.safetensors", "state-00001-of-00002.safetensors", "more.safetensors", "model/adapter_config.json"]
+)
+def test_a_file_that_is_not_listed_is_refused(saved, name):
+    (saved / name).write_bytes((saved / LISTED).read_bytes())
+    with pytest.raises(DataError, match=rf"{name}: checkpoint.json does not list it.*; this checkpoint is not used"):
+        open_checkpoint(saved, ALONE)
+
+
+def test_only_listed_files_are_read(saved):
+    (saved / "notes.txt").write_text("mine")
+    checkpoint = open_checkpoint(saved, ALONE)
+    assert checkpoint.state_files() == [saved / LISTED]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [],
+        {},
+        None,
+        7,
+        {LISTED: [1]},
+        {LISTED: ["1", "0" * 64]},
+        {LISTED: [True, "0" * 64]},
+        {LISTED: [-1, "0" * 64]},
+        {LISTED: [10**30, "0" * 64]},
+        {"../x": [1, "0" * 64]},
+        {"/etc/passwd": [1, "0" * 64]},
+        {"model/../../x": [1, "0" * 64]},
+        {"state-00000-of-00002.safetensors": [1, "0" * 64]},
+        {"state-00000-of-00000.safetensors": [1, "0" * 64]},
+    ],
+)
+def test_a_list_of_files_of_another_type_is_one_line(saved, files):
+    rewrite(saved, files=files)
+    with pytest.raises(DataError, match=r"checkpoint.json: files.* is .*; expected ") as caught:
+        open_checkpoint(saved, ALONE)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("step", [None, "3", -1, 3.0, True, 10**30, [], 4])
+def test_a_step_of_another_type_or_folder_is_one_line(saved, step):
+    rewrite(saved, step=step)
+    with pytest.raises(DataError, match=r"checkpoint.json: (step is|is of step)"):
+        open_checkpoint(saved, ALONE)
+
+
+@pytest.mark.parametrize("name", [LISTED, "model/config.json", "checkpoint.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero"), id])
+def test_what_is_no_plain_file_is_refused(saved, name, make):
+    (saved / name).unlink()
+    make(saved / name)
+    with pytest.raises(DataError, match=rf"{name}: (cannot be read|is missing|has 0 bytes)"):
+        open_checkpoint(saved, ALONE)
+
+
+@pytest.mark.parametrize("pieces", ["[]", "7", '{"weights/norm.weight": 7}', '{"weights/norm.weight": [-1, 2]}'])
+def test_parts_that_cannot_be_are_one_line(saved, pieces, tmp_path):
+    raw = (saved / LISTED).read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length]) | {"__metadata__": {"pieces": pieces}}
+    text = json.dumps(header).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    with pytest.raises(DataError, match=r"x.safetensors: cannot be read"):
+        ShardedTensors([tmp_path / "x.safetensors"])
+
+
+def test_state_that_adamw_does_not_have_is_refused(saved):
+    checkpoint = open_checkpoint(saved, ALONE)
+    tensors = load_file(saved / LISTED)
+    save_file({**tensors, "optimizer/momentum/norm.weight": torch.zeros(32)}, saved / LISTED)
+    model = small_gpt()
+    with pytest.raises(DataError, match=r"optimizer/momentum/norm.weight .* is no state of AdamW's"):
+        restore(checkpoint, model, make_optimizer(model, OptimizerConfig()))
+
+
+def test_old_checkpoints_go_but_not_those_that_hold_other_files_or_are_links(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "mine").write_text("kept")
+    run = tmp_path / "run"
+    model = small_gpt()
+    optimizer = make_optimizer(model, OptimizerConfig())
+
+    def write(step, **more):
+        save(run, {"step": step}, model, optimizer, ALONE, sharded=False, keep=1, about=None, **more)
+
+    write(1)
+    (run / "step_00000001" / "notes.txt").write_text("kept")
+    (run / "step_00000000").symlink_to(outside)
+    (run / ".step_00000007.saving").symlink_to(outside)
+    write(2)
+    write(3, protected=run / "step_00000002")
+    write(4)
+    names = ["step_00000000", "step_00000001", "step_00000004"]
+    assert sorted(path.name for path in run.iterdir()) == names
+    assert (outside / "mine").read_text() == "kept"

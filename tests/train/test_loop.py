@@ -27,7 +27,7 @@ from chatmill.audit import verify_log
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.store import files
-from chatmill.train.checkpoint import list_checkpoints, model_folder
+from chatmill.train.checkpoint_files import list_checkpoints, model_folder
 from chatmill.train.gpt import GPT
 from chatmill.train.load_model import open_model
 from chatmill.train.loop import OutOfMemoryError, StepRecord, train_model

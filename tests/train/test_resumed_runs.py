@@ -12,7 +12,8 @@ from model_fixtures import small_gpt
 from train_fixtures import curve, prepare, ranks, trained, weights
 
 from chatmill.errors import ChatmillError, DataError, UsageError
-from chatmill.train.checkpoint import list_checkpoints, model_folder, save
+from chatmill.train.checkpoint import save
+from chatmill.train.checkpoint_files import list_checkpoints, model_folder
 from chatmill.train.config import OptimizerConfig
 from chatmill.train.distributed import World
 from chatmill.train.load_model import open_ready

@@ -3,6 +3,7 @@
 Audit                      a listener of the loader that writes the log
 verify_log, AuditResult    recompute every line from the dataset, and compare
 replay_step, ReplayedStep  the exact batch of a step
+saved_states, SavedState   what checkpoints say of the run, to be compared with the log
 read_log, LogLine, …       the file itself, line by line
 """
 
@@ -17,11 +18,12 @@ if _TYPE_CHECKING:
     from chatmill.audit.log import AuditLog as AuditLog
     from chatmill.audit.log import LogLine as LogLine
     from chatmill.audit.log import TornLine as TornLine
-    from chatmill.audit.log import checkpoint_heads as checkpoint_heads
     from chatmill.audit.log import parse_line as parse_line
     from chatmill.audit.log import read_log as read_log
     from chatmill.audit.log import write_line as write_line
     from chatmill.audit.recorder import Audit as Audit
+    from chatmill.audit.saved_state import SavedState as SavedState
+    from chatmill.audit.saved_state import saved_states as saved_states
     from chatmill.audit.verify import AuditResult as AuditResult
     from chatmill.audit.verify import MismatchError as MismatchError
     from chatmill.audit.verify import ReplayedStep as ReplayedStep

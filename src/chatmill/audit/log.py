@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -22,6 +22,7 @@ from typing import Any
 
 from chatmill.errors import ChatmillError, DataError, one_line
 from chatmill.store import files
+from chatmill.store.plain_file import check_plain, open_plain
 
 START = "0" * 64
 """The previous hash of the first line."""
@@ -117,7 +118,8 @@ class TornLine:
 def read_log(path: Path) -> list[LogLine | TornLine]:
     """Read a log line by line; what a crash cut off is a `TornLine`."""
     try:
-        raw = path.read_bytes()
+        with open_plain(path) as file:
+            raw = file.read()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); expected an audit log") from None
     *complete, unfinished = raw.split(b"\n")
@@ -178,6 +180,7 @@ class AuditLog:
         """
         place = Path(path)
         try:
+            check_plain(place)
             fd = files.disk.append(place)
         except OSError as error:
             raise AuditError(
@@ -243,31 +246,3 @@ def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
     except DataError:
         return None
     return line if line.previous == last.sha256 else None
-
-
-# The heads that checkpoints keep: a log must contain them.
-
-
-def checkpoint_heads(path: Path, log: Path) -> dict[str, str]:
-    """The heads of this log in a checkpoint, or in the JSON file of its state, by the file that holds them."""
-    heads: dict[str, str] = {}
-    for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
-        try:
-            state = json.loads(file.read_bytes())
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror}); expected the state of a checkpoint") from None
-        except (ValueError, RecursionError):
-            continue
-        heads |= {str(file): kept["head"] for kept in _log_states(state) if kept["log"] == log.name}
-    if not heads:
-        raise DataError(f"{path}: keeps no head of {log.name}; expected the state of a checkpoint of that run")
-    return heads
-
-
-def _log_states(value: Any) -> Iterator[dict[str, str]]:
-    """Every state of an audit log in a JSON value."""
-    if isinstance(value, dict) and isinstance(value.get("log"), str) and isinstance(value.get("head"), str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _log_states(each)

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.audit.log import AuditError, AuditLog, Clock, now
+from chatmill.audit.log import AuditError, AuditLog, Clock, now, read_log
+from chatmill.audit.saved_state import SavedState, first_difference, logged_checkpoints
+from chatmill.errors import DataError, one_line
 from chatmill.load.config import LoadConfig, order_sha256
 from chatmill.load.mix import shares
 from chatmill.load.order import effective_seed
@@ -90,6 +92,7 @@ class Audit:
             self._log = AuditLog.create(self._folder, clock=self._clock)
         else:
             path = self._folder / self._state["log"]
+            _check_with_log(self._state, path, self._plan)
             self._log, fields = AuditLog.reopen(path, head=self._state["head"], clock=self._clock)
             self._log.add("resume", {**fields, **self._at._asdict()}, durable=True)
         ranks = "all" if self._reduce is not None or loader.world_size == 1 else "0"
@@ -176,6 +179,24 @@ def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
         return {"log": log, "head": str(head), "cursor": dict(cursor), "given": dict(given)}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise AuditError("the state of the audit log is damaged; expected what checkpoint returned") from None
+
+
+def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> None:
+    """Raise `AuditError` if a saved state is not what the log says of that checkpoint, or the dataset is another."""
+    try:
+        logged = logged_checkpoints(read_log(path)).get(state["head"])
+    except DataError as error:
+        raise AuditError(f"{error}; put it back beside its checkpoint") from None
+    if logged is None:
+        raise AuditError(
+            f"{path}: no checkpoint of it has the hash {one_line(state['head'], 12)} that the state keeps; "
+            "it was cut or changed"
+        )
+    order = plan.config.order_part()
+    loader = {"dataset_sha256": datasets_hash(plan.sources), "config": order, "config_sha256": order_sha256(order)}
+    run = {"loader": {**loader, "cursors": {plan.split: state["cursor"]}}}
+    if fault := first_difference(SavedState(state, run), logged):
+        raise AuditError(f"{path}: does not fit the checkpoint: {fault}; one of them was changed")
 
 
 # The fields of each line, as functions of the plan: used to write the log and to verify it.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from chatmill.audit import recorder
 from chatmill.audit.log import START, LogLine, TornLine, as_text, read_log, torn_fields
+from chatmill.audit.saved_state import SavedState, first_difference, logged_checkpoints
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.load.batch import Batch
 from chatmill.load.batch_builder import BatchBuilder
@@ -52,11 +53,13 @@ def verify_log(
     dataset: str | Path | None = None,
     *,
     heads: Mapping[str, str] | None = None,
+    states: Mapping[str, SavedState] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AuditResult:
     """Recompute every line of a log from a dataset (None: the one that it names), and check every byte of the dataset.
 
-    `heads` maps the name of each checkpoint to the hash that it keeps. `progress` is called with numbers of steps.
+    `heads` maps the name of each checkpoint to the hash that it keeps, `states` to all that it says of the run, as
+    `saved_states` reads it: every field must be what the log says. `progress` is called with numbers of steps.
 
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
@@ -67,7 +70,10 @@ def verify_log(
     checker = _Checker(dataset, progress, result)
     result.fault = _first_fault(place, lines, checker)
     if result.fault is None:
-        result.fault, result.unanchored = _check_heads(place, lines, heads or {})
+        kept = {**(heads or {}), **{name: state.head for name, state in (states or {}).items()}}
+        result.fault, result.unanchored = _check_heads(place, lines, kept)
+    if result.fault is None:
+        result.fault = _first_lie(place, lines, states or {})
     result.fault = result.fault or checker.changed_file()
     return result
 
@@ -104,6 +110,17 @@ def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mappin
             gone = f"lines after {last}" if last else "some of its lines"
             return f"{place}: no line has the hash {head[:12]}… that {name} keeps; {gone} are changed or gone", 0
     return None, sum(number > last for number in numbers.values())
+
+
+def _first_lie(place: Path, lines: Sequence[LogLine | TornLine], states: Mapping[str, SavedState]) -> str | None:
+    """The fault of a checkpoint that says other things of the run than the log."""
+    logged = logged_checkpoints(lines) if states else {}
+    for name, state in states.items():
+        if state.head not in logged:
+            return f"{place}: the line with the hash {state.head[:12]}… that {name} keeps is no checkpoint"
+        if fault := first_difference(state, logged[state.head]):
+            return f"{name}: {fault}; it was changed"
+    return None
 
 
 class _LoggedState(NamedTuple):

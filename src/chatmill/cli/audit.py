@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.audit import replay_step, verify_log
-from chatmill.audit.log import checkpoint_heads
+from chatmill.audit import replay_step, saved_states, verify_log
 from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json, echo_line
 from chatmill.errors import one_line
 from chatmill.show.order_view import replay_tokenizer, replayed_rows
@@ -28,7 +27,10 @@ def verify(
     dataset: DatasetDir = None,
     checkpoint: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="A checkpoint, or the JSON of its state: its head vouches for the log."),
+        typer.Option(
+            metavar="PATH",
+            help="A checkpoint, or the JSON of its state: its head vouches for the log.",
+        ),
     ] = None,
     head: Annotated[list[str] | None, typer.Option(metavar="HASH", help="A head that was kept elsewhere.")] = None,
     as_json: AsJson = False,
@@ -36,7 +38,8 @@ def verify(
     """Recompute every line of a log from the dataset, and say OK or which line is the first that differs.
 
     Each order is drawn again, and all rows that were handed out are read again. Without a checkpoint's head nobody can
-    tell a log from one whose end was cut off, or whose lines and hashes were all written anew.
+    tell a log from one whose end was cut off, or whose lines and hashes were all written anew. What a checkpoint says
+    of the run (step, cursor, dataset, config) must be what the log says.
 
     \b
     Examples:
@@ -44,10 +47,9 @@ def verify(
       chatmill audit verify logs/audit/audit_20260103T164419Z.log --checkpoint runs/sft1/latest --json
     """
     heads = {f"--head {one_line(each, 12)}": each for each in head or ()}
-    for path in checkpoint or ():
-        heads |= checkpoint_heads(path, log)
+    states = {name: state for path in checkpoint or () for name, state in saved_states(path, log).items()}
     with counting("steps") as advance:
-        result = verify_log(log, dataset, heads=heads, progress=advance)
+        result = verify_log(log, dataset, heads=heads, states=states, progress=advance)
     if as_json:
         unanchored = result.unanchored if result.fault is None else None
         echo_json({"ok": result.fault is None, "fault": result.fault, **asdict(result), "unanchored": unanchored})
@@ -59,7 +61,7 @@ def verify(
             typer.echo(f"{result.abandoned:,} abandoned, left behind by a resumed run")
         if result.torn:
             typer.echo(f"torn by a crash: line {', '.join(map(str, result.torn))}")
-        if not heads:
+        if not heads and not states:
             typer.echo("no head of a checkpoint was given: its end may have been cut off, or all of it written anew")
         elif result.unanchored:
             typer.echo(f"{result.unanchored:,} unanchored, after the last head that a checkpoint keeps")

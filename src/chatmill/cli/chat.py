@@ -10,6 +10,8 @@ import typer
 from chatmill.cli.options import AsJson, argument, echo_json
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.show.text import visible
+from chatmill.train.checkpoint_files import model_folder
+from chatmill.train.model_files import check_headers
 
 if TYPE_CHECKING:
     from chatmill.train.chat_model import ChatSession, Reply
@@ -60,6 +62,8 @@ def chat(
     """
     if as_json and not prompt:
         raise UsageError("--json is for what --prompt says; give one")
+    # Before torch is imported, which takes seconds.
+    check_headers(model_folder(model))
     from chatmill.train.chat_model import ChatSession, open_chat_model
     from chatmill.train.generation import Sampling
 

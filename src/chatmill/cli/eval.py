@@ -14,6 +14,8 @@ from chatmill.cli.options import AsJson, DatasetOrCaches, counting, echo_json, p
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import one_line
 from chatmill.show.dataset import open_view
+from chatmill.train.checkpoint_files import model_folder
+from chatmill.train.model_files import check_headers
 
 if TYPE_CHECKING:
     from chatmill.train.score import EvalReport, EvalScore
@@ -51,6 +53,8 @@ def eval_command(
       chatmill eval checkpoints/my_sft_model data/chat_sft --wrong 5
       chatmill eval checkpoints/my_sft_model data/chat_sft --split train --limit 200 --json
     """
+    # Before torch is imported, which takes seconds.
+    check_headers(model_folder(model))
     from chatmill.train.load_model import open_ready
     from chatmill.train.score import check_tokenizer, end_ids, open_all, score_model
 

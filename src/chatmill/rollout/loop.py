@@ -33,13 +33,14 @@ from chatmill.rollout.vocabulary import vocabulary_of
 from chatmill.rows import Rows
 from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.train import checkpoint as checkpoints
+from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.distributed import World, init_world
 from chatmill.train.load_model import compute_dtype, open_model
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import TRAINING, trained_with
 from chatmill.train.run_dir import RunDir, config_changes, open_resumed, stop_on_signal
 from chatmill.train.sharded_tensors import file_info
-from chatmill.train.step import LRSchedule, Stepper, micro_batches, seed_step
+from chatmill.train.step import LRSchedule, Stepper, micro_batches, seed_step, unknown_id
 
 ROLLOUTS = "rollouts.jsonl"
 MAY_CHANGE = {"max_iters", "save_interval", "keep_checkpoints", "log_interval", "device", "replay"}
@@ -198,12 +199,12 @@ class _RolloutRun:
         config, began = self.config, time.perf_counter()
         count = min(config.gradient_accumulation_steps, max(1, len(rows)))
         cuts = np.linspace(0, len(rows), count + 1).astype(int).tolist()
-        parts = [
-            part
-            for start, stop in pairwise(cuts)
-            if start < stop
-            for part in micro_batches(collate(rows[start:stop], pad_token_id=self.task.eos_id), 1, self.world.device)
-        ]
+        pairs = [(start, stop) for start, stop in pairwise(cuts) if start < stop]
+        batches = [collate(rows[start:stop], pad_token_id=self.task.eos_id) for start, stop in pairs]
+        for batch in batches:
+            if fault := unknown_id(batch, self.model.vocab_size):
+                raise DataError(f"step {self.step + 1}: {fault}; use rollouts of this model")
+        parts = [part for batch in batches for part in micro_batches(batch, 1, self.world.device)]
         weight = math.fsum(part.inputs.targets.weight for part in parts)
         lr = self.lr(self.step)
         self.step += 1
@@ -242,7 +243,7 @@ class _RolloutRun:
 
 
 def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
-    folder = checkpoints.model_folder(config.init_from_model or "")
+    folder = model_folder(config.init_from_model or "")
     training, format = trained_with(folder), task.format
     theirs = training.get("format")
     for what, trained, given in (

@@ -306,14 +306,15 @@ def _shards(folder: Path, meta: CacheMeta) -> Iterator[tuple[Path, CacheShard]]:
             yield folder / name / shard_file(number), shard
 
 
-def _manifest(folder: Path, meta: CacheMeta) -> Manifest:
+def cache_manifest(folder: Path, meta: CacheMeta) -> Manifest:
+    """Every shard of a cache, with the size and hash that its `meta.json` gives."""
     shards = [(path, FileInfo(shard.size(meta.dtype), shard.sha256)) for path, shard in _shards(folder, meta)]
     return Manifest(shards, META, "cache")
 
 
 def _shard_faults(folder: OpenFolder, meta: CacheMeta) -> Iterator[str]:
     """Shards that are missing, or that do not have their size or header."""
-    wrong_sizes = list(_manifest(folder.path, meta).size_faults(folder))
+    wrong_sizes = list(cache_manifest(folder.path, meta).size_faults(folder))
     yield from wrong_sizes
     for path, shard in _shards(folder.path, meta) if not wrong_sizes else ():
         with os.fdopen(folder.open(path), "rb") as file:
@@ -363,7 +364,7 @@ def verify_cache(path: str | Path, *, full: bool) -> Verified:
 
 def _verified(folder: OpenFolder, *, full: bool) -> Verified:
     meta = _read_meta(folder)
-    listed = _manifest(folder.path, meta)
+    listed = cache_manifest(folder.path, meta)
     faults = [*_shard_faults(folder, meta), *listed.unlisted_faults(folder, SPLITS)]
     if not faults:
         cache = _cache_in(folder)

@@ -23,7 +23,7 @@ if _TYPE_CHECKING:
     from chatmill.train.chat_model import ChatModel as ChatModel
     from chatmill.train.chat_model import ChatSession as ChatSession
     from chatmill.train.chat_model import open_chat_model as open_chat_model
-    from chatmill.train.checkpoint import model_folder as model_folder
+    from chatmill.train.checkpoint_files import model_folder as model_folder
     from chatmill.train.config import GPTSizes as GPTSizes
     from chatmill.train.config import TrainConfig as TrainConfig
     from chatmill.train.generation import Sampling as Sampling

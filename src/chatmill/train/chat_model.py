@@ -23,7 +23,7 @@ from chatmill.format import (
 from chatmill.records import Message, Record
 from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.tokenizer import Tokenizer, open_tokenizer
-from chatmill.train.checkpoint import model_folder
+from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.generation import Sampling, generate_steps
 from chatmill.train.load_model import check_is_model, open_ready
 from chatmill.train.model import CausalModel

@@ -6,12 +6,13 @@ step_00000500/
   checkpoint.json                    the state of the run; size and hash of every file, and of itself; written last
 
 safetensors instead of torch.distributed.checkpoint, whose metadata is a pickle: reading a checkpoint runs no code.
+What checkpoint.json does not list is not read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -24,18 +25,31 @@ from torch import Tensor
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.store import files
 from chatmill.store.hashed import FileInfo
+from chatmill.store.plain_file import check_plain
 from chatmill.store.publish import publish, recover
+from chatmill.train.checkpoint_files import (
+    MARKER,
+    MODEL,
+    PREFIX,
+    STATE_FILE,
+    VERSION,
+    list_checkpoints,
+    read_marker,
+    self_sha256,
+    step_name,
+    step_of,
+    unlisted,
+)
 from chatmill.train.distributed import World, is_sharded, local, rows_of, whole
 from chatmill.train.model import CausalModel
 from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRows, file_info, write_tensors
 
-VERSION = 1
-MARKER = "checkpoint.json"
-MODEL = "model"
-PREFIX = "step_"
 LEFT = ".left"
 """Suffix of a checkpoint that is later than the one a run resumed from."""
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
+STEP = "step"
+KINDS = ("exp_avg", "exp_avg_sq", STEP)
+"""What AdamW keeps of each parameter: two moments of its shape, and the number of its steps."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +59,16 @@ class Checkpoint:
     path: Path
     state: Mapping[str, Any]
     """What the run stored of itself in checkpoint.json."""
+    files: Mapping[str, FileInfo]
+    """The files of the checkpoint, by their path in its folder."""
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
+
+    def state_files(self) -> list[Path]:
+        """The files that hold weights and optimizer state."""
+        return [self.path / name for name in sorted(self.files) if STATE_FILE.fullmatch(name)]
 
 
 # Weights and optimizer state.
@@ -68,7 +88,7 @@ def named_tensors(model: CausalModel, optimizer: torch.optim.Optimizer) -> dict[
 
 def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: torch.optim.Optimizer) -> None:
     """Load weights and optimizer state into a model and its optimizer, at any number of ranks."""
-    stored = ShardedTensors(sorted(checkpoint.path.glob("state-*.safetensors")))
+    stored = ShardedTensors(checkpoint.state_files())
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     need = {f"{WEIGHTS}/{name}": tuple(parameter.shape) for name, parameter in parameters.items()}
     have = {name: stored.shape(name) for name in stored.names if name.startswith(f"{WEIGHTS}/")}
@@ -76,23 +96,28 @@ def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: torch.optim.O
         wrong = sorted(name for name in need.keys() | have.keys() if need.get(name) != have.get(name))
         theirs, mine = have.get(wrong[0], "not there"), need.get(wrong[0], "none")
         raise UsageError(
-            f"{checkpoint.path}: {wrong[0].removeprefix(WEIGHTS + '/')} is {theirs}, the model has {mine} "
-            f"({len(wrong)} weights differ); a run goes on with the model it began with"
+            f"{checkpoint.path}: {one_line(wrong[0].removeprefix(WEIGHTS + '/'), 200)} is {theirs}, the model has "
+            f"{mine} ({len(wrong)} weights differ); a run goes on with the model it began with"
         )
-    kinds = sorted({name.split("/")[1] for name in stored.names if name.startswith(f"{OPTIMIZER}/")})
+    moments = {f"{OPTIMIZER}/{kind}/{name}" for kind in KINDS for name in parameters}
+    for name in sorted(stored.names - need.keys()):
+        shape = () if name.startswith(f"{OPTIMIZER}/{STEP}/") else need.get(f"{WEIGHTS}/{name.split('/', 2)[-1]}")
+        if name not in moments or stored.shape(name) != shape:
+            raise DataError(f"{checkpoint.path}: {one_line(name, 200)} {stored.shape(name)} is no state of AdamW's")
     with torch.no_grad():
         for name, parameter in parameters.items():
             local(parameter).copy_(stored.read(f"{WEIGHTS}/{name}", *rows_of(parameter)))
+            full = {kind: f"{OPTIMIZER}/{kind}/{name}" for kind in KINDS}
+            kept = [kind for kind in KINDS if full[kind] in stored.names]
+            if kept and kept != list(KINDS):
+                raise DataError(f"{checkpoint.path}: of AdamW's state of {name} only {', '.join(kept)} is there")
             state = {}
-            for kind in kinds:
-                full = f"{OPTIMIZER}/{kind}/{name}"
-                if full not in stored.names:
-                    continue
-                if stored.shape(full) == ():
-                    state[kind] = stored.read(full, 0, 1).to(parameter.device)
+            for kind in kept:
+                if kind == STEP:
+                    state[kind] = stored.read(full[kind], 0, 1).to(parameter.device)
                 else:
                     state[kind] = torch.zeros_like(parameter)
-                    local(state[kind]).copy_(stored.read(full, *rows_of(parameter)))
+                    local(state[kind]).copy_(stored.read(full[kind], *rows_of(parameter)))
             if state:
                 optimizer.state[parameter] = state
 
@@ -110,11 +135,12 @@ def save(
     sharded: bool,
     keep: int,
     about: Mapping[str, bytes] | None,
+    protected: Path | None = None,
 ) -> Path:
     """Write and publish a checkpoint with this state, and remove all but the last `keep`; all ranks call this.
 
     `sharded`: every rank writes its own shards. `about` are small files for the model folder; None writes no such
-    folder.
+    folder. `protected` is not removed, nor is a checkpoint that holds other files as well.
     """
     target = folder / step_name(state["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -150,10 +176,11 @@ def save(
                 hashes[f"{MODEL}/{path.name}"] = astuple(file_info(path))
         body = {**state, "version": VERSION, "files": hashes}
         with files.create(staging / MARKER) as file:
-            file.write((json.dumps({**body, "sha256": _sha256(body)}, sort_keys=True) + "\n").encode())
+            file.write((json.dumps({**body, "sha256": self_sha256(body)}, sort_keys=True) + "\n").encode())
         publish(staging, target, overwrite=True, marker=MARKER)
         for old in list_checkpoints(folder)[:-keep]:
-            files.remove_tree(old, first=MARKER)
+            if old != protected and _holds_nothing_else(old):
+                files.remove_tree(old, first=MARKER)
 
     all_written = world.gather(written)
     world.together(finish)
@@ -198,26 +225,40 @@ def _model_weights(model: CausalModel, world: World) -> dict[str, Tensor]:
     return {name: gathered[id(tensor)] for name, tensor in state.items()}
 
 
-def step_name(step: int) -> str:
-    return f"{PREFIX}{step:08d}"
-
-
 def clean(folder: Path) -> None:
     """Remove unfinished checkpoints that a killed run left."""
     for path in folder.glob(f".{PREFIX}*.saving"):
-        files.remove_tree(path, first=MARKER)
+        _remove(path)
     for path in folder.glob(f".{PREFIX}*.replaced"):
         recover(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder; of a link to one only the link."""
+    if path.is_symlink() or not path.is_dir():
+        files.disk.remove(path)
+    else:
+        files.remove_tree(path, first=MARKER)
+
+
+def _holds_nothing_else(path: Path) -> bool:
+    """Whether a checkpoint holds its own files alone."""
+    try:
+        _, listed = read_marker(path / MARKER)
+    except DataError:
+        return False
+    names = {Path(root, name).relative_to(path).as_posix() for root, _, names in os.walk(path) for name in names}
+    return names <= {*listed, MARKER}
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints of a run that are later than a step; their new names."""
     renamed = []
     for path in list_checkpoints(folder):
-        if path.name > step_name(step):
+        if step_of(path) > step:
             aside = path.with_name(path.name + LEFT)
-            if aside.exists():
-                files.remove_tree(aside, first=MARKER)
+            if os.path.lexists(aside):
+                _remove(aside)
             files.disk.rename_new(path, aside)
             renamed.append(aside)
     if renamed:
@@ -226,12 +267,6 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 # Reading.
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run by name, oldest first; none is opened."""
-    names = sorted(path.name for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
-    return [folder / name for name in names]
 
 
 def choose(folder: Path, resume: str) -> Path | None:
@@ -251,10 +286,12 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
 
     def check() -> Checkpoint:
         try:
-            state = _read(path / MARKER)
-            for name in sorted(state["files"])[world.rank :: world.size]:
-                _check(path / name, FileInfo(*state["files"][name]))
-            return Checkpoint(path, state)
+            state, listed = read_marker(path / MARKER)
+            for other in unlisted(path, listed):
+                raise DataError(f"{other}: {MARKER} does not list it, so it is not of this checkpoint; remove it")
+            for name in sorted(listed)[world.rank :: world.size]:
+                _check(path / name, listed[name])
+            return Checkpoint(path, state, listed)
         except DataError as error:
             before = [each for each in list_checkpoints(path.parent) if each.name < path.name]
             offer = f"the one before it: --resume {before[-1]}" if before else "there is none before it"
@@ -265,56 +302,31 @@ def open_checkpoint(path: Path, world: World) -> Checkpoint:
 
 def _check(path: Path, info: FileInfo) -> None:
     try:
-        size = path.stat().st_size
-    except OSError:
+        size = check_plain(path)
+        if size != info.size:
+            raise DataError(f"{path}: has {size:,} bytes, it was written with {info.size:,}")
+        if file_info(path) != info:
+            raise DataError(f"{path}: is damaged, its bytes do not have the hash they were written with")
+    except FileNotFoundError:
         raise DataError(f"{path}: is missing") from None
-    if size != info.size:
-        raise DataError(f"{path}: has {size:,} bytes, it was written with {info.size:,}")
-    if file_info(path) != info:
-        raise DataError(f"{path}: is damaged, its bytes do not have the hash they were written with")
-
-
-def _sha256(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(path.read_bytes())
-        stored_hash = state.pop("sha256")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, AttributeError, KeyError, RecursionError, TypeError):
-        raise DataError(f"{path}: is damaged, it is no checkpoint's") from None
-    if _sha256(state) != stored_hash:
-        raise DataError(f"{path}: is damaged, it does not have the hash it names")
-    if lacking := [name for name in ("version", "step", "files") if name not in state]:
-        raise DataError(f"{path}: is damaged, it does not say {lacking[0]}")
-    if state["version"] != VERSION:
-        raise DataError(f"{path}: has version {one_line(str(state['version']))}; this chatmill reads {VERSION}")
-    return dict(state)
-
-
-def model_folder(path: str | Path) -> Path:
-    """The folder of a model: the one given, that of a checkpoint, or that of a run's newest checkpoint."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder; expected a model, a checkpoint, or a run with checkpoints")
-    for place in [folder, *reversed(list_checkpoints(folder))]:
-        if (place / MODEL).is_dir():
-            return place / MODEL
-    return folder
 
 
 def check_model(folder: Path) -> None:
-    """Raise `DataError` if the files of a checkpoint's model are damaged; other folders have no hashes."""
-    place = folder.resolve()
-    marker = place.parent / MARKER
-    if place.name != MODEL or not marker.is_file():
-        return
-    try:
-        for name, info in _read(marker)["files"].items():
-            if name.startswith(f"{MODEL}/"):
-                _check(folder / Path(name).name, FileInfo(*info))
-    except DataError as error:
-        raise DataError(f"{error}; this model is not used, take that of another checkpoint") from None
+    """Raise `DataError` if the model of a checkpoint is not what was written; other folders have no hashes."""
+    # A model may be reached by a link, and a link may stand in the place of a model.
+    for place in dict.fromkeys((folder.absolute(), folder.resolve())):
+        marker = place.parent / MARKER
+        if place.name != MODEL or not os.path.lexists(marker):
+            continue
+        try:
+            _, listed = read_marker(marker)
+            for other in unlisted(place.parent, listed):
+                if other.parent == place:
+                    raise DataError(f"{other}: {MARKER} does not list it; remove it, or copy the folder and use that")
+            for name, info in listed.items():
+                if name.startswith(f"{MODEL}/"):
+                    _check(folder / Path(name).name, info)
+        except DataError as error:
+            raise DataError(f"{error}; this model is not used, take that of another checkpoint") from None

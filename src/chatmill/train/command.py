@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from chatmill.config import flag_spellings, from_environment, from_flags, keys_of, read_values
 from chatmill.errors import ChatmillError, UsageError, one_line
-from chatmill.train.checkpoint import step_name
+from chatmill.train.checkpoint_files import step_name
 from chatmill.train.config import RunFlags, TrainConfig, layered, size_keys, with_bare_switches
 from chatmill.train.distributed import RankError
 from chatmill.train.loop import OpenText, TrainResult, train_model

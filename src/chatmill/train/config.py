@@ -205,6 +205,9 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     checkpoint: Literal["full", "sharded"] = key(
         "full", "who writes checkpoints: rank 0 the whole (full), or every rank its part (sharded)"
     )
+    verify: bool = key(
+        False, "check the hashes of the data: at the start, once an epoch in the background, and at the end"
+    )
     log_rows: bool = key(False, "write the loss of every conversation of every step")
     tensorboard: bool = key(False, "also write TensorBoard files")
     audit_dir: str | None = key("logs/audit", "folder of the audit log, which records what was trained on")

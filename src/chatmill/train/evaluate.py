@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice, pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from chatmill.errors import DataError
+from chatmill.load.batch import Batch
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.source import DataSource
 from chatmill.train.distributed import World
 from chatmill.train.model import CausalModel, Inputs, eval_mode
 from chatmill.train.score import EvalPrompt, ScoredAnswer, end_ids, eval_prompts, greedy_answers
+from chatmill.train.step import unknown_id
 
 MAX_ANSWER = 256
 """Prompts with a longer expected answer are not used."""
@@ -47,13 +50,14 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    module: nn.Module, loader: EpisodeLoader, world: World, *, split: str = "val", batches: int | None = None
+    module: CausalModel, loader: EpisodeLoader, world: World, *, split: str = "val", batches: int | None = None
 ) -> Evaluation:
     """The loss of a split in the order of its files, or of its first batches; moves no cursor. All ranks call this."""
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     weight, trained = 0.0, 0
     with eval_mode(module), torch.no_grad():
         for batch in islice(loader.one_pass(split), batches):
+            check_ids(batch, module, loader, world)
             for part in batch.split(loader.config.gradient_accumulation_steps):
                 inputs = Inputs.of(part, world.device)
                 total += module(*inputs).total
@@ -63,6 +67,20 @@ def evaluate(
         dist.all_reduce(total)
     weights, counts = world.sums([weight, trained])
     return Evaluation(float(total) / weights if weights else None, int(counts))
+
+
+def check_ids(batch: Batch, model: CausalModel, loader: EpisodeLoader, world: World) -> None:
+    """Raise `DataError` on all ranks if a batch of one has an id outside of the model's vocabulary."""
+    fault = unknown_id(batch, model.vocab_size)
+    if sum(world.sums([float(fault is not None)])):
+        world.together(partial(raise_unknown, fault, loader))
+
+
+def raise_unknown(fault: str | None, loader: EpisodeLoader) -> None:
+    """Raise `DataError` for a token that the model does not know."""
+    if fault is not None:
+        place = loader.dataset_dir
+        raise DataError(f"{place}: {fault}; the data was changed, see chatmill verify {place} --full")
 
 
 class Samples:

@@ -141,6 +141,9 @@ def prefill(model: CausalModel, prompts: Prompts, room: int) -> tuple[Tensor, De
         raise DataError(f"prompt {number} has {lengths[number]} tokens; it and its answer have {most} positions")
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
     for row, prompt in enumerate(prompts):
+        if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
+            wrong = next(id for id in prompt if not 0 <= id < model.vocab_size)
+            raise DataError(f"prompt {row} has the token id {wrong}; the model knows {model.vocab_size:,}")
         ids[row, : len(prompt)] = torch.tensor(prompt)
     return model.prefill(ids.to(model.device), torch.tensor(lengths, device=model.device), room)
 

@@ -7,8 +7,8 @@ it where it is used. So float32 parameters with bfloat16 states are bf16 trainin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from chatmill.config import keys_of
-from chatmill.errors import DataError
+from chatmill.errors import DataError, one_line
 from chatmill.train.attention import Mask, attend, segment_mask
 from chatmill.train.config import GPTSizes
 from chatmill.train.loss import LMHead
+from chatmill.train.memory import check_memory
 from chatmill.train.model import CausalModel, DecodingCache, usable_precision
+from chatmill.train.model_files import CONFIG, WEIGHTS, ModelFiles, read_model_files
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 KIND = "chatmill-gpt"
 """The `model_type` in the config of a saved model."""
 REQUIRED = ("vocab_size", "n_layer", "n_embd", "n_head")
@@ -117,28 +118,52 @@ class GPT(CausalModel):
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> GPT:
-        """Read what `save` wrote."""
-        model = cls(read_sizes(folder), compute=compute)
-        try:
-            state = load_file(folder / WEIGHTS)
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise DataError(f"{folder / WEIGHTS}: cannot be read ({error}); save the model again") from None
-        have = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        need = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        """Read what `save` wrote. Sizes and weights are compared before memory is taken for either."""
+        files = read_model_files(folder)
+        sizes, path = read_sizes(folder, files.config), folder / WEIGHTS
+        have, need = {name: tensor.shape for name, tensor in files.tensors.items()}, _shapes(sizes, folder, files)
         if have != need:
             wrong = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
-            raise DataError(f"{folder / WEIGHTS}: {wrong[0]} does not fit {CONFIG} ({len(wrong)} weights in all)")
-        model.load_state_dict(state)
+            raise DataError(f"{path}: {one_line(wrong[0])} does not fit {CONFIG} ({len(wrong)} weights in all)")
+        check_memory(4 * sizes.num_parameters, folder)
+        with torch.device("meta"):
+            model = cls(sizes, compute=compute)
+        try:
+            state = load_file(path)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise DataError(f"{path}: cannot be read ({one_line(str(error), 200)}); save the model again") from None
+        # Copied: what safetensors gives may be the mapped file itself.
+        copied = {name: tensor.to(torch.float32, copy=True) for name, tensor in state.items()}
+        model.load_state_dict(copied, assign=True)
         return model
 
 
-def read_sizes(folder: Path) -> GPTSizes:
-    """The sizes of a saved model."""
+def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of a model, from a model of one layer without memory: all layers are alike."""
+    try:
+        with torch.device("meta"):
+            one = GPT(replace(sizes, n_layer=1)).state_dict()
+    except (OverflowError, RuntimeError) as error:
+        # More elements than torch can count.
+        raise DataError(f"{folder / CONFIG}: no model has these sizes ({one_line(str(error))})") from None
+    shapes = {name: tuple(tensor.shape) for name, tensor in one.items()}
+    layer = {name: shapes.pop(name) for name in list(shapes) if name.startswith("layers.0.")}
+    if len(files.tensors) != (count := len(shapes) + sizes.n_layer * len(layer)):
+        raise DataError(
+            f"{folder / WEIGHTS}: has {len(files.tensors):,} tensors; a model of the {sizes.n_layer:,} layers that "
+            f"{CONFIG} says has {count:,}"
+        )
+    return shapes | {
+        name.replace(".0.", f".{number}.", 1): shape for number in range(sizes.n_layer) for name, shape in layer.items()
+    }
+
+
+def read_sizes(folder: Path, config: Mapping[str, Any]) -> GPTSizes:
+    """The sizes of a saved model, from its config."""
     path = folder / CONFIG
-    config: dict[str, Any] = json.loads(path.read_bytes())
     known = keys_of(GPTSizes).keys()
     if unknown := sorted(config.keys() - known - {"model_type"}):
-        raise DataError(f"{path}: unknown key {unknown[0]}; known are {', '.join(sorted(known))}")
+        raise DataError(f"{path}: unknown key {one_line(unknown[0])}; known are {', '.join(sorted(known))}")
     if missing := [name for name in REQUIRED if name not in config]:
         raise DataError(f"{path}: {', '.join(missing)} missing; expected the sizes of a saved model")
     try:

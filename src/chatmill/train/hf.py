@@ -6,10 +6,8 @@ separates conversations, and whether its logits are those of its head, is tested
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,11 @@ from chatmill.errors import DataError, UsageError, one_line
 from chatmill.train.attention import segment_begins
 from chatmill.train.checkpoint import check_model
 from chatmill.train.config import LoraSizes
-from chatmill.train.load_model import ADAPTER_CONFIG
+from chatmill.train.hf_load import adapter_rank, faults_of, load_lm, quiet
 from chatmill.train.loss import LMHead
+from chatmill.train.memory import check_memory
 from chatmill.train.model import CausalModel, DecodingCache, eval_mode, usable_precision
+from chatmill.train.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_folder, read_config, read_headers
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -56,20 +56,8 @@ class HFModel(CausalModel):
 
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> HFModel:
-        """Read a folder that `save_pretrained` wrote; remote code is not run."""
-        try:
-            from transformers import AutoModelForCausalLM
-        except ImportError:
-            raise UsageError(f"{folder}: is a Hugging Face model; pip install 'chatmill[hf]' to train it") from None
-        try:
-            with quiet():
-                lm = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-                )
-        except (OSError, ValueError, KeyError, ImportError, RecursionError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            raise DataError(f"{folder}: transformers cannot open it as a causal model ({reason})") from None
-        return cls(lm, source=folder, compute=compute)
+        """Read a folder that `save_pretrained` wrote; see `load_lm`."""
+        return cls(load_lm(folder), source=folder, compute=compute)
 
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         self._attend_by(self._training_attention(x))
@@ -227,15 +215,23 @@ class LoraModel(HFModel):
     @classmethod
     def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> LoraModel:
         """Read adapters that `save` wrote, and their base model from the folder that they name."""
+        check_folder(folder)
+        config = read_config(folder / ADAPTER_CONFIG)
+        tensors = read_headers(folder, ADAPTER_WEIGHTS)
+        rank = adapter_rank(folder, config)
+        base = _load_base(folder, config.get("base_model_name_or_path"), compute)
+        linear = [module for module in base.lm.modules() if isinstance(module, nn.Linear)]
+        most = sum(module.in_features + module.out_features for module in linear)
+        check_memory(4 * rank * most, folder, what="adapters of this rank")
         peft = _peft(str(folder))
-        try:
-            name = json.loads((folder / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"]
-            base = _load_base(folder, name, compute)
-            return cls(base, peft.PeftModel.from_pretrained(base.lm, str(folder), is_trainable=True))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{folder}: these adapters cannot be read ({str(error).splitlines()[0]})") from None
+        with faults_of(folder, "these adapters cannot be read"):
+            peft_model = peft.PeftModel.from_pretrained(
+                base.lm, str(folder), is_trainable=True, use_safetensors=True, local_files_only=True
+            )
+            need = peft.get_peft_model_state_dict(peft_model)
+        if missing := sorted(need.keys() - tensors.keys()):
+            raise DataError(f"{folder / ADAPTER_WEIGHTS}: has no {one_line(missing[0])} ({len(missing)} are missing)")
+        return cls(base, peft_model)
 
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
         """Write the adapters alone."""
@@ -279,20 +275,6 @@ class RecomputeCache:
         self.ids, self.lengths = self.ids[rows], self.lengths[rows]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the progress bars of transformers."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def _close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= CLOSE * b.abs().max())
 
@@ -319,18 +301,15 @@ def _registered_flex() -> str:
     return "chatmill_flex"
 
 
-def _load_base(folder: Path, name: str, compute: torch.dtype | None) -> HFModel:
-    """The base model of adapters."""
-    check_model(Path(name))
-    try:
-        return HFModel.load(Path(name), compute=compute)
-    except DataError:
-        if Path(name).is_dir():
-            raise
+def _load_base(folder: Path, name: Any, compute: torch.dtype | None) -> HFModel:
+    """The base model of adapters, which is a folder; nothing is looked for under its name elsewhere."""
+    if not isinstance(name, str) or "\0" in name or not Path(name).is_dir():
         raise DataError(
-            f"{folder}: these adapters go onto the model {one_line(name, 300)}, which is no folder here; "
+            f"{folder}: these adapters go onto the model {one_line(str(name), 300)}, which is no folder here; "
             "put it back there"
-        ) from None
+        )
+    check_model(Path(name))
+    return HFModel.load(Path(name), compute=compute)
 
 
 def _peft(place: str) -> Any:

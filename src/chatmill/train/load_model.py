@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from chatmill.errors import DataError
-from chatmill.train.checkpoint import check_model, model_folder
+from chatmill.train.checkpoint import check_model
+from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.model import CausalModel
+from chatmill.train.model_files import check_folder, check_headers, is_adapter, model_type
 
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 HUGGING_FACE = "chatmill.train.hf:HFModel"
 """The family of every `model_type` that has none of its own."""
 ADAPTERS = "chatmill.train.hf:LoraModel"
@@ -39,8 +37,8 @@ def open_model(folder: Path, *, compute: torch.dtype | None = None) -> CausalMod
     'GPT'
     """
     check_model(folder)
-    is_adapter = (folder / ADAPTER_CONFIG).exists()
-    family = ADAPTERS if is_adapter else MODEL_FAMILIES.get(model_type(folder), HUGGING_FACE)
+    check_folder(folder)
+    family = ADAPTERS if is_adapter(folder) else MODEL_FAMILIES.get(model_type(folder), HUGGING_FACE)
     if isinstance(family, str):
         module, _, name = family.partition(":")
         family = getattr(import_module(module), name).load
@@ -60,18 +58,7 @@ def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:
 
 
 def check_is_model(folder: Path) -> None:
-    """Raise `DataError` if a folder holds neither a model nor adapters."""
-    if not (folder / ADAPTER_CONFIG).exists():
-        model_type(folder)
-
-
-def model_type(folder: Path) -> str:
-    """The `model_type` of a model folder's config.json."""
-    path = folder / CONFIG
-    try:
-        config: dict[str, Any] = json.loads(path.read_bytes())
-        return str(config["model_type"])
-    except FileNotFoundError:
-        raise DataError(f"{folder}: has no {CONFIG}; a model folder has one") from None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path}: does not say what model it is ({error!r}); a model folder's does") from None
+    """Raise `DataError` if a folder holds neither a model nor adapters, by its headers; custom families read theirs."""
+    check_folder(folder)
+    if is_adapter(folder) or not callable(MODEL_FAMILIES.get(model_type(folder))):
+        check_headers(folder)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +23,13 @@ from chatmill.load.plan import Cursor
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.config import TrainConfig
 from chatmill.train.distributed import RankError, World, init_world
-from chatmill.train.evaluate import Evaluation, Samples, TokenText, evaluate
+from chatmill.train.evaluate import Evaluation, Samples, TokenText, evaluate, raise_unknown
 from chatmill.train.loss import LossFunction
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import about_model
 from chatmill.train.run_dir import RowsData, RunDir, stop_on_signal
 from chatmill.train.setup import TrainState, open_run
-from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step
+from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step, unknown_id
 
 HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
 """Parts of torch's messages when the host is out of memory; torch has no error class for it."""
@@ -204,6 +204,8 @@ class _Loop:
                     saves = config.save_interval and (state.step % config.save_interval == 0 or stop or last)
                     if evaluates or saves or stop or last:
                         self._finish_step()
+                        if last and state.data_check is not None:
+                            state.data_check.check_at_end(self.run_dir.folder, state.step, state.world)
                         if evaluates:
                             self._evaluate()
                         if saves:
@@ -224,12 +226,22 @@ class _Loop:
         batch = world.alone(state.loader.get_batch)
         parts = micro_batches(batch, config.gradient_accumulation_steps, world.device)
         data_wait = time.perf_counter() - before
+        unknown, check = unknown_id(batch, state.stepper.model.vocab_size), state.data_check
         counts = count_batch(batch, parts)._replace(
             cut_episodes=state.loader.counts().cut_episodes - cut.cut_episodes,
             cut_tokens=state.loader.counts().cut_tokens - cut.cut_tokens,
             stop=float(stop_requested),
+            unknown_ids=float(unknown is not None),
+            damaged=float(check is not None and check.fault is not None),
+            checking=float(check is not None and check.is_running),
         )
         counts = StepCounts(*world.sums(counts))
+        if counts.unknown_ids:
+            world.together(partial(raise_unknown, unknown, state.loader))
+        if check is not None:
+            if counts.damaged:
+                check.stop(self.run_dir.folder, state.step, world)
+            check.follow(state.saved, state.loader.cursor(), all_done=not counts.checking)
         lr = state.stage.lr(state.step)
         pending = None
         if counts.weight or not config.post_training:
@@ -331,7 +343,15 @@ class _Loop:
         about = about_model(state.loader, step=state.step) if usable else None
         folder, run, world = self.run_dir.folder, state.to_json(), state.world
         state.saved = checkpoints.save(
-            folder, run, stepper.model, stepper.optimizer, world, sharded=sharded, keep=keep, about=about
+            folder,
+            run,
+            stepper.model,
+            stepper.optimizer,
+            world,
+            sharded=sharded,
+            keep=keep,
+            about=about,
+            protected=None if state.data_check is None else state.data_check.verified,
         )
 
     def _result(self, stopped_by: str | None) -> TrainResult:

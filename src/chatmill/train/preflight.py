@@ -11,24 +11,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from chatmill.errors import DataError
+from chatmill.errors import DataError, one_line
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.plan import Cursor, LoadPlan
 from chatmill.load.source import DataSource
 from chatmill.store.layout import TOKENIZER_STATE, TOKENS
 from chatmill.store.metadata import Metadata
+from chatmill.store.plain_file import read_plain
 from chatmill.store.primer_cache import PrimerCache
-from chatmill.train.checkpoint import model_folder
+from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.config import TrainConfig
 from chatmill.train.gpt import GPT
 from chatmill.train.load_model import open_model
+from chatmill.train.memory import available_memory, check_memory
 from chatmill.train.model import CausalModel
+from chatmill.train.model_files import check_folder
 from chatmill.train.sharded_tensors import file_info
 
 TRAINING = "training.json"
 """The file in a model folder that says how the model was trained: tokenizer, format and data."""
 TOKENIZER_JSON = "tokenizer.json"
-WEIGHTS = (".safetensors", ".bin")
+WEIGHTS = ".safetensors"
 SCAN = 1 << 24
 
 
@@ -40,31 +43,27 @@ def make_model(
     `MemoryError` if the host cannot hold a fresh one, with gradients and optimizer where `device` is the host.
     """
     torch.manual_seed(config.seed)
+    # On the host: weights, gradients, and AdamW's two moments. Sharded ranks have the weights whole for a moment.
+    tensors = 4 if device.type == "cpu" and config.parallel != "fsdp" else 1
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
-        # On the host: weights, gradients, and AdamW's two moments. Sharded ranks have the weights whole for a moment.
-        tensors = 4 if device.type == "cpu" and config.parallel != "fsdp" else 1
         if 4 * tensors * sizes.num_parameters > available_memory():
             raise MemoryError
         return GPT(sizes, compute=compute)
     folder = model_folder(config.init_from_model)
     model = open_model(folder, compute=compute)
     adapters = config.lora_sizes()
-    return model if adapters is None else model.with_lora(adapters, folder)
-
-
-def available_memory() -> float:
-    """Bytes that this process could still fill. Linux hands out more, and ends the process that fills it."""
-    try:
-        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        return sum(int(size) << 10 for name, size, *_ in lines if name in ("MemAvailable:", "SwapFree:"))
-    except OSError:
-        return float("inf")
+    model = model if adapters is None else model.with_lora(adapters, folder)
+    if tensors > 1:
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        check_memory(4 * (tensors - 1) * trained, folder, what="training the model, with AdamW's moments,")
+    return model
 
 
 def weights_hash(folder: Path) -> str:
     """One hash over all weight files of a model folder."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS)
+    check_folder(folder)
+    paths = sorted(path for path in folder.iterdir() if path.suffix == WEIGHTS)
     hashes = [[path.name, file_info(path).sha256] for path in paths]
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
@@ -148,11 +147,13 @@ def trained_with(folder: Path) -> dict[str, Any]:
 def read_optional(path: Path, advice: str) -> Any:
     """The JSON value of a file; an empty object if there is no such file."""
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_plain(path))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); {advice}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read ({one_line(str(error))}); {advice}") from None
 
 
 def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:

@@ -19,10 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import DataError, UsageError, one_line
 from chatmill.store import files
+from chatmill.store.plain_file import check_plain, open_plain
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.checkpoint import Checkpoint
+from chatmill.train.checkpoint_files import list_checkpoints
 from chatmill.train.distributed import World
 from chatmill.train.plot import loss_plot
 from chatmill.train.step import RowLoss
@@ -50,7 +52,7 @@ def open_resumed(folder: Path, resume: str | None, world: World, *, otherwise: s
     def choose() -> Path | None:
         if resume is not None:
             return checkpoints.choose(folder, resume)
-        if checkpoints.list_checkpoints(folder) or (folder / METRICS).exists():
+        if list_checkpoints(folder) or (folder / METRICS).exists():
             raise UsageError(f"{folder}: holds a run already; --resume auto goes on with it, or give {otherwise}")
         return None
 
@@ -60,9 +62,9 @@ def open_resumed(folder: Path, resume: str | None, world: World, *, otherwise: s
 
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """What differs in these keys between the config of a checkpoint and that of the run."""
-    old, new = checkpoint.state["config"], json.loads(json.dumps(config))
+    old, new = checkpoint.state.get("config", {}), json.loads(json.dumps(config))
     return [
-        f"{name} was {json.dumps(old.get(name))}, now it is {json.dumps(new[name])}"
+        f"{name} was {one_line(json.dumps(old.get(name)))}, now it is {one_line(json.dumps(new[name]))}"
         for name in names
         if new[name] != old.get(name)
     ]
@@ -163,6 +165,8 @@ class MetricsLog:
     """A file that JSON lines are appended to."""
 
     def __init__(self, path: Path) -> None:
+        if path.exists():
+            check_plain(path)
         self._file = path.open("ab")
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -175,7 +179,7 @@ class MetricsLog:
 
 def rewind(path: Path, step: int) -> None:
     """Remove the lines of a file after a step, and an incomplete last line that a killed run left."""
-    if path.is_file():
+    if path.exists():
         kept = [line.raw for line in _lines(path) if line.read()["step"] <= step]
         files.write_file(path, b"".join(kept), overwrite=True)
 
@@ -250,7 +254,7 @@ class MetricsLine(NamedTuple):
 def _lines(path: Path) -> Iterator[MetricsLine]:
     """The complete lines of a file."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             yield from (MetricsLine(path, number, raw) for number, raw in enumerate(file, 1) if raw.endswith(b"\n"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None

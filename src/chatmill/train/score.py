@@ -26,7 +26,7 @@ from chatmill.load.source import DataSource, open_sources
 from chatmill.rows import NO_FILE, OWN_ID, Part, Role, Rows, Table
 from chatmill.store.primer_cache import is_cache
 from chatmill.store.read import is_dataset
-from chatmill.train.checkpoint import model_folder
+from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.generation import generate
 from chatmill.train.loss import by_segment
 from chatmill.train.model import CausalModel, Inputs, eval_mode
@@ -207,6 +207,7 @@ def score_model(
     longest = max(int(source.episodes(split).lengths.max()) for source in sources)
     block = min(max(2, longest) - 1, model.max_positions)
     for source, rows in ((each, rows) for each in sources for rows in each.episodes(split).sweep()):
+        _check_ids(rows, source, model)
         new_prompts = eval_prompts(rows, ends, report.left_out)
         prompts += [prompt._replace(segment=prompt.segment + len(places)) for prompt in new_prompts]
         of_rows = origins(rows, source.path.name)
@@ -233,6 +234,15 @@ def score_model(
         report.answers.append(answer)
     report.left_out = +report.left_out
     return report
+
+
+def _check_ids(rows: Rows, source: DataSource, model: CausalModel) -> None:
+    largest = max(int(rows.ids.max(initial=0)), int(rows.spans["target"].max(initial=0)))
+    if largest >= model.vocab_size:
+        raise DataError(
+            f"{source.path}: has the token id {largest}, the model knows {model.vocab_size:,}; the data was changed, "
+            f"see chatmill verify {source.path} --full"
+        )
 
 
 def open_all(dataset: str | Path) -> Sequence[DataSource]:

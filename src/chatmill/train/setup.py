@@ -19,7 +19,9 @@ from chatmill.errors import UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.checkpoint import Checkpoint
+from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.config import TrainConfig, model_keys
+from chatmill.train.data_check import DataCheck
 from chatmill.train.distributed import World
 from chatmill.train.load_model import compute_dtype
 from chatmill.train.model import CausalModel
@@ -99,6 +101,8 @@ class TrainState:
     """On rank 0, of a run that trains adapters: the folder of the base model, and the hash of its weights."""
     notes: list[str] = field(default_factory=list)
     """Messages to the user who starts the run."""
+    data_check: DataCheck | None = None
+    """Checks the hashes of the data, if the config says so."""
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint stores of the run. All ranks call this, if there is an audit log."""
@@ -131,14 +135,17 @@ def open_run(
         )
     loader, audit, same_data = _open_data(config, dataset_dir, world, checkpoint)
     succeeded = False
+    data_check = DataCheck(loader) if config.verify else None
     try:
+        if data_check is not None:
+            world.together(data_check.check)
         base = world.together(lambda: _base(config, checkpoint) if world.is_first and model is None else None)
         stepper = _open_model(config, loader, world, checkpoint, model)
         start = 0 if checkpoint is None else checkpoint.state["stage"]["start"] if same_data else checkpoint.step
         length, left_out = world.together(lambda: _steps(config, loader))
         schedule = LRSchedule.of(config, warmup=config.warmup_steps(length), total=length)
         stage = Stage(start, length, schedule, loader.sha256, config.post_training, left_out)
-        state = TrainState(config, world, loader, audit, stepper, stage, base=base)
+        state = TrainState(config, world, loader, audit, stepper, stage, base=base, data_check=data_check)
         if checkpoint is not None:
             state.step, state.saved = checkpoint.step, checkpoint.path
             state.totals = Totals(**checkpoint.state["totals"])
@@ -148,6 +155,8 @@ def open_run(
         yield state
         succeeded = True
     finally:
+        if data_check is not None:
+            data_check.close()
         loader.close()
         # Closing it synchronizes all ranks, which is not possible after one of them failed.
         if audit is not None and (succeeded or world.size == 1):
@@ -189,12 +198,12 @@ def _open_data(
     same = bool(saved) and all(saved["stage"][name] == value for name, value in stage.items())
     audit = None
     if config.audit_dir is not None:
-        if same and saved["audit"] is None:
+        if same and saved.get("audit") is None:
             raise UsageError(
                 f"audit_dir is {config.audit_dir}, and the run began without an audit log; set it to null to go on"
             )
         reduce = world.add if world.size > 1 else None
-        audit = Audit(config.audit_dir, state=saved["audit"] if same else None, reduce=reduce)
+        audit = Audit(config.audit_dir, state=saved.get("audit") if same else None, reduce=reduce)
         loader = world.together(partial(open_loader, listener=audit))
     if same:
         world.together(lambda: loader.load_state_dict(saved["loader"]))
@@ -213,7 +222,7 @@ def _open_model(
     saved = None if checkpoint is None else checkpoint.state
     vocab_size = saved["vocab_size"] if saved else max(data_vocab_size(loader.sources), padding_of(loader) + 1)
     model = given or world.together(lambda: make_model(config, vocab_size, compute=compute, device=world.device))
-    tokenizer_sha256 = saved["tokenizer_sha256"] if saved else tokenizer_of(config, loader)
+    tokenizer_sha256 = saved.get("tokenizer_sha256") if saved else tokenizer_of(config, loader)
     world.together(lambda: check_fit(config, loader, model, tokenizer_sha256=tokenizer_sha256))
     model.train()
     if config.activation_checkpointing:
@@ -231,7 +240,7 @@ def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] 
     """The base model of adapters; `UsageError` if it differs from the one that the checkpoint was trained on."""
     if config.lora is None:
         return None
-    folder = checkpoints.model_folder(config.init_from_model or "")
+    folder = model_folder(config.init_from_model or "")
     mine = {"folder": str(folder), "sha256": weights_hash(folder)}
     theirs = None if checkpoint is None else checkpoint.state.get("base")
     if checkpoint is not None and theirs is not None and theirs["sha256"] != mine["sha256"]:

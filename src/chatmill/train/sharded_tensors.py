@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from chatmill.errors import DataError, one_line
 from chatmill.store.hashed import FileInfo, HashedFile
+from chatmill.store.plain_file import open_plain
+from chatmill.train.model_files import TensorInfo, read_header
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -66,8 +69,8 @@ def write_tensors(path: Path, entries: Sequence[TensorEntry], values: Iterator[T
 
 def file_info(path: Path) -> FileInfo:
     """Size and hash of a file."""
-    with path.open("rb") as file:
-        return FileInfo(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    with open_plain(path) as file:
+        return FileInfo(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 class ShardedTensors:
@@ -76,17 +79,28 @@ class ShardedTensors:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._parts: dict[str, list[tuple[TensorRows, Any]]] = {}
         for path in paths:
+            header = read_header(path)
             try:
                 file: Any = safe_open(path, framework="pt")
                 partial = json.loads((file.metadata() or {}).get(PARTS, "{}"))
-            except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+                rows = {name: _rows(header[name], partial.get(name)) for name in header}
+            except (
+                OSError,
+                SafetensorError,
+                AttributeError,
+                LookupError,
+                TypeError,
+                ValueError,
+                RuntimeError,
+            ) as error:
                 # RuntimeError is torch's if it cannot map the file, and Python's if JSON is nested too deeply.
-                why = one_line(str(error), 300)
-                raise DataError(f"{path}: cannot be read ({why}); go on from another checkpoint") from None
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                part = file.get_slice(name)
-                rows = TensorRows(*partial[name]) if name in partial else TensorRows(0, *part.get_shape()[:1] or [1])
-                self._parts.setdefault(name, []).append((rows, part))
+                reason = one_line(str(error), 300)
+                raise DataError(f"{path}: cannot be read ({reason}); go on from another checkpoint") from None
+            for name in header:
+                self._parts.setdefault(name, []).append((rows[name], file.get_slice(name)))
+        for name, parts in self._parts.items():
+            if len({(part.get_dtype(), *part.get_shape()[1:], whole.rows) for whole, part in parts}) > 1:
+                raise DataError(f"{paths[0].parent}: the parts of {one_line(name, 200)} do not belong together")
 
     @property
     def names(self) -> set[str]:
@@ -105,12 +119,24 @@ class ShardedTensors:
         if not first_part.get_shape():
             return first_part[...]
         # Starts with no rows: a rank may hold none of a short tensor.
-        slices = [torch.empty(0, *first_part.get_shape()[1:], dtype=TORCH_DTYPES[first_part.get_dtype()])]
+        slices, at = [torch.empty(0, *first_part.get_shape()[1:], dtype=TORCH_DTYPES[first_part.get_dtype()])], start
         for rows, part in parts:
-            first, last = (min(max(edge - rows.start, 0), part.get_shape()[0]) for edge in (start, stop))
-            if first < last:
+            first, last = (min(max(edge - rows.start, 0), part.get_shape()[0]) for edge in (at, stop))
+            if first < last and rows.start + first == at:
                 slices.append(part[first:last])
-        tensor = torch.cat(slices)
-        if len(tensor) != stop - start:
+                at += last - first
+        if at < stop:
             raise DataError(f"{name}: rows {start} to {stop} are not all there; the checkpoint lacks a file")
-        return tensor
+        return torch.cat(slices)
+
+
+def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
+    """Which rows of the whole tensor a part is, from what its file stores; None is all of it."""
+    if tensor.dtype not in TORCH_DTYPES:
+        raise ValueError(f"a tensor of {tensor.dtype}")
+    if stored is None:
+        return TensorRows(0, *tensor.shape[:1] or [1])
+    start, rows = stored
+    if not all(type(number) is int for number in (start, rows)) or not 0 <= start <= start + tensor.shape[0] <= rows:
+        raise ValueError(f"rows {stored} of a tensor")
+    return TensorRows(start, rows)

@@ -44,6 +44,12 @@ class StepCounts(NamedTuple):
     cut_tokens: float = 0.0
     stop: float = 0.0
     """Ranks that received a stop request."""
+    unknown_ids: float = 0.0
+    """Ranks whose rows have an id outside of the vocabulary."""
+    damaged: float = 0.0
+    """Ranks that found a file of the data changed."""
+    checking: float = 0.0
+    """Ranks that are still checking files of the data."""
 
 
 class RowLoss(NamedTuple):
@@ -99,6 +105,20 @@ def count_batch(batch: Batch, parts: Sequence[MicroBatch]) -> StepCounts:
         tokens=int(tokens),
         untrained_rows=int((real & (batch.y == IGNORE_INDEX).all(dim=1)).sum()),
     )
+
+
+def unknown_id(batch: Batch, vocab_size: int) -> str | None:
+    """The first token of a batch that the model does not know, with its episode; None if it knows all."""
+    x, y = torch.as_tensor(batch.x), torch.as_tensor(batch.y)
+    if int(x.max()) < vocab_size and int(x.min()) >= 0 and int(y.max()) < vocab_size:
+        return None
+    wrong = (x >= vocab_size) | (x < 0) | (y >= vocab_size)
+    row, column = wrong.nonzero()[0].tolist()
+    segment = int(batch.segments[row, column])
+    episodes = batch.episode_ids[row].tolist()
+    place = f"episode {episodes[segment]}" if segment < len(episodes) and episodes[segment] >= 0 else "the padding"
+    token = max(int(x[row, column]), int(y[row, column]))
+    return f"{place} has the token id {token}; the model knows {vocab_size:,}"
 
 
 RowSums = list[tuple[Tensor, Tensor, Tensor]]

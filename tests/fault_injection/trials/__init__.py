@@ -3,6 +3,7 @@
 from fault_injection.trial import Trial
 from fault_injection.trials import (
     audit_kills,
+    changed_data,
     changed_input,
     checkpoint_crashes,
     clock,
@@ -11,7 +12,9 @@ from fault_injection.trials import (
     damage_of_runs,
     failing_calls,
     full_disk,
+    hostile_checkpoints,
     hostile_metadata,
+    hostile_models,
     identity,
     large_store,
     outputs,
@@ -62,6 +65,9 @@ TRIALS: tuple[Trial, ...] = (
     identity.PARTIAL,
     identity.DESCRIPTORS,
     hostile_metadata.TRIAL,
+    hostile_checkpoints.TRIAL,
+    hostile_models.TRIAL,
+    changed_data.TRIAL,
     readers.TRIAL,
     templates.TRIAL,
     templates.ESCAPED,

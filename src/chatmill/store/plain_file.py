@@ -1,0 +1,57 @@
+"""Open files that others wrote: plain files of a bounded size, without waiting for anyone.
+
+Opening a FIFO waits for a writer, and reading a device may never end. Here both are an `OSError` at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from pathlib import Path
+
+JSON_LIMIT = 1 << 26
+"""Bytes of a JSON file that are read at most."""
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def check_plain(path: Path) -> int:
+    """The size of a plain file; `OSError` for anything else of that name, which is not opened."""
+    status = path.stat()
+    _check(status.st_mode, path)
+    return status.st_size
+
+
+def open_plain(path: Path) -> io.BufferedReader:
+    """A plain file, open for reading."""
+    check_plain(path)
+    # Even if it is exchanged for a FIFO or a terminal in between, nothing waits.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check(os.fstat(fd).st_mode, path)
+        return os.fdopen(fd, "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def read_plain(path: Path, limit: int = JSON_LIMIT) -> bytes:
+    """The bytes of a plain file; `OSError` if there are more than `limit`."""
+    with open_plain(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"it is larger than {limit:,} bytes", str(path))
+    return data
+
+
+def _check(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "no file")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a plain file", str(path))

@@ -1,0 +1,155 @@
+"""`verify`: hash the files that a run reads, at the start, once an epoch in the background, and at the end.
+
+A checkpoint is verified if a pass that began after it found every file as it was written. When a file is found changed,
+the run stops at the next step, and goes on from the last verified checkpoint once the data is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from chatmill.errors import ChatmillError, DataError
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.plan import Cursor
+from chatmill.load.source import DataSource
+from chatmill.store.metadata import manifest
+from chatmill.store.plain_file import open_plain
+from chatmill.store.primer_cache import PrimerCache, cache_manifest
+from chatmill.train.checkpoint import set_aside_later
+from chatmill.train.checkpoint_files import step_of
+from chatmill.train.distributed import World
+
+CHUNK = 1 << 20
+"""Bytes that are read and hashed at once, without holding the lock of the interpreter."""
+LOWEST_PRIORITY = 19
+
+
+class DataCheck:
+    """Hashes this rank's share of the files of its machine. All ranks call the same methods at the same steps."""
+
+    def __init__(self, loader: EpisodeLoader) -> None:
+        rank, ranks = (
+            int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+        )
+        self._files = _files(loader.sources)[rank::ranks]
+        self._plan = loader.plan(loader.split)
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._at_start: Path | None = None
+        """The last checkpoint when the pass began."""
+        self._epoch = 0
+        self.fault: str | None = None
+        """The first file that is not as it was written, as one line."""
+        self.verified: Path | None = None
+        """The last checkpoint that a clean pass followed."""
+
+    def check(self) -> None:
+        """Hash all files now; `DataError` for the first that is changed."""
+        self.close()
+        self._stop.clear()
+        self._pass()
+        if self.fault is not None:
+            raise DataError(self.fault)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this rank has not finished its share of the pass."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def follow(self, saved: Path | None, at: Cursor, *, all_done: bool) -> None:
+        """Note that a pass has ended on all ranks, and begin another with each new epoch.
+
+        `saved` is the last checkpoint. In an order without epochs one is as many rows as there are episodes.
+        """
+        if self._thread is not None and all_done:
+            self._thread.join()
+            self._thread, self.verified = None, self._at_start
+        epoch = at.epoch
+        if self._plan.order.length is None:
+            epoch = at.step * self._plan.config.batch_size // max(1, self._plan.num_eligible)
+        if epoch > self._epoch and self._thread is None:
+            self._epoch, self._at_start = epoch, saved
+            self._thread = threading.Thread(target=self._in_background, name="verify", daemon=True)
+            self._thread.start()
+
+    def check_at_end(self, folder: Path, step: int, world: World) -> None:
+        """Check all files before the last checkpoint of a run is written; `DataError` as `stop` raises it."""
+        try:
+            world.together(self.check)
+        except ChatmillError:
+            self.stop(folder, step, world)
+            raise
+
+    def stop(self, folder: Path, step: int, world: World) -> None:
+        """Leave checkpoints aside that may be of changed data, and raise `DataError`."""
+        good = -1 if self.verified is None else step_of(self.verified)
+        then = f"goes on from {self.verified}, the last that was verified" if self.verified else "begins the run again"
+
+        def end() -> None:
+            if world.is_first:
+                set_aside_later(folder, good)
+            if self.fault is not None:
+                raise DataError(
+                    f"{self.fault}; the run stops after step {step:,}, and later checkpoints than a clean check "
+                    f"are set aside; once the data is right, --resume auto {then}"
+                )
+
+        world.together(end)
+
+    def close(self) -> None:
+        """End a pass that is under way."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+
+    def _in_background(self) -> None:
+        if sys.platform == "linux":
+            # On Linux a thread has a priority of its own: the pass takes what training leaves.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        self._pass()
+
+    def _pass(self) -> None:
+        for number, (path, sha256) in enumerate(self._files):
+            try:
+                read = self._hash(path)
+            except OSError as error:
+                self.fault = f"{path}: cannot be read ({error.strerror}); it was there when the run began"
+                return
+            if read is None:
+                return
+            if sha256 is None:
+                self._files[number] = path, read
+            elif read != sha256:
+                self.fault = f"{path}: sha256 {read[:12]}…, expected {sha256[:12]}…; it was changed"
+                return
+
+    def _hash(self, path: Path) -> str | None:
+        """The hash of a file; None if the pass was ended."""
+        digest = hashlib.sha256()
+        with open_plain(path) as file:
+            while chunk := file.read(CHUNK):
+                if self._stop.is_set():
+                    return None
+                digest.update(chunk)
+        return digest.hexdigest()
+
+
+def _files(sources: Sequence[DataSource]) -> list[tuple[Path, str | None]]:
+    """All files with their hashes; None for those of other programs, whose hash is that of the first pass."""
+    files: list[tuple[Path, str | None]] = []
+    for source in sources:
+        dataset = source.dataset
+        if isinstance(dataset, PrimerCache):
+            files += [(path, info.sha256) for path, info in cache_manifest(dataset.path, dataset.meta).files]
+        elif dataset.metadata is not None:
+            files += [(path, info.sha256) for path, info in manifest(dataset.path, dataset.metadata).files]
+        else:
+            shards = [shard for split in dataset.splits for shard in dataset[split].shards]
+            files += [(shard.folder / name, None) for shard in shards for name in shard.records]
+    return files

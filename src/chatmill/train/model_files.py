@@ -1,0 +1,261 @@
+"""Check a model folder by its file types and headers, before anything of it is loaded.
+
+Model folders come from others. What is read of one:
+
+    config.json                     an object, whose sizes the weights can have
+    model.safetensors               or the files of this folder that model.safetensors.index.json lists
+    adapter_model.safetensors       instead, in a folder with adapter_config.json
+
+Pickles (pytorch_model.bin, .pt, …) are not read: loading one can run any code. This module needs no torch, so that a
+folder that cannot be used is refused at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chatmill.errors import DataError, one_line
+from chatmill.store.plain_file import KINDS, check_plain, open_plain, read_plain
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+HEADER_LIMIT = 1 << 25
+"""Bytes of a safetensors header that are read at most."""
+DTYPE_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+LAYER_COUNTS = {
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_blocks",
+    "n_blocks",
+    "depth",
+}
+"""Keys of a config that count layers: each has a tensor at least."""
+MOST_LAYERS = 2048
+"""No model has more; so many are made in a few seconds."""
+SIZES = {"vocab_size", "hidden_size", "n_embd", "d_model", "num_experts", "num_local_experts", "n_routed_experts"}
+"""Keys of a config that are a dimension of some tensor, or smaller than one."""
+KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+"""Keys that transformers takes for a repository of code if there is a slash in the value."""
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model folder says of itself, after it was found to be consistent."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `DataError` unless a model folder holds nothing but folders and plain files of its own.
+
+    Links must stay in the folder; those of Hugging Face's cache lead from snapshots/ to blobs/ beside it.
+    """
+    try:
+        root = folder.resolve()
+        if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+            root = root.parent.parent
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            path = folder / entry.name
+            if entry.is_symlink() and not path.resolve().is_relative_to(root):
+                raise DataError(f"{path}: is a link out of the model folder; copy the file there")
+            mode = stat.S_IFMT(path.stat().st_mode) if path.exists() else 0
+            if mode not in (0, stat.S_IFREG, stat.S_IFDIR):
+                raise DataError(f"{path}: is {KINDS.get(mode, 'no file')}; a model folder holds plain files")
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read ({error.strerror})") from None
+    except RuntimeError as error:
+        # Before Python 3.13 a cycle of links.
+        raise DataError(f"{folder}: cannot be read ({one_line(str(error))})") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object of a file of a model folder."""
+    try:
+        config = json.loads(read_plain(path))
+    except FileNotFoundError:
+        raise DataError(f"{path.parent}: has no {path.name}; a model folder has one") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read as JSON ({one_line(str(error))})") from None
+    if not isinstance(config, dict):
+        raise DataError(f"{path}: is no JSON object; expected the config of a model")
+    return config
+
+
+def read_model_files(folder: Path) -> ModelFiles:
+    """The config and the tensors of a model folder, of which only the headers are read."""
+    check_folder(folder)
+    return ModelFiles(folder, read_config(folder / CONFIG), read_headers(folder, WEIGHTS, INDEX))
+
+
+def read_headers(folder: Path, weights: str, index: str | None = None) -> dict[str, TensorInfo]:
+    """The tensors of the weights of a folder: of one file, or of those that its index lists."""
+    if os.path.lexists(folder / weights):
+        return read_header(folder / weights)
+    if index is not None and os.path.lexists(folder / index):
+        return _read_index(folder, index)
+    for path in sorted(folder.iterdir()):
+        if path.suffix in PICKLES:
+            raise DataError(
+                f"{path}: pickle weights are not read, because loading them can run any code; "
+                "convert them to safetensors, as save_pretrained of transformers does"
+            )
+    raise DataError(f"{folder}: has no {weights}; expected weights as safetensors")
+
+
+def _read_index(folder: Path, name: str) -> dict[str, TensorInfo]:
+    path = folder / name
+    listed = read_config(path).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise DataError(f"{path}: weight_map is {one_line(json.dumps(listed))}; expected a file for each tensor")
+    headers: dict[str, Mapping[str, TensorInfo]] = {}
+    for tensor, file in listed.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or file != Path(file).name or "\0" in file:
+            raise DataError(
+                f"{path}: {one_line(tensor)} is in {one_line(json.dumps(file))}; expected a safetensors file of "
+                "this folder"
+            )
+        if file not in headers:
+            headers[file] = read_header(folder / file)
+        if tensor not in headers[file]:
+            raise DataError(f"{folder / file}: has no {one_line(tensor)}, which {name} says is there")
+    return {tensor: headers[file][tensor] for tensor, file in listed.items()}
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors that a safetensors file says it holds; `DataError` unless they are all of its bytes, each once."""
+    try:
+        size = check_plain(path)
+        with open_plain(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8 or length > HEADER_LIMIT:
+                raise DataError(f"{path}: is no safetensors file; its header cannot have {length:,} bytes")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: is no safetensors file; its header is not JSON ({one_line(str(error))})") from None
+    if not isinstance(header, dict):
+        raise DataError(f"{path}: is no safetensors file; its header is no object")
+    header.pop("__metadata__", None)
+    tensors: dict[str, TensorInfo] = {}
+    places = []
+    for name, entry in header.items():
+        try:
+            dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            bits = DTYPE_BITS[dtype]
+            if any(type(number) is not int or number < 0 for number in (start, stop, *shape)):
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            raise DataError(f"{path}: the entry of {one_line(name)} in its header cannot be read") from None
+        if 8 * (stop - start) != bits * math.prod(shape):
+            raise DataError(
+                f"{path}: {one_line(name)} has {stop - start:,} bytes, and the shape {one_line(str(shape))}; "
+                "its header is wrong"
+            )
+        tensors[name] = TensorInfo(dtype, tuple(shape))
+        places.append((start, stop, name))
+    at = 0
+    for start, stop, name in sorted(places):
+        if start != at:
+            raise DataError(f"{path}: {one_line(name)} begins at byte {start:,}, expected {at:,}; its header is wrong")
+        at = stop
+    if at != size - 8 - length:
+        raise DataError(f"{path}: holds {size - 8 - length:,} bytes of tensors, its header says {at:,}; it was cut")
+    return tensors
+
+
+def check_headers(folder: Path) -> None:
+    """Raise `DataError` if a folder is neither a model nor adapters, by its file types and headers alone."""
+    check_folder(folder)
+    if is_adapter(folder):
+        read_config(folder / ADAPTER_CONFIG)
+        read_headers(folder, ADAPTER_WEIGHTS)
+        return
+    model_type(folder)
+    check_sizes(read_model_files(folder))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds adapters, rather than a model."""
+    return (folder / ADAPTER_CONFIG).exists()
+
+
+def model_type(folder: Path) -> str:
+    """The `model_type` of a model folder's config.json."""
+    name = read_config(folder / CONFIG).get("model_type")
+    if not isinstance(name, str):
+        raise DataError(
+            f"{folder / CONFIG}: does not say what model it is (model_type is {one_line(str(name))}); "
+            "a model folder's does"
+        )
+    return name
+
+
+def check_sizes(files: ModelFiles) -> None:
+    """Raise `DataError` if the config of a model has sizes that its weights cannot have."""
+    largest = max((number for tensor in files.tensors.values() for number in tensor.shape), default=0)
+    for key, value in _numbers(files.config):
+        name = key.rpartition(".")[2]
+        most = min(len(files.tensors), MOST_LAYERS) if name in LAYER_COUNTS else largest
+        if type(value) is not int or not 0 <= value <= most:
+            raise DataError(
+                f"{files.folder / CONFIG}: {one_line(key)} is {one_line(json.dumps(value))}; "
+                f"the weights have {len(files.tensors):,} tensors, none with a dimension above {largest:,}"
+            )
+    for key, value in _named(files.config, KERNELS):
+        if isinstance(value, str) and "/" in value:
+            raise DataError(
+                f"{files.folder / CONFIG}: {one_line(key)} is {one_line(value)}, a repository of code; "
+                "remove it: code of models is not run"
+            )
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The layer counts and sizes of a config and of those inside it; null is transformers' default."""
+    return ((key, value) for key, value in _named(config, LAYER_COUNTS | SIZES) if value is not None)
+
+
+def _named(config: Mapping[str, Any], names: Any) -> Iterator[tuple[str, Any]]:
+    stack: list[tuple[str, Any]] = [("", config)]
+    while stack:
+        where, value = stack.pop()
+        for key, inner in value.items():
+            if key in names:
+                yield f"{where}{key}", inner
+            if isinstance(inner, dict):
+                stack.append((f"{where}{key}.", inner))
