@@ -129,7 +129,8 @@ def run_command(place: str, command: str, shown: str, folder: Path) -> None:
     plain = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
     # Pages are run beside each other: threads of one would be in the way of the others.
     plain["OMP_NUM_THREADS"] = "1"
-    code, printed = run_in_shell(command, folder=folder, environment=os.environ | plain)
+    # Behind the last line, because a line may end in a comment.
+    code, printed, _ = run_in_shell(f"{{ {command}\n}} 2>&1", folder=folder, environment=os.environ | plain)
     said = re.search(r"# exit (\d+)$", command)
     expected = int(said[1]) if said else 0
     if code != expected:

@@ -43,25 +43,27 @@ sys.exit(code)
 """
 
 
-def run_in_shell(command: str, *, folder: Path, environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a line of sh; its exit code, and what it prints to standard output and error."""
+def run_in_shell(command: str, *, folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """Run a line of sh; its exit code, and what it prints to standard output and to standard error."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs, tempfile.TemporaryDirectory() as programs, tempfile.TemporaryFile() as output:
+    with ours, theirs, tempfile.TemporaryDirectory() as programs, tempfile.TemporaryDirectory() as files:
         (Path(programs) / "hand_over.py").write_text(HAND_OVER, "utf-8")
         for name in ("chatmill", "python"):
             hand_over = shlex.join([sys.executable, "-IS", f"{programs}/hand_over.py", name])
             (Path(programs) / name).write_text(f'#!/bin/sh\nexec {hand_over} "$@"\n', "utf-8")
             (Path(programs) / name).chmod(0o755)
         path = f"{programs}{os.pathsep}{environment['PATH']}"
-        shell = subprocess.Popen(
-            ["sh", "-c", command],
-            cwd=folder,
-            env={**environment, "PATH": path, SOCKET: str(theirs.fileno())},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        out, err = Path(files, "out"), Path(files, "err")
+        with out.open("wb") as output, err.open("wb") as errors:
+            shell = subprocess.Popen(
+                ["sh", "-c", command],
+                cwd=folder,
+                env={**environment, "PATH": path, SOCKET: str(theirs.fileno())},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+            )
         theirs.close()
         children: dict[int, tuple[BaseProcess, int]] = {}
         try:
@@ -72,8 +74,7 @@ def run_in_shell(command: str, *, folder: Path, environment: Mapping[str, str]) 
             for child, tell in children.values():
                 child.kill()
                 os.close(tell)
-        output.seek(0)
-        return shell.wait(), output.read().decode()
+        return shell.wait(), out.read_text("utf-8"), err.read_text("utf-8")
 
 
 def _serve(ours: socket.socket, children: dict[int, tuple[BaseProcess, int]]) -> None:

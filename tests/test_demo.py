@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_commands import run_in_shell
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
@@ -29,15 +29,15 @@ def test_every_step_of_the_demo_runs_and_a_model_that_learned_nothing_is_told_ap
     script.write_text(
         script.read_text().replace("demo/dataset --json >", "demo/dataset --json --limit 4 --max-tokens 4 >")
     )
-    run = subprocess.run(
-        ["bash", script, "--max_iters", "10"], env=os.environ | {"PATH": path}, capture_output=True, text=True
+    code, out, err = run_in_shell(
+        "bash demo.sh --max_iters 10", folder=tmp_path, environment=os.environ | {"PATH": path}
     )
-    steps = [line for line in run.stdout.splitlines() if line.startswith("== ")]
-    assert run.returncode == 1, run.stderr
+    steps = [line for line in out.splitlines() if line.startswith("== ")]
+    assert code == 1, err
     assert steps[-1] == "== What did the mask do? Same data, same steps"
-    table = run.stdout.splitlines()[run.stdout.splitlines().index(steps[-1]) + 2 :]
+    table = out.splitlines()[out.splitlines().index(steps[-1]) + 2 :]
     assert [line[:14].strip() for line in table[:4]] == ["", "with the mask", "without", ""]
-    assert run.stderr.splitlines()[-3:] == [
+    assert err.splitlines()[-3:] == [
         "questions is 4; the demo promises 200",
         "exact_rate is 0; the demo promises 0.9",
         "stop_rate is 0; the demo promises 0.99",

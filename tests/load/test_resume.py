@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from child_processes import end_children, start_child
 from load_fixtures import same, talks, together, write_rows, write_source
 
+import chatmill.load.plan
 from chatmill.errors import UsageError
 from chatmill.load.batch import Batch
 from chatmill.load.loader import EpisodeLoader
@@ -170,45 +171,33 @@ def test_one_pass_gives_every_episode_once_in_stored_order_and_fills_up_the_last
     assert np.all(batches[1].x[8:] == 3)
 
 
-RANK = """
-import json, sys
-sys.modules["torch"] = None  # takes seconds to import
-import numpy as np
-import chatmill.load.plan
-chatmill.load.plan.WINDOW = 20
-from chatmill.load.loader import EpisodeLoader
-job = json.loads(sys.argv[1])
-loader = EpisodeLoader(job["place"], job["config"], rank=job["rank"], world_size=job["world_size"], tensors=False)
-if job["state"]:
-    loader.load_state_dict(job["state"])
-batches = [loader.get_batch() for _ in range(job["steps"])]
-for number, batch in enumerate(batches):
-    np.savez(f"{job['out']}/{job['rank']}-{number}.npz", **batch._asdict())
-print(json.dumps(loader.state_dict()))
-"""
-
-
 def test_real_processes_as_ranks_that_change_in_number_give_the_same_batches(places, tmp_path):
-    changes = CASES["packed"]
-    undisturbed = list(islice(Ranks(places, changes, 1), 9))
+    place, config = places[False], {**BASE, **CASES["packed"]}
+
+    def write_batches(folder: Path, state: Any, rank: int, world_size: int) -> None:
+        chatmill.load.plan.WINDOW = 20
+        loader = EpisodeLoader(place, config, rank=rank, world_size=world_size, tensors=False)
+        if state:
+            loader.load_state_dict(state)
+        for number in range(3):
+            np.savez(folder / f"{number}.npz", **loader.get_batch()._asdict())
+        print(json.dumps(loader.state_dict()))
+
+    undisturbed = list(islice(Ranks(places, CASES["packed"], 1), 9))
     state, found = None, []
-    for turn, world_size in enumerate((2, 3, 4)):
-        out = tmp_path / str(turn)
-        out.mkdir()
+    for world_size in (2, 3, 4):
+        folders = [tmp_path / f"rank {rank} of {world_size}" for rank in range(world_size)]
         running = []
-        for rank in range(world_size):
-            job = {"rank": rank, "world_size": world_size, "state": state, "steps": 3, "out": str(out)}
-            job |= {"place": str(places[False]), "config": {**BASE, **changes}}
-            command = [sys.executable, "-c", RANK, json.dumps(job)]
-            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        told = [process.communicate()[0] for process in running]
-        assert [process.returncode for process in running] == [0] * world_size
+        for rank, folder in enumerate(folders):
+            folder.mkdir()
+            running.append(start_child(partial(write_batches, folder, state, rank, world_size), output=folder))
+        assert end_children(running) == [0] * world_size
+        told = [(folder / "out").read_text() for folder in folders]
         assert len(set(told)) == 1
         state = json.loads(told[0])
         for number in range(3):
-            parts = [Batch(**np.load(out / f"{rank}-{number}.npz")) for rank in range(world_size)]
-            found.append(together(parts))
-    assert all(map(same, found, undisturbed))
+            found.append(together([Batch(**np.load(folder / f"{number}.npz")) for folder in folders]))
+    assert len(found) == len(undisturbed) and all(map(same, found, undisturbed))
 
 
 @pytest.mark.parametrize(
