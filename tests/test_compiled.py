@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from fuzz_compiled import fuzz
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = sorted(path for path in (ROOT / "src").rglob("_*.c"))
@@ -19,6 +20,14 @@ def test_each_part_is_compiled(source):
     name = ".".join(source.relative_to(ROOT / "src").with_suffix("").parts)
     assert name in (ROOT / "pyproject.toml").read_text()
     assert Path(str(import_module(name).__file__)).parent == source.parent
+
+
+def test_random_and_hostile_calls_give_what_python_gives_or_are_refused():
+    # `make sanitize` runs many more, with compiled parts that report invalid accesses.
+    folder = Path(str(import_module("chatmill._native").__file__)).parent
+    if shutil.which("cc") is None and not [*folder.glob("*.so")]:
+        pytest.skip("there is no C compiler here")
+    assert fuzz(folder, rounds=3, seed=2) == 198
 
 
 def test_there_are_three():

@@ -18,7 +18,26 @@ typedef struct {
     Cutter cutter;
     Table table;
     Heap classes, text, out, offsets;
+    int ready;
 } Encoder;
+
+/* Of a buffer that may begin anywhere. */
+static inline int64_t number_at(const Py_buffer *buffer, Py_ssize_t n) {
+    int64_t number;
+    memcpy(&number, (const uint8_t *)buffer->buf + 8 * n, 8);
+    return number;
+}
+
+static inline uint32_t id_at(const Py_buffer *buffer, size_t n) {
+    uint32_t id;
+    memcpy(&id, (const uint8_t *)buffer->buf + 4 * n, 4);
+    return id;
+}
+
+static int is_ready(const Encoder *self) {
+    if (!self->ready) PyErr_SetString(PyExc_RuntimeError, "this encoder was not made");
+    return self->ready;
+}
 
 /* Append the ids of `self->text`; none, and `odd` set, if it has to be left to the caller. 0 without memory. */
 static int encode_text(Encoder *self, size_t size) {
@@ -79,6 +98,7 @@ PyDoc_STRVAR(encode_doc,
 static PyObject *encode(PyObject *object, PyObject *args) {
     Encoder *self = (Encoder *)object;
     PyObject *texts;
+    if (!is_ready(self)) return NULL;
     if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &texts, &self->cutter.normal)) return NULL;
     PyObject *odd = PyList_New(0);
     self->out.size = self->offsets.size = 0;
@@ -108,6 +128,7 @@ static PyObject *encode_columns(PyObject *object, PyObject *args) {
     Encoder *self = (Encoder *)object;
     Py_buffer data, start, stop, kind;
     PyObject *before, *after, *odd = NULL, *found = NULL;
+    if (!is_ready(self)) return NULL;
     if (!PyArg_ParseTuple(args, "y*y*y*y*OO", &data, &start, &stop, &kind, &before, &after)) return NULL;
     Py_ssize_t count = kind.len;
     if (start.len != count * 8 || stop.len != count * 8 || !PyList_Check(before) || !PyList_Check(after)) {
@@ -118,7 +139,7 @@ static PyObject *encode_columns(PyObject *object, PyObject *args) {
     self->out.size = self->offsets.size = 0;
     if (!(odd = PyList_New(0)) || !note_offset(self) || !own_words(&self->table)) goto no_memory;
     for (Py_ssize_t n = 0; n < count; n++) {
-        int64_t from = ((const int64_t *)start.buf)[n], to = ((const int64_t *)stop.buf)[n];
+        int64_t from = number_at(&start, n), to = number_at(&stop, n);
         uint8_t which = ((const uint8_t *)kind.buf)[n];
         if (from < 0 || to < from || to > data.len) {
             PyErr_SetString(PyExc_ValueError, "expected texts that lie within the data");
@@ -149,12 +170,30 @@ done:
     return found;
 }
 
+/* Whether each place is one in the vocabulary, and not before the last. */
+static int are_in_order(const Py_buffer *places, size_t words, int64_t size) {
+    if (number_at(places, 0) < 0 || number_at(places, words) != size) return 0;
+    for (size_t n = 0; n < words; n++)
+        if (number_at(places, n) > number_at(places, n + 1)) return 0;
+    return 1;
+}
+
+/* Whether each is a class of characters; of bytes there are others, and an ASCII character is never in doubt. */
+static int are_classes(const Py_buffer *classes) {
+    const uint8_t *class = classes->buf;
+    if (classes->len < 128 || class[' '] != SPACE) return 0;
+    for (Py_ssize_t n = 0; n < classes->len; n++)
+        if ((class[n] & ~(n < 128 ? 0 : DOUBT)) > UNKNOWN) return 0;
+    return 1;
+}
+
 static int take_in(Encoder *self, const Py_buffer *given) {
     const Py_buffer *classes = &given[0], *byte_ids = &given[1], *pairs = &given[2], *into = &given[3];
     const Py_buffer *vocabulary = &given[4], *places = &given[5], *numbers = &given[6];
     size_t merges = into->len / 4, words = numbers->len / 4;
-    if (classes->len < 128 || byte_ids->len != sizeof self->table.byte_ids || pairs->len != into->len * 2 ||
-        places->len != (Py_ssize_t)(words + 1) * 8 || ((const int64_t *)places->buf)[words] != vocabulary->len) {
+    if (self->cutter.pattern < GPT2 || self->cutter.pattern > CL100K || self->cutter.digits < 0 || !are_classes(classes) ||
+        byte_ids->len != sizeof self->table.byte_ids || into->len % 4 || pairs->len != into->len * 2 || merges >= MERGES ||
+        numbers->len % 4 || places->len != (Py_ssize_t)(words + 1) * 8 || !are_in_order(places, words, vocabulary->len)) {
         PyErr_SetString(PyExc_ValueError, "expected columns that fit together");
         return -1;
     }
@@ -177,11 +216,10 @@ static int take_in(Encoder *self, const Py_buffer *given) {
     self->cutter.known = self->classes.size;
     for (size_t at = 0; at < room; at++) self->table.merges[at] = (Merge){UINT64_MAX, UINT32_MAX, 0};
     for (uint32_t n = 0; n < merges; n++) {
-        const uint32_t *pair = (const uint32_t *)pairs->buf + 2 * n;
-        *merge_of(&self->table, pair[0], pair[1]) =
-            (Merge){(uint64_t)pair[0] << 32 | pair[1], n, ((const uint32_t *)into->buf)[n]};
+        uint32_t left = id_at(pairs, 2 * n), right = id_at(pairs, 2 * n + 1);
+        *merge_of(&self->table, left, right) = (Merge){(uint64_t)left << 32 | right, n, id_at(into, n)};
     }
-    if (begin(&self->table, 1)) return 0;
+    if ((self->ready = begin(&self->table, 1))) return 0;
 no_memory:
     PyErr_NoMemory();
     return -1;

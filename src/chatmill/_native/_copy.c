@@ -11,13 +11,21 @@ static int outside(int64_t at, int64_t count, Py_ssize_t size) {
     return count && (at < 0 || count < 0 || at > size - count);
 }
 
+/* Of a buffer that may begin anywhere. */
+static inline int64_t number_at(const Py_buffer *buffer, Py_ssize_t n) {
+    int64_t number;
+    memcpy(&number, (const uint8_t *)buffer->buf + 8 * n, 8);
+    return number;
+}
+
 /* Small copies are the rule: two or three steps of eight bytes are quicker than a call. */
 static inline void copy(uint8_t *to, const uint8_t *from, size_t size) {
+    uint64_t eight;
     if (size > 64) {
-        memcpy(to, from, size);
+        memmove(to, from, size);
         return;
     }
-    while (size >= 8) memcpy(to, from, 8), to += 8, from += 8, size -= 8;
+    while (size >= 8) memcpy(&eight, from, 8), memcpy(to, &eight, 8), to += 8, from += 8, size -= 8;
     while (size) *to++ = *from++, size--;
 }
 
@@ -32,12 +40,12 @@ static PyObject *ranges(PyObject *module, PyObject *args) {
     Py_ssize_t width;
     if (!PyArg_ParseTuple(args, "w*y*y*y*y*n", &target, &to, &source, &start, &stop, &width)) return NULL;
     Py_ssize_t count = to.len / 8;
-    int fits = width > 0 && start.len == to.len && stop.len == to.len;
+    int fits = width > 0 && to.len % 8 == 0 && start.len == to.len && stop.len == to.len;
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t n = 0; fits && n < count; n++) {
-        int64_t from = ((const int64_t *)start.buf)[n], at = ((const int64_t *)to.buf)[n];
-        int64_t items = ((const int64_t *)stop.buf)[n] - from;
-        fits = !outside(from, items, source.len / width) && !outside(at, items, target.len / width);
+        int64_t from = number_at(&start, n), at = number_at(&to, n), items;
+        fits = !__builtin_sub_overflow(number_at(&stop, n), from, &items) &&
+               !outside(from, items, source.len / width) && !outside(at, items, target.len / width);
         if (fits && items)
             copy((uint8_t *)target.buf + at * width, (const uint8_t *)source.buf + from * width, items * width);
     }
@@ -59,13 +67,14 @@ static PyObject *pieces(PyObject *module, PyObject *args) {
     Py_buffer target, first, second, start, length;
     if (!PyArg_ParseTuple(args, "w*y*y*y*y*", &target, &first, &second, &start, &length)) return NULL;
     Py_ssize_t count = start.len / 8, border = first.len / 4, at = 0;
-    int fits = length.len == start.len;
+    int fits = start.len % 8 == 0 && length.len == start.len;
     for (Py_ssize_t n = 0; fits && n < count; n++) {
-        int64_t from = ((const int64_t *)start.buf)[n], items = ((const int64_t *)length.buf)[n];
+        int64_t from = number_at(&start, n), items = number_at(&length, n);
         const Py_buffer *source = from < border ? &first : &second;
         if (from >= border) from -= border;
         fits = !outside(from, items, source->len / 4) && !outside(at, items, target.len / 4);
-        if (fits && items) copy((uint8_t *)target.buf + at * 4, (const uint8_t *)source->buf + from * 4, items * 4);
+        if (!fits || !items) continue;
+        copy((uint8_t *)target.buf + at * 4, (const uint8_t *)source->buf + from * 4, items * 4);
         at += items;
     }
     fits = fits && at == target.len / 4;

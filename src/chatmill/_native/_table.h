@@ -13,6 +13,7 @@
 #endif
 
 #define LONGEST 512           /* a power of two */
+#define MERGES (1u << 22)     /* so that a rank and a place in a word fit into 32 bits */
 #define SHORT 15
 #define FEW 3
 #define MOST (1u << 16)       /* words that are kept besides those it began with */

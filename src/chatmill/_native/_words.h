@@ -28,9 +28,10 @@ static inline uint8_t wide(Cutter *self, const uint8_t *at, int *size) {
     uint32_t c = *at;
     int more = c < 0xE0 ? 1 : c < 0xF0 ? 2 : 3;
     *size = 1 + more;
+    int begins = c >= 0xC2;
     c &= 0x3F >> more;
     for (int n = 1; n <= more; n++) {
-        if ((at[n] & 0xC0) != 0x80) {
+        if (!begins || (at[n] & 0xC0) != 0x80) {
             self->odd = *size = 1;
             return END;
         }

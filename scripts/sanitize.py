@@ -1,0 +1,125 @@
+"""Run the compiled parts with AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
+
+    python3 scripts/sanitize.py [--rounds N] [--seed N]
+
+Copies src/ and tests/ to build/sanitize, compiles the C there with gcc or clang, and runs `tests/fuzz_compiled.py`,
+which needs nothing but Python, and tests of the compiled parts, which need what `make install` installs. An invalid
+access or an undefined operation ends the run with its stack. Exit code 0 also where the compiler has no sanitizers: it
+says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "sanitize"
+NATIVE = BUILD / "src" / "chatmill" / "_native"
+FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-Wall",
+         "-Wextra", "-Werror", "-shared", "-fPIC"]  # fmt: skip
+TESTS = ["test_compiled.py", "records/test_columns.py", "tokenizer/test_byte_bpe.py", "test_rows.py"]
+LEFT_OUT = [
+    "megabytes",
+    "every_character",
+    "every_short",
+    "any_text_of",
+    "fast_engine",
+    "other_kinds",
+    "another_engine",
+    "probe",
+]
+"""Tests that take minutes here, or try other engines."""
+NEEDED = ["pytest", "hypothesis", "xdist", "pytest_timeout", "numpy", "msgspec", "tokenizers"]
+"""What the tests import; without them only the fuzzing is run."""
+PROBE = "int main(void) { return 0; }"
+
+
+def runtime(compiler: str) -> list[str]:
+    """The libraries to load before Python, which itself is not compiled with them."""
+    names = ["libasan.so", "libubsan.so"]
+    if "clang" in subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout:
+        names = [f"libclang_rt.asan-{platform.machine()}.so"]
+    shown = [subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True) for name in names]
+    paths = [each.stdout.strip() for each in shown]
+    return [path for path in paths if Path(path).is_absolute()]
+
+
+def why_not(compiler: str | None, include: Path) -> str:
+    """Why nothing can be tried here; empty if it can."""
+    if compiler is None:
+        return "there is no C compiler"
+    if not (include / "Python.h").exists():
+        return f"Python's headers are not in {include}"
+    linked = subprocess.run(
+        [compiler, *FLAGS, "-x", "c", "-", "-o", os.devnull], input=PROBE, capture_output=True, text=True, check=False
+    )
+    if linked.returncode or not runtime(compiler):
+        return f"{compiler} has no sanitizers ({(linked.stderr.splitlines() or ['no library to load'])[-1][:200]})"
+    return ""
+
+
+def copy_tree() -> None:
+    shutil.rmtree(BUILD, ignore_errors=True)
+    left_out = shutil.ignore_patterns("*.so", "__pycache__", "*.pyc")
+    for name in ("src", "tests", "data"):
+        shutil.copytree(ROOT / name, BUILD / name, ignore=left_out)
+    shutil.copy(ROOT / "pyproject.toml", BUILD)
+
+
+def compile_parts(compiler: str, include: Path) -> None:
+    for source in sorted(NATIVE.glob("_*.c")):
+        subprocess.run(
+            [compiler, *FLAGS, f"-I{include}", source.name, "-o", f"{source.stem}.abi3.so"], cwd=NATIVE, check=True
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60, help="of the fuzzing; 66 calls each")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "cc", "clang"))), None)
+    include = Path(sysconfig.get_path("include"))
+    place = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    if compiler is None or (reason := why_not(compiler, include)):
+        print(f"sanitize: skipped on {place}: {reason if compiler else 'there is no C compiler'}")
+        return 0
+    print(f"sanitize: {place}, {compiler}", flush=True)
+    copy_tree()
+    compile_parts(compiler, include)
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": ":".join(runtime(compiler)),
+        # Python frees little when it ends. Its own allocator would hide what is read beyond an object.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(BUILD / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    runs = [["tests/fuzz_compiled.py", str(NATIVE), str(args.rounds), str(args.seed)]]
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        print(f"sanitize: tests that need {', '.join(missing)} are left out; the fuzzing needs nothing", flush=True)
+    else:
+        runs.append(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", f"not ({' or '.join(LEFT_OUT)})"])
+        runs[-1] += [f"tests/{name}" for name in TESTS]
+    for run in runs:
+        if code := subprocess.run([sys.executable, *run], cwd=BUILD, env=environment, check=False).returncode:
+            print(f"sanitize: FAILED on {place} (exit code {code})")
+            return 1
+    print(f"sanitize: no invalid access and no undefined operation on {place}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+"""Random and hostile input for the compiled parts, held against plain Python. Needs nothing but Python itself.
+
+    python tests/fuzz_compiled.py FOLDER [ROUNDS] [SEED]
+
+FOLDER holds the compiled modules. `make sanitize` runs this with modules that report every invalid access and every
+undefined operation; what they report ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+EXTREME = [0, 1, -1, 7, 2**31, -(2**31), 2**32, 2**61, 2**62, -(2**62), 2**63 - 1, -(2**63), -(2**63) + 1]
+ROLES = ["system", "user", "assistant", "tool"]
+PIECES = ["a", "Zz", " ", "  ", "\n", "\r\n", "\t", "'s", "'LL", "'", "12", "3", "!?", "ä", "ſ", "名", "🍀",
+          "\u0301", "\x00", "\x7f", "x" * 15, "y" * 16, "z" * 70, "word " * 20, "\U0010ffff", "\u2028"]  # fmt: skip
+
+
+def load(folder: Path, name: str) -> ModuleType:
+    """A compiled module of this folder, without the package and what that needs."""
+    [path] = folder.glob(f"{name}.*so")
+    spec = spec_from_file_location(f"chatmill._native.{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def refused(call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """What a call returns, or its error if that is one of those that wrong arguments have."""
+    try:
+        return call(*args, **named)
+    except (ValueError, TypeError, IndexError, BufferError, OverflowError, RuntimeError, UnicodeError) as error:
+        return error
+
+
+def unaligned(data: bytes | bytearray) -> memoryview:
+    """The same bytes at an odd address."""
+    return memoryview(bytearray(b"\0" + data))[1:]
+
+
+def numbers(values: Sequence[int]) -> bytes:
+    return array("q", values).tobytes()
+
+
+def any_buffer(rng: random.Random, data: bytes) -> Any:
+    """These bytes as one of the objects that hold bytes, some of which cannot be taken."""
+    return rng.choice([
+        lambda: data, lambda: bytearray(data), lambda: unaligned(data), lambda: memoryview(data),
+        lambda: memoryview(data)[::2], lambda: data[:-1], lambda: data + b"\1", lambda: b"", lambda: None,
+        lambda: "text", lambda: array("q", [1, 2, 3]),
+    ])()  # fmt: skip
+
+
+# _copy
+
+
+def try_copy(copy: ModuleType, rng: random.Random) -> None:
+    width = rng.choice([1, 2, 4, 8, 12, 16, 40])
+    size, room, count = rng.randrange(200), rng.randrange(200), rng.randrange(12)
+    source, target = rng.randbytes(size * width), bytearray(rng.randbytes(room * width))
+    start = [rng.randrange(size + 1) for _ in range(count)]
+    stop = [rng.randrange(first, size + 1) for first in start]
+    to = [rng.randrange(max(1, room - (b - a) + 1)) for a, b in zip(start, stop, strict=True)]
+    expected: bytearray | None = bytearray(target)
+    for at, first, last in zip(to, start, stop, strict=True):
+        if at + last - first > room and last > first:
+            expected = None
+            break
+        assert expected is not None
+        expected[at * width : (at + last - first) * width] = source[first * width : last * width]
+    columns = [rng.choice([bytes, unaligned])(numbers(each)) for each in (to, start, stop)]
+    result = refused(copy.ranges, target, columns[0], unaligned(source), columns[1], columns[2], width)
+    assert (result is None) == (expected is not None), result
+    assert expected is None or target == expected
+
+
+def try_pieces(copy: ModuleType, rng: random.Random) -> None:
+    first, second = (array("I", [rng.randrange(2**32) for _ in range(rng.randrange(60))]) for _ in range(2))
+    both, pieces = [*first, *second], []
+    for _ in range(rng.randrange(9)):
+        low, high = rng.choice([(0, len(first)), (len(first), len(both))])
+        start = rng.randrange(low, high + 1)
+        pieces.append((start, rng.randrange(high - start + 1)))
+    expected = [id for start, length in pieces for id in both[start : start + length]]
+    target = array("I", [0] * (len(expected) + rng.choice([0, 0, 1])))
+    start, length = (numbers([piece[n] for piece in pieces]) for n in range(2))
+    result = refused(copy.pieces, target, first.tobytes(), unaligned(second.tobytes()), unaligned(start), length)
+    if result is None:
+        assert target.tolist() == expected
+    else:
+        # A piece of no length may stand at the end of the first, where the second begins.
+        assert len(target) != len(expected), result
+
+
+def try_bad_copy(copy: ModuleType, rng: random.Random) -> None:
+    target = bytearray(64)
+    columns = [any_buffer(rng, numbers([rng.choice(EXTREME) for _ in range(3)])) for _ in range(3)]
+    source = any_buffer(rng, bytes(64))
+    refused(copy.ranges, any_buffer(rng, target), columns[0], source, columns[1], columns[2], rng.choice(EXTREME))
+    refused(copy.ranges, target, columns[0], target, columns[1], columns[2], rng.choice([1, 4, 8]))
+    refused(copy.pieces, target, source, any_buffer(rng, bytes(64)), columns[0], columns[1])
+    # From an array to itself, over what is read.
+    refused(copy.ranges, target, numbers([1, 0]), target, numbers([0, 3]), numbers([63, 60]), 1)
+
+
+# _columns
+
+
+def any_text(rng: random.Random) -> str:
+    return "".join(rng.choice(PIECES) for _ in range(rng.randrange(8)))
+
+
+def any_record(rng: random.Random) -> dict[str, Any]:
+    turns: list[dict[str, Any]] = []
+    for _ in range(rng.choice([1, 2, 3, 15, 16, 17, 40])):
+        fields = [
+            ("role", rng.choice(ROLES)),
+            ("content", any_text(rng) * rng.choice([1, 1, 1, 9, 700])),
+            ("name", None),
+        ]
+        fields = fields[: rng.choice([2, 3])]
+        rng.shuffle(fields)
+        turns.append(dict(fields))
+    record = [("messages", turns), ("id", rng.choice([None, any_text(rng), rng.randrange(10**6), -3]))]
+    record = record[: rng.choice([1, 2])]
+    rng.shuffle(record)
+    return dict(record)
+
+
+def check_columns(block: bytes, start: int, columns: Callable[..., Any]) -> int:
+    """Whatever it has taken of a block is what Python reads from the same lines; returns how many records."""
+    end, data, messages, stop, role, first, last = columns(block, start)
+    assert start <= end <= len(block)
+    lines = [line for line in block[start:end].split(b"\n") if line]
+    counts, stops, starts, ends = (array("q", column).tolist() for column in (messages, stop, first, last))
+    assert len(lines) == len(counts) == len(stops) and sum(counts) == len(role) == len(starts) == len(ends)
+    turns = [turn for line in lines for turn in json.loads(line)["messages"]]
+    assert [ROLES[code] for code in role] == [turn["role"] for turn in turns]
+    assert [data[a:b].decode() for a, b in zip(starts, ends, strict=True)] == [turn["content"] for turn in turns]
+    assert [len(json.loads(line)["messages"]) for line in lines] == counts
+    return len(lines)
+
+
+def try_columns(columns: ModuleType, rng: random.Random) -> None:
+    ascii_only = rng.random() < 0.5
+    records = [any_record(rng) for _ in range(rng.randrange(1, 5))]
+    separators = rng.choice([(", ", ": "), (",", ":"), (" ,\t", " : ")])
+    lines = [json.dumps(each, ensure_ascii=ascii_only, separators=separators).encode() for each in records]
+    block = b"\n".join(lines) + rng.choice([b"", b"\n"])
+    assert check_columns(block, 0, columns.columns) == len(records)
+    data = bytearray(block)
+    for _ in range(rng.randrange(1, 5)):
+        at = rng.randrange(len(data))
+        match rng.randrange(4):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                del data[at : at + rng.randrange(1, 40)]
+            case 2:
+                data[at:at] = rng.choice(
+                    [b'"', b"\\", b"\\u", b"\\ud800", b"\0", b"\xff", b"\xe0\x80\x80", b"{", b"[[", b"\n"]
+                )
+            case _:
+                del data[at:]
+        if not data:
+            break
+    check_columns(bytes(data), rng.randrange(len(data) + 1), columns.columns)
+    refused(columns.columns, any_buffer(rng, block), rng.choice(EXTREME))
+
+
+# _bpe
+
+LETTER, NUMBER, SPACE, OTHER, UNKNOWN, DOUBT = 0, 1, 2, 3, 4, 8
+GPT2 = re.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]{1,%d}"
+    r"| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def classes() -> bytes:
+    """Classes of ASCII characters; those of others are arbitrary, some unknown or in doubt."""
+    ascii_classes = [
+        LETTER if chr(n).isalpha() else NUMBER if chr(n).isdigit() else SPACE if chr(n) in " \t\n\r\f\v" else OTHER
+        for n in range(128)
+    ]
+    return bytes(
+        ascii_classes + [(n * 7 % 11 % 4) + (DOUBT if n % 31 == 0 else 0) for n in range(128, 2**16)] + [UNKNOWN] * 99
+    )
+
+
+class Vocabulary:
+    """Bytes, and random merges of them."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.tokens = [bytes([n]) for n in range(256)]
+        self.merges: dict[tuple[int, int], int] = {}
+        common = [*b"abxyz word'sLL123 \n!", *"ä名".encode()]
+        while len(self.merges) < 120:
+            pair = rng.choice([*common, *self.merges.values()]), rng.choice([*common, *self.merges.values()])
+            merged = self.tokens[pair[0]] + self.tokens[pair[1]]
+            if pair not in self.merges and merged not in self.tokens and len(merged) < 40:
+                self.merges[pair] = len(self.tokens)
+                self.tokens.append(merged)
+        self.whole, self.pattern, self.digits = rng.random() < 0.3, rng.randrange(2), rng.choice([1, 3])
+
+    def arguments(self) -> dict[str, Any]:
+        places = [0]
+        for token in self.tokens:
+            places.append(places[-1] + len(token))
+        return {
+            "pattern": self.pattern,
+            "digits": self.digits if self.pattern else 0,
+            "whole": self.whole,
+            "classes": classes(),
+            "byte_ids": array("I", range(256)),
+            "pairs": array("I", [half for pair in self.merges for half in pair]),
+            "into": array("I", self.merges.values()),
+            "vocabulary": b"".join(self.tokens),
+            "places": array("q", places),
+            "numbers": array("I", range(len(self.tokens))),
+        }
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of an ASCII text."""
+        pattern = re.compile(CL100K % self.digits, re.ASCII) if self.pattern else GPT2
+        return [id for word in pattern.findall(text) for id in self.word(word.encode())]
+
+    def word(self, word: bytes) -> list[int]:
+        if self.whole and word in self.tokens:
+            return [self.tokens.index(word)]
+        ids = [*word]
+        rank = {pair: n for n, pair in enumerate(self.merges)}
+        while True:
+            at = min(range(len(ids) - 1), key=lambda n: (rank.get((ids[n], ids[n + 1]), 10**9), n), default=None)
+            if at is None or (ids[at], ids[at + 1]) not in rank:
+                return ids
+            ids[at : at + 2] = [self.merges[ids[at], ids[at + 1]]]
+
+
+def check_encoded(vocabulary: Vocabulary, texts: Sequence[bytes], encoded: tuple[bytes, bytes, list[int]]) -> None:
+    ids, offsets, odd = array("I", encoded[0]).tolist(), array("q", encoded[1]).tolist(), encoded[2]
+    assert len(offsets) == len(texts) + 1 and offsets[0] == 0 and offsets[-1] == len(ids) and offsets == sorted(offsets)
+    for n, text in enumerate(texts):
+        own = ids[offsets[n] : offsets[n + 1]]
+        if n in odd:
+            assert own == []
+            continue
+        assert b"".join(vocabulary.tokens[id] for id in own) == text
+        if text.isascii():
+            assert own == vocabulary.encode(text.decode()), text
+
+
+def try_bpe(bpe: ModuleType, rng: random.Random) -> None:
+    vocabulary = Vocabulary(rng)
+    encoder = bpe.Encoder(**vocabulary.arguments())
+    for _ in range(6):
+        texts = [any_text(rng) * rng.choice([1, 1, 1, 20]) for _ in range(rng.randrange(9))]
+        check_encoded(vocabulary, [text.encode() for text in texts], encoder.encode(texts, rng.random() < 0.5))
+        before, after = [b"", b"user\n"], [b"", b" \n"]
+        kinds = bytes(rng.randrange(2) for _ in texts)
+        pieces = [rng.choice([text.encode(), rng.randbytes(rng.randrange(40))]) for text in texts]
+        data, starts, stops = b"", [], []
+        for piece in pieces:
+            starts.append(len(data))
+            data += piece
+            stops.append(len(data))
+        columns = [rng.choice([bytes, unaligned])(numbers(each)) for each in (starts, stops)]
+        encoded = encoder.encode_columns(unaligned(data), *columns, kinds, before, after)
+        check_encoded(vocabulary, [before[k] + p + after[k] for k, p in zip(kinds, pieces, strict=True)], encoded)
+        wrong = [any_buffer(rng, numbers([rng.choice(EXTREME) for _ in texts])) for _ in range(2)]
+        refused(encoder.encode_columns, data, *wrong, any_buffer(rng, rng.randbytes(len(texts))), before, after)
+        refused(encoder.encode_columns, data, *columns, kinds, rng.choice([[], None, ["text"] * 2]), after)
+        refused(encoder.encode, rng.choice([None, (), ["a", 3], ["\udcff"], [None]]), True)
+    # In another process, which has words of its own.
+    if rng.random() < 0.2 and not (child := os.fork()):
+        try:
+            check_encoded(vocabulary, [b"word new"], encoder.encode(["word new"], True))
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    elif "child" in locals() and child:
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def try_bad_bpe(bpe: ModuleType, rng: random.Random) -> None:
+    arguments = Vocabulary(rng).arguments()
+    for name in rng.sample([*arguments], rng.randrange(1, 4)):
+        value = arguments[name]
+        if isinstance(value, int):
+            arguments[name] = rng.choice([-(2**31), -1, 0, 1, 2, 3, 2**31 - 1])
+        elif isinstance(value, array) and rng.random() < 0.6:
+            changed = value[: rng.randrange(len(value) + 1)] if rng.random() < 0.3 else value[:]
+            for _ in range(rng.randrange(3)):
+                if changed:
+                    changed[rng.randrange(len(changed))] = (
+                        rng.choice(EXTREME) % 2**32 if value.typecode == "I" else rng.choice(EXTREME)
+                    )
+            arguments[name] = changed
+        elif name == "classes" and rng.random() < 0.6:
+            arguments[name] = bytes(
+                rng.choice([value, rng.randbytes(len(value)), b"\6" * 200, b"\5" * 128, b"\4" * 128])
+            )
+        else:
+            arguments[name] = any_buffer(rng, bytes(value))
+    encoder = refused(bpe.Encoder, **arguments)
+    if isinstance(encoder, bpe.Encoder):
+        texts = [any_text(rng) for _ in range(20)]
+        encoder.encode(texts, True)
+        data = rng.randbytes(100)
+        encoder.encode_columns(data, numbers([0, 50]), numbers([50, 100]), b"\0\0", [b""], [b""])
+        refused(encoder.__init__, **arguments)
+    unmade = bpe.Encoder.__new__(bpe.Encoder)
+    assert isinstance(refused(unmade.encode, ["a"], True), RuntimeError)
+    assert isinstance(
+        refused(unmade.encode_columns, b"a", numbers([0]), numbers([1]), b"\0", [b""], [b""]), RuntimeError
+    )
+    assert isinstance(refused(unmade.__init__), TypeError)
+
+
+def fuzz(folder: Path, rounds: int, seed: int) -> int:
+    """Try everything so many times; returns the number of calls that were tried."""
+    rng = random.Random(seed)
+    copy, columns, bpe = (load(folder, name) for name in ("_copy", "_columns", "_bpe"))
+    tries = [(try_copy, copy, 20), (try_pieces, copy, 20), (try_bad_copy, copy, 20), (try_columns, columns, 4),
+             (try_bpe, bpe, 1), (try_bad_bpe, bpe, 1)]  # fmt: skip
+    for _ in range(rounds):
+        for attempt, module, times in tries:
+            for _ in range(times):
+                attempt(module, rng)
+    return rounds * sum(times for _, _, times in tries)
+
+
+if __name__ == "__main__":
+    folder, rounds, seed = Path(sys.argv[1]), *(int(each) for each in [*sys.argv[2:], "100", "1"][:2])
+    print(f"{fuzz(folder, rounds, seed):,} random and hostile calls of the compiled parts")
