@@ -35,7 +35,8 @@ IMPORTED_BY_THE_SERVER = [
     "transformers",
     "peft",
 ]
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SURROUNDINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""One thread, and no word from torch about names of hosts where there is no network."""
 TIME_LIMIT = 400
 """Seconds: far more than any child needs on a busy machine."""
 GRACE = 20
@@ -54,7 +55,7 @@ def start_child(
     With `output`, its standard output and error go to the files "out" and "err" of that folder. After `time_limit`
     seconds it prints the stacks of its threads and exits with 1.
     """
-    environment = {**os.environ, **ONE_THREAD, **(variables or {})}
+    environment = {**os.environ, **SURROUNDINGS, **(variables or {})}
     files = (
         [os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in ("out", "err")] if output else []
     )
@@ -107,7 +108,7 @@ def _failed(children: Sequence[BaseProcess]) -> bool:
 def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_BY_THE_SERVER)
-    with _environment({**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+    with _environment({**os.environ, **SURROUNDINGS, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         multiprocessing.forkserver.ensure_running()
     return context
 

@@ -10,6 +10,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -109,7 +110,9 @@ def _read_all(file: int | None) -> str:
 
 
 def wait_for_all() -> list[Process]:
-    """Wait for processes that are about to end; those that do not."""
+    """Wait for processes that are about to end; those that do not; servers of templates are no longer needed."""
+    if templates := sys.modules.get("chatmill.format.template.process.channel"):
+        templates.stop_servers()
     end = time.monotonic() + PATIENCE
     while (left := started_processes()) and time.monotonic() < end:
         time.sleep(0.05)
