@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 from chatmill import render_chat_sft
+from chatmill.prepare import CountedRecords
 from chatmill.prepare.primer import CacheConfig, build_cache
-from chatmill.records import CountedRecords, read_records, shuffle_split
+from chatmill.records import read_records, shuffle_split
 from chatmill.tokenizer import open_tokenizer
 
 SYS, USR, ASST, EOT = 1, 2, 3, 4

@@ -192,7 +192,8 @@ def test_faulty_records_of_other_sources_may_be_skipped(run):
     code, _, err = run(*build, "--on-error", "skip", "--overwrite")
     assert (code, err) == (
         1,
-        "chatmill: o.jsonl: all records were rejected, see rejects.jsonl; expected at least one\n",
+        "chatmill: o.jsonl: all records were rejected, see data/cache/sft/oasst1.rejects.jsonl; "
+        "expected at least one\n",
     )
 
 
@@ -324,8 +325,8 @@ def test_an_input_inside_the_cache_it_would_replace_is_refused(run):
     run("build-sft-primer")
     Path("data/primer.jsonl").rename("data/cache/sft/primer/primer.jsonl")
     code, _, err = run("build-sft-primer", "--primer-jsonl", "data/cache/sft/primer/primer.jsonl", "--overwrite")
-    assert code == 2
-    assert "keep the input elsewhere" in err
+    assert code == 1
+    assert "primer: also holds primer.jsonl, which meta.json does not list" in err
     assert Path("data/cache/sft/primer/primer.jsonl").is_file()
 
 

@@ -145,7 +145,7 @@ def test_refused_rows_follow_on_error(run, folder, tmp_path):
     code, out, _ = run("prepare", chat, "-o", "data", *flags, "--on-error", "skip", "--json")
     assert code == 0
     assert json.loads(out)["ledger"]["rejected"] == {"template_refuses": {"rows": 1, "tokens": 0, "trained": 0}}
-    assert [json.loads(line)["line"] for line in Path("rejects.jsonl").read_text().splitlines()] == [2]
+    assert [json.loads(line)["line"] for line in Path("data.rejects.jsonl").read_text().splitlines()] == [2]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -143,6 +143,47 @@ def test_a_tokenizer_is_trained_written_whole_and_not_overwritten_unasked(run):
     assert Path("tok.json").read_bytes() != before
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "tokenizer train chat.jsonl --vocab-size 300 -o chat.jsonl",
+        "tokenizer train *.jsonl --vocab-size 300 -o hard.jsonl",
+        "tokenizer train chat.jsonl --vocab-size 300 -o link.json",
+        "export transcripts chat.jsonl --context-length 99 -o ./chat.jsonl",
+        "export transcripts chat.jsonl --context-length 99 -o out.txt --on-error skip --rejects out.txt",
+        "export transcripts chat.jsonl --context-length 99 --tokenizer tok.json --add-tokens -o tok.json",
+        "report v1 -o v1/tokenizer_state.json",
+        "report v1 --tokenizer tok.json -o tok.json",
+        "report v1 -o null",
+        "prepare chat.jsonl -o v1 --on-error skip --rejects v1/r.jsonl",
+        "prepare chat.jsonl -o v1 --on-error skip --rejects notes.md",
+        "check chat.jsonl --on-error skip --rejects notes.md",
+        "render chat.jsonl --tokenizer tok.json --add-tokens --on-error skip --rejects tok.json",
+        "build-sft-oasst1 --input chat.jsonl --on-error skip --rejects chat.jsonl",
+        "reweigh v1 --train-on last -o v1/train",
+        "reweigh v1 --train-on last -o .",
+        "export parquet v1 -o ..",
+    ],
+)
+def test_no_command_replaces_what_it_reads_or_what_it_did_not_write(run, command):
+    Path("chat.jsonl").write_text(CHAT * 20)
+    Path("hard.jsonl").hardlink_to("chat.jsonl")
+    Path("link.json").symlink_to("chat.jsonl")
+    Path("notes.md").write_text("mine\n")
+    Path("null").symlink_to("/dev/null")
+    assert run("tokenizer", "train", "chat.jsonl", "--vocab-size", "300", "-o", "tok.json")[0] == 0
+    assert run("prepare", "chat.jsonl", "-o", "v1", "--workers", "1")[0] == 0
+
+    def everything() -> dict[str, tuple[int, bytes]]:
+        files = [path for path in Path().rglob("*") if path.is_file() and path.name != "null"]
+        return {str(path): (path.lstat().st_ino, path.read_bytes()) for path in files}
+
+    before = everything()
+    code, out, err = run(*command.split(), "--overwrite")
+    assert (code in (1, 2), out, err.count("\n")) == (True, "", 1), err
+    assert everything() == before
+
+
 def test_info_names_missing_control_tokens_and_the_flag_that_adds_them(run):
     Path("chat.jsonl").write_text(CHAT)
     run("tokenizer", "train", "chat.jsonl", "--vocab-size", "259", "-o", "tok.json")
@@ -212,7 +253,11 @@ def test_formats_lists_the_presets_and_prints_one_that_loads_again(run):
             1,
             "no: no such folder; make it",
         ),
-        (["check", "chat.jsonl", "--on-error", "skip", "--rejects", "no/r.jsonl"], 1, "no/r.jsonl"),
+        (
+            ["check", "chat.jsonl", "--on-error", "skip", "--rejects", "no/r.jsonl"],
+            1,
+            "no: no such folder; make it, or name another",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_never_a_traceback(run, args, code, line):
@@ -257,7 +302,9 @@ def test_every_command_shows_an_example_of_itself_and_takes_json(name, command):
     assert all(getattr(option, "help", "x") for option in command.params)
 
 
-@pytest.mark.parametrize("command", [["check"], ["render"], ["prepare", "-o", "out"]])
+@pytest.mark.parametrize(
+    "command", [["check"], ["render"], ["prepare", "-o", "out", "--rejects", "./rejects.jsonl", "--overwrite"]]
+)
 def test_an_input_is_never_taken_for_the_file_of_rejects(run, command):
     Path("rejects.jsonl").write_text(CHAT + "bad\n")
     name, *more = command

@@ -8,11 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from chatmill.cli.main import main
+from chatmill.store import files
 from chatmill.store.read import open_dataset
 from chatmill.store.verify import verify_dataset
 
@@ -124,6 +126,29 @@ def test_overwrite_replaces_and_resume_with_nothing_to_resume_builds(place, monk
     run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --overwrite --max-tokens 64")
     assert sha256("x") != first
     assert sorted(path.name for path in place.iterdir()) == ["data", "x"]
+
+
+def test_an_old_dataset_that_cannot_be_removed_is_a_warning_and_exit_0(place, monkeypatch, capsys):
+    run(monkeypatch, capsys, "prepare data/primer.jsonl -o x")
+    remove = files.Disk.remove
+
+    def held(self, path):
+        if path.name == "mask.bin":
+            raise PermissionError(1, "Operation not permitted", str(path))
+        remove(self, path)
+
+    monkeypatch.setattr(files.Disk, "remove", held)
+    monkeypatch.setattr(sys, "argv", shlex.split("chatmill prepare data/primer.jsonl -o x --overwrite --max-tokens 64"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert (ended.value.code or 0, capsys.readouterr().err) == (
+        0,
+        "chatmill: warning: x: was replaced, but the old dataset is not all removed: x.kept holds "
+        "train/shard_00000/mask.bin, which cannot be removed (Operation not permitted); look, and remove it\n",
+    )
+    assert verify_dataset("x", full=True).faults == ()
 
 
 def test_progress_is_shown_where_a_person_looks_on(place):

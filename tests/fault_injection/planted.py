@@ -45,6 +45,7 @@ from fault_injection.trials import (
     identity,
     large_store,
     outputs,
+    overwrite,
     ranks,
     ray_workers,
     readers,
@@ -102,7 +103,7 @@ def renamed_early() -> None:
     def early(folder: Path, described: Any, **options: Any) -> Any:
         target = folder.with_name(folder.name.removeprefix(".").removesuffix(".building"))
         if target.exists():
-            files.remove_tree(target)
+            remove_tree(target)
         files.disk.rename_new(folder, target)
         return last(target, described, **options)
 
@@ -138,17 +139,45 @@ def metadata_first() -> None:
 
 
 def old_dataset_removed_first() -> None:
-    move, remove_tree = publish._move, files.remove_tree
+    move = publish._move
     files.Disk.exchange = lambda self, one, other: False
-    files.remove_tree = lambda folder, first=None: remove_tree(folder, first=first) if folder.exists() else None
+    publish._check_replaceable = lambda *args: None
+    publish._remove_replaced = lambda *args: None
 
     def removing(source: Path, target: Path) -> None:
         if target.name.endswith(".replaced"):
-            files.remove_tree(source)
+            remove_tree(source)
         else:
             move(source, target)
 
     publish._move = removing
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all it holds, whoever wrote it."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            remove_tree(path)
+        else:
+            files.disk.remove(path)
+    files.disk.remove(folder)
+
+
+def everything_is_replaced() -> None:
+    """A replaced folder is removed with all it holds, if it has a file with the right name."""
+
+    def marker_alone(folder: Path, target: Path, kind: Any) -> None:
+        assert (folder / kind.marker).is_file()
+
+    def all_of_it(folder: Path, kind: Any) -> str:
+        try:
+            remove_tree(folder)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    publish._check_replaceable = marker_alone
+    publish.remove_folder = all_of_it
 
 
 def full_disk_swallowed() -> None:
@@ -503,6 +532,7 @@ PLANTED = (
     Planted("a failed write is swallowed, prepare", full_disk_swallowed, failing_calls.WRITES_OF_BUILDS, 4),
     Planted("a failed write is swallowed, training", full_disk_swallowed, failing_calls.WRITES_OF_RUNS, 3),
     Planted("errors of the system do not name their file", files_not_named, failing_calls.READS_OF_BUILDS, 4),
+    Planted("all that a replaced folder holds is removed", everything_is_replaced, overwrite.TRIAL, 2),
     Planted("nobody locks", nobody_locks, two_builders.TRIAL, 2),
     Planted("ids are not checked against the vocabulary", ids_not_checked, tokenizer_files.LIARS, 4),
     Planted("staged units are not checked", crc_not_checked, damage_of_runs.STAGED, 12),

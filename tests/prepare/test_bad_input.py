@@ -83,7 +83,7 @@ FLAGS = {
     "chat.jsonl -o .": (2, ".: has no name of its own; give the folder of the dataset as NAME or DIR/NAME"),
     "chat.jsonl -o ..": (2, "..: has no name of its own"),
     "chat.jsonl -o chat.jsonl": (1, "chat.jsonl: exists already; give another name, or --overwrite"),
-    "chat.jsonl -o chat.jsonl --overwrite": (1, "chat.jsonl: holds no dataset_metadata.json, so that it is not"),
+    "chat.jsonl -o chat.jsonl --overwrite": (1, "chat.jsonl: not a folder, so that it is not replaced"),
     "chat.jsonl -o chat.jsonl/x": (1, "chat.jsonl/x: cannot be made there (File exists); give another folder"),
     "chat.jsonl -o /proc/x": (1, "/proc/x: cannot be made there ("),
     "chat.jsonl -o /proc/no/where/x": (1, "/proc/no/where/x: cannot be made there ("),
@@ -127,31 +127,35 @@ def test_input_that_cannot_be_read_is_one_line(place, monkeypatch, capsys, kind)
 
 def test_where_all_records_are_skipped_the_line_says_why(place, monkeypatch, capsys):
     (place / "a.jsonl").write_bytes(b"{}\n[]\n")
-    (place / "rejects.jsonl").write_bytes(b"")
     monkeypatch.setattr(sys, "argv", shlex.split("chatmill prepare a.jsonl -o x --shape messages --on-error skip"))
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
     line = capsys.readouterr().err
     assert "the split train would be empty; of its records none is left to be trained on (" in line
-    assert len((place / "rejects.jsonl").read_text().splitlines()) == 2
+    assert len((place / "x.rejects.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_refused_command_leaves_the_rejects_of_an_earlier_one_alone(place, monkeypatch, capsys):
-    (place / "rejects.jsonl").write_bytes(b"mine\n")
-    refused(monkeypatch, capsys, "no.jsonl -o x --on-error skip")
+    (place / "x.rejects.jsonl").write_bytes(b"")
     (place / "x").mkdir()
-    refused(monkeypatch, capsys, "chat.jsonl -o x --on-error skip")
-    assert (place / "rejects.jsonl").read_bytes() == b"mine\n"
+    (place / "x/notes.txt").write_bytes(b"mine")
+    refused(monkeypatch, capsys, "no.jsonl -o x --on-error skip --overwrite")
+    refused(monkeypatch, capsys, "chat.jsonl -o x --on-error skip --overwrite")
+    assert (place / "x.rejects.jsonl").read_bytes() == b""
+    said = (1, "x.rejects.jsonl: exists already; give another name, or --overwrite")
+    assert refused(monkeypatch, capsys, "chat.jsonl -o x --on-error skip") == said
 
 
 def test_a_dataset_is_never_written_over_its_own_input(place, monkeypatch, capsys):
     build(job_of(("chat.jsonl",)), Path("x"))
     (place / "chat.jsonl").rename(place / "x/chat.jsonl")
     Path("y").symlink_to("x")
-    said = "x: holds the input x/chat.jsonl; write the dataset somewhere else"
-    assert refused(monkeypatch, capsys, "x/chat.jsonl -o x --overwrite") == (1, said)
-    assert refused(monkeypatch, capsys, "y/chat.jsonl -o x --overwrite") == (1, said.replace("x/chat", "y/chat"))
+    said = "x: also holds chat.jsonl, which dataset_metadata.json does not list, so that it is not replaced; "
+    assert refused(monkeypatch, capsys, "x/chat.jsonl -o x --overwrite")[1].startswith(said)
+    said = "x: holds y/tokenizer_state.json, which is read; write somewhere else"
+    (place / "x/chat.jsonl").unlink()
+    assert refused(monkeypatch, capsys, "y/tokenizer_state.json -o x --overwrite --shape messages") == (1, said)
     assert refused(monkeypatch, capsys, "x/chat.jsonl -o y --overwrite")[1].startswith("y: a symbolic link")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from dataclasses import asdict
@@ -118,9 +119,18 @@ def test_the_card_says_what_it_is_and_the_manifest_of_which_dataset(tmp_path):
         '"train_on": "assistant"',
     ):
         assert said in text
-    assert json.loads((tmp_path / "out/chatmill_export.json").read_text()) == {
+    manifest = json.loads((tmp_path / "out/chatmill_export.json").read_text())
+    assert len(manifest.pop("sha256")) == 64
+    assert manifest == {
+        "schema": "chatmill-export",
+        "schema_version": 1,
         "dataset_sha256": made.sha256,
         "splits": {name: asdict(split) for name, split in done.items()},
+        "files": {
+            name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in contents(tmp_path / "out").items()
+            if name != "chatmill_export.json"
+        },
     }
 
 
@@ -153,6 +163,9 @@ def test_the_same_dataset_gives_the_same_bytes_and_an_export_is_replaced_only_wh
         export_parquet(tmp_path / "v1", tmp_path / "out")
     export_parquet(tmp_path / "v1", tmp_path / "out", overwrite=True)
     assert contents(tmp_path / "out") == before
+    (tmp_path / "out/README.md").write_text("a card that somebody wrote")
+    with pytest.raises(DataError, match=r"out: also holds README\.md, which chatmill_export\.json does not list"):
+        export_parquet(tmp_path / "v1", tmp_path / "out", overwrite=True)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/README.md").write_text("not an export")
     with pytest.raises(DataError, match=r"holds no chatmill_export\.json"):

@@ -227,9 +227,14 @@ def test_an_existing_target_is_refused_and_one_inside_the_dataset_too(dataset):
 
 def test_what_a_killed_process_left_is_removed(dataset):
     left = dataset.with_name(".v2.reweighing")
-    (left / "train").mkdir(parents=True)
-    (left / "train" / "x").write_text("half")
-    (left / "job.json").write_text("{}")
+    (left / "train/shard_00000").mkdir(parents=True)
+    (left / "train/shard_00000/tokens.bin").write_text("half")
+    (left / "dataset_metadata.json").write_text("{")
+    (left / "notes.txt").write_text("not of a build")
+    with pytest.raises(DataError, match=r"\.v2\.reweighing: holds notes\.txt, which no dataset lists"):
+        reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
+    assert len([path for path in left.rglob("*") if path.is_file()]) == 3
+    (left / "notes.txt").unlink()
     reweigh_dataset(dataset, dataset.with_name("v2"), train_on="last")
     assert verify_dataset(dataset.with_name("v2"), full=True).faults == ()
     assert names(dataset.parent) == ["v1", "v2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 
 import pytest
 from fault_injection.crash_disk import Model, Recorder
@@ -11,7 +12,7 @@ from store_fixtures import contents, finish, some_rows, write_dataset, write_spl
 
 from chatmill.errors import DataError
 from chatmill.store import files
-from chatmill.store.publish import publish, staging_for
+from chatmill.store.publish import check_target, publish, recover, staging_for
 from chatmill.store.read import open_dataset
 
 OLD = {"train": some_rows(1, count=12)}
@@ -66,6 +67,114 @@ def test_what_is_not_a_dataset_is_never_replaced(tmp_path, kind):
     with pytest.raises(DataError, match="give"):
         write_dataset(target, NEW, overwrite=True)
     assert os.path.lexists(target)
+
+
+THINGS = [".git/HEAD", "notes.txt", "runs/model.safetensors", "tokenizer.json", "train/shard_00099/tokens.bin", "val/x"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("thing", THINGS)
+def test_a_dataset_that_holds_anything_else_is_never_replaced(tmp_path, monkeypatch, thing, exchange):
+    target = tmp_path / "x"
+    write_dataset(target, OLD)
+    (target / thing).parent.mkdir(parents=True, exist_ok=True)
+    (target / thing).write_text("years of work")
+    before = contents(target)
+    with pytest.raises(DataError, match=r"x: also holds .*, which dataset_metadata\.json does not list"):
+        check_target(target, overwrite=True)
+    # Found only once it is taken away: it is put back.
+    monkeypatch.setattr("chatmill.store.publish.check_target", lambda *args, **options: None)
+    if not exchange:
+        monkeypatch.setattr(files.Disk, "exchange", lambda self, one, other: False)
+    with pytest.raises(DataError, match="x: also holds"):
+        write_dataset(target, NEW, overwrite=True)
+    assert contents(target) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".x.building", "x"]
+
+
+def test_an_error_names_the_first_of_many_things_without_control_characters(tmp_path):
+    write_dataset(tmp_path / "x", OLD)
+    for name in ("a\nb", "c", "d", "e", "f"):
+        (tmp_path / "x" / name).write_text("")
+    (tmp_path / "x" / "b").symlink_to("/nowhere")
+    with pytest.raises(DataError, match=re.escape("x: also holds a\\nb, b, c and 3 more, which dataset_metadata.json")):
+        check_target(tmp_path / "x", overwrite=True)
+
+
+@pytest.mark.parametrize("text", ["{}", "", "[]", '{"schema": "chatmill-episodes", "schema_version": 1}'])
+def test_a_file_with_the_name_of_metadata_makes_no_dataset(tmp_path, text):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/dataset_metadata.json").write_text(text)
+    with pytest.raises(DataError, match=r"^\S+/x: is not replaced, because its dataset_metadata\.json is not one that"):
+        check_target(tmp_path / "x", overwrite=True)
+
+
+def test_a_damaged_dataset_and_an_empty_folder_are_replaced(tmp_path):
+    write_dataset(tmp_path / "x", OLD)
+    (tmp_path / "x/train/shard_00000/tokens.bin").unlink()
+    (tmp_path / "x/train/shard_00000/mask.bin").write_text("cut")
+    (tmp_path / "y").mkdir()
+    for name in "xy":
+        write_dataset(tmp_path / name, NEW, overwrite=True)
+    assert contents(tmp_path / "x") == contents(tmp_path / "y")
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_an_old_dataset_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, exchange):
+    class Held(files.Disk):
+        def remove(self, path):
+            if path.name == "mask.bin":
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+            super().remove(path)
+
+        def exchange(self, one, other):
+            return exchange and super().exchange(one, other)
+
+    write_dataset(tmp_path / "x", OLD)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "disk", Held())
+        for number in ("", 1):
+            with pytest.warns(UserWarning, match=rf"x: was replaced, but the old dataset is .*/x\.kept{number} holds"):
+                write_dataset(tmp_path / "x", NEW, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x.kept", "x.kept1"]
+    assert open_dataset(tmp_path / "x").splits == ("train", "val")
+
+
+def test_what_a_killed_replacement_left_is_removed_unless_it_holds_something_else(tmp_path):
+    write_dataset(tmp_path / "x", OLD)
+    write_dataset(tmp_path / ".x.replaced", NEW)
+    recover(tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    write_dataset(tmp_path / ".x.replaced", NEW)
+    (tmp_path / ".x.replaced/notes.txt").write_text("years of work")
+    with pytest.warns(UserWarning, match=r"x\.kept holds notes\.txt, which no dataset lists"):
+        recover(tmp_path / "x")
+    assert (tmp_path / "x.kept/notes.txt").read_text() == "years of work"
+    # What somebody else put into its place is not the new dataset.
+    write_dataset(tmp_path / "aside", NEW)
+    (tmp_path / "y").mkdir()
+    (tmp_path / "aside").rename(tmp_path / ".y.replaced")
+    recover(tmp_path / "y")
+    assert open_dataset(tmp_path / ".y.replaced").splits == ("train", "val")
+
+
+def test_a_file_that_appears_while_it_is_written_is_kept(tmp_path):
+    path = tmp_path / "out"
+    with pytest.raises(DataError, match="out: appeared while it was written"), files.writing(path):
+        path.write_text("mine")
+    assert contents(tmp_path) == {"out": b"mine"}
+
+
+@pytest.mark.parametrize("name", ["input", "link", "hard", "folder/inside", "device"])
+def test_an_output_never_replaces_what_is_read_nor_a_link_or_device(tmp_path, name):
+    (tmp_path / "input").write_text("mine")
+    (tmp_path / "link").symlink_to("input")
+    (tmp_path / "hard").hardlink_to(tmp_path / "input")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/inside").write_text("mine")
+    (tmp_path / "device").symlink_to("/dev/null")
+    with pytest.raises(DataError, match=r"which is read|a link or a device"):
+        files.refuse_existing(tmp_path / name, overwrite=True, reads=[tmp_path / "input", tmp_path / "folder"])
 
 
 def test_an_unfinished_build_is_not_published_and_does_not_open(tmp_path):

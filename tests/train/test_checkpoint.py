@@ -17,9 +17,10 @@ from model_fixtures import small_gpt
 from safetensors.torch import load_file, save_file
 
 from chatmill.errors import DataError, UsageError
-from chatmill.train.checkpoint import choose, open_checkpoint, restore, save
+from chatmill.train.checkpoint import choose, open_checkpoint, restore, save, set_aside_later
 from chatmill.train.config import OptimizerConfig
 from chatmill.train.distributed import World
+from chatmill.train.run_dir import open_resumed
 from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRows, file_info, write_tensors
 from chatmill.train.step import make_optimizer
 
@@ -87,6 +88,34 @@ def test_moments_come_back_as_they_were(tmp_path):
             assert torch.equal(value, fresh.state[two][name])
             assert value.dtype == fresh.state[two][name].dtype
     assert np.isclose(float(fresh.state[next(other.parameters())]["step"]), 1.0)
+
+
+def test_an_old_checkpoint_that_holds_anything_else_is_kept(tmp_path):
+    model = small_gpt()
+    optimizer = make_optimizer(model, OptimizerConfig(learning_rate=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0))
+
+    def save_step(step: int) -> Path:
+        return save(tmp_path, {"step": step}, model, optimizer, ALONE, sharded=True, keep=1, about={"x.json": b"{}"})
+
+    (save_step(1) / "model/notes.txt").write_text("mine")
+    with pytest.warns(UserWarning, match=r"holds model/notes\.txt, which no checkpoint lists, so that this old"):
+        save_step(2)
+    (tmp_path / "step_00000001/model/notes.txt").rename(tmp_path / "notes.txt")
+    save_step(3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "step_00000003"]
+    assert set_aside_later(tmp_path, 2) == [tmp_path / "step_00000003.left"]
+    (tmp_path / "step_00000003.left/notes.txt").write_text("mine")
+    save_step(3)
+    assert set_aside_later(tmp_path, 2) == [tmp_path / "step_00000003.left1"]
+    assert (tmp_path / "step_00000003.left/notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["config.json", "loss.svg", "rows", "mine.jsonl"])
+def test_a_run_does_not_begin_where_it_would_replace_something_else(tmp_path, name):
+    (tmp_path / name).write_text('{"model_type": "qwen3"}')
+    for resume in (None, "auto"):
+        with pytest.raises(UsageError, match=rf"holds {name}, but not the config\.json of a run; give another"):
+            open_resumed(tmp_path, resume, ALONE, otherwise="another", logs=("mine.jsonl",))
 
 
 def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path):

@@ -20,8 +20,8 @@ from chatmill.cli.options import AsJson, echo_json, echo_line, print_losses, pro
 from chatmill.cli.record_options import AddTokens, OnError, ReadOptions, RejectsFile, TokenizerName, print_rejects
 from chatmill.config import keys_of, read_toml
 from chatmill.errors import UsageError, one_line
+from chatmill.prepare.job import existing
 from chatmill.prepare.primer import SHAPES, CacheConfig, build_cache
-from chatmill.records import DEFAULT_REJECTS
 from chatmill.store.primer_cache import cache_folder
 
 FILE = Path("chatmill.toml")
@@ -107,7 +107,9 @@ class BuildOptions:
 
     tokenizer: TokenizerName = "bytes"
     add_tokens: AddTokens = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the cache if it is there.")] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the cache and the rejects, if they are there.")
+    ] = False
     as_json: AsJson = False
 
 
@@ -141,7 +143,7 @@ def _command(source: str, summary: str, example: str) -> Callable[..., None]:
         input: Annotated[str | None, typer.Option("--input", help="The file to read. [data.SOURCE.path]")] = None,
         flags: Annotated[dict[str, Any], setting_flags()],
         on_error: OnError = "stop",
-        rejects: RejectsFile = DEFAULT_REJECTS,
+        rejects: RejectsFile = None,
         options: BuildOptions,
     ) -> None:
         config = cache_config(source, {"path": input, **flags}, input_flag="--input")
@@ -165,7 +167,9 @@ build_sft_dolly15k = _command(
 
 def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOptions | None = None) -> None:
     """Build the cache and print the summary."""
-    records = replace(read or ReadOptions(), shape=SHAPES[source]).records([config.path])
+    target = cache_folder(Path(config.out_dir), source)
+    options_of_source = replace(read or ReadOptions(), shape=SHAPES[source], overwrite=options.overwrite)
+    records = options_of_source.records([config.path], reads=existing(options.tokenizer), output=target)
     meta = build_cache(
         source,
         config,
@@ -175,7 +179,6 @@ def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOp
         overwrite=options.overwrite,
         progress=partial(progress, what="records"),
     )
-    target = cache_folder(Path(config.out_dir), source)
     train, val = meta.splits["train"], meta.splits["val"]
     if options.as_json:
         counts = {

@@ -12,6 +12,7 @@ from chatmill.cli.transformers_peer import TransformersPeer
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
 from chatmill.format.template.certify import certify
+from chatmill.prepare.job import existing
 
 
 def certify_command(
@@ -41,7 +42,7 @@ def certify_command(
     with TransformersPeer(renderer) as peer:
         ids_of, peer_name = (peer, f"transformers {peer.version}") if peer.version else (None, "")
         if inputs:
-            with read.records(inputs) as records:
+            with read.records(inputs, reads=existing(tokenizer, template.chat_template)) as records:
                 findings = certify(renderer, progress(records, "records"), peer=ids_of, peer_name=peer_name)
             print_rejects(records)
         else:

@@ -12,7 +12,6 @@ from chatmill.cli.expand import expanded
 from chatmill.cli.options import (
     AsJson,
     Dataset,
-    OverwriteFile,
     command_group,
     echo_json,
     echo_line,
@@ -22,7 +21,9 @@ from chatmill.cli.options import (
 )
 from chatmill.cli.record_options import AddTokens, Inputs, ReadOptions, TokenizerName, print_rejects
 from chatmill.format import TurnRenderer, load_format
+from chatmill.prepare.job import existing
 from chatmill.prepare.transcripts import transcript_lines
+from chatmill.records import expand
 from chatmill.store.files import refuse_existing, writing
 from chatmill.store.parquet import export_parquet
 from chatmill.tokenizer import open_tokenizer
@@ -40,7 +41,6 @@ def transcripts(
     tokenizer: TokenizerName = "bytes",
     add_tokens: AddTokens = False,
     read: ReadOptions,
-    overwrite: OverwriteFile = False,
     as_json: AsJson = False,
 ) -> None:
     """Write transcripts (<|USER|>…<|END|><|ASSISTANT|>…<|END|>), as long as a context can hold them.
@@ -53,10 +53,14 @@ def transcripts(
     Example:
       chatmill export transcripts data/conversations.jsonl -o chat.txt --context-length 512
     """
-    refuse_existing(output, overwrite=overwrite)
+    reads = existing(tokenizer)
+    refuse_existing(output, overwrite=read.overwrite, reads=[*expand(inputs), *reads])
     format = load_format("post-training")
     renderer = TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
-    with read.records(inputs) as records, writing(output, overwrite=overwrite) as file:
+    with (
+        read.records(inputs, reads=reads, output=output) as records,
+        writing(output, overwrite=read.overwrite) as file,
+    ):
         ledger = records.ledger
         for line in transcript_lines(progress(records, "records"), renderer, context_length, ledger):
             file.write(line.encode() + b"\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,8 @@ from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job, load_recipe
 from chatmill.prepare.pipeline import BuildProgress, prepare_dataset
-from chatmill.records import DEFAULT_REJECTS, Rejects
+from chatmill.prepare.rejects import Rejects, rejects_path
+from chatmill.records import expand
 from chatmill.store.metadata import Metadata
 
 
@@ -45,8 +46,10 @@ def prepare_command(
         Literal["local", "ray"], typer.Option(help="Processes here, or a Ray cluster (pip install 'chatmill[ray]').")
     ] = "local",
     address: Annotated[str | None, typer.Option(help="The Ray cluster; one is started here if left out.")] = None,
-    rejects: RejectsFile = DEFAULT_REJECTS,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the dataset if it is there.")] = False,
+    rejects: RejectsFile = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the dataset and the rejects, if they are there.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a build that was interrupted.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -83,26 +86,32 @@ def _was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: bool, resume: bool, as_json: bool) -> None:
+def run(
+    job: Job, output: Path, *, engine: Engine, rejects: Path | None, overwrite: bool, resume: bool, as_json: bool
+) -> None:
     """Build the dataset with progress on standard error, and print its summary."""
-    inputs = [name for source in job.sources for name in source.inputs]
-    rejected = Rejects(rejects, inputs) if job.on_error == "skip" else None
-    on_fault = rejected or (lambda fault: None)
-    bar = _build_bar()
-    with ExitStack() as opened:
+    rejected, bar = None, _build_bar()
+    if job.on_error == "skip":
+        reads = [*expand([name for source in job.sources for name in source.inputs]), *job.named_files()]
+        path = rejects or rejects_path(output)
+        rejected = Rejects(path, reads=reads, output=output, overwrite=overwrite)
+    with rejected or nullcontext(), ExitStack() as opened:
 
         def advance(now: BuildProgress) -> None:
             if not bar.tasks:
                 # Not before: it has a thread, and workers are forked where there is none.
                 opened.enter_context(bar)
-            if rejected is not None and not rejected.is_open:
-                # Not before: a command that is refused leaves the rejects of an earlier one alone.
-                opened.enter_context(rejected)
             _show_progress(bar, now)
 
         try:
             metadata = prepare_dataset(
-                job, output, engine=engine, overwrite=overwrite, resume=resume, on_fault=on_fault, on_progress=advance
+                job,
+                output,
+                engine=engine,
+                overwrite=overwrite,
+                resume=resume,
+                on_fault=rejected or (lambda fault: None),
+                on_progress=advance,
             )
         except KeyboardInterrupt:
             raise StoppedError("stopped; go on with --resume") from None
@@ -111,7 +120,7 @@ def run(job: Job, output: Path, *, engine: Engine, rejects: Path, overwrite: boo
         return
     _print_summary(output, metadata)
     if rejected is not None and (count := sum(rejected.counts.values())):
-        echo_line(f"{count:,} records were rejected; see {rejects}")
+        echo_line(f"{count:,} records were rejected; see {rejected.path}")
 
 
 def _engine(name: str, workers: int | None, address: str | None) -> Engine:
@@ -222,5 +231,5 @@ def script(shape: str, doc: str) -> None:
     )
 
     options = {"overwrite": args.overwrite, "resume": args.resume, "as_json": args.verbose}
-    guarded(lambda: run(job, args.output_dir, engine=LocalEngine(), rejects=DEFAULT_REJECTS, **options))
+    guarded(lambda: run(job, args.output_dir, engine=LocalEngine(), rejects=None, **options))
     sys.exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,7 +14,8 @@ from chatmill.cli.options import argument
 from chatmill.errors import one_line
 from chatmill.format import Mask, TemplateOptions
 from chatmill.prepare.job import Job
-from chatmill.records import DEFAULT_REJECTS, SHAPES, CountedRecords
+from chatmill.prepare.rejects import CountedRecords
+from chatmill.records import SHAPES
 from chatmill.rows import TrainOn
 
 Inputs = Annotated[list[str], argument("INPUT...", "Files or globs: .jsonl .json .txt, each also .gz; .parquet.")]
@@ -26,7 +28,15 @@ OnError = Annotated[
     typer.Option(help="At a faulty record: stop with its line, or skip it and write it to the rejects."),
 ]
 RejectsFile = Annotated[
-    Path, typer.Option("--rejects", help="Where skipped records go, with their reasons. Only with --on-error skip.")
+    Path | None,
+    typer.Option(
+        "--rejects",
+        help="Where skipped records go, with their reasons. Only with --on-error skip.",
+        show_default="OUTPUT.rejects.jsonl, or rejects.jsonl without an output",
+    ),
+]
+OverwriteFiles = Annotated[
+    bool, typer.Option("--overwrite", help="Replace what this command writes, if it is there: output and rejects.")
 ]
 TokenizerName = Annotated[str, option(Job, "tokenizer")]
 FormatName = Annotated[str, option(Job, "format")]
@@ -39,11 +49,20 @@ class ReadOptions:
 
     shape: Shape = None
     on_error: OnError = "stop"
-    rejects: RejectsFile = DEFAULT_REJECTS
+    rejects: RejectsFile = None
+    overwrite: OverwriteFiles = False
 
-    def records(self, inputs: list[str]) -> CountedRecords:
-        """The records of the inputs as the options say."""
-        return CountedRecords(inputs, shape=self.shape, on_error=self.on_error, rejects=self.rejects)
+    def records(self, inputs: list[str], *, reads: Sequence[Path] = (), output: Path | None = None) -> CountedRecords:
+        """The records of the inputs as the options say; `reads` and `output` are what the command reads and writes."""
+        return CountedRecords(
+            inputs,
+            shape=self.shape,
+            on_error=self.on_error,
+            rejects=self.rejects,
+            reads=reads,
+            output=output,
+            overwrite=self.overwrite,
+        )
 
 
 def print_rejects(records: CountedRecords) -> None:

@@ -14,6 +14,7 @@ from chatmill.cli.record_options import Inputs, ReadOptions, RenderOptions, Temp
 from chatmill.config import LONGEST
 from chatmill.fit import FitRule, truncate
 from chatmill.format import open_renderer
+from chatmill.prepare.job import existing
 from chatmill.prepare.primer import count_stored
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records.shapes.decode import json_line
@@ -54,11 +55,12 @@ def render_command(
       chatmill render chat.jsonl --tokenizer tokenizer.json --format primer --json > rows.jsonl
       chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --template-arg enable_thinking=false
     """
+    reads = existing(render.tokenizer, render.format, template.chat_template)
     renderer = open_renderer(render.format, render.tokenizer, add_tokens=render.add_tokens, template=template.options())
     console = console_on_stdout(soft_wrap=True)
     width = max(40, console.width - 42) if console.is_terminal else 100
     limit = limit or (None if as_json else SHOWN)
-    with read.records(inputs) as records:
+    with read.records(inputs, reads=reads) as records:
         ledger = records.ledger
         first = islice(renderer.renderable(progress(records, "records"), records.reject), limit)
         for rows in renderer.render_chunks(first, train_on=render.train_on, ledger=ledger):

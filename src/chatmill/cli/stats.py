@@ -12,6 +12,7 @@ from chatmill import __version__
 from chatmill.cli.options import (
     AsJson,
     DatasetOrCache,
+    OverwriteFile,
     counting,
     echo_json,
     echo_line,
@@ -22,6 +23,7 @@ from chatmill.cli.options import (
 from chatmill.cli.show import ItsTokenizer, warn_without_text
 from chatmill.config import LONGEST
 from chatmill.errors import one_line
+from chatmill.prepare.job import existing
 from chatmill.show.dataset import DatasetView, open_view
 from chatmill.show.report import BLOCK_SIZES as REPORT_BLOCK_SIZES
 from chatmill.show.report import report_html
@@ -74,7 +76,7 @@ def stats(
 def report(
     dataset: DatasetOrCache,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file of the page.")] = Path("report.html"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
+    overwrite: OverwriteFile = False,
     tokenizer: ItsTokenizer = None,
     as_json: AsJson = False,
 ) -> None:
@@ -89,7 +91,7 @@ def report(
       chatmill report data/chat_sft --tokenizer tokenizer.json -o report.html --overwrite --json
     """
     view = open_view(dataset, tokenizer)
-    refuse_existing(output, overwrite=overwrite)
+    refuse_existing(output, overwrite=overwrite, reads=[dataset, *existing(tokenizer)])
     splits = stats_of(view, None, REPORT_BLOCK_SIZES)
     page = report_html(view, splits, version=__version__).encode()
     write_file(output, page, overwrite=overwrite)

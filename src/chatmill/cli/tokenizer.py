@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.expand import expanded
-from chatmill.cli.options import AsJson, OverwriteFile, command_group, echo_json, echo_line, progress
+from chatmill.cli.options import AsJson, command_group, echo_json, echo_line, progress
 from chatmill.cli.record_options import AddTokens, FormatName, Inputs, ReadOptions, print_rejects
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
+from chatmill.prepare.job import existing
+from chatmill.records import expand
 from chatmill.store.files import refuse_existing, write_file
 from chatmill.tokenizer import open_tokenizer, train_bpe
 
@@ -33,7 +35,6 @@ def train(
     *,
     format: FormatName = "chatml",
     read: ReadOptions,
-    overwrite: OverwriteFile = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a byte-level BPE on the texts of conversations, with the control tokens of a format.
@@ -42,12 +43,13 @@ def train(
     Example:
       chatmill tokenizer train data/conversations.jsonl --vocab-size 2000 -o tokenizer.json
     """
-    refuse_existing(output, overwrite=overwrite)
+    reads = existing(format)
+    refuse_existing(output, overwrite=read.overwrite, reads=[*expand(inputs), *reads])
     control = load_format(format).tokens
-    with read.records(inputs) as records:
+    with read.records(inputs, reads=reads, output=output) as records:
         texts = chain.from_iterable(map(record_texts, progress(records, "records")))
         data = train_bpe(texts, vocab_size=vocab_size, control=list(control.values()))
-    write_file(output, data, overwrite=overwrite)
+        write_file(output, data, overwrite=read.overwrite)
     made = open_tokenizer(output, control=control)
     count = records.ledger.total("read").rows
     if as_json:

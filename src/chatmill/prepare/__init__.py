@@ -3,6 +3,7 @@
     Job, InputSource   what to build: files, tokenizer, format, fit, split
     load_recipe        a job from a TOML file
     prepare_dataset    build the dataset of a job and publish it in one rename
+    Rejects            a file of the records that could not be read, with reasons
     LocalEngine        processes on this machine; RayEngine: a Ray cluster
 
 How a build runs: `pipeline` cuts the input into units, an `engine` runs them, each `unit` reads, renders and fits its
@@ -25,5 +26,7 @@ if _TYPE_CHECKING:
     from chatmill.prepare.pipeline import BuildProgress as BuildProgress
     from chatmill.prepare.pipeline import prepare_dataset as prepare_dataset
     from chatmill.prepare.ray_engine import RayEngine as RayEngine
+    from chatmill.prepare.rejects import CountedRecords as CountedRecords
+    from chatmill.prepare.rejects import Rejects as Rejects
 
 __all__, __getattr__, __dir__ = _lazy_exports(__name__)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,10 +19,10 @@ from pathlib import Path
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.prepare.staging import PART
 from chatmill.store import files
-from chatmill.store.layout import METADATA
-from chatmill.store.publish import check_target, locked, recover, staging_for
+from chatmill.store.publish import DATASET, FolderKind, check_target, locked, recover, remove_folder, staging_for
 
 JOB = "job.json"
+UNITS = FolderKind("build", JOB, re.compile(rf"{re.escape(JOB)}|unit_[^/]*|\.[^/]*{re.escape(PART)}"))
 PATIENCE = 2.0
 """Seconds to wait for the workers of a killed build, which hold its lock until they end."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -52,12 +54,12 @@ def build_dir(target: Path, job: bytes, *, resume: bool, overwrite: bool) -> Ite
                 yield BuildDir(staging, units, resumed)
             except BaseException as error:
                 # A failing cleanup must not hide the error; the next build cleans up as well.
-                with suppress(OSError):
-                    _remove(staging, METADATA)
-                    if isinstance(error, DataError | UsageError):
-                        _remove(units, JOB)
+                _remove(staging, DATASET)
+                if isinstance(error, DataError | UsageError):
+                    _remove(units, UNITS)
                 raise
-            _remove(units, JOB)
+            if left := _remove(units, UNITS):
+                warnings.warn(f"{units}: {left}; the dataset is complete, look and remove this", stacklevel=3)
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -78,20 +80,21 @@ def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
     if resumed and path.read_bytes() != job:
         raise DataError(f"{units}: the interrupted build was of another job or other input; build without --resume")
     # Shards are written again from the units, which is fast and gives the same bytes.
-    _remove(staging, METADATA)
+    for folder, kind in ((staging, DATASET), *(() if resumed else ((units, UNITS),))):
+        if left := _remove(folder, kind):
+            raise DataError(f"{folder}: {left}; it is of an earlier build, look and remove it")
     if resumed:
         for part in units.glob(f".*{PART}"):
             files.disk.remove(part)
         return True
-    _remove(units, JOB)
     files.make_folder(units)
     files.write_file(path, job)
     return False
 
 
-def _remove(folder: Path, first: str) -> None:
-    if folder.is_dir():
-        files.remove_tree(folder, first=first)
+def _remove(folder: Path, kind: FolderKind) -> str:
+    """Remove a folder if it is there; one line if something of it is left."""
+    return remove_folder(folder, kind) if os.path.lexists(folder) else ""
 
 
 @contextmanager

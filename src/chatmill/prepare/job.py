@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -137,11 +138,20 @@ class Job:
     def wants_val(self) -> bool:
         return self.val_split > 0 or any(source.only_val for source in self.sources)
 
+    def named_files(self) -> list[Path]:
+        """The files and folders that it reads besides its input: tokenizer, format and chat template."""
+        return existing(self.tokenizer, self.format, self.chat_template)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def sha256(self) -> str:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+
+def existing(*names: str | None) -> list[Path]:
+    """Those names that are files or folders, rather than the names of something built in."""
+    return [Path(name) for name in names if name is not None and os.path.exists(name)]  # noqa: PTH110
 
 
 def load_recipe(path: Path) -> Job:

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.errors import DataError, RecordError
 from chatmill.format import Renderer
 from chatmill.ledger import Ledger
 from chatmill.prepare.assemble import StagedFile, assemble
@@ -19,11 +19,10 @@ from chatmill.prepare.build_dir import BuildDir, build_dir
 from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import Job
 from chatmill.prepare.unit import Done, Unit, finished, job_renderer, renderer_identity
-from chatmill.records import BytesRead, InputFiles, Rejects, plan
-from chatmill.store.files import real
+from chatmill.records import BytesRead, InputFiles, plan
 from chatmill.store.layout import WIDE
 from chatmill.store.metadata import Metadata, write_metadata
-from chatmill.store.publish import check_target, publish
+from chatmill.store.publish import check_target, publish, refuse_inside
 
 UNIT_BYTES = 4 * 2**20
 """Bytes of input in a unit, if the file can be cut. It has no influence on the bytes of the dataset."""
@@ -64,14 +63,10 @@ def prepare_dataset(
     """
     job.check()
     target = Path(target)
-    if target.name in ("", ".."):
-        raise UsageError(f"{target}: has no name of its own; give the folder of the dataset as NAME or DIR/NAME")
     check_target(target, overwrite=overwrite)
     inputs = InputFiles([source.inputs for source in job.sources])
     units = units_of(job, inputs, unit_bytes)
-    for unit in units:
-        if real(target) in real(unit.part.path).parents:
-            raise DataError(f"{target}: holds the input {unit.part.path}; write the dataset somewhere else")
+    refuse_inside(target, [*(unit.part.path for unit in units), *job.named_files()])
     renderer = renderer or job_renderer(job)
     if renderer.uses_date and job.template_date is None:
         # The rows depend on it, so it is part of the job.
@@ -90,7 +85,7 @@ def prepare_dataset(
                 for fault in done.faults:
                     on_fault(fault)
         inputs.check(read, is_planned=lambda: units_of(job, inputs, unit_bytes) == units)
-        inputs.check_names([on_fault.path] if isinstance(on_fault, Rejects) else [])
+        inputs.check_names()
         metadata = _write(build, staged, ledger)
         publish(place.staging, target, overwrite=overwrite)
     return metadata

@@ -13,15 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from chatmill.config import BELOW_ONE, LONGEST, Config, ValueCheck, integer, key, required
-from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.errors import DataError, RecordError
 from chatmill.fit import truncate
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
+from chatmill.prepare.job import existing
+from chatmill.prepare.rejects import CountedRecords
 from chatmill.prepare.unit import trained_tokens
-from chatmill.records import CountedRecords, Record, shuffle_split
+from chatmill.records import Record, shuffle_split
 from chatmill.rows import Rows, concat
-from chatmill.store.files import real
 from chatmill.store.primer_cache import CacheMeta, check_place, write_cache
+from chatmill.store.publish import refuse_inside
 from chatmill.tokenizer import open_tokenizer
 
 SHAPES = {"primer": "primer", "oasst1": "oasst1", "dolly15k": "dolly"}
@@ -65,8 +67,7 @@ def build_cache(
     """
     out, ledger = Path(config.out_dir), records.ledger
     target = check_place(out, source, overwrite=overwrite)
-    if real(Path(config.path)).is_relative_to(real(target)):
-        raise UsageError(f"{config.path}: lies in {target}, which would be replaced; keep the input elsewhere")
+    refuse_inside(target, [Path(config.path), *existing(tokenizer)])
     format = load_format("primer")
     renderer = TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
     with records:

@@ -3,7 +3,6 @@
 Record, Message, ToolCall    a conversation; they also take the dicts of OpenAI and Hugging Face
 read_records                 all records of files and globs, in order
 SHAPES                       the shapes of records that are read, detected from the first records of a file
-Rejects                      a file of the records that could not be read, with reasons
 plan, FilePart, read_part, read_blocks, ChatColumns    the same in parts and blocks, for workers
 InputFiles, ReadLog, BytesRead                         whether files changed while they were read
 
@@ -36,9 +35,6 @@ if _TYPE_CHECKING:
     from chatmill.records.record import Role as Role
     from chatmill.records.record import ToolCall as ToolCall
     from chatmill.records.record import record_key as record_key
-    from chatmill.records.rejects import DEFAULT_REJECTS as DEFAULT_REJECTS
-    from chatmill.records.rejects import CountedRecords as CountedRecords
-    from chatmill.records.rejects import Rejects as Rejects
     from chatmill.records.shapes import SHAPES as SHAPES
     from chatmill.records.split import Split as Split
     from chatmill.records.split import shuffle_split as shuffle_split

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,10 +81,10 @@ class InputFiles:
             if _state(path) != now[path]:
                 raise _changed(path, "was changed")
 
-    def check_names(self, written: Collection[Path]) -> None:
-        """Raise a `DataError` if a glob matches other files now; those `written` by this command do not count."""
+    def check_names(self) -> None:
+        """Raise a `DataError` if a glob matches other files now."""
         for names, before in zip(self._inputs, self.groups, strict=True):
-            known = {path.resolve() for path in (*before, *written)}
+            known = {path.resolve() for path in before}
             for name in names:
                 for path in expand([name]):
                     if path.resolve() not in known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,9 +12,8 @@ from chatmill.ledger import Ledger
 from chatmill.rollout.files import GroundTruth, Rollout, read_rollouts, read_truth
 from chatmill.rollout.task import Health, Task, answer_rows, target_rows
 from chatmill.rows import Rows
-from chatmill.store.layout import METADATA
 from chatmill.store.metadata import Metadata, write_metadata
-from chatmill.store.publish import building
+from chatmill.store.publish import building, check_target
 from chatmill.store.write import SplitWriter
 
 CHUNK = 256
@@ -37,6 +36,7 @@ def build_target_dataset(
 
     `config` has shard_tokens, train_values and train_cut, and is stored in the dataset.
     """
+    check_target(output, overwrite=overwrite)
     truths = {each.record.id or "": each for each in read_truth(truth)}
     health, ledger = Health(), Ledger()
     options = {name: config[name] for name in ("train_values", "train_cut")}
@@ -50,7 +50,7 @@ def build_target_dataset(
             if count:
                 ledger.add("noted", reason, rows=count)
 
-    return _write(output, rows(), task, ledger, config=config, source=truth, overwrite=overwrite), health
+    return _write(output, rows(), task, ledger, config=config, reads=(rollouts, truth), overwrite=overwrite), health
 
 
 def build_answer_dataset(
@@ -71,7 +71,7 @@ def build_answer_dataset(
         if chunk is None:
             raise DataError(f"{truth}: holds no record; expected at least one")
 
-    return _write(output, rows(), task, Ledger(), config=config, source=truth, overwrite=overwrite)
+    return _write(output, rows(), task, Ledger(), config=config, reads=(truth,), overwrite=overwrite)
 
 
 def _chunks(items: Iterable[T], progress: Progress) -> Iterator[list[T]]:
@@ -96,12 +96,12 @@ def _write(
     ledger: Ledger,
     *,
     config: Mapping[str, Any],
-    source: Path,
+    reads: Sequence[Path],
     overwrite: bool,
 ) -> Metadata:
     """Write all rows as the split `train` of a dataset, and publish it."""
     tokenizer, special = task.tokenizer, task.tokenizer.special_token_ids()
-    with building(output, "rollout", overwrite=overwrite, marker=METADATA, source=source) as staging:
+    with building(output, "rollout", overwrite=overwrite, reads=reads) as staging:
         shard_tokens = config["shard_tokens"]
         with SplitWriter(staging / "train", vocab_size=tokenizer.vocab_size, shard_tokens=shard_tokens) as writer:
             for rows in parts:

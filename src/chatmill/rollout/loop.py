@@ -131,7 +131,7 @@ class _RolloutRun:
 
     def resume(self, resume: str | None) -> None:
         """Load the checkpoint to resume from, if there is one."""
-        checkpoint = open_resumed(self.folder, resume, self.world, otherwise="another folder")
+        checkpoint = open_resumed(self.folder, resume, self.world, otherwise="another folder", logs=(ROLLOUTS,))
         if checkpoint is None:
             return
         config = self.config.to_json()

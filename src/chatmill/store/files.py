@@ -9,7 +9,8 @@ import ctypes
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -75,7 +76,7 @@ class Disk:
         source.replace(target)
 
     def rename_new(self, source: Path, target: Path) -> None:
-        """Rename a folder to a new name; `FileExistsError` if it exists."""
+        """Rename a file or folder to a new name; `FileExistsError` if it exists."""
         if not _renameat2(source, target, RENAME_NOREPLACE):
             if os.path.lexists(target):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
@@ -172,23 +173,22 @@ def sync_tree(folder: Path) -> None:
     disk.sync(folder)
 
 
-def remove_tree(folder: Path, *, first: str | None = None) -> None:
-    """Remove a folder with all it holds; the file named `first` goes before all else."""
-    for path in sorted(folder.iterdir(), key=lambda path: (path.name != first, path.name)):
-        if path.is_dir() and not path.is_symlink():
-            remove_tree(path)
-        else:
-            disk.remove(path)
-    disk.remove(folder)
+def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> None:
+    """Raise, before any work is done, if a file must not be replaced or has no parent folder.
 
-
-def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """Raise, before any work is done, if a file must not be replaced or has no parent folder."""
+    Whatever `overwrite` says, it must not be one of the files that the command `reads`, nor lie in a folder that it
+    reads, and what is replaced is a file: no link, no device.
+    """
     if path.is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")
+    for each in reads:
+        if (path.exists() and each.exists() and path.samefile(each)) or real(each) in (real(path), *real(path).parents):
+            raise DataError(f"{path}: would replace {each}, which is read, or lie in it; give another name")
     # A broken link would be replaced as well.
     if os.path.lexists(path) and not overwrite:
         raise DataError(f"{path}: exists already; give another name, or --overwrite")
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise DataError(f"{path}: a link or a device, so that it is not replaced; give the name of a file")
     if not path.parent.is_dir():
         raise DataError(f"{path.parent}: no such folder; make it, or name another")
 
@@ -204,11 +204,21 @@ def writing(path: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             disk.sync(aside)
-        disk.rename(aside, path)
+        if overwrite:
+            disk.rename(aside, path)
+        else:
+            _rename_new(aside, path)
     except BaseException:
         _remove_if_there(aside)
         raise
     disk.sync(path.parent)
+
+
+def _rename_new(source: Path, path: Path) -> None:
+    try:
+        disk.rename_new(source, path)
+    except FileExistsError:
+        raise DataError(f"{path}: appeared while it was written; give another name, or --overwrite") from None
 
 
 def _remove_if_there(path: Path) -> None:

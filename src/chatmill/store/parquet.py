@@ -2,7 +2,7 @@
 
     OUT/data/train-00000-of-00002.parquet    a file for each shard
     OUT/README.md                            the card; its header declares the splits for Hugging Face `datasets`
-    OUT/chatmill_export.json                 written last
+    OUT/chatmill_export.json                 written last: counts, size and sha256 of every file and of itself
 
     input_ids     a b c d e      one row, packed of two conversations
     labels        - b c - e      - is -100: not trained, or the first token of a conversation
@@ -14,7 +14,9 @@ Labels are not shifted: models that compute the loss themselves do that.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,11 +30,13 @@ from chatmill.rows import Rows, offsets
 from chatmill.store import files
 from chatmill.store.diff import is_padding
 from chatmill.store.episodes import Episodes
+from chatmill.store.hashed import hashed_text, parse_hashed, read_hashed
 from chatmill.store.metadata import Metadata
-from chatmill.store.publish import building
+from chatmill.store.publish import FolderKind, building
 from chatmill.store.read import Dataset, open_dataset
 
 MANIFEST = "chatmill_export.json"
+SCHEMA, SCHEMA_VERSION = "chatmill-export", 1
 CARD = "README.md"
 DATA = "data"
 IGNORED = -100
@@ -75,15 +79,45 @@ def export_parquet(
     _pyarrow()
     dataset, target = open_dataset(source), Path(target)
     chosen = {name: dataset[name] for name in splits or dataset.splits}
-    with building(target, "exporting", overwrite=overwrite, marker=MANIFEST, source=dataset.path) as staging:
+    with building(target, "exporting", overwrite=overwrite, kind=EXPORT, source=dataset.path) as staging:
         files.make_folder(staging / DATA)
         done = {name: _export(episodes, staging / DATA, name, _wide(dataset)) for name, episodes in chosen.items()}
         with files.create(staging / CARD) as card:
             card.write(_card(target.name, dataset, done).encode())
+        written = [staging / CARD, *sorted((staging / DATA).iterdir())]
+        about = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "dataset_sha256": dataset.sha256}
+        counts = {name: asdict(split) for name, split in done.items()}
+        hashes = {path.relative_to(staging).as_posix(): _file_json(path) for path in written}
         with files.create(staging / MANIFEST) as manifest:
-            counts = {name: asdict(split) for name, split in done.items()}
-            manifest.write((json.dumps({"dataset_sha256": dataset.sha256, "splits": counts}, indent=1) + "\n").encode())
+            manifest.write(hashed_text({**about, "splits": counts, "files": hashes}))
     return done
+
+
+def _file_json(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _listed(folder: Path) -> Iterator[str]:
+    """The files of an export. A card that was edited since is not among them."""
+    path = folder / MANIFEST
+    raw = read_hashed(path, "export", Path.read_bytes)
+    data = parse_hashed(raw, place=str(path), schema=SCHEMA, version=SCHEMA_VERSION)
+    data.pop("sha256", None)
+    listed = data.get("files")
+    if hashed_text(data) != raw or not isinstance(listed, dict):
+        raise DataError(f"{path}: does not have the hash it names; it was changed or damaged")
+    card = folder / CARD
+    yield f"{DATA}/"
+    yield from (name for name in listed if name != CARD or not card.is_file() or listed[CARD] == _file_json(card))
+
+
+EXPORT = FolderKind(
+    "export",
+    MANIFEST,
+    re.compile(rf"{re.escape(MANIFEST)}|{re.escape(CARD)}|{DATA}/([a-z]+-\d{{5,}}-of-\d{{5,}}\.parquet)?"),
+    _listed,
+)
 
 
 def _pyarrow() -> tuple[Any, Any]:

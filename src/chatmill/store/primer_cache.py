@@ -13,6 +13,7 @@ All numbers are little-endian. Only numpy is needed.
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,20 +29,10 @@ from chatmill.store.episodes import Episodes
 from chatmill.store.files import create, make_folder
 from chatmill.store.folder import OpenFolder, StoredFiles, in_folder
 from chatmill.store.hashed import FileInfo, HashedFile, Manifest, hashed_text, parse_hashed, read_hashed, self_hash
-from chatmill.store.layout import (
-    EPISODE,
-    INDEX,
-    MASK,
-    MASKS,
-    SPLITS,
-    TOKENS,
-    Shard,
-    shard_name,
-    token_dtype,
-)
+from chatmill.store.layout import EPISODE, INDEX, MASK, MASKS, SPLITS, TOKENS, Shard, shard_name, token_dtype
 from chatmill.store.mapped import reading
 from chatmill.store.metadata import total
-from chatmill.store.publish import building, check_target, recover
+from chatmill.store.publish import FolderKind, building, check_target, recover
 from chatmill.store.read import Dataset
 from chatmill.store.verify import SplitCounts, Verified, ledger_faults
 
@@ -137,13 +128,24 @@ def cache_folder(out: Path, source: str) -> Path:
 def check_place(out: Path, source: str, *, overwrite: bool) -> Path:
     """The folder of a cache to be written; raises before any work is done if that is not possible."""
     target = cache_folder(out, source)
-    recover(target)
-    check_target(target, overwrite=overwrite, marker=META)
+    check_target(target, overwrite=overwrite, kind=CACHE)
+    recover(target, CACHE)
+    check_target(target, overwrite=overwrite, kind=CACHE)
     return target
 
 
 def shard_file(number: int) -> str:
     return f"{shard_name(number)}.bin"
+
+
+def _listed(folder: Path) -> list[str]:
+    meta = parse_meta(read_hashed(folder / META, "cache", Path.read_bytes), place=str(folder / META))
+    return [f"{split}/" for split in SPLITS] + [path.as_posix() for path, _ in _shards(Path(), meta)]
+
+
+CACHE = FolderKind(
+    "cache", META, re.compile(rf"{re.escape(META)}|({'|'.join(SPLITS)})/(shard_\d{{5,}}\.bin)?"), _listed
+)
 
 
 # Writing.
@@ -164,7 +166,7 @@ def write_cache(
     balance, when the last part is written.
     """
     target = cache_folder(out, meta.source)
-    with building(target, "building", overwrite=overwrite, marker=META) as staging:
+    with building(target, "building", overwrite=overwrite, kind=CACHE) as staging:
         written = {
             name: _write_split(staging / name, splits.get(name, ()), meta.vocab_size, shard_tokens) for name in SPLITS
         }

@@ -1,18 +1,163 @@
-"""Publish a finished build: sync everything, then rename it once, so that it exists whole or not at all."""
+"""Publish a finished build: sync everything, then rename it once, so that it exists whole or not at all.
+
+What is replaced or removed is only what chatmill wrote: the files that the marker of a folder lists. Anything else in
+the folder stops the command before any work is done, and is never removed.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from chatmill.errors import DataError
+from chatmill.errors import DataError, UsageError, one_line
 from chatmill.store import files
-from chatmill.store.layout import METADATA
+from chatmill.store.layout import METADATA, SPLITS, TOKENIZER_STATE
+from chatmill.store.metadata import manifest, read_metadata
+
+SHOWN = 3
+"""Names that an error lists before it counts the others."""
+
+
+# What belongs to a folder.
+
+
+@dataclass(frozen=True)
+class FolderKind:
+    """A kind of folder that is built aside and published whole, and which files in it are its own.
+
+    Paths are relative to the folder, with slashes; the path of a folder ends with one.
+    """
+
+    name: str
+    marker: str
+    """The file that is written last. A folder without it is an unfinished build."""
+    built: re.Pattern[str]
+    """Matches every path that a build of this kind creates, for folders without a marker."""
+    listed: Callable[[Path], Iterable[str]] | None = None
+    """All paths that the marker of a folder lists, or `DataError` if chatmill did not write it; None if none does."""
+
+
+def _listed_in_dataset(folder: Path) -> Iterator[str]:
+    metadata = read_metadata(folder)
+    yield from (f"{split}/" for split in metadata.splits)
+    yield from (path.relative_to(folder).as_posix() for path, _ in manifest(folder, metadata).files)
+
+
+DATASET = FolderKind(
+    "dataset",
+    METADATA,
+    re.compile(
+        rf"{re.escape(METADATA)}|{re.escape(TOKENIZER_STATE)}"
+        rf"|({'|'.join(SPLITS)})/(shard_\d{{5,}}/((tokens|mask|spans|origins|targets)\.bin|episodes\.idx)?)?"
+    ),
+    _listed_in_dataset,
+)
+
+
+@dataclass(frozen=True)
+class _Contents:
+    own: list[str]
+    """Files and folders of the kind, each folder before what it holds."""
+    others: list[str]
+    """Everything else; folders among them are not entered."""
+
+
+def _contents(folder: Path, is_own: Callable[[str], object], prefix: str = "") -> _Contents:
+    """The paths below a folder. Links and special files are never a folder's own."""
+    contents = _Contents([], [])
+    with os.scandir(folder / prefix) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            is_folder = entry.is_dir(follow_symlinks=False)
+            path = f"{prefix}{entry.name}{'/' if is_folder else ''}"
+            if not is_own(path) or not (is_folder or entry.is_file(follow_symlinks=False)):
+                contents.others.append(path)
+                continue
+            contents.own.append(path)
+            if is_folder:
+                inner = _contents(folder, is_own, path)
+                contents.own.extend(inner.own)
+                contents.others.extend(inner.others)
+    return contents
+
+
+def _is_listed(folder: Path, kind: FolderKind) -> Callable[[str], bool]:
+    """Whether the marker of a folder lists a path; `DataError` if the marker is not one that chatmill wrote."""
+    if kind.listed is None:
+        raise DataError(f"{folder}: no file of a {kind.name} lists the others")
+    paths = {kind.marker, *kind.listed(folder)}
+    paths |= {f"{parent}/" for path in paths for parent in PurePosixPath(path).parents if parent.name}
+    return paths.__contains__
+
+
+def _is_own(folder: Path, kind: FolderKind) -> Callable[[str], object]:
+    """Whether a path of a folder that is not needed is chatmill's: by its marker if there is one, else by name."""
+    try:
+        return _is_listed(folder, kind)
+    except DataError:
+        return kind.built.fullmatch
+
+
+def names_of(paths: Sequence[str]) -> str:
+    """The first few of some paths, safe to print, and how many others there are."""
+    more = f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else ""
+    return ", ".join(one_line(path) for path in paths[:SHOWN]) + more
+
+
+# Checks before anything is written.
+
+
+def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
+    """Raise, before any work is done, if nothing can be published at `target`."""
+    if target.name in ("", ".."):
+        raise UsageError(f"{target}: has no name of its own; give the folder of the {kind.name} as NAME or DIR/NAME")
+    if target.is_symlink():
+        raise DataError(f"{target}: a symbolic link; give the folder itself")
+    if not target.exists():
+        return
+    if not overwrite:
+        raise DataError(f"{target}: exists already; give another name, or --overwrite")
+    _check_replaceable(target, target, kind)
+
+
+def _check_replaceable(folder: Path, target: Path, kind: FolderKind) -> None:
+    """Raise unless all that `folder` holds is listed by its marker; `target` is its name in the error."""
+    if folder.is_symlink() or not folder.is_dir():
+        raise DataError(f"{target}: not a folder, so that it is not replaced; remove it or give another name")
+    if not any(folder.iterdir()):
+        return
+    marker = folder / kind.marker
+    if marker.is_symlink() or not marker.is_file():
+        raise DataError(f"{target}: holds no {kind.marker}, so that it is not replaced; remove it or give another name")
+    try:
+        is_own = _is_listed(folder, kind)
+    except DataError as error:
+        raise DataError(
+            f"{target}: is not replaced, because its {kind.marker} is not one that chatmill wrote "
+            f"({str(error).removeprefix(f'{marker}: ')}); give another name, or look and remove the folder yourself"
+        ) from None
+    if others := _contents(folder, is_own).others:
+        raise DataError(
+            f"{target}: also holds {names_of(others)}, which {kind.marker} does not list, so that it is not replaced; "
+            "move that elsewhere or give another name"
+        )
+
+
+def refuse_inside(target: Path, reads: Iterable[Path]) -> None:
+    """Raise if one of the files or folders that a command reads lies in the folder that it would replace."""
+    for path in reads:
+        if files.real(target) in files.real(path).parents:
+            raise DataError(f"{target}: holds {path}, which is read; write somewhere else")
+
+
+# Publishing.
 
 
 def staging_for(target: Path) -> Path:
@@ -25,54 +170,51 @@ def set_aside(target: Path) -> Path:
     return target.with_name(f".{target.name}.replaced")
 
 
-def check_target(target: Path, *, overwrite: bool, marker: str = METADATA) -> None:
-    """Raise, before any work is done, if nothing can be published at `target`."""
-    if target.is_symlink():
-        raise DataError(f"{target}: a symbolic link; give the folder itself")
-    if not target.exists():
-        return
-    if not overwrite:
-        raise DataError(f"{target}: exists already; give another name, or --overwrite")
-    if not (target / marker).is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise DataError(f"{target}: holds no {marker}, so that it is not replaced; remove it or give another name")
+def publish(staging: Path, target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
+    """Sync all of `staging` and rename it to `target`.
 
-
-def publish(staging: Path, target: Path, *, overwrite: bool, marker: str = METADATA) -> None:
-    """Sync all of `staging` and rename it to `target`; `marker` is the file that was written last.
-
-    An existing target is refused, or with `overwrite` exchanged for the new one and then removed. When this returns,
-    the new dataset survives a power loss.
+    An existing target is refused, or with `overwrite` exchanged for the new one, and its files are then removed. When
+    this returns, the new dataset survives a power loss. If the old one cannot be removed, that is a warning.
     """
-    if not (staging / marker).is_file():
-        raise DataError(f"{staging}: has no {marker}; an unfinished build is not published")
-    recover(target)
-    check_target(target, overwrite=overwrite, marker=marker)
+    if not (staging / kind.marker).is_file():
+        raise DataError(f"{staging}: has no {kind.marker}; an unfinished build is not published")
     files.sync_tree(staging)
+    recover(target, kind)
+    # Again, because the build took its time, and once more on what was taken away, because no check is fast enough.
+    check_target(target, overwrite=overwrite, kind=kind)
     if not os.path.lexists(target):
         _move(staging, target)
     elif files.disk.exchange(staging, target):
         _sync_parents(target, staging)
-        files.remove_tree(staging, first=marker)
+        try:
+            _check_replaceable(staging, target, kind)
+        except BaseException:
+            files.disk.exchange(staging, target)
+            _sync_parents(target, staging)
+            raise
+        _remove_replaced(staging, target, kind)
     else:
         aside = set_aside(target)
         _move(target, aside)
         try:
+            _check_replaceable(aside, target, kind)
             _move(staging, target)
         except BaseException:
-            recover(target)
+            _move(aside, target)
             raise
-        files.remove_tree(aside, first=marker)
+        _remove_replaced(aside, target, kind)
 
 
-def recover(target: Path) -> None:
+def recover(target: Path, kind: FolderKind = DATASET) -> None:
     """Undo a replacement that was killed between its two renames, or finish one that was killed after them."""
     aside = set_aside(target)
-    if not aside.is_dir():
+    if aside.is_symlink() or not aside.is_dir():
         return
-    if os.path.lexists(target):
-        files.remove_tree(aside)
-    else:
+    if not os.path.lexists(target):
         _move(aside, target)
+    elif (target / kind.marker).is_file():
+        # Otherwise it is not the new one: somebody else made it in between.
+        _remove_replaced(aside, target, kind)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -88,29 +230,100 @@ def _sync_parents(*paths: Path) -> None:
         files.disk.sync(parent)
 
 
+# Removing.
+
+
+def remove_folder(folder: Path, kind: FolderKind) -> str:
+    """Remove a folder that is not needed any more; nothing of it if it holds anything that chatmill did not write.
+
+    Empty text if it is gone, else what is left and why.
+    """
+    if left := remove_contents(folder, kind):
+        return left
+    try:
+        files.disk.remove(folder)
+    except OSError as error:
+        return f"cannot be removed ({error.strerror})"
+    return ""
+
+
+def remove_contents(folder: Path, kind: FolderKind) -> str:
+    """Remove what a folder holds; as `remove_folder`, but the folder itself stays."""
+    if folder.is_symlink():
+        return "is a symbolic link"
+    try:
+        contents = _contents(folder, _is_own(folder, kind))
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if contents.others:
+        return f"holds {names_of(contents.others)}, which no {kind.name} lists"
+    # What a folder holds before the folder, and the marker last: as long as it is there it says what may be removed.
+    for path in [path for path in reversed(contents.own) if path != kind.marker] + [kind.marker]:
+        try:
+            files.disk.remove(folder / path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"holds {one_line(path)}, which cannot be removed ({error.strerror})"
+    return ""
+
+
+def _remove_replaced(folder: Path, target: Path, kind: FolderKind) -> None:
+    """Remove a folder that was replaced; what cannot or must not be removed stays, with a warning that says where."""
+    if not (left := remove_folder(folder, kind)):
+        return
+    try:
+        # Out of the way of the next build.
+        for kept in (target.with_name(f"{target.name}.kept{number or ''}") for number in range(1000)):
+            if not os.path.lexists(kept):
+                files.disk.rename_new(folder, kept)
+                folder = kept
+                break
+    except OSError:
+        pass
+    warnings.warn(
+        f"{target}: was replaced, but the old {kind.name} is not all removed: {folder} {left}; look, and remove it",
+        stacklevel=3,
+    )
+
+
+# Building.
+
+
 @contextmanager
-def building(target: Path, doing: str, *, overwrite: bool, marker: str, source: Path | None = None) -> Iterator[Path]:
+def building(
+    target: Path,
+    doing: str,
+    *,
+    overwrite: bool,
+    kind: FolderKind = DATASET,
+    source: Path | None = None,
+    reads: Iterable[Path] = (),
+) -> Iterator[Path]:
     """A locked folder next to `target` to build in: published when the block ends, removed if it fails.
 
-    What a killed process left there is removed first. `source` is what the block reads; the two must not overlap.
+    What a killed process left there is removed first. `source` is the dataset that the block reads; the two must not
+    overlap. `reads` are other files.
     """
     here, there = files.real(target), files.real(source or target)
     if here != there and (here in there.parents or there in here.parents):
         raise DataError(f"{target}: one of {target} and {source} lies in the other; write it somewhere else")
-    recover(target)
-    check_target(target, overwrite=overwrite, marker=marker)
+    refuse_inside(target, reads)
+    check_target(target, overwrite=overwrite, kind=kind)
+    recover(target, kind)
+    check_target(target, overwrite=overwrite, kind=kind)
     staging = target.with_name(f".{target.name}.{doing}")
     files.make_folder(staging)
     busy = f"{staging}: another process is building there; wait for it"
     with locked(staging, busy, opened=partial(os.open, staging, os.O_RDONLY)):
+        if left := remove_contents(staging, kind):
+            raise DataError(f"{staging}: {left}; it is of an earlier build, look and remove it")
         try:
-            for path in sorted(staging.iterdir()):
-                files.remove_tree(path) if path.is_dir() else files.disk.remove(path)
             yield staging
-            publish(staging, target, overwrite=overwrite, marker=marker)
+            publish(staging, target, overwrite=overwrite, kind=kind)
         except BaseException:
             if staging.is_dir():
-                files.remove_tree(staging, first=marker)
+                remove_folder(staging, kind)
             raise
 
 

@@ -21,7 +21,7 @@ from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
 from chatmill.store.episodes import Episodes
 from chatmill.store.hashed import FileInfo, HashedFile
-from chatmill.store.layout import MASK, METADATA, ORIGINS, SPANS, first_spans, shard_name
+from chatmill.store.layout import MASK, ORIGINS, SPANS, first_spans, shard_name
 from chatmill.store.metadata import Metadata, ShardInfo, SplitInfo, write_metadata
 from chatmill.store.publish import building
 from chatmill.store.read import Dataset, open_dataset
@@ -65,7 +65,7 @@ def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn
             f"{source}: its rows are pieces of conversations, which do not say which answer is the last; "
             "prepare it with --train-on last instead"
         )
-    with building(Path(target), "reweighing", overwrite=overwrite, marker=METADATA, source=dataset.path) as staging:
+    with building(Path(target), "reweighing", overwrite=overwrite, source=dataset.path) as staging:
         work = _Reweigher(dataset, train_on)
         splits = {name: work.split(staging / name, name, info) for name, info in parent.splits.items()}
         changed_metadata = replace(

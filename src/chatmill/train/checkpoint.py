@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.store import files
 from chatmill.store.hashed import FileInfo
 from chatmill.store.plain_file import check_plain
-from chatmill.store.publish import publish, recover
+from chatmill.store.publish import FolderKind, publish, recover, remove_folder
 from chatmill.train.checkpoint_files import (
     MARKER,
     MODEL,
@@ -177,10 +179,10 @@ def save(
         body = {**state, "version": VERSION, "files": hashes}
         with files.create(staging / MARKER) as file:
             file.write((json.dumps({**body, "sha256": self_sha256(body)}, sort_keys=True) + "\n").encode())
-        publish(staging, target, overwrite=True, marker=MARKER)
+        publish(staging, target, overwrite=True, kind=CHECKPOINT)
         for old in list_checkpoints(folder)[:-keep]:
             if old != protected and _holds_nothing_else(old):
-                files.remove_tree(old, first=MARKER)
+                remove_folder(old, CHECKPOINT)
 
     all_written = world.gather(written)
     world.together(finish)
@@ -228,17 +230,18 @@ def _model_weights(model: CausalModel, world: World) -> dict[str, Tensor]:
 def clean(folder: Path) -> None:
     """Remove unfinished checkpoints that a killed run left."""
     for path in folder.glob(f".{PREFIX}*.saving"):
-        _remove(path)
+        if left := remove_folder(path, CHECKPOINT):
+            raise DataError(f"{path}: {left}; it is of an earlier save, look and remove it")
     for path in folder.glob(f".{PREFIX}*.replaced"):
-        recover(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")))
+        recover(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")), CHECKPOINT)
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder; of a link to one only the link."""
-    if path.is_symlink() or not path.is_dir():
-        files.disk.remove(path)
-    else:
-        files.remove_tree(path, first=MARKER)
+CHECKPOINT = FolderKind(
+    "checkpoint",
+    MARKER,
+    re.compile(rf"{re.escape(MARKER)}|state-[^/]*\.safetensors|{MODEL}/([^/]+)?"),
+    lambda folder: [f"{MODEL}/", *read_marker(folder / MARKER)[1]],
+)
 
 
 def _holds_nothing_else(path: Path) -> bool:
@@ -256,9 +259,9 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     renamed = []
     for path in list_checkpoints(folder):
         if step_of(path) > step:
-            aside = path.with_name(path.name + LEFT)
-            if os.path.lexists(aside):
-                _remove(aside)
+            asides = (path.with_name(f"{path.name}{LEFT}{number or ''}") for number in count())
+            # One of an earlier resume is replaced, unless it holds something else.
+            aside = next(each for each in asides if not os.path.lexists(each) or not remove_folder(each, CHECKPOINT))
             files.disk.rename_new(path, aside)
             renamed.append(aside)
     if renamed:

@@ -43,21 +43,37 @@ DECAY = 0.95
 """Decay of the moving averages of speed."""
 
 
-def open_resumed(folder: Path, resume: str | None, world: World, *, otherwise: str) -> Checkpoint | None:
+def open_resumed(
+    folder: Path, resume: str | None, world: World, *, otherwise: str, logs: Sequence[str] = ()
+) -> Checkpoint | None:
     """The checkpoint that a run resumes from; None for a new run, whose folder must not hold a run yet.
 
-    `otherwise` is what the error suggests instead of `--resume auto`. All ranks call this.
+    `otherwise` is what the error suggests instead of `--resume auto`; `logs` are further files that the run writes.
+    All ranks call this.
     """
 
     def choose() -> Path | None:
+        written = [name for name in (CONFIG, METRICS, PLOT, ROWS, *logs) if (folder / name).exists()]
+        if written and not _is_run_config(folder / CONFIG):
+            # Somebody else's, such as the config of a model: a run would replace it.
+            raise UsageError(f"{folder}: holds {', '.join(written)}, but not the {CONFIG} of a run; give {otherwise}")
         if resume is not None:
             return checkpoints.choose(folder, resume)
-        if list_checkpoints(folder) or (folder / METRICS).exists():
+        if list_checkpoints(folder) or written:
             raise UsageError(f"{folder}: holds a run already; --resume auto goes on with it, or give {otherwise}")
         return None
 
     path = world.together(choose)
     return None if path is None else checkpoints.open_checkpoint(path, world)
+
+
+def _is_run_config(path: Path) -> bool:
+    """Whether a file is the config of a run, which a run that begins again may replace."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and "max_iters" in config
 
 
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:

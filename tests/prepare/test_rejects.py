@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from chatmill.errors import RecordError, UsageError
-from chatmill.records import Rejects, read_records
+from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.prepare import Rejects
+from chatmill.records import expand, read_records
 
 GOOD = b'{"messages": [{"role": "user", "content": "q"}]}'
 LONG = b'{"id": "x", "messages": "' + b"\xc3\xa9" * 4000 + b'"}'
@@ -63,7 +64,53 @@ def test_rejects_are_never_written_over_what_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("rejects.jsonl").write_text("as it was")
     Path("link.jsonl").symlink_to("rejects.jsonl")
-    for inputs in (["rejects.jsonl"], ["re*.jsonl"], ["link.jsonl"], [tmp_path / "rejects.jsonl"]):
+    Path("hard.jsonl").hardlink_to("rejects.jsonl")
+    for inputs in (["rejects.jsonl"], ["re*.jsonl"], ["link.jsonl"], ["hard.jsonl"], [tmp_path / "rejects.jsonl"]):
         with pytest.raises(UsageError, match=r"^rejects\.jsonl: is read, and rejects would be written over it"):
-            Rejects("rejects.jsonl", inputs)
+            Rejects("rejects.jsonl", reads=expand(inputs), overwrite=True)
     assert Path("rejects.jsonl").read_text() == "as it was"
+
+
+def rejected(path: Path, **options) -> None:
+    with Rejects(path, **options) as rejects:
+        rejects(RecordError("a", "b", kind="json"))
+
+
+def test_only_a_file_of_rejects_is_replaced_and_only_when_told(tmp_path):
+    path = tmp_path / "rejects.jsonl"
+    rejected(path)
+    before = path.read_bytes()
+    with pytest.raises(DataError, match=r"rejects\.jsonl: exists already; give another name, or --overwrite"):
+        Rejects(path)
+    rejected(path, overwrite=True)
+    assert path.read_bytes() == before
+    for other in (b"my notes\n", b"{}\n", b"[1]", b'{"file": 1}\n', b"\xff"):
+        path.write_bytes(other)
+        with pytest.raises(DataError, match="is no file of rejects, so that it is not replaced"):
+            Rejects(path, overwrite=True)
+        assert path.read_bytes() == other
+
+
+def test_rejects_go_neither_into_the_output_nor_through_a_link(tmp_path):
+    output = tmp_path / "ds"
+    output.mkdir()
+    (tmp_path / "way").symlink_to(output)
+    for path in (output / "r.jsonl", tmp_path / "way" / "r.jsonl", output / ".." / "ds" / "r.jsonl", output):
+        with pytest.raises(UsageError, match="is the output, or lies in it"):
+            Rejects(path, output=output)
+    (tmp_path / "r.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="a link or a device"):
+        Rejects(tmp_path / "r.jsonl", overwrite=True)
+    rejected(Path("/dev/null"), overwrite=True)
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_command_that_fails_leaves_no_rejects_and_one_that_comes_second_none_of_its_own(tmp_path):
+    path = tmp_path / "rejects.jsonl"
+    stopped = Rejects(path).__enter__()
+    stopped(RecordError("a", "b", kind="json"))
+    stopped.__exit__(KeyboardInterrupt)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DataError, match="exists already"), Rejects(path):
+        path.write_text("mine")
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("rejects.jsonl", "mine")]
