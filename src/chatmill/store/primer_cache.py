@@ -128,7 +128,6 @@ def cache_folder(out: Path, source: str) -> Path:
 def check_place(out: Path, source: str, *, overwrite: bool) -> Path:
     """The folder of a cache to be written; raises before any work is done if that is not possible."""
     target = cache_folder(out, source)
-    check_target(target, overwrite=overwrite, kind=CACHE)
     recover(target, CACHE)
     check_target(target, overwrite=overwrite, kind=CACHE)
     return target
