@@ -230,7 +230,9 @@ def _model_weights(model: CausalModel, world: World) -> dict[str, Tensor]:
 def clean(folder: Path) -> None:
     """Remove unfinished checkpoints that a killed run left."""
     for path in folder.glob(f".{PREFIX}*.saving"):
-        if left := remove_folder(path, CHECKPOINT):
+        if path.is_symlink():
+            files.disk.remove(path)
+        elif left := remove_folder(path, CHECKPOINT):
             raise DataError(f"{path}: {left}; it is of an earlier save, look and remove it")
     for path in folder.glob(f".{PREFIX}*.replaced"):
         recover(path.with_name(path.name.removeprefix(".").removesuffix(".replaced")), CHECKPOINT)
