@@ -52,7 +52,7 @@ static PyObject *ranges(PyObject *module, PyObject *args) {
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&target), PyBuffer_Release(&to), PyBuffer_Release(&source);
     PyBuffer_Release(&start), PyBuffer_Release(&stop);
-    if (fits) Py_RETURN_NONE;
+    if (fits) return Py_NewRef(Py_None);
     PyErr_SetString(PyExc_ValueError, "expected ranges within the source and the target");
     return NULL;
 }
@@ -80,7 +80,7 @@ static PyObject *pieces(PyObject *module, PyObject *args) {
     fits = fits && at == target.len / 4;
     PyBuffer_Release(&target), PyBuffer_Release(&first), PyBuffer_Release(&second);
     PyBuffer_Release(&start), PyBuffer_Release(&length);
-    if (fits) Py_RETURN_NONE;
+    if (fits) return Py_NewRef(Py_None);
     PyErr_SetString(PyExc_ValueError, "expected ranges that fill the target");
     return NULL;
 }
