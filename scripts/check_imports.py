@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "chatmill"
-BASE = {"errors", "rows", "ledger", "_exports"}
+BASE = {"errors", "rows", "ledger", "plain_file", "_exports"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_exports": set(),
+    "plain_file": set(),
     "_native": set(),
     "config": {"errors"},
     "rows": {"errors", "_native"},

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from chatmill.errors import ChatmillError, DataError, one_line
+from chatmill.plain_file import check_plain, open_plain
 from chatmill.store import files
-from chatmill.store.plain_file import check_plain, open_plain
 
 START = "0" * 64
 """The previous hash of the first line."""

@@ -16,7 +16,7 @@ from chatmill.audit.log import START, LogLine, TornLine, as_text
 from chatmill.errors import DataError, one_line
 from chatmill.load.config import LoadConfig, order_sha256
 from chatmill.load.plan import Cursor
-from chatmill.store.plain_file import read_plain
+from chatmill.plain_file import read_plain
 
 STATE_KEYS = ("log", "head", "cursor", "given")
 LOADED_HASHES = ("dataset_sha256", "config_sha256")

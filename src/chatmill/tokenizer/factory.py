@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from chatmill.errors import DataError, UsageError, one_line
+from chatmill.plain_file import read_plain
 from chatmill.tokenizer.backend import Backend, ByteLevel, faults_of, is_markup
 from chatmill.tokenizer.sentencepiece_model import SentencePiece
 from chatmill.tokenizer.tiktoken_ranks import RANK_LINE, load_ranks, load_tekken
@@ -18,6 +19,7 @@ from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
 _EXPECTED = "expected a tokenizer.json, a SentencePiece model, tiktoken ranks or a tekken JSON file"
 
+_MAX_BYTES = 1 << 30
 # Far above any vocabulary in use: a larger id is damage, and lookup tables would not fit in memory.
 _MAX_ID = 2**24
 
@@ -88,7 +90,7 @@ def _tokenizer_in(folder: Path, place: str) -> Path:
 
 def _open_file(path: Path, place: str, control: Collection[str], *, declared: Mapping[str, int]) -> Backend:
     try:
-        raw = path.read_bytes()
+        raw = read_plain(path, _MAX_BYTES)
     except FileNotFoundError as error:
         raise DataError(
             f"{place}: no such file or folder; {_EXPECTED}, a Hugging Face folder, or the name bytes"
@@ -125,7 +127,7 @@ def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
     """The added tokens of tokenizer_config.json with their ids: control tokens, and text tokens."""
     place = one_line(str(config), 300)
     with faults_of(place, "cannot be read", "expected added_tokens_decoder to map ids to tokens"):
-        listed = _json(config.read_bytes(), place).get("added_tokens_decoder") or {}
+        listed = _json(read_plain(config), place).get("added_tokens_decoder") or {}
         control: dict[str, int] = {}
         plain: dict[str, int] = {}
         for id, token in listed.items():

@@ -25,9 +25,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.plain_file import check_plain
 from chatmill.store import files
 from chatmill.store.hashed import FileInfo
-from chatmill.store.plain_file import check_plain
 from chatmill.store.publish import FolderKind, publish, recover, remove_folder
 from chatmill.train.checkpoint_files import (
     MARKER,

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from chatmill.errors import DataError, UsageError, one_line
+from chatmill.plain_file import read_plain
 from chatmill.store.hashed import FileInfo, JsonObject
-from chatmill.store.plain_file import read_plain
 
 VERSION = 1
 MARKER = "checkpoint.json"

@@ -17,8 +17,8 @@ from chatmill.errors import ChatmillError, DataError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.plan import Cursor
 from chatmill.load.source import DataSource
+from chatmill.plain_file import open_plain
 from chatmill.store.metadata import manifest
-from chatmill.store.plain_file import open_plain
 from chatmill.store.primer_cache import PrimerCache, cache_manifest
 from chatmill.train.checkpoint import set_aside_later
 from chatmill.train.checkpoint_files import step_of

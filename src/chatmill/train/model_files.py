@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chatmill.errors import DataError, one_line
-from chatmill.store.plain_file import KINDS, check_plain, open_plain, read_plain
+from chatmill.plain_file import KINDS, check_plain, open_plain, read_plain
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -15,9 +15,9 @@ from chatmill.errors import DataError, one_line
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.plan import Cursor, LoadPlan
 from chatmill.load.source import DataSource
+from chatmill.plain_file import read_plain
 from chatmill.store.layout import TOKENIZER_STATE, TOKENS
 from chatmill.store.metadata import Metadata
-from chatmill.store.plain_file import read_plain
 from chatmill.store.primer_cache import PrimerCache
 from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.config import TrainConfig

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from chatmill.errors import DataError, UsageError, one_line
+from chatmill.plain_file import check_plain, open_plain
 from chatmill.store import files
-from chatmill.store.plain_file import check_plain, open_plain
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.checkpoint import Checkpoint
 from chatmill.train.checkpoint_files import list_checkpoints

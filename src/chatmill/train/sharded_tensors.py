@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from chatmill.errors import DataError, one_line
+from chatmill.plain_file import open_plain
 from chatmill.store.hashed import FileInfo, HashedFile
-from chatmill.store.plain_file import open_plain
 from chatmill.train.model_files import TensorInfo, read_header
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}

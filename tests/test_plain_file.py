@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from chatmill.store.plain_file import check_plain, open_plain, read_plain
+from chatmill.errors import DataError
+from chatmill.plain_file import check_plain, open_plain, read_plain
+from chatmill.tokenizer import open_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,13 @@ def test_a_plain_file_is_read_up_to_the_limit(tmp_path):
     assert check_plain(tmp_path / "x") == 5
     with pytest.raises(OSError, match="larger than 4 bytes"):
         read_plain(tmp_path / "x", 4)
+
+
+def test_a_tokenizer_that_is_a_fifo_is_one_line(tmp_path):
+    os.mkfifo(tmp_path / "t.json")
+    with pytest.raises(DataError, match="it is a FIFO, not a plain file"):
+        open_tokenizer(str(tmp_path / "t.json"))
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "tokenizer_config.json")
+    with pytest.raises(DataError, match="it is a FIFO, not a plain file"):
+        open_tokenizer(str(tmp_path / "folder"))
