@@ -187,7 +187,7 @@ def test_rows_of_a_file_that_is_cut_are_right_or_an_error(tmp_path):
 
 
 def test_bytes_that_are_overwritten_are_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(mapped, "STAT_SECONDS", -1.0)
+    monkeypatch.setattr(mapped, "STATS_PER_SECOND", -1.0)
     write_dataset(tmp_path / "x", {"train": some_rows(1)}, shard_tokens=1 << 20)
     episodes = open_dataset(tmp_path / "x")["train"]
     episodes.rows([0])

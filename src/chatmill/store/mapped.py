@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError, one_line
 
-STAT_SECONDS = 1.0
-"""How often a file in use is looked at for a change that leaves its end as it was."""
+STATS_PER_SECOND = 500
+"""How often files in use, all together, are looked at for a change that leaves their ends as they were."""
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -85,7 +85,7 @@ class MappedFile:
         status = os.fstat(fd)
         self.size = status.st_size
         self._stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-        self._stat_at = time.monotonic() + STAT_SECONDS
+        self._stat_at = time.monotonic() + MappedFile.live / STATS_PER_SECOND
         self._region = _Region(0, self.size, path, absolute)
         if not self.size:
             return
@@ -113,14 +113,14 @@ class MappedFile:
     def check(self) -> None:
         """Raise `DataError` if the file was changed since it was mapped; to be called after its bytes were read.
 
-        A cut is always noticed, bytes that were overwritten within `STAT_SECONDS`.
+        A cut is always noticed; bytes that were overwritten are after 2 ms for each file that is mapped.
         """
         if not self.size:
             return
         if self._region.fault or self._last.value != self._value:
             self._refuse()
         if (now := time.monotonic()) > self._stat_at:
-            self._stat_at = now + STAT_SECONDS
+            self._stat_at = now + MappedFile.live / STATS_PER_SECOND
             try:
                 status = self._region.absolute.stat()
             except OSError:
