@@ -83,6 +83,6 @@ TRIAL = Trial(
     "stops in one line",
     work,
     full=60,
-    short=6,
+    short=3,
     in_memory=True,
 )

@@ -211,6 +211,6 @@ TRIAL = Trial(
     "folders for files; moved cursors: the run goes on to the same weights, or is refused in one line",
     work,
     full=400,
-    short=12,
+    short=9,
     in_memory=True,
 )
