@@ -26,7 +26,8 @@ POLL_SECONDS = 0.1
 HEADER = struct.Struct("<Q")
 
 _START = """
-import os, sys
+import gc, os, sys
+gc.disable()
 sys.path[:] = sys.argv[2].split(os.pathsep)
 from importlib import import_module
 import_module(sys.argv[1]).main()

@@ -34,8 +34,10 @@ def run_server(start: Callable[..., Service]) -> None:
     Each calls `start` for what it does, and is locked down before it reads a request.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # All that was imported is shared with the processes, and never collected.
     gc.collect()
     gc.freeze()
+    gc.enable()
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake, False)
