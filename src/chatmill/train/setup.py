@@ -196,6 +196,9 @@ def _open_data(
     saved = {} if checkpoint is None else checkpoint.state
     stage = {"dataset_sha256": loader.sha256, "post_training": config.post_training}
     same = bool(saved) and all(saved["stage"][name] == value for name, value in stage.items())
+    if same:
+        # Before the log is opened: a config that differs is named as such.
+        world.together(lambda: loader.load_state_dict(saved["loader"]))
     audit = None
     if config.audit_dir is not None:
         if same and saved.get("audit") is None:
@@ -205,8 +208,8 @@ def _open_data(
         reduce = world.add if world.size > 1 else None
         audit = Audit(config.audit_dir, state=saved.get("audit") if same else None, reduce=reduce)
         loader = world.together(partial(open_loader, listener=audit))
-    if same:
-        world.together(lambda: loader.load_state_dict(saved["loader"]))
+        if same:
+            world.together(lambda: loader.load_state_dict(saved["loader"]))
     return loader, audit, same
 
 
