@@ -70,7 +70,7 @@ def command(place: Path, *args: str) -> Callable[[], Any]:
     return run
 
 
-def said(ended: Ended) -> str:
+def ending(ended: Ended) -> str:
     """What a command that did not end well said, or how it broke."""
     return ended.broke or ended.refused or ("killed" if ended.killed else json.dumps(ended.value))
 
@@ -96,7 +96,7 @@ class Case:
     """Where the command runs; made again from `before` for each attempt."""
     before: Path
     args: Sequence[str]
-    again: Callable[[Path], Sequence[str]]
+    again: Sequence[str]
     """The arguments with which it is run again after it failed."""
     result: Callable[[Path], Any]
     """What the command came to."""
@@ -115,7 +115,7 @@ class Case:
         """The calls of the command, and what it comes to."""
         self.begin()
         ended = self.run(self.args)
-        assert ended.value is not None and ended.value["code"] == 0, said(ended)
+        assert ended.value is not None and ended.value["code"] == 0, ending(ended)
         return counted(), self.result(self.place)
 
     def attempt(self, failure: Failure, right: Any, tally: Tally) -> None:
@@ -129,7 +129,7 @@ class Case:
             return
         worked = ended.value is not None and ended.value["code"] == 0
         if not worked and not one_line(ended):
-            tally.loses(f"{where}: {said(ended)}")
+            tally.loses(f"{where}: {ending(ended)}")
             return
         if worked and self.result(self.place) != right:
             tally.is_wrong(f"{where}: exit 0, and other bytes than those of an undisturbed command")
@@ -138,9 +138,9 @@ class Case:
             tally.loses(f"{where}: {fault}")
             return
         if not worked or self.left():
-            last = self.run(self.again(self.place))
+            last = self.run(self.again)
             if last.value is None or last.value["code"]:
-                tally.loses(f"{where}: {said(ended)}; the next command fails: {said(last)}")
+                tally.loses(f"{where}: {ending(ended)}; the next command fails: {ending(last)}")
                 return
             if self.result(self.place) != right:
                 tally.is_wrong(f"{where}: the next command comes to other bytes")
@@ -192,7 +192,7 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(plain, place)
         ended = apart(make)
-        assert killed == ended.killed and (killed or ended.value["code"] == 0), said(ended)
+        assert killed == ended.killed and (killed or ended.value["code"] == 0), ending(ended)
         shutil.copytree(place, folder / name, symlinks=True)
         return folder / name
 
@@ -211,16 +211,13 @@ def builds(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[
     def result(place: Path) -> Any:
         return [digests(place / "x"), (place / "rejects.jsonl").read_text()]
 
-    def again(place: Path) -> Sequence[str]:
-        return (*args, "2", "--resume", "--overwrite")
-
     shutil.copytree(plain, place, dirs_exist_ok=True)
 
     def case(name: str, before: Path, *flags: str, old: dict[str, str] | None = None) -> Case:
         def fault(place: Path) -> str:
             return fault_of_builds(place, old, new[0])
 
-        return Case(name, place, before, (*args, *flags), again, result, fault)
+        return Case(name, place, before, (*args, *flags), (*args, "2", "--resume", "--overwrite"), result, fault)
 
     new = case("a new dataset", plain, "1").undisturbed()[1]
     cases = (
@@ -273,24 +270,21 @@ def runs(size: int, seed: int, folder: Path, tally: Tally, *, kinds: Sequence[st
     args += ["--resume", "auto"]
     shutil.copytree(plain, place)
     ended = apart(command(place, *args, "--max_iters", "2"))
-    assert ended.value is not None and ended.value["code"] == 0, said(ended)
+    assert ended.value is not None and ended.value["code"] == 0, ending(ended)
     half = folder / "half"
     shutil.copytree(place, half)
 
-    def again(place: Path) -> Sequence[str]:
-        return args
-
     def fault(place: Path) -> str:
         ended = apart(lambda: fault_of_runs(place))
-        return ended.value if ended.value is not None else said(ended)
+        return ended.value if ended.value is not None else ending(ended)
 
     def result(place: Path) -> Any:
         ended = apart(lambda: came_to(place))
-        return ended.value if ended.value is not None else said(ended)
+        return ended.value if ended.value is not None else ending(ended)
 
     cases = (
-        Case("a new run", place, plain, args, again, result, fault),
-        Case("a resumed run", place, half, args, again, result, fault),
+        Case("a new run", place, plain, args, args, result, fault),
+        Case("a resumed run", place, half, args, args, result, fault),
     )
     sweep(cases if size > FEW else cases[1:], size, seed, tally, kinds)
 
