@@ -113,5 +113,6 @@ def _alone(lock: Path, target: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Before the lock is released: afterwards the file may belong to another process.
-            lock.unlink(missing_ok=True)
+            # Before the lock is released: afterwards it may be of another process. One that stays does no harm.
+            with suppress(OSError):
+                lock.unlink()

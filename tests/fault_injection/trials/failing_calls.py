@@ -27,10 +27,11 @@ from prepare_fixtures import conversations, digests, left_beside, lines
 from chatmill.cli.main import main
 from chatmill.store import files
 from chatmill.store.layout import METADATA
+from chatmill.store.read import open_dataset
 from chatmill.store.verify import verify_dataset
 from fault_injection.disks import KilledAt
 from fault_injection.failing_calls import KINDS, Failure, armed, counted, failed, ways, why_not
-from fault_injection.processes import Ended, apart, begin, load_torch
+from fault_injection.processes import Ended, apart, begin, load_torch, outcome
 from fault_injection.trial import Tally, Trial
 
 CPU_SECONDS = 60.0
@@ -79,7 +80,8 @@ def one_line(ended: Ended) -> bool:
     """Whether a command failed as it should: exit code 1, and one line about it after those of its progress."""
     if ended.value is None or ended.value["code"] != 1:
         return False
-    errors = [line.startswith("chatmill: ") for line in ended.value["stderr"].splitlines()]
+    lines = [line for line in ended.value["stderr"].splitlines() if not line.startswith("chatmill: warning: ")]
+    errors = [line.startswith("chatmill: ") for line in lines]
     return (
         errors.count(True) == 1
         and errors[-1]
@@ -234,9 +236,11 @@ def fault_of_builds(place: Path, old: dict[str, str] | None, new: dict[str, str]
     target = place / "x"
     if (digests(target) if target.exists() else None) not in (old, new):
         return "the target is neither as it was nor new"
-    for marker in place.rglob(METADATA):
-        if marker.parent != target and verify_dataset(marker.parent, full=True).faults:
-            return f"{marker.parent.name} opens, and is not whole"
+    for folder in {marker.parent for marker in place.rglob(METADATA)} - {target}:
+        if outcome(lambda folder=folder: str(open_dataset(folder))).refused:
+            continue
+        if verify_dataset(folder, full=True).faults:
+            return f"{folder.name} opens, and is not whole"
     return ""
 
 

@@ -129,7 +129,11 @@ async def body(served: Served, path: str) -> bytes:
 
 
 async def try_good(served: Served, path: str, tally: Tally) -> None:
-    received = await answer(served, get(path))
+    try:
+        received = await answer(served, get(path))
+    except AssertionError as error:
+        tally.loses(f"{path}: {error}")
+        return
     if status_of(received) != 200:
         tally.loses(f"{path}: answered with {received[:100]!r}")
     elif body_of(received) != served.answers[path]:
