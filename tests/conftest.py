@@ -1,5 +1,6 @@
 """What every test stands on: property tests that give the same examples on every machine, and who runs which."""
 
+import os
 import signal
 import sys
 
@@ -20,6 +21,8 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
 
 process_watch.mark_children()
+# Processes hold their output back as they do for a user, whatever the machine of the tests is set to.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)

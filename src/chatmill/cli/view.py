@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -74,5 +75,7 @@ def view(
         else:
             echo_line(f"{dataset}: {url}  (Ctrl-C ends it)")
             echo_line(f"the index for search and filters is kept in {cache}")
+        # The reader of a pipe waits for it.
+        sys.stdout.flush()
 
     serve(viewer, port=port, ready=ready)
