@@ -125,11 +125,11 @@ class Case:
         ended = self.run(self.args, failure)
         times, path = failed()
         where = f"{self.name}, {failure} ({path.removeprefix(str(self.place) + '/')})"
-        if not times:
+        worked = ended.value is not None and ended.value["code"] == 0
+        if not times and worked:
             # Two processes do not share their work in the same way each time.
             tally.notes["calls that were not reached"] += 1
             return
-        worked = ended.value is not None and ended.value["code"] == 0
         if not worked and not one_line(ended):
             tally.loses(f"{where}: {ending(ended)}")
             return

@@ -25,16 +25,20 @@ PATHS = ("..", "../x", "/etc/passwd", "a/../../b", "", ".", "\0", "train/shard_0
 
 
 class Watched:
-    """Every file that is opened while it is on, by the interpreter's own audit."""
+    """Every file that is opened while it is on, by the interpreter's own audit.
 
-    def __init__(self) -> None:
+    A dataset's files are opened relative to the descriptor of its folder, of which the audit says nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self.opened: list[str] = []
         self.is_on = False
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, args: tuple[Any, ...]) -> None:
         if self.is_on and event == "open" and isinstance(args[0], str | bytes | os.PathLike):
-            self.opened.append(os.path.realpath(os.fsdecode(args[0])))
+            self.opened.append(os.path.realpath(self._folder / os.fsdecode(args[0])))
 
 
 def lie(data: dict[str, Any], rng: random.Random) -> str:
@@ -68,9 +72,9 @@ def read_all(dataset: Path) -> dict[str, tuple[bytes, ...]]:
 
 
 def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
-    rng, watched = random.Random(seed), Watched()
+    rng, dataset = random.Random(seed), folder / "x"
+    watched = Watched(dataset)
     rows = {"train": some_rows(seed, count=30), "val": some_rows(seed + 1, count=9)}
-    dataset = folder / "x"
     write_dataset(dataset, rows)
     right = read_all(dataset)
     path = dataset / METADATA
