@@ -275,6 +275,12 @@ def test_a_trace_that_grows_with_every_step_is_not_replayed():
     literal = (TraceStep("fill_pattern", (), (("x" * 1000,),)),)
     copies = tuple(TraceStep("fill_pattern", (at, at), ((None, None),)) for at in range(2, 40))
     assert check_derived(msgspec.structs.replace(RIGHT, steps=literal + copies), TALK, 2).steps is None
+    often = (*PIECES, *[PIECES[1]] * 8)
+    assert check_derived(msgspec.structs.replace(RIGHT, pieces=often), TALK, 2).steps is None
+    assert check_derived(msgspec.structs.replace(RIGHT, pieces=often[:-1]), TALK, 2).steps == ()
+    escaped = tuple(TraceStep("escape_json", (at,), (True,)) for at in range(1, 5))
+    assert check_derived(msgspec.structs.replace(RIGHT, steps=escaped), TALK, 2).steps is None
+    assert check_derived(msgspec.structs.replace(RIGHT, steps=escaped[:2]), TALK, 2).steps == escaped[:2]
     stripped = tuple(TraceStep("strip", (at,), ()) for at in range(1, 40))
     assert check_derived(msgspec.structs.replace(RIGHT, steps=stripped), TALK, 2).steps == stripped
 

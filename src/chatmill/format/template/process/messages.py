@@ -6,7 +6,6 @@ may be wrong about its own template, but cannot make the renderer fail, grow, or
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,8 +20,12 @@ from chatmill.records.record import Record
 
 MAX_STEPS = 2**14
 """Steps of a trace that is replayed; longer ones are derived anew each time."""
-MAX_COPIES = 2**10
+MAX_COPIES = 2**7
 """How often a replayed trace may copy a text of the conversation."""
+MAX_GROWTH = 2**10
+"""The same for its characters, where functions may give several for one."""
+MAX_WRITTEN = 8
+"""How often it may write a text, which is no more than a template may write for a conversation that it is run on."""
 MAX_LITERALS = 2**23
 """Characters of the template's own that replaying a trace may copy."""
 
@@ -174,27 +177,34 @@ def _is_bounded(steps: tuple[TraceStep, ...], pieces: tuple[TracedPiece, ...], t
     """Whether replaying the steps on any conversation takes memory in proportion to it."""
     if len(steps) > MAX_STEPS:
         return False
-    # By slot: how often it may hold each text of the conversation, and (under -1) characters of the template.
-    held = [{slot: 1} for slot in range(texts)]
-    all_held = dict.fromkeys(range(-1, texts), 0)
+    # By slot: how often it may hold each text of the conversation, and (under -1) characters of the template; then the
+    # same, each time with the growth of the functions.
+    copies: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
+    grown: list[dict[int, int]] = [{slot: 1} for slot in range(texts)]
 
-    def add(slots: Iterable[int], literals: int, growth: int) -> bool:
-        total = {-1: literals}
-        all_held[-1] += literals
-        for slot in slots:
-            for text, copies in held[slot].items():
-                total[text] = total.get(text, 0) + copies * growth
-                all_held[text] += copies * growth
-                if all_held[text] > (MAX_LITERALS if text < 0 else MAX_COPIES):
+    def add(counts: list[dict[int, int]], held: dict[int, int], step: TraceStep, growth: int, limit: int) -> bool:
+        """Count the value of a step; whether all values together are within the limit."""
+        total = {-1: sum(map(_characters, step.args))}
+        held[-1] += total[-1]
+        for slot in step.slots:
+            for text, count in counts[slot].items():
+                total[text] = total.get(text, 0) + count * growth
+                held[text] += count * growth
+                if held[text] > (MAX_LITERALS if text < 0 else limit):
                     return False
-        held.append(total)
-        return all_held[-1] <= MAX_LITERALS
+        counts.append(total)
+        return held[-1] <= MAX_LITERALS
 
-    values = [step for step in steps if not step.is_guard]
-    # All that the parts or cuts of a text hold is held by that text.
-    return all(
-        add(step.slots, sum(map(_characters, step.args)), STEP_FUNCTIONS[step.function].growth) for step in values
-    ) and add((piece.slot for piece in pieces if piece.slot is not None), 0, 1)
+    all_copies, all_grown = dict.fromkeys(range(-1, texts), 0), dict.fromkeys(range(-1, texts), 0)
+    for step in steps:
+        # All that the parts or cuts of a text hold is held by that text.
+        if not step.is_guard and not (
+            add(copies, all_copies, step, 1, MAX_COPIES)
+            and add(grown, all_grown, step, STEP_FUNCTIONS[step.function].growth, MAX_GROWTH)
+        ):
+            return False
+    slots = tuple(piece.slot for piece in pieces if piece.slot is not None)
+    return add(copies, dict.fromkeys(range(-1, texts), 0), TraceStep("fill_pattern", slots, ()), 1, MAX_WRITTEN)
 
 
 def _characters(value: Any) -> int:
