@@ -93,7 +93,7 @@ EXHAUSTING = [
     *(GROWN + AGAIN % work for work in ("'zz' in n.x", "n.x == n.x | list", "n.x | sum", "n.x | sort", "n.x | max")),
     *(
         GROWN + AGAIN % work
-        for work in ("n.x | unique | list", "n.x | map('string') | list", "n.x[::-1]", "n.x | reverse")
+        for work in ("n.x | unique | list", "n.x | map('string') | list", "n.x[::-1]", "n.x | reverse | list")
     ),
     GROWN + "{% set z = namespace(k=[]) %}{% for i in range(9999) %}{% set z.k = z.k + [n.x | list] %}{% endfor %}",
     GROWN + "{{ n.x | tojson }}",
