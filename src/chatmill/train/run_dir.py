@@ -71,7 +71,7 @@ def _is_run_config(path: Path) -> bool:
     """Whether a file is the config of a run, which a run that begins again may replace."""
     try:
         config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and "max_iters" in config
 
