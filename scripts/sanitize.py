@@ -107,7 +107,7 @@ def main() -> int:
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": str(BUILD / "src"),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(BUILD / "src"), os.environ.get("PYTHONPATH")))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }

@@ -174,9 +174,9 @@ def test_replay_names_the_line_of_each_conversation_of_a_packed_row(run, block_s
 
 def test_replay_shows_ids_where_the_tokenizer_is_not_known(run, dataset):
     """Files of another program."""
-    Path("ds/dataset_metadata.json").unlink()
-    for extra in [*Path("ds").rglob("spans.bin"), *Path("ds").rglob("origins.bin")]:
-        extra.unlink()
+    for name in ("dataset_metadata.json", "tokenizer_state.json", "spans.bin", "origins.bin"):
+        for extra in Path("ds").rglob(name):
+            extra.unlink()
     audit = Audit("logs", every=2)
     loader = EpisodeLoader("ds", {**CONFIG, "pad_token_id": 0}, listener=audit)
     for _ in range(2):

@@ -21,7 +21,8 @@ from chatmill.prepare import pipeline
 from chatmill.prepare.engine import LocalEngine
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.pipeline import prepare_dataset
-from chatmill.records import CountedRecords, Rejects, read_records
+from chatmill.prepare.rejects import CountedRecords, Rejects
+from chatmill.records import read_records
 from chatmill.records.read_log import LoggedFile, ReadLog
 from chatmill.tokenizer import train_bpe
 

@@ -24,15 +24,16 @@ AT_ONCE = 500
 
 def strings(value: Any) -> Iterator[str]:
     """Every text in a JSON value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from strings(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from strings(inner)
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            yield from value
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
 
 
 def doubt(shape: str, data: bytes, record: Record) -> str:
