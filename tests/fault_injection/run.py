@@ -1,4 +1,4 @@
-"""Run the trials, each in a process of its own and two at a time, and print a table of the results.
+"""Run the trials, each in a process of its own, as many at a time as there are cores, and print a table of results.
 
     python tests/fault_injection/run.py                       all trials; writes their figures into docs/reliability.md
     python tests/fault_injection/run.py --short               the same trials, small
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import select
 import sys
 import time
@@ -37,7 +38,7 @@ from fault_injection.trials import TRIALS
 
 PAGE = TESTS.parent / "docs" / "reliability.md"
 BEGIN, END = "<!-- gauntlet: begin -->", "<!-- gauntlet: end -->"
-AT_ONCE = 2
+AT_ONCE = max(2, os.cpu_count() or 1)
 TRIAL_CPU_SECONDS = 3600.0
 """Processor time that one trial may use, with all its children."""
 
@@ -45,7 +46,7 @@ Work = tuple[int, Callable[[], Any]]
 """How many cores it needs, and what it does."""
 
 
-def two_at_a_time(works: Sequence[Work]) -> Iterator[tuple[int, Ended, float]]:
+def run_at_once(works: Sequence[Work]) -> Iterator[tuple[int, Ended, float]]:
     """Do all the work in processes of their own; the number of each, how it ended, and after how many seconds."""
     waiting = sorted(range(len(works)), key=lambda number: works[number][0])
     running: dict[int, tuple[int, Child, float]] = {}
@@ -71,7 +72,7 @@ def tallies(trials: Sequence[Trial], *, short: bool, seed: int, say: Callable[[s
         # Once, for all that train.
         load_torch()
     results: dict[int, Tally] = {}
-    for number, ended, seconds in two_at_a_time(works):
+    for number, ended, seconds in run_at_once(works):
         if ended.value is not None:
             ended.value.pop("tried")
             tally = Tally(**ended.value)
@@ -118,7 +119,7 @@ def plain_table(results: Sequence[Tally]) -> str:
 def page_part(trials: Sequence[Trial], results: Sequence[Tally], *, seed: int, seconds: float) -> str:
     """The table for the page, with what each trial does."""
     lines = [
-        f"`make gauntlet` (seed {seed}, {os.cpu_count()} cores, {seconds / 60:.0f} minutes):",
+        f"`make gauntlet` (seed {seed}, {platform.machine()}, {os.cpu_count()} cores, {seconds / 60:.0f} minutes):",
         "",
         f"| {' | '.join(HEAD)} |",
         f"|---|{'---:|' * (len(HEAD) - 1)}",
@@ -150,7 +151,7 @@ def try_planted(words: Sequence[str], seed: int, say: Callable[[str], None]) -> 
     if len(chosen) > 1:
         load_torch()
     results: dict[int, dict[str, Any]] = {}
-    for number, ended, seconds in two_at_a_time([(1, lambda fault=fault: one(fault)) for fault in chosen]):
+    for number, ended, seconds in run_at_once([(1, lambda fault=fault: one(fault)) for fault in chosen]):
         fault = chosen[number]
         tally = ended.value or {"lost": 0, "wrong": 0, "examples": [f"broke: {ended.broke or ended.refused}"]}
         red = bool(tally["lost"] or tally["wrong"])
