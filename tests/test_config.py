@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from chatmill.config import Config, from_environment, from_flags, integer, key, keys_of, misfits, read_toml, required
+from chatmill.config import (
+    Config,
+    from_environment,
+    from_flags,
+    integer,
+    key,
+    keys_of,
+    misfits,
+    read_toml,
+    read_values,
+    required,
+)
 from chatmill.errors import DataError, UsageError
 
 
@@ -89,3 +102,15 @@ def test_a_toml_file_that_cannot_be_read_is_one_line(tmp_path):
             read_toml(path, what="", error=UsageError)
     path.write_text("[a]\nb = 1")
     assert read_toml(path, what="") == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.ENOENT, UsageError), (errno.EMFILE, DataError), (errno.EIO, DataError)]
+)
+def test_a_file_that_the_system_cannot_read_is_no_fault_of_the_command(monkeypatch, code, kind):
+    def fails(path):
+        raise OSError(code, "it fails", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    with pytest.raises(kind, match=r"^a.json: cannot be read \(it fails\)"):
+        read_values(Path("a.json"))

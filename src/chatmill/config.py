@@ -10,6 +10,7 @@ Plain dataclasses, because training images have numpy, torch and safetensors but
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import tomllib
@@ -22,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, Union, get_args, get
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 
 INHERITS = "inherits"
+SYSTEM_FAILURES = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 LONGEST = 1 << 31
 """The largest count that a configuration may hold."""
 LARGEST = sys.float_info.max
@@ -284,7 +286,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror}); expected a JSON file of settings") from None
+        # No fault of the command: the system lacks something.
+        kind = DataError if error.errno in SYSTEM_FAILURES else UsageError
+        raise kind(f"{path}: cannot be read ({error.strerror}); expected a JSON file of settings") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {one_line(str(error))}; expected a JSON object of settings") from None
     if not isinstance(table, dict):

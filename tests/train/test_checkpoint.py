@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -266,3 +267,15 @@ def test_old_checkpoints_go_but_not_those_that_hold_other_files_or_are_links(tmp
     names = ["step_00000000", "step_00000001", "step_00000004"]
     assert sorted(path.name for path in run.iterdir()) == names
     assert (outside / "mine").read_text() == "kept"
+
+
+def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(saved, monkeypatch):
+    assert choose(saved.parent, "auto") == saved
+
+    def fails(folder):
+        raise OSError(errno.EMFILE, "Too many open files", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", fails)
+    monkeypatch.setattr(os, "scandir", fails)
+    with pytest.raises(OSError, match="Too many open files"):
+        choose(saved.parent, "auto")

@@ -277,7 +277,8 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 def choose(folder: Path, resume: str) -> Path | None:
     """The checkpoint that `resume` names: `auto` is the newest of the run, if there is one; else a folder."""
     if resume == "auto":
-        return list_checkpoints(folder)[-1] if list_checkpoints(folder) else None
+        newest = list_checkpoints(folder)[-1:]
+        return newest[0] if newest else None
     path = Path(resume)
     if not path.is_dir():
         there = ", ".join(map(str, list_checkpoints(folder)))

@@ -35,7 +35,11 @@ def step_name(step: int) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run by their steps, oldest first; none is opened. A link is no checkpoint of the run."""
-    named = [path for path in folder.glob(f"{PREFIX}*") if STEP_FOLDER.fullmatch(path.name)]
+    try:
+        # Not `glob`, which takes a folder that cannot be read for an empty one.
+        named = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     return sorted((path for path in named if path.is_dir() and not path.is_symlink()), key=step_of)
 
 
@@ -125,7 +129,8 @@ def _check_run(body: JsonObject, step: int) -> None:
     stage, totals, config, loader = (body.table(name) for name in ("stage", "totals", "config", "loader"))
     start = stage.count("start", most=step)
     stage.sha256("dataset_sha256")
-    stage.check("post_training", type(stage.value.get("post_training")) is bool, "true or false")
+    stage.check("post_training", type(post_training := stage.value.get("post_training")) is bool, "true or false")
+    config.equal("post_training", post_training)
     totals.check("", totals.value.keys() == set(TOTALS), f"the counts {', '.join(TOTALS)}")
     for name in TOTALS:
         totals.count(name)

@@ -76,15 +76,17 @@ def commands(rng: random.Random, folder: Path) -> tuple[list[str], bool]:
     turns = [{"role": "user", "content": inside}, {"role": "assistant", "content": inside}]
     fine = rng.random() < 0.3
     record: dict[str, Any] = {"messages": turns, "id": inside}
-    if not fine:
-        record = rng.choice([
-            {**record, inside: 1},
-            {**record, "messages": [{**turns[0], "role": inside}]},
-            {**record, "messages": [{**turns[0], inside: inside}]},
-            {**record, "messages": inside},
-            {**record, "tools": inside},
-            {inside: inside},
-        ])  # fmt: skip
+    # Keys that are not known do not make a record wrong.
+    record = rng.choice([
+        record,
+        {**record, inside: 1},
+        {**record, "messages": [{**turns[0], inside: inside}, turns[1]]},
+    ] if fine else [
+        {**record, "messages": [{**turns[0], "role": inside}]},
+        {**record, "messages": inside},
+        {**record, "tools": inside},
+        {inside: inside},
+    ])  # fmt: skip
     records.write_text(f"{json.dumps(record)}\n", "utf-8")
     return rng.choice([
         ([rng.choice(["check", "render"]), str(records)], fine),
