@@ -11,7 +11,7 @@ DEV_STAMP := .venv/installed-$(call key,$(DEV))
 BENCH_STAMP := .venv-bench/installed-$(call key,requirements/bench.txt)
 DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test check compiler same-python browser demo bench profile docs gauntlet sanitize clean
+.PHONY: help install test check compiler same-python browser demo bench profile docs gauntlet planted sanitize clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-8s %s\n' $$name "$$does"; done
@@ -57,6 +57,9 @@ gauntlet: $(DEV_STAMP) ## try to break it: kills, crashes, full disks, damage, h
 # Without .venv it runs with $(PYTHON) as it is, and leaves out the tests that need what is not installed.
 sanitize: ## the compiled parts under ASan and UBSan, on this processor, in two minutes (PYTHON=python3 where there is no .venv)
 	@python=.venv/bin/python; [ -x $$python ] || python=$(PYTHON); $$python scripts/sanitize.py $(ARGS)
+
+planted: $(DEV_STAMP) ## put faults into chatmill on purpose: the trial that is there for each must notice it
+	.venv/bin/python tests/fault_injection/run.py --planted $(ARGS)
 
 clean: ## remove what the other targets made, environments included
 	rm -rf .venv .venv-bench .venv-docs benchmarks/.data benchmarks/.results site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -563,7 +563,7 @@ PLANTED = (
     Planted("state is saved before its line is in the log", state_saved_before_the_log, audit_kills.TRIAL, 3),
     Planted("names are printed as they are", names_printed_as_they_are, outputs.TRIAL, 12),
     Planted("a closed pipe is an error", closed_pipe_is_an_error, outputs.TRIAL, 24),
-    Planted("a full output is swallowed", full_output_swallowed, outputs.TRIAL, 24),
+    Planted("a full output is swallowed", full_output_swallowed, outputs.TRIAL, 40),
     Planted("half-open connections are kept", half_open_connections_kept, viewer.TRIAL, 10),
     Planted("any number of connections is held", any_number_of_connections, viewer.TRIAL, 10),
     Planted("a number in a path has any number of digits", any_number_of_digits, viewer.TRIAL, 250),

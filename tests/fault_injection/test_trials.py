@@ -33,11 +33,6 @@ def short() -> dict[str, dict[str, Any]]:
     return {tally["name"]: tally for tally in run_json("--short")["trials"]}
 
 
-@pytest.fixture(scope="module")
-def planted() -> dict[str, dict[str, Any]]:
-    return {fault["fault"]: fault for fault in run_json("--planted")}
-
-
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 def test_nothing_is_lost_and_nothing_silently_wrong(short, trial):
     tally = short[trial.name]
@@ -47,9 +42,10 @@ def test_nothing_is_lost_and_nothing_silently_wrong(short, trial):
     assert tally["tried"] == tally["survived"] + tally["found"] > 0
 
 
-@pytest.mark.parametrize("fault", PLANTED, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_noticed(planted, fault):
-    assert planted[fault.name]["noticed"], planted[fault.name]["examples"]
+def test_every_planted_fault_has_its_trial():
+    """`make planted` runs them."""
+    assert {fault.trial.name for fault in PLANTED} <= {trial.name for trial in TRIALS}
+    assert len({fault.name for fault in PLANTED}) == len(PLANTED) >= 50
 
 
 def test_a_child_that_makes_no_progress_is_ended_with_its_stacks():

@@ -20,9 +20,10 @@ from chatmill.prepare.unit import Done, Unit, renderer_identity, run_unit, same_
 
 RETRIES = 8
 """How often a unit is run again after its worker was lost; errors of the unit itself are never retried."""
-PATIENCE = 60
-"""Seconds that cancelled tasks are given to end."""
-
+PATIENCE = 600
+"""Seconds that running tasks are given to end after a fault, so that nothing writes to the build any more."""
+TASKS_PER_CPU = 2
+"""Tasks that are submitted at a time; after a fault only these are waited for."""
 
 LOOK_SECONDS = 1.0
 """How often it is checked that the cluster is there while its units are waited for."""
@@ -47,20 +48,21 @@ class RayEngine:
             # Less than one CPU each, or the tasks of a small cluster starve the ones that feed them.
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(_run)
             shared = ray.put((job, renderer_identity(renderer), folder.absolute(), Path.cwd()))
-            pending = deque(remote.remote(unit, shared) for unit in units)
-            places = _places(ray)
+            places, waiting = _places(ray), deque(units)
+            pending: deque[Any] = deque()
             try:
-                while pending:
+                while pending or waiting:
+                    while waiting and len(pending) < _most_tasks(ray):
+                        pending.append(remote.remote(waiting.popleft(), shared))
                     yield _result(ray, pending[0], places)
                     pending.popleft()
             except LostClusterError:
-                # Nobody is there to cancel its tasks.
+                # Nobody is there to end its tasks.
                 pending.clear()
                 raise
             finally:
-                for task in pending:
-                    ray.cancel(task, force=True)
-                if pending:
+                if pending and not self._started:
+                    # Not cancelled: Ray may end this process if a task completes while it is being cancelled.
                     ray.wait(list(pending), num_returns=len(pending), timeout=PATIENCE)
         finally:
             if self._started:
@@ -100,6 +102,11 @@ def _places(ray: Any) -> list[str]:
     context = ray.get_runtime_context()
     here = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
     return [context.gcs_address, *(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in here)]
+
+
+def _most_tasks(ray: Any) -> int:
+    """How many tasks keep the cluster busy, which may grow meanwhile."""
+    return max(4, TASKS_PER_CPU * int(ray.cluster_resources().get("CPU", 1)))
 
 
 def _wait(ray: Any, task: Any, places: Sequence[str]) -> None:
