@@ -22,7 +22,7 @@ RETRIES = 8
 """How often a unit is run again after its worker was lost; errors of the unit itself are never retried."""
 PATIENCE = 600
 """Seconds that running tasks are given to end after a fault, so that nothing writes to the build any more."""
-TASKS_PER_CPU = 2
+TASKS_PER_CPU = 4
 """Tasks that are submitted at a time; after a fault only these are waited for."""
 
 LOOK_SECONDS = 1.0
@@ -49,10 +49,12 @@ class RayEngine:
             remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(_run)
             shared = ray.put((job, renderer_identity(renderer), folder.absolute(), Path.cwd()))
             places, waiting = _places(ray), deque(units)
+            # Once: a call of the head while it is lost may end this process.
+            most = max(4, TASKS_PER_CPU * int(ray.cluster_resources().get("CPU", 1)))
             pending: deque[Any] = deque()
             try:
                 while pending or waiting:
-                    while waiting and len(pending) < _most_tasks(ray):
+                    while waiting and len(pending) < most:
                         pending.append(remote.remote(waiting.popleft(), shared))
                     yield _result(ray, pending[0], places)
                     pending.popleft()
@@ -102,11 +104,6 @@ def _places(ray: Any) -> list[str]:
     context = ray.get_runtime_context()
     here = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
     return [context.gcs_address, *(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in here)]
-
-
-def _most_tasks(ray: Any) -> int:
-    """How many tasks keep the cluster busy, which may grow meanwhile."""
-    return max(4, TASKS_PER_CPU * int(ray.cluster_resources().get("CPU", 1)))
 
 
 def _wait(ray: Any, task: Any, places: Sequence[str]) -> None:
