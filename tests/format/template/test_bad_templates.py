@@ -35,7 +35,17 @@ def refused(tmp_path, bad: str) -> RecordError:
             r'the template refuses the conversation: "no\\nway"',
             "template_refuses",
         ),
-        ("{{ nonsense }}", "the template uses what is not there: 'nonsense' is undefined", "template_undefined"),
+        (
+            "{{ 'mode: ' + safety_mode }}",
+            "uses what is not there: 'safety_mode' is undefined; give it with --template-arg safety_mode=…, or change",
+            "template_undefined",
+        ),
+        ("{{ nonsense.x }}", "'nonsense' is undefined; give it with --template-arg nonsense=…", "template_undefined"),
+        (
+            "{{ messages[0].nothing.x }}",
+            "has no attribute 'nothing'; change the template: it fails",
+            "template_undefined",
+        ),
         ("{{ messages[9].content }}", "the template uses what is not there", "template_undefined"),
         ("{{ messages[0].content + 1 }}", "the template fails with TypeError", "template_fails"),
         ("{{ 1 / 0 }}", "the template fails with ZeroDivisionError", "template_fails"),
@@ -87,10 +97,30 @@ def test_a_template_that_is_none_is_named_with_its_line(tmp_path, source, said):
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_an_undefined_attribute_and_the_tokens_of_a_tokenizer_may_be_missing_as_templates_are_used_to(tmp_path):
-    source = GOOD + PROMPT + "{{ unk_token }}{{ messages[0].nothing }}{% if missing is defined %}x{% endif %}"
-    format = own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
+@pytest.mark.parametrize(
+    "undefined",
+    [
+        *(
+            "{{ unk_token }}",
+            "{{ messages[0].nothing }}",
+            "{% if missing is defined %}x{% endif %}",
+            "{{ safety_mode }}",
+        ),
+        *("{% if safety_mode %}x{% endif %}", "{{ safety_mode | trim ~ ([] | first) }}", "{{ '%s' % safety_mode }}"),
+        "{% for x in safety_mode %}{{ x }}{% endfor %}",
+    ],
+)
+def test_what_is_undefined_is_written_as_nothing(tmp_path, undefined):
+    format = own_format(tmp_path, GOOD + PROMPT + undefined, control=["<|user|>", "<|assistant|>", "<|end|>"])
     assert format.text(TALK) == "<|user|>Hi<|end|><|assistant|>Hello.<|end|>"
+    assert format.derive(TALK).rendering.text == format.text(TALK)
+
+
+def test_only_a_template_that_renders_nothing_is_said_to_fail_always(tmp_path):
+    source = "{% if messages | length > 2 %}{{ 1 / 0 }}{% endif %}" + GOOD + PROMPT
+    format = own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
+    with pytest.raises(RecordError, match=r"ZeroDivisionError.*; change the conversation or the template"):
+        format.text(Record([user("Hi"), answer("Hello."), user("Bye")]))
 
 
 def test_a_turn_that_never_closed_and_an_empty_record_are_refused(tmp_path):

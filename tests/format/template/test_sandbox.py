@@ -14,8 +14,10 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from chatmill.errors import RecordError
 from chatmill.format.template.tracing.limits import Meter
-from chatmill.format.template.tracing.program import Program
+from chatmill.format.template.tracing.program import Program, TracedProgram
 from chatmill.format.template.tracing.sandbox import Sandbox
+from chatmill.format.template.tracing.trace import FieldPath, Trace, fill_slots, ready, replay
+from chatmill.format.template.tracing.traced_str import field
 
 VARIABLES = {
     "messages": [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": " Ünï "}],
@@ -47,6 +49,8 @@ VALUES = (
         "'x' ~ number",
         "namespace(a=1)",
     ),
+    *("nothing", "messages[0].nothing", "[] | first", "messages[1].content | safe", "'<%s>' | safe", "call.name | e"),
+    *("call.arguments.a", "call.arguments.a | safe", "call.arguments.a | forceescape"),
 )
 METHODS = (
     *("upper()", "title()", "strip()", "strip('H')", "split()", "split(',', 1)", "rsplit(',')", "splitlines(true)"),
@@ -143,6 +147,98 @@ def test_an_expression_gives_the_text_of_transformers_or_an_error(expression):
     except RecordError:
         return
     assert text == _compile_jinja_template(source).render(VARIABLES), expression
+
+
+def traced(value, path, texts, trace):
+    """The same value with traced texts."""
+    if isinstance(value, str):
+        texts.append(value)
+        return field(value, FieldPath(0, path), len(texts) - 1, trace)
+    if isinstance(value, dict):
+        return {key: traced(inner, (*path, key), texts, trace) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [traced(inner, (*path, at), texts, trace) for at, inner in enumerate(value)]
+    return value
+
+
+@given(
+    EXPRESSIONS, st.sampled_from(("{{ X }}", "{{ (X) + '<' }}", "{% macro m() %}{{ X }}{% endmacro %}{{ m() + '<' }}"))
+)
+@settings(max_examples=200, deadline=None)
+def test_a_traced_expression_gives_the_text_of_the_plain_one_or_an_error(expression, around):
+    source = around.replace("X", expression)
+    texts: list[str] = []
+    trace = Trace(texts)
+    variables = traced(VARIABLES, (), texts, trace)
+    trace.num_slots = len(texts)
+    try:
+        rendering = TracedProgram(source, "t").trace(variables, Meter())
+    except RecordError:
+        return
+    assert rendering.text == "".join(Program(source, "t", Sandbox()).run(VARIABLES, Meter())), source
+    if trace.cacheable:
+        slots = replay(ready(trace.steps), list(texts))
+        assert slots is not None
+        items = [piece.text if piece.slot is None else piece.slot for piece in rendering.pieces]
+        assert fill_slots(items, slots) == rendering.text
+
+
+SAFE = (
+    *("(content | safe) + '<b>'", "'<b>' + (content | safe)", "(content | safe) + content", "content + (content | e)"),
+    *(
+        "(content | safe) ~ '<b>'",
+        "((content | safe) + '<') | trim",
+        "[content | safe, '<'] | join",
+        "'<%s' % (content | safe)",
+    ),
+    *("(content | safe).split(' ')[0] + '<'", "(content | safe)[1:] + '<'", "(content | safe) | upper + '<'"),
+    *("(content | safe | string) + '<'", "[content | safe]", "(content | safe).replace('a', '<')", "content | e | e"),
+    *(
+        "(content | safe).join(['<', 'x' | safe])",
+        "(content | safe) is escaped",
+        "(content | safe) | replace('a', '<')",
+    ),
+    *("content | forceescape | forceescape", "(content | safe) | tojson", "(content | safe) * 2 + '<'"),
+)
+
+
+@pytest.mark.parametrize("expression", SAFE)
+def test_a_safe_text_escapes_what_it_is_joined_with_as_in_transformers(expression):
+    """Written, traced, and replayed from the trace of another text."""
+    source = "{{ " + expression + " }}"
+    content, other = '"a" <i>&amp;\'é', "ba <z>"
+    expected = _compile_jinja_template(source).render(content=content)
+    assert "".join(Program(source, "t", Sandbox()).run({"content": content}, Meter())) == expected
+    trace = Trace([content])
+    variables = {"content": field(content, FieldPath(0, ("content",)), 0, trace), "messages": []}
+    rendering = TracedProgram(source, "t").trace(variables, Meter())
+    assert rendering.text == expected
+    slots = replay(ready(trace.steps), [other]) if trace.cacheable else None
+    if slots is not None:
+        items = [piece.text if piece.slot is None else piece.slot for piece in rendering.pieces]
+        assert fill_slots(items, slots) == _compile_jinja_template(source).render(content=other)
+
+
+@pytest.mark.parametrize(
+    "expression", ["('%s' | safe) % content", "('%s' | safe) | format(content)", "('{}' | safe).format(1)"]
+)
+@pytest.mark.parametrize(
+    "program", [lambda source: Program(source, "t", Sandbox()), lambda source: TracedProgram(source, "t")]
+)
+def test_formatting_with_a_safe_pattern_is_refused(expression, program):
+    with pytest.raises(RecordError, match="of a safe text is not available to templates"):
+        list(program("{{ " + expression + " }}").run({"content": "<"}, Meter()))
+
+
+def test_a_large_number_is_data_unless_it_is_a_width():
+    number = 2**63
+    source = (
+        "{{ n | string }} {{ n | tojson }} {{ none | default(n, true) }} {{ '{}'.format(n) }} {{ '%d' | format(n) }}"
+    )
+    assert "".join(Program(source, "t", Sandbox()).run({"n": number}, Meter())) == " ".join([str(number)] * 5)
+    for expression in ("'x' | center(n)", "'x'.ljust(n)", "[1] | tojson(indent=n)", "'x' | indent(n)"):
+        with pytest.raises(RecordError, match="a width or count"):
+            list(Program("{{ " + expression + " }}", "t", Sandbox()).run({"n": number}, Meter()))
 
 
 @given(st.integers(0, 10**6))

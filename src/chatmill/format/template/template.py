@@ -17,6 +17,9 @@ from chatmill.format.template.tracing.trace import FieldPath, Rendering, Trace
 from chatmill.format.template.tracing.traced_str import field
 from chatmill.records.record import Record
 
+FAILS_ALWAYS = "change the template: it fails for a question with its answer, too"
+"""What to do about a template that renders no conversation at all."""
+
 
 class ChatTemplate:
     """A chat template with its variables; renders conversations, or their first messages."""
@@ -35,7 +38,10 @@ class ChatTemplate:
         """When renderings are stopped, in seconds of this process's processor time."""
         self._plain = Program(source, name, Sandbox(now=now))
         self._traced = TracedProgram(source, name, now=now)
+        self._renders_something = False
         self.style = self._find_style()
+        if not self._renders_something:
+            self._plain.remedy = self._traced.remedy = FAILS_ALWAYS
 
     @property
     def has_tags(self) -> bool:
@@ -71,6 +77,7 @@ class ChatTemplate:
             text = self.render(plain_input(record, style))
         except RecordError:
             return False
+        self._renders_something = True
         contents = [message.content for message in record.messages if message.role != "tool"]
         has_calls = any(message.tool_calls for message in record.messages)
         return all(content in text for content in contents) and ("Lisbon" in text) == has_calls

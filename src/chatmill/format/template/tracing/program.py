@@ -17,19 +17,30 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError, nodes
 from jinja2.exceptions import SecurityError
+from jinja2.filters import FILTERS
 from jinja2.runtime import Context, Undefined
 
 from chatmill.errors import ChatmillError, DataError, RecordError, one_line
 from chatmill.format.template.tracing.formatting import check_plain
 from chatmill.format.template.tracing.limits import LimitError, Meter, TimeLimitError
-from chatmill.format.template.tracing.sandbox import Rewriter, Sandbox, sandbox_call, statement
-from chatmill.format.template.tracing.steps import LENGTHS, STEP_FUNCTIONS, escape_json
+from chatmill.format.template.tracing.sandbox import (
+    Rewriter,
+    Sandbox,
+    UndefinedVariableError,
+    sandbox_call,
+    statement,
+)
+from chatmill.format.template.tracing.steps import LENGTHS, STEP_FUNCTIONS
 from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPiece
-from chatmill.format.template.tracing.traced_str import TracedStr, joined, literal, made, opaque, texts_in
+from chatmill.format.template.tracing.traced_markup import TracedMarkup, escaped, mapped, marked, unmarked
+from chatmill.format.template.tracing.traced_str import TracedStr, joined, literal, made, opaque, texts_in, untraced
 
 
 class Program:
     """A compiled template in its sandbox."""
+
+    remedy = "change the conversation or the template"
+    """What to do about an error."""
 
     def __init__(self, source: str, name: str, sandbox: Sandbox) -> None:
         self.name, self.sandbox = name, sandbox
@@ -60,7 +71,9 @@ class Program:
             raise TimeLimitError(f"{self.name}:{self._line_of(error)}") from None
         except Exception as error:
             what, kind = _explain(error)
-            right = "change the conversation or the template"
+            right = self.remedy
+            if isinstance(error, UndefinedVariableError):
+                right = f"give it with --template-arg {one_line(error.variable)}=…, or change the template"
             raise RecordError(f"{self.name}:{self._line_of(error)}: {what}", right, kind=kind) from None
 
     def _line_of(self, error: Exception) -> int:
@@ -92,9 +105,23 @@ def _explain(error: Exception) -> tuple[str, str]:
 
 
 TRACED_FILTERS = (
-    *("abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "first", "groupby", "items"),
-    *("join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse"),
-    *("round", "select", "selectattr", "slice", "sort", "string", "sum", "tojson", "trim", "unique", "upper"),
+    *("abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "forceescape"),
+    *("groupby", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr"),
+    *(
+        "replace",
+        "reverse",
+        "round",
+        "safe",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "string",
+        "sum",
+        "tojson",
+        "trim",
+    ),
+    *("unique", "upper"),
 )
 """Filters that use only methods of a text that are traced, or do not look into texts."""
 
@@ -112,17 +139,35 @@ class TracedSandbox(Sandbox):
         self.tests["in"] = lambda value, container: value in self.container(container)
 
     def _metered(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-        return super()._metered(name, filter if name in TRACED_FILTERS else self._untraced(filter))
+        return super()._metered(name, filter if name in TRACED_FILTERS else self._untraced(name, filter))
 
     def _filters(self) -> dict[str, Callable[..., Any]]:
-        # Jinja's Markup would escape what it is joined with.
-        return super()._filters() | {"string": self.to_text, "safe": self.to_text}
+        def escape(value: Any) -> TracedMarkup:
+            return escaped(self._soft_text(value))
 
-    def _untraced(self, filter: Callable[..., Any]) -> Callable[..., Any]:
+        def of_text(filter: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda value, *args, **kwargs: filter(self._soft_text(value), *args, **kwargs)
+
+        return super()._filters() | {
+            **{name: of_text(FILTERS[name]) for name in ("capitalize", "lower", "trim", "upper")},
+            **dict.fromkeys(("e", "escape"), escape),
+            "forceescape": lambda value: escaped(self.to_text(value)),
+            "safe": lambda value: marked(self._soft_text(value)),
+            "string": self._soft_text,
+        }
+
+    def _soft_text(self, value: Any) -> TracedStr:
+        """A value as text; a safe text stays one."""
+        return value if isinstance(value, TracedStr) else self.to_text(value)
+
+    def _untraced(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(filter)
         def called(*args: Any, **kwargs: Any) -> Any:
-            out = filter(*args, **kwargs)
             given = list(texts_in([*args, kwargs]))
+            if name in ("pprint", "urlencode"):
+                # They ask for the type of a text, or for its bytes.
+                args = untraced(args)
+            out = filter(*args, **kwargs)
             if given and not any(True for _ in texts_in(out)):
                 if isinstance(out, str):
                     return opaque(str(out), given)
@@ -139,7 +184,7 @@ class TracedSandbox(Sandbox):
 
     def to_text(self, value: Any) -> TracedStr:
         if isinstance(value, TracedStr):
-            return value
+            return unmarked(value)
         if isinstance(value, str | Undefined):
             return literal(str(value))
         check_plain(value)
@@ -195,7 +240,7 @@ class TracedSandbox(Sandbox):
         parts = [literal(first)]
         for part in others:
             number, _, text = part.partition(".")
-            parts += [_escaped(texts[int(number)], ensure_ascii), literal(text)]
+            parts += [mapped(texts[int(number)], "escape_json", ensure_ascii), literal(text)]
         return joined(parts)
 
     # Loops over messages.
@@ -311,15 +356,3 @@ class TracedProgram(Program):
                 yield text
         except Exception:
             self.sandbox.handle_exception()
-
-
-def _escaped(text: TracedStr, ensure_ascii: bool) -> TracedStr:
-    """A text as it is written between the quotes of JSON."""
-    if text.trace is None:
-        return made([piece._replace(text=escape_json(piece.text, ensure_ascii)) for piece in text.pieces], None)
-    if len(text.pieces) == 1:
-        piece = text.pieces[0]
-        assert piece.slot is not None
-        slot = text.trace.value("escape_json", (piece.slot,), ensure_ascii)
-        return made([piece._replace(text=escape_json(piece.text, ensure_ascii), slot=slot)], text.trace)
-    return joined([_escaped(made([piece], text.trace), ensure_ascii) for piece in text.pieces])

@@ -12,11 +12,11 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from functools import wraps
+from functools import partial, wraps
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, UndefinedError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS, _GroupTuple
@@ -27,7 +27,6 @@ from jinja2.utils import Cycler, Joiner, Namespace, missing
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
-from chatmill.format.template.template_input import SPECIAL_NAMES
 from chatmill.format.template.tracing.formatting import check_plain, format_fields, format_percent
 from chatmill.format.template.tracing.limits import MAX_INT_BITS, LimitError, Meter
 
@@ -61,12 +60,28 @@ TEXT_FILTERS = ("indent", "striptags", "truncate", "urlize", "wordwrap")
 """Filters of nothing but texts."""
 
 
-class Missing(Undefined):
-    """Jinja's undefined, except that writing a variable that nobody defines is an error: it is probably a typo."""
+class UndefinedVariableError(UndefinedError):
+    """A template needs a variable that nobody gave it."""
+
+    def __init__(self, variable: str, message: str) -> None:
+        super().__init__(message)
+        self.variable = variable
+
+
+class UndefinedValue(Undefined):
+    """Jinja's undefined, which is written as nothing; an attribute that is not for templates is an error there, too."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, hint: str | None = None, obj: Any = missing, name: Any = None, exc: Any = UndefinedError
+    ) -> None:
+        if hint is None and obj is missing and isinstance(name, str):
+            exc = partial(UndefinedVariableError, name)
+        super().__init__(hint, obj, name, exc)
 
     def __str__(self) -> str:
-        unknown = self._undefined_obj is missing and self._undefined_name not in SPECIAL_NAMES
-        if unknown or self._undefined_exception is SecurityError:
+        if self._undefined_exception is SecurityError:
             self._fail_with_undefined_error()
         return ""
 
@@ -125,7 +140,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self, *, now: datetime | None = None) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, undefined=Missing, extensions=[Generation, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, undefined=UndefinedValue, extensions=[Generation, loopcontrols]
+        )
         self.meter = Meter()
         self.has_tags = False
         """Whether the template has generation tags."""
@@ -178,7 +195,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         def format(value: Any, *args: Any, **kwargs: Any) -> Any:
             if args and kwargs:
                 raise TypeError("can't handle positional and keyword arguments at the same time")
-            return self.percent(self.to_text(value), kwargs or args)
+            return self.percent(value if isinstance(value, str) else self.to_text(value), kwargs or args)
 
         return {
             "tojson": self.tojson,
@@ -262,7 +279,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(filter)
         def checked(*args: Any, **kwargs: Any) -> Any:
             self.meter.step()
-            self._check_numbers((*args, *kwargs.values()))
+            if name not in ("d", "default", "format"):
+                self._check_numbers((*args[first + 1 :], *kwargs.values()))
             if len(args) > first:
                 if isinstance(args[first], str):
                     self._check_growth(name, args[first], args[first + 1 :])
@@ -286,7 +304,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f"a {type(__obj).__name__} cannot be called")
         subject = getattr(__obj, "__self__", None)
         if isinstance(subject, str):
-            __self._check_numbers((*args, *kwargs.values()))
+            if __obj.__name__ != "format":
+                __self._check_numbers((*args, *kwargs.values()))
             __self._check_growth(__obj.__name__, subject, args)
         out = super().call(__context, __obj, *args, **kwargs)
         if isinstance(out, str):

@@ -102,6 +102,13 @@ def escape_json(text: str, ensure_ascii: bool) -> str:
     return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
 
 
+def escape_html(text: str) -> str:
+    """A text as Jinja's filter `escape` writes it."""
+    for character, name in (("&", "&amp;"), (">", "&gt;"), ("<", "&lt;"), ("'", "&#39;"), ('"', "&#34;")):
+        text = text.replace(character, name)
+    return text
+
+
 def _cut_text(cuts: tuple[Any, ...], number: int) -> str:
     return str(cuts[1][number])
 
@@ -149,6 +156,7 @@ STEP_FUNCTIONS: dict[str, StepFunction] = {
     "sliced": StepFunction(_sliced, gives=Kind.TEXT),
     "at": StepFunction(operator.getitem, gives=Kind.TEXT),
     "escape_json": StepFunction(escape_json, gives=Kind.TEXT, growth=12),
+    "escape_html": StepFunction(escape_html, gives=Kind.TEXT, growth=5),
     # Several texts from one, and one of them.
     **{name: StepFunction(getattr(str, name), gives=Kind.PARTS) for name in SPLIT},
     "part": StepFunction(operator.getitem, Kind.PARTS, Kind.TEXT),

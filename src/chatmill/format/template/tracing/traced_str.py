@@ -138,7 +138,7 @@ class TracedStr(str):
     def observe(self, function: str, *args: Any) -> Any:
         """The result of a function of `STEP_FUNCTIONS`, guarded if another conversation may give another one."""
         traces = [part.trace for part in texts_in((self, args)) if part.trace is not None]
-        result = STEP_FUNCTIONS[function].call(self.plain(), *_plain(args))
+        result = STEP_FUNCTIONS[function].call(self.plain(), *untraced(args))
         if traces:
             trace = traces[0]
             slots, plain = [_slot(self, trace)], []
@@ -146,7 +146,7 @@ class TracedStr(str):
                 if isinstance(part, TracedStr) and part.trace is not None:
                     slots.append(_slot(part, trace))
                 else:
-                    plain.append(_plain(part))
+                    plain.append(untraced(part))
             inside = [text for part in args if not isinstance(part, TracedStr) for text in texts_in(part)]
             if (len(slots) > 1 and plain) or any(text.trace is not None for text in inside):
                 trace.cacheable = False
@@ -220,7 +220,7 @@ def field(text: str, source: FieldPath, slot: int | None, trace: Trace | None) -
 
 def joined(texts: Sequence[str]) -> TracedStr:
     """The concatenation of texts."""
-    if len(texts) == 1 and isinstance(texts[0], TracedStr):
+    if len(texts) == 1 and type(texts[0]) is TracedStr:
         return texts[0]
     pieces: list[TracedPiece] = []
     trace = None
@@ -260,15 +260,15 @@ def texts_in(value: Any) -> Iterator[TracedStr]:
             yield from texts_in(inner)
 
 
-def _plain(value: Any) -> Any:
+def untraced(value: Any) -> Any:
     """The same value with plain strings in place of traced ones."""
     if isinstance(value, TracedStr):
         return value.plain()
     if isinstance(value, list | tuple):
-        parts = [_plain(part) for part in value]
+        parts = [untraced(part) for part in value]
         return tuple(parts) if isinstance(value, tuple) else parts
     if isinstance(value, dict):
-        return {_plain(key): _plain(inner) for key, inner in value.items()}
+        return {untraced(key): untraced(inner) for key, inner in value.items()}
     return value
 
 
@@ -316,7 +316,7 @@ def _mapping(name: str) -> Callable[[TracedStr], TracedStr]:
 
 def _untraced(name: str) -> Callable[..., TracedStr]:
     method = getattr(str, name)
-    return lambda self, *args: opaque(method(self.plain(), *_plain(args)), (self, args))
+    return lambda self, *args: opaque(method(self.plain(), *untraced(args)), (self, args))
 
 
 def _unavailable(name: str) -> Callable[..., Any]:
