@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from plain_rows import build, rows_, unbuild
 
 from chatmill.errors import DataError
-from chatmill.rows import EMPTY, OWN_ID, SPAN, Role, Rows, Rule, concat, copy_ranges, copy_tokens, ragged_index
+from chatmill.rows import EMPTY, OWN_ID, SPAN, Role, Rows, Rule, TrainOn, concat, copy_ranges, copy_tokens, ragged_index
 
 
 @given(rows_)
@@ -73,19 +74,21 @@ def test_a_slice_with_a_step_is_refused():
         EMPTY[::2]
 
 
-@given(rows_, st.sampled_from(["assistant", "last", "all"]))
+@given(rows_, st.sampled_from(get_args(TrainOn)))
 def test_reweigh_changes_only_what_the_role_rule_decided(plain, train_on):
     expected = []
     for row in plain:
         for _, spans in row:
             last = max((message for _, role, message, *_ in spans if role == Role.ASSISTANT), default=None)
+            last_user = max((message for _, role, message, *_ in spans if role == Role.USER), default=-1)
             for _, role, message, weight, rule, _ in spans:
                 if rule != Rule.ROLE:
                     expected.append(weight)
                 elif train_on == "all":
                     expected.append(float(role != Role.TOOL))
                 else:
-                    expected.append(float(role == Role.ASSISTANT and (train_on == "assistant" or message == last)))
+                    chosen = {"assistant": True, "last": message == last, "last-exchange": message > last_user}
+                    expected.append(float(role == Role.ASSISTANT and chosen[train_on]))
     rows = build(plain)
     again = rows.reweigh(train_on)
     assert again.spans["weight"].tolist() == expected

@@ -32,7 +32,7 @@ Index = NDArray[np.int64]
 Table = NDArray[np.void]
 """A numpy structured array, addressed by column name."""
 
-TrainOn = Literal["assistant", "last", "all"]
+TrainOn = Literal["assistant", "last", "last-exchange", "all"]
 
 
 class Role(IntEnum):
@@ -298,17 +298,30 @@ def as_bytes(table: Table) -> Table:
 
 
 def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
-    """Set the weight of every span that the ROLE rule decides. Tool results are never trained."""
+    """Set the weight of every span that the ROLE rule decides. Tool results are never trained.
+
+    `last` is the last assistant message of each conversation, `last-exchange` all that follow its last user message.
+    """
     role, decided = spans["role"], spans["rule"] == Rule.ROLE
     trained = (role != Role.TOOL) & (role != Role.NONE) if train_on == "all" else role == Role.ASSISTANT
-    if train_on == "last" and len(spans):
+    if train_on == "last":
         # The last of all assistant messages: one that its own flag keeps out is not replaced by an earlier one.
-        message = np.where(trained, spans["message"].astype(np.int64), -1)
-        counts = np.diff(first_span)
-        last = np.full(len(counts), -1, dtype=np.int64)
-        last[counts > 0] = np.maximum.reduceat(message, first_span[:-1][counts > 0])
-        trained &= message == np.repeat(last, counts)
+        trained &= spans["message"] == _last_message(spans, first_span, trained)
+    elif train_on == "last-exchange":
+        # Without a user message all of them: the number is -1 then.
+        of_user = (role == Role.USER) & (spans["message"] != NO_MESSAGE)
+        trained &= spans["message"] > _last_message(spans, first_span, of_user)
     spans["weight"] = np.where(decided, trained, spans["weight"])
+
+
+def _last_message(spans: Table, first_span: Index, chosen: NDArray[np.bool_]) -> Index:
+    """For each span the highest message number of the chosen spans of its segment, -1 if none is chosen."""
+    counts = np.diff(first_span)
+    last = np.full(len(counts), -1, dtype=np.int64)
+    if len(spans):
+        message = np.where(chosen, spans["message"].astype(np.int64), -1)
+        last[counts > 0] = np.maximum.reduceat(message, first_span[:-1][counts > 0])
+    return np.repeat(last, counts)
 
 
 def offsets(lengths: NDArray[Any]) -> Index:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from chatmill.errors import DataError, RecordError
 from chatmill.format import PRESETS, TurnRenderer, load_format, parse_format
 from chatmill.records import Message, Record, ToolCall
 from chatmill.records.record import new_message
-from chatmill.rows import NO_MESSAGE, File, Part, Role, Rows, Rule, concat
+from chatmill.rows import NO_MESSAGE, File, Part, Role, Rows, Rule, TrainOn, concat
 from chatmill.tokenizer import open_tokenizer
 
 FORMATS = {name: load_format(name) for name in PRESETS}
@@ -179,7 +180,7 @@ def test_a_flag_on_a_message_wins_over_the_format_and_over_train_on():
             Message("assistant", "c"),
         ]
     )
-    for train_on in ("assistant", "last", "all"):
+    for train_on in get_args(TrainOn):
         assert rendered(record, "primer", train_on=train_on) == [
             "  0 user open header '<|usr|>'",
             "* 0 user content flag 'q'",
@@ -202,6 +203,28 @@ def test_last_trains_the_last_answer_alone_and_not_an_earlier_one_in_its_place()
     assert trained == ["* 3 assistant content role 'b'", "* 3 assistant close role '<|eot|>'"]
     flagged = [*chat[:3], Message("assistant", "b", weight=0.0)]
     assert [line for line in rendered(Record(flagged), "primer", train_on="last") if line[0] == "*"] == []
+
+
+@pytest.mark.parametrize(
+    ("roles", "trained"),
+    [
+        ("suauata", [4, 6]),
+        ("aua", [2]),
+        ("ata", [0, 2]),
+        ("uau", []),
+        ("uuaa", [2, 3]),
+        ("u", []),
+    ],
+)
+def test_last_exchange_trains_every_answer_after_the_last_user_message(roles, trained):
+    names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    record = Record([Message(names[role], str(at)) for at, role in enumerate(roles)])
+    lines = [line for line in rendered(record, "primer", train_on="last-exchange") if line[0] == "*"]
+    assert lines == [
+        line
+        for at in trained
+        for line in (f"* {at} assistant content role '{at}'", f"* {at} assistant close role '<|eot|>'")
+    ]
 
 
 def test_a_format_with_control_tokens_inside_bodies_and_around_conversations():
@@ -324,7 +347,7 @@ def test_control_tokens_come_from_the_format_alone(record, name):
     assert rows.ids[rows.ids >= 256].tolist() == expected
 
 
-@given(st.lists(record_, max_size=6), st.sampled_from(PRESETS), st.sampled_from(["assistant", "last", "all"]))
+@given(st.lists(record_, max_size=6), st.sampled_from(PRESETS), st.sampled_from(get_args(TrainOn)))
 def test_rendering_together_equals_rendering_one_by_one(records, name, train_on):
     together = TurnRenderer(FORMATS[name], TOKENIZERS[name]).render(records, train_on=train_on)
     together.check()

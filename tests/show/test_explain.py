@@ -93,6 +93,14 @@ def test_after_reweighing_the_choice_is_the_new_one(chats, tmp_path):
         in explain_token(shown, "train", 1, 9).sentence
     )
     assert "it is of the last answer, which train_on last trains" in explain_token(shown, "train", 1, 34).sentence
+    reweigh_dataset(chats.path, tmp_path / "exchange", train_on="last-exchange")
+    shown = open_view(tmp_path / "exchange")
+    assert (
+        "a user message follows it, and train_on last-exchange trains only what the assistant says after the last one"
+        in explain_token(shown, "train", 1, 9).sentence
+    )
+    trained = "no user message follows it, and train_on last-exchange trains such answers"
+    assert trained in explain_token(shown, "train", 1, 34).sentence
 
 
 @pytest.mark.parametrize(("episode", "token"), [(6, 0), (0, 8), (-1, 0), (0, -1)])

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from chatmill.errors import DataError, UsageError
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.records import Message, Record
-from chatmill.rows import Rule
+from chatmill.rows import Rule, TrainOn
 from chatmill.store import files
 from chatmill.store import reweigh as module
 from chatmill.store.read import open_dataset
@@ -40,7 +41,7 @@ def dataset(tmp_path) -> Path:
     return tmp_path / "v1"
 
 
-@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+@pytest.mark.parametrize("train_on", get_args(TrainOn))
 def test_the_mask_is_that_of_rows_rendered_with_the_same_choice(dataset, train_on):
     new = dataset.with_name("v2")
     reweigh_dataset(dataset, new, train_on=train_on)
@@ -84,7 +85,7 @@ def test_only_what_the_role_decided_changes_and_targets_stay(tmp_path):
 
 
 @settings(max_examples=25)
-@given(seed=st.integers(0, 2**32), train_on=st.sampled_from(["assistant", "last", "all"]), stretch=st.integers(1, 5))
+@given(seed=st.integers(0, 2**32), train_on=st.sampled_from(get_args(TrainOn)), stretch=st.integers(1, 5))
 def test_it_equals_rows_reweigh_however_it_is_cut(tmp_path_factory, seed, train_on, stretch):
     folder = tmp_path_factory.mktemp("reweigh")
     write_dataset(folder / "v1", {"train": some_rows(seed)})
@@ -140,8 +141,9 @@ def test_pieces_of_conversations_do_not_say_which_answer_is_the_last(tmp_path, m
     Path("chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     format = {"format": "post-training"} if fit == "blocks" else {}
     prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=90, fit=fit, **format), Path("v1"))
-    with pytest.raises(UsageError, match=r"^v1: its rows are pieces of conversations.*prepare it with --train-on last"):
-        reweigh_dataset("v1", "v2", train_on="last")
+    for train_on in ("last", "last-exchange"):
+        with pytest.raises(UsageError, match=rf"^v1: its rows are pieces of .*prepare it with --train-on {train_on} "):
+            reweigh_dataset("v1", "v2", train_on=train_on)
     reweigh_dataset("v1", "v2", train_on="all")
     prepare_dataset(Job((InputSource(("chat.jsonl",)),), max_tokens=900, fit="windows"), Path("whole"))
     assert all_rows(reweighed("whole")).mask().sum() == len("assistant 5") + 1

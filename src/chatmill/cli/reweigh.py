@@ -17,8 +17,9 @@ def reweigh(
     train_on: Annotated[
         TrainOn,
         typer.Option(
-            help="Whose turns are trained: the assistant's, the last answer of each conversation, or everyone's. "
-            "What a message's own flag decided, and what the format never trains, stays as it is."
+            help="Whose turns are trained: the assistant's, the last answer of each conversation, all answers after "
+            "its last user message, or everyone's. What a message's own flag decided, and what the format never "
+            "trains, stays as it is."
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="NEW", help="The dataset to write.")],

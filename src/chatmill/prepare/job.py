@@ -81,7 +81,9 @@ class Job:
     template_date: str | None = key(None, "Date for templates that print it. Today, if left out.", metavar="YYYY-MM-DD")
     mask: Mask = key("derived", "With --format template: derive what is trained, or follow its generation tags.")
     train_on: TrainOn = key(
-        "assistant", "Whose turns are trained: every assistant's, the last one's, or all but tool results."
+        "assistant",
+        "Whose turns are trained: every assistant's, the last one's, those after the last user message, or all but "
+        "tool results.",
     )
     max_tokens: int | None = key(None, "The longest row, or the size of a block. Left out, nothing is cut.")
     fit: Fit = key("turns", "How long rows are cut; blocks makes stream blocks instead.")

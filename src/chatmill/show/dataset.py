@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.format import load_format
@@ -64,7 +64,7 @@ class DatasetView:
         value = self.config.get("train_on")
         if "reweighed_from" not in self.config:
             value = next((entry.get("train_on") for entry in self._sources(file)), value)
-        return value if value in ("assistant", "last", "all") else None
+        return value if value in get_args(TrainOn) else None
 
     def _sources(self, file: str | None) -> Iterator[Mapping[str, Any]]:
         """The metadata of an input file: its shape, its source, its `train_on`."""

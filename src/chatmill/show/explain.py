@@ -132,4 +132,8 @@ def reason_for(span: SpanView, *, train_on: TrainOn | None) -> str:
         if span.weight > 0:
             return f"it is of the last answer, which {choice} trains"
         return f"a later answer is the last, and {choice} trains that one alone"
+    if train_on == "last-exchange" and span.role == Role.ASSISTANT:
+        if span.weight > 0:
+            return f"no user message follows it, and {choice} trains such answers"
+        return f"a user message follows it, and {choice} trains only what the assistant says after the last one"
     return f"{ROLES[span.role]} says it, and {choice} {'trains' if span.weight > 0 else 'does not train'} that"

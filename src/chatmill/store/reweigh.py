@@ -60,10 +60,12 @@ def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn
     parent = dataset.metadata
     if parent is None:
         raise DataError(f"{source}: has no {SPANS}, which say who spoke; prepare it from its conversations instead")
-    if train_on == "last" and (parent.config.get("fit") == "blocks" or parent.ledger.total("repeated").rows):
+    if train_on in ("last", "last-exchange") and (
+        parent.config.get("fit") == "blocks" or parent.ledger.total("repeated").rows
+    ):
         raise UsageError(
             f"{source}: its rows are pieces of conversations, which do not say which answer is the last; "
-            "prepare it with --train-on last instead"
+            f"prepare it with --train-on {train_on} instead"
         )
     with building(Path(target), "reweighing", overwrite=overwrite, source=dataset.path) as staging:
         work = _Reweigher(dataset, train_on)

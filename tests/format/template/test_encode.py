@@ -156,6 +156,9 @@ def test_a_message_may_bring_its_own_weight(greedy):
     of_answers &= np.isin(rows.spans["rule"], [Rule.ROLE, Rule.FLAG])
     assert rows.spans["weight"][of_answers].tolist() == [0.0, 0.5, 1.0]
     assert format.render([record], train_on="last").spans["weight"][of_answers].tolist() == [0.0, 0.5, 1.0]
+    steps = Record([user("a"), answer("b"), user("c"), answer("d"), answer("e"), Message("assistant", "f", weight=0.0)])
+    exchange = format.render([steps], train_on="last-exchange")
+    assert np.unique(exchange.spans["message"][exchange.spans["weight"] > 0]).tolist() == [3, 4]
     everyone = format.render([Record([user("a"), answer("b")])], train_on="all")
     assert "a" in format.tokenizer.decode(everyone.ids[everyone.mask()].tolist())
 
