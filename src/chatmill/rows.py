@@ -97,6 +97,8 @@ class Rule(IntEnum):
     """An object that the rollout missed, or the right end of its answer."""
     VALUES_OFF = 13
     """A text of an appended entry, where these are not trained."""
+    EARLIER_ROW = 14
+    """Trained in an earlier row of its conversation, which has one for each answer; here context for a later answer."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)

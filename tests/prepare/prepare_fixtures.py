@@ -32,6 +32,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "dedupe": {"dedupe": True, "val_split": 0.2},
     "shuffle": {"split": "shuffle", "seed": 7, "val_split": 0.15},
     "all at once": {"fit": "windows", "max_tokens": 120, "pack": 240, "dedupe": True, "val_split": 0.1},
+    "unroll": {"unroll": True, "max_tokens": 150, "pack": 400, "dedupe": True, "split": "shuffle", "val_split": 0.1},
 }
 
 

@@ -10,8 +10,8 @@ from chatmill.fit import cut_blocks, truncate
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import InputSource, Job
-from chatmill.records import read_records, record_key, shuffle_split
-from chatmill.rows import File, Rows
+from chatmill.records import Record, read_records, record_key, shuffle_split
+from chatmill.rows import NO_MESSAGE, File, Role, Rows, Rule
 from chatmill.tokenizer import open_tokenizer
 
 
@@ -29,9 +29,12 @@ def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
     seen = set()
     splits: dict[str, list[Rows]] = {"train": [], "val": []}
     for number, (record, source) in enumerate(records):
-        rows = TurnRenderer(format, tokenizer).render([record], train_on=source.train_on or job.train_on)
         ledger.add("read", rows=1)
-        ledger.add("rendered", rows=1, tokens=len(rows.ids), trained=int(rows.mask().sum()))
+        if job.unroll:
+            rows = unrolled(record, TurnRenderer(format, tokenizer), ledger)
+        else:
+            rows = TurnRenderer(format, tokenizer).render([record], train_on=source.train_on or job.train_on)
+            ledger.add("rendered", rows=1, tokens=len(rows.ids), trained=int(rows.mask().sum()))
         if job.fit != "blocks":
             rows = truncate(rows, job.capacity, job.fit, ledger=ledger)
         key = record_key(record)
@@ -51,6 +54,31 @@ def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
             val = int.from_bytes(key[:8], "little") / 2**64 < job.val_split
         splits["val" if val else "train"].append(rows)
     return splits
+
+
+def unrolled(record: Record, renderer: TurnRenderer, ledger: Ledger) -> Rows:
+    """A row for each answer, trained alone; no message of the corpus has a weight of its own."""
+    answers = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
+    rows, until, repeated = [], -1, 0
+    for answer in answers or [len(record.messages) - 1]:
+        row = renderer.render(
+            [Record(record.messages[: answer + 1], source=record.source, file=record.file, line=record.line)]
+        )
+        for span in row.spans:
+            if span["message"] == NO_MESSAGE or span["message"] <= until:
+                repeated += int(span["length"]) if rows else 0
+                if span["role"] == Role.ASSISTANT and span["rule"] == Rule.ROLE:
+                    span["weight"], span["rule"] = 0, Rule.EARLIER_ROW
+        rows.append(row)
+        until = answer
+    made = joined(rows)
+    trained = int(made.mask().sum())
+    ledger.add("rendered", rows=1, tokens=len(made.ids) - repeated, trained=trained)
+    if len(made) > 1:
+        ledger.add("repeated", "unroll", rows=len(made) - 1, tokens=repeated)
+    if until < len(record.messages) - 1:
+        ledger.add("noted", "messages_after_last_answer", rows=1)
+    return made
 
 
 FIELDS = ("ids", "spans", "first_span", "origins", "first_segment")

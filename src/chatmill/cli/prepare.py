@@ -63,6 +63,7 @@ def prepare_command(
       chatmill prepare data/conversations.jsonl -o data/v1 --val-split 0.1
       chatmill prepare 'chat/*.jsonl' -o data/v2 --tokenizer tokenizer.json --max-tokens 2048 --pack 4096
       chatmill prepare chat.jsonl -o data/v3 --format template --tokenizer Qwen3-4B
+      chatmill prepare chat.jsonl -o data/v3 --format template --tokenizer Qwen3-4B --unroll
       chatmill prepare recipe.toml -o data/v4
     """
     if len(inputs) == 1 and inputs[0].endswith(".toml"):
@@ -194,6 +195,8 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "duplicate": "{rows:,} rows were of conversations that came before, and were dropped",
         "too_long": "{rows:,} rows were too long and were dropped",
         "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write",
+        "messages_after_last_answer": "{rows:,} conversations go on after the last answer with a row; that is left out",
+        "answer_without_row": "{rows:,} answers have a weight of 0, or never close, and so no row of their own",
         "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
     }
     rendered = ledger.total("rendered").trained

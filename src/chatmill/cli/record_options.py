@@ -80,6 +80,7 @@ class RenderOptions:
     tokenizer: TokenizerName = "bytes"
     format: FormatName = "chatml"
     train_on: Annotated[TrainOn, option(Job, "train_on")] = "assistant"
+    unroll: Annotated[bool, option(Job, "unroll")] = False
     add_tokens: AddTokens = False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from typing import Annotated, Any
 
@@ -12,14 +13,17 @@ from rich.text import Text
 from chatmill.cli.options import AsJson, console_on_stdout, print_losses, progress, share
 from chatmill.cli.record_options import Inputs, ReadOptions, RenderOptions, TemplateFlags, print_rejects
 from chatmill.config import LONGEST
+from chatmill.errors import UsageError
 from chatmill.fit import FitRule, truncate
-from chatmill.format import open_renderer
-from chatmill.prepare.job import existing
+from chatmill.format import Renderer, open_renderer
+from chatmill.prepare.job import UNROLL_ALL, existing
 from chatmill.prepare.primer import count_stored
-from chatmill.prepare.unit import trained_tokens
+from chatmill.prepare.rejects import CountedRecords
+from chatmill.prepare.unit import CHUNK, trained_tokens
+from chatmill.prepare.unroll import render_unrolled, row_chunks, unrolled
 from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Rows
-from chatmill.show.row_view import row_json, row_title
+from chatmill.show.row_view import last_message, row_json, row_title
 from chatmill.show.terminal import span_lines
 
 SHOWN = 3
@@ -54,7 +58,10 @@ def render_command(
       chatmill render data/conversations.jsonl -n 1 --max-tokens 150 --fit turns
       chatmill render chat.jsonl --tokenizer tokenizer.json --format primer --json > rows.jsonl
       chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --template-arg enable_thinking=false
+      chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --unroll
     """
+    if render.unroll and render.train_on == "all":
+        raise UsageError(UNROLL_ALL)
     reads = existing(render.tokenizer, render.format, template.chat_template)
     renderer = open_renderer(render.format, render.tokenizer, add_tokens=render.add_tokens, template=template.options())
     console = console_on_stdout(soft_wrap=True)
@@ -62,9 +69,7 @@ def render_command(
     limit = limit or (None if as_json else SHOWN)
     with read.records(inputs, reads=reads) as records:
         ledger = records.ledger
-        first = islice(renderer.renderable(progress(records, "records"), records.reject), limit)
-        for rows in renderer.render_chunks(first, train_on=render.train_on, ledger=ledger):
-            ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
+        for rows in _rendered(records, renderer, render, limit):
             # Rows without a trained token are shown too, and noted.
             rows = truncate(
                 rows, max_tokens, fit, ledger=ledger, drop_untrained=False, require_terminators=require_terminators
@@ -72,9 +77,9 @@ def render_command(
             count_stored(rows, ledger)
             for row in range(len(rows)):
                 if as_json:
-                    sys.stdout.write(json_line(rendered_json(rows[row : row + 1])).decode())
+                    sys.stdout.write(json_line(rendered_json(rows[row : row + 1], unrolled=render.unroll)).decode())
                     continue
-                console.print(Text(row_title(rows, row), style="bold"))
+                console.print(Text(row_title(rows, row, unrolled=render.unroll), style="bold"))
                 for line in span_lines(rows, row, renderer.tokenizer, width=width):
                     console.print(line)
     ledger.check()
@@ -85,9 +90,24 @@ def render_command(
     print_rejects(records)
 
 
-def rendered_json(row: Rows) -> dict[str, Any]:
-    """One rendered conversation: its origin, ids, labels, weights and spans."""
+def _rendered(records: CountedRecords, renderer: Renderer, render: RenderOptions, limit: int | None) -> Iterator[Rows]:
+    """The first `limit` rows of the records, in chunks, counted as rendered."""
+    counted, ledger, train_on = progress(records, "records"), records.ledger, render.train_on
+    if render.unroll:
+        conversations = unrolled(counted, renderer, train_on=train_on, on_reject=records.reject, ledger=ledger)
+        for batch in row_chunks(conversations, CHUNK, limit=limit):
+            yield render_unrolled(renderer, batch, ledger)
+        return
+    first = islice(renderer.renderable(counted, records.reject), limit)
+    for rows in renderer.render_chunks(first, train_on=train_on, ledger=ledger, chunk=CHUNK):
+        ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
+        yield rows
+
+
+def rendered_json(row: Rows, *, unrolled: bool = False) -> dict[str, Any]:
+    """One rendered row: its origin, ids, labels, weights and spans; if it is `unrolled`, the message it ends with."""
     stored = row_json(row)
     [segment] = stored.pop("segments")
     spans = [{name: span[name] for name in SPAN_KEYS} for span in stored.pop("spans")]
-    return {**{name: segment[name] for name in ("source", "file", "line")}, **stored, "spans": spans}
+    last = {"last_message": last_message(row)} if unrolled else {}
+    return {**{name: segment[name] for name in ("source", "file", "line")}, **last, **stored, "spans": spans}

@@ -128,8 +128,11 @@ def _show_one(view: DatasetView, split: str, episode: int, console: Console, *, 
         tokens = view.text.tokens(row.ids.tolist())
         sys.stdout.write(json_line({"split": split, "episode": episode, **row_json(row), "tokens": tokens}).decode())
         return
-    lines = token_lines(row, view.text) if decode else conversation_lines(row, view.text, plain=not _colours(console))
-    _print(chain([conversation_title(row, split, episode)], lines), console)
+    if decode:
+        lines = token_lines(row, view.text)
+    else:
+        lines = conversation_lines(row, view.text, plain=not _colours(console), unrolled=view.unrolled)
+    _print(chain([conversation_title(row, split, episode, unrolled=view.unrolled)], lines), console)
 
 
 def _list(
@@ -140,7 +143,7 @@ def _list(
     for number in numbers:
         count += 1
         row = view.row(split, number)
-        tokens, trained, place = len(row.ids), trained_tokens(row), place_name(row)
+        tokens, trained, place = len(row.ids), trained_tokens(row), place_name(row, unrolled=view.unrolled)
         text = _excerpt(view, row, query)
         if as_json:
             counts = {"split": split, "episode": number, "tokens": tokens, "trained": trained}

@@ -35,6 +35,7 @@ Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]
 FITS: tuple[str, ...] = get_args(Fit)
 SplitBy = Literal["hash", "shuffle"]
 SHARD_TOKENS = 2**24
+UNROLL_ALL = "--unroll makes a row of each answer, and --train-on all trains every turn; give one of them"
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class Job:
         "Whose turns are trained: every assistant's, the last one's, those after the last user message, or all but "
         "tool results.",
     )
+    unroll: bool = key(
+        False,
+        "Make a row of each answer: it and all messages before it, in which it alone is trained. For templates that "
+        "forget earlier reasoning.",
+    )
     max_tokens: int | None = key(None, "The longest row, or the size of a block. Left out, nothing is cut.")
     fit: Fit = key("turns", "How long rows are cut; blocks makes stream blocks instead.")
     require_terminators: bool = key(False, "Drop rows that end inside an answer.")
@@ -105,6 +111,8 @@ class Job:
             faults.append("no input")
         if self.fit not in FITS:
             faults.append(f'--fit "{self.fit}" is none of {", ".join(FITS)}')
+        if self.unroll and "all" in [source.train_on or self.train_on for source in self.sources]:
+            faults.append(UNROLL_ALL)
         if self.max_tokens is not None and self.max_tokens < 2:
             faults.append(f"--max-tokens {self.max_tokens} is too small; a row that can be trained has 2 tokens")
         if self.pack is not None and self.pack < 2:

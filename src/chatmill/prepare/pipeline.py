@@ -183,7 +183,7 @@ def _write(build: _Build, staged: Sequence[StagedFile], ledger: Ledger) -> Metad
     """Write all files of the dataset from staged rows, the metadata last."""
     if not ledger.total("read").rows:
         raise DataError("the input holds no record; there is nothing to prepare")
-    rendered, written = ledger.total("rendered"), 0
+    rendered, written = ledger.total("rendered", "repeated"), 0
 
     def on_tokens(count: int) -> None:
         nonlocal written
@@ -229,6 +229,9 @@ def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
     for key in ("tokenizer", "on_error", "format", "chat_template", "template_args", "template_date", "mask"):
         # Stored with the tokenizer or the format, or without influence on the bytes.
         del config[key]
+    if not job.unroll:
+        # As in datasets from before there was this key, so that their bytes stay the same.
+        del config["unroll"]
     read = dict.fromkeys((unit.name, unit.part.shape, unit.part.source, unit.train_on, unit.only_val) for unit in units)
     names = ("file", "shape", "source", "train_on", "only_val")
     config["sources"] = [dict(zip(names, values, strict=True)) for values in read]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count as numbers
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,7 +17,8 @@ from chatmill.format import Renderer, TemplateOptions, open_renderer
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged, save
-from chatmill.records import BytesRead, ChatColumns, FilePart, ReadLog, Record, keys_of, read_blocks
+from chatmill.prepare.unroll import render_unrolled, unrolled
+from chatmill.records import BytesRead, ChatColumns, FilePart, ReadLog, Record, Unrolled, keys_of, read_blocks
 from chatmill.rows import File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 
@@ -25,6 +26,7 @@ CHUNK = 512
 """Records that are rendered at a time, if they are not in columns; few, because several processes render at once."""
 FILE_TOKENS = 2**22
 """Tokens after which a unit begins another staged file: an input file that cannot be cut may have any size."""
+Batch = Sequence[Record] | Sequence[Unrolled]
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,8 @@ def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
     vocab_size = renderer.tokenizer.vocab_size
     out = _StagedFiles(unit, token_dtype(vocab_size), folder)
     for batch in records:
-        rows = renderer.render(batch, train_on=unit.train_on, ledger=records.ledger)
+        rows, record_of = records.render(batch)
         _check_ids(rows, vocab_size)
-        rows.origins["key"] = np.frombuffer(keys_of(batch), dtype="<u8").reshape(-1, 2)
-        count, source = len(rows), np.arange(len(rows), dtype=np.int64)
-        records.ledger.add("read", rows=count)
-        records.ledger.add("rendered", rows=count, tokens=len(rows.ids), trained=trained_tokens(rows))
         if job.fit != "blocks":
             rows, source = truncate_with_sources(
                 rows,
@@ -100,7 +98,8 @@ def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
                 drop_untrained=True,
                 require_terminators=job.require_terminators,
             )
-        out.add(rows, source, count)
+            record_of = record_of[source]
+        out.add(rows, record_of, len(batch))
     if records.stopped_by is not None:
         raise records.stopped_by
     out.save(records)
@@ -148,30 +147,55 @@ class _Records:
         self.stopped_by: RecordError | None = None
         self._unit, self._job, self._renderer = unit, job, renderer
 
-    def __iter__(self) -> Iterator[Sequence[Record]]:
-        """Batches in input order: columns where the records allow it, lists of at most `CHUNK` otherwise."""
-        waiting: list[Record] = []
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches in input order: columns where the records allow it, lists of about `CHUNK` rows otherwise."""
+        waiting: list[Any] = []
+        count = 0
         try:
             blocks = read_blocks(
                 self._unit.part, on_fault=self._fault, on_end=partial(setattr, self, "lines"), log=self.log
             )
             for block in blocks:
-                if isinstance(block, ChatColumns) and self._renderer.renders_columns(block):
+                if isinstance(block, ChatColumns) and not self._job.unroll and self._renderer.renders_columns(block):
                     if waiting:
                         yield waiting
-                        waiting = []
+                        waiting, count = [], 0
                     yield block
                     continue
-                for record in self._renderer.renderable(block, self._fault):
+                for record in self._renderable(block):
                     waiting.append(record)
-                    if len(waiting) == CHUNK:
+                    count += len(record.rows) if isinstance(record, Unrolled) else 1
+                    if count >= CHUNK:
                         yield waiting
-                        waiting = []
+                        waiting, count = [], 0
         except RecordError as fault:
             # Rendering what was read before it may raise an earlier fault, which is the one to report.
             self.stopped_by = fault
         if waiting:
             yield waiting
+
+    def _renderable(self, block: Sequence[Record]) -> Iterator[Record] | Iterator[Unrolled]:
+        if not self._job.unroll:
+            return self._renderer.renderable(block, self._fault)
+        train_on = self._unit.train_on
+        return unrolled(block, self._renderer, train_on=train_on, on_reject=self._fault, ledger=self.ledger)
+
+    def render(self, batch: Batch) -> tuple[Rows, Index]:
+        """The rows of a batch, with the keys of their records, and the number of the record of each."""
+        self.ledger.add("read", rows=len(batch))
+        if not self._job.unroll:
+            records = cast(Sequence[Record], batch)
+            rows = self._renderer.render(records, train_on=self._unit.train_on, ledger=self.ledger)
+            rows.origins["key"] = np.frombuffer(keys_of(records), dtype="<u8").reshape(-1, 2)
+            self.ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
+            return rows, np.arange(len(rows), dtype=np.int64)
+        conversations = cast(Sequence[Unrolled], batch)
+        rows = render_unrolled(self._renderer, conversations, self.ledger)
+        record_of = np.repeat(np.arange(len(batch), dtype=np.int64), [len(each.rows) for each in conversations])
+        # The key is that of the whole conversation: its rows go to one split, and are duplicates together.
+        keys = np.frombuffer(keys_of([each.record for each in conversations]), dtype="<u8").reshape(-1, 2)
+        rows.origins["key"] = keys[record_of]
+        return rows, record_of
 
     def _fault(self, fault: RecordError) -> None:
         if self._job.on_error == "stop":

@@ -4,6 +4,7 @@ Record, Message, ToolCall    a conversation; they also take the dicts of OpenAI 
 read_records                 all records of files and globs, in order
 SHAPES                       the shapes of records that are read, detected from the first records of a file
 plan, FilePart, read_part, read_blocks, ChatColumns    the same in parts and blocks, for workers
+unroll_record, Unrolled      a conversation as one row per answer
 InputFiles, ReadLog, BytesRead                         whether files changed while they were read
 
 Names are imported when they are first used.
@@ -38,5 +39,7 @@ if _TYPE_CHECKING:
     from chatmill.records.shapes import SHAPES as SHAPES
     from chatmill.records.split import Split as Split
     from chatmill.records.split import shuffle_split as shuffle_split
+    from chatmill.records.unroll import Unrolled as Unrolled
+    from chatmill.records.unroll import unroll_record as unroll_record
 
 __all__, __getattr__, __dir__ = _lazy_exports(__name__)

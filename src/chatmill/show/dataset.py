@@ -44,6 +44,11 @@ class DatasetView:
         return {} if self.dataset.metadata is None else self.dataset.metadata.config
 
     @property
+    def unrolled(self) -> bool:
+        """Whether conversations have a row for each answer, so that file and line alone do not name a row."""
+        return bool(self.config.get("unroll"))
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         return self.text.tokenizer
 

@@ -174,7 +174,7 @@ def _sample(view: DatasetView, split: str, number: int) -> dict[str, Any]:
         if is_padding(row, segment) or left <= 0:
             continue
         if len(row.origins) > 1:
-            parts.append({"border": f"segment {segment}: {place_name(row, segment)}"})
+            parts.append({"border": f"segment {segment}: {place_name(row, segment, unrolled=view.unrolled)}"})
         for turn in turns(row, segment):
             if left <= 0:
                 break
@@ -192,7 +192,7 @@ def _sample(view: DatasetView, split: str, number: int) -> dict[str, Any]:
             left -= stop - turn.start
     return {
         "number": number,
-        "place": place_name(row),
+        "place": place_name(row, unrolled=view.unrolled),
         "tokens": len(row.ids),
         "trained": trained_tokens(row) / len(row.ids) if len(row.ids) else 0,
         "parts": parts,

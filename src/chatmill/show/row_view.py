@@ -21,6 +21,7 @@ NOTES = {
     Rule.INJECTED: "begins a cut turn anew with an injected copy",
     Rule.EARLIER_WINDOW: "in part of the row before, and trained there",
     Rule.VALUES_OFF: "appended texts are not trained",
+    Rule.EARLIER_ROW: "trained in an earlier row",
 }
 """Rules that a reader of a turn should know about."""
 
@@ -53,19 +54,27 @@ def segment_json(row: Rows, segment: int) -> dict[str, Any]:
     return {"start": start, "stop": stop, "source": source, "file": file, "line": line}
 
 
-def place_name(row: Rows, segment: int | None = None) -> str:
-    """file:line of a segment; of a row with several segments, how many it has."""
+def place_name(row: Rows, segment: int | None = None, *, unrolled: bool = False, limit: int = 200) -> str:
+    """file:line of a segment, and the message it ends with if `unrolled`; of several segments, how many there are."""
     if segment is None and len(row.origins) != 1:
         return f"{len(row.origins)} segments"
     file, line, _ = origin_of(row, segment or 0)
-    return "-" if file is None else f"{one_line(file, 200)}:{line}"
+    last = last_message(row, segment or 0) if unrolled else None
+    until = "" if last is None else f" up to message {last}"
+    return f"{'-' if file is None else f'{one_line(file, limit)}:{line}'}{until}"
 
 
-def row_title(rows: Rows, row: int) -> str:
+def last_message(row: Rows, segment: int = 0) -> int | None:
+    """The number of the last message of a segment: in an unrolled row, of the answer that it trains."""
+    message = row.spans["message"][row.first_span[segment] : row.first_span[segment + 1]]
+    message = message[message != NO_MESSAGE]
+    return int(message.max()) if len(message) else None
+
+
+def row_title(rows: Rows, row: int, *, unrolled: bool = False) -> str:
     """Where the row came from, how long it is and how much of it is trained."""
     one = rows[row : row + 1]
-    file, line, _ = origin_of(one, 0)
-    place = "-" if file is None else f"{one_line(file)}:{line}"
+    place = place_name(one, 0, unrolled=unrolled, limit=80)
     return f"{place}  {len(one.ids)} tokens, {trained_tokens(one)} trained"
 
 

@@ -59,16 +59,15 @@ def _names(span: SpanView, width: int) -> str:
     return f"{message:>{width}} {span.role.name:<9} {span.part.name:<9} {span.rule.name:<10}".lower()
 
 
-def conversation_title(row: Rows, split: str, episode: int) -> Text:
+def conversation_title(row: Rows, split: str, episode: int, *, unrolled: bool = False) -> Text:
     """Which episode this is, where it came from, its length and how much of it is trained."""
     trained = trained_tokens(row)
     share = f" ({trained / len(row.ids):.0%})" if len(row.ids) else ""
-    return Text(
-        f"{split} {episode}  {place_name(row)}  {len(row.ids):,} tokens, {trained:,} trained{share}", style="bold"
-    )
+    place = place_name(row, unrolled=unrolled)
+    return Text(f"{split} {episode}  {place}  {len(row.ids):,} tokens, {trained:,} trained{share}", style="bold")
 
 
-def conversation_lines(row: Rows, text: TokenText, *, plain: bool) -> Iterator[Text]:
+def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: bool = False) -> Iterator[Text]:
     """Every segment and turn of an episode. `plain` puts trained text in brackets and escapes those of the text."""
     count = len(row.origins)
     for segment in range(count):
@@ -77,7 +76,8 @@ def conversation_lines(row: Rows, text: TokenText, *, plain: bool) -> Iterator[T
             yield Text(f"── padding: {tokens:,} tokens", style="dim")
             continue
         if count > 1:
-            yield Text(f"── segment {segment} of {count}: {place_name(row, segment)}, {tokens:,} tokens", style="dim")
+            place = place_name(row, segment, unrolled=unrolled)
+            yield Text(f"── segment {segment} of {count}: {place}, {tokens:,} tokens", style="dim")
         for turn in turns(row, segment):
             if turn.missing is not None:
                 first, last = turn.missing

@@ -60,6 +60,11 @@ def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn
     parent = dataset.metadata
     if parent is None:
         raise DataError(f"{source}: has no {SPANS}, which say who spoke; prepare it from its conversations instead")
+    if parent.config.get("unroll"):
+        raise UsageError(
+            f"{source}: prepared with --unroll, so that each of its rows trains one answer; "
+            f"prepare it with --train-on {train_on} instead"
+        )
     if train_on in ("last", "last-exchange") and (
         parent.config.get("fit") == "blocks" or parent.ledger.total("repeated").rows
     ):

@@ -1,0 +1,91 @@
+"""One row per answer: a conversation as the prefixes that end with each of its trained answers.
+
+    user a1 user a2   ->   user a1
+                           user a1 user a2        here a1 is context: the row before trains it
+
+A chat template may write an answer otherwise once more messages follow it, such as without its reasoning. As the last
+message of a row, each answer is written as the server that is to give it would see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from chatmill.errors import RecordError
+from chatmill.records.record import Message, Record, new_record
+from chatmill.rows import TrainOn
+
+MAX_ROWS = 1024
+"""Rows of one conversation: they are held together, and their tokens grow with the square of their number."""
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """A conversation as rows. Every trained message is trained in the first row that holds it, and in no other."""
+
+    record: Record
+    rows: Sequence[Record]
+    """The messages up to and including each trained answer. They share the messages of the record."""
+    answers: Sequence[int]
+    """For each row the message it ends with; -1 if no answer of it is trained."""
+    first_new: Sequence[int]
+    """For each row the first message that no row before it holds."""
+    since: int
+    """The first message whose role decides that it is trained, unless its own weight says otherwise."""
+    flagged_answers: int
+    """Answers without a row, because their own weight is 0 or they never close."""
+    trailing: int
+    """Messages after the last row."""
+
+    def first(self, count: int) -> Unrolled:
+        """The first `count` rows alone."""
+        return replace(self, rows=self.rows[:count], answers=self.answers[:count], first_new=self.first_new[:count])
+
+
+def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
+    """The rows of a conversation, one for each answer that `train_on` or its own weight selects.
+
+    A conversation without such an answer is one row, as it is.
+    """
+    messages = record.messages
+    since = _first_selected(messages, train_on)
+    answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
+    trained = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
+    stops = [at + 1 for at in trained]
+    # What a user message of its own weight teaches is not lost where no answer follows it.
+    if not stops or any(_is_trained(message, by_role=False) for message in messages[stops[-1] :]):
+        stops.append(len(messages))
+        trained.append(-1)
+    if len(stops) > MAX_ROWS:
+        what = f"it has {len(stops):,} answers, and each would be a row that repeats what comes before it"
+        right = f"at most {MAX_ROWS:,} can be unrolled; cut the conversation, or leave out --unroll"
+        raise RecordError(what, right, kind="too_many_answers").at(record.file, record.line, record.id)
+    return Unrolled(
+        record,
+        [_prefix(record, stop) for stop in stops],
+        trained,
+        [0, *stops[:-1]],
+        since,
+        sum(messages[at].weight == 0 or not messages[at].complete for at in answers),
+        len(messages) - stops[-1],
+    )
+
+
+def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
+    """The first message from which on assistant messages are trained by their role."""
+    if train_on == "assistant":
+        return 0
+    role = "assistant" if train_on == "last" else "user"
+    last = max((at for at, message in enumerate(messages) if message.role == role), default=-1)
+    return last if train_on == "last" else last + 1
+
+
+def _is_trained(message: Message, *, by_role: bool) -> bool:
+    return message.complete and (by_role if message.weight is None else message.weight > 0)
+
+
+def _prefix(record: Record, stop: int) -> Record:
+    if stop == len(record.messages):
+        return record
+    return new_record(record.messages[:stop], record.id, record.tools, record.source, record.file, record.line)
