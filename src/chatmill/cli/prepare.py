@@ -194,7 +194,7 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
         "duplicate": "{rows:,} rows were of conversations that came before, and were dropped",
         "too_long": "{rows:,} rows were too long and were dropped",
-        "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write",
+        "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write; see --unroll",
         "messages_after_last_answer": "{rows:,} conversations go on after the last answer with a row; that is left out",
         "answer_without_row": "{rows:,} answers have a weight of 0, or never close, and so no row of their own",
         "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
