@@ -76,9 +76,8 @@ def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
     """The first message from which on assistant messages are trained by their role."""
     if train_on == "assistant":
         return 0
-    role = "assistant" if train_on == "last" else "user"
-    last = max((at for at, message in enumerate(messages) if message.role == role), default=-1)
-    return last if train_on == "last" else last + 1
+    last = "assistant" if train_on == "last" else "user"
+    return max((at for at, message in enumerate(messages) if message.role == last), default=0)
 
 
 def _is_trained(message: Message, *, by_role: bool) -> bool:
