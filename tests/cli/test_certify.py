@@ -74,8 +74,8 @@ def test_the_end_of_an_answer_must_be_where_the_model_stops(run, folder):
     status, text = lines(out)["terminator"]
     assert (code, status) == (1, "FAIL")
     assert text.startswith("<|im_end|> ends message 1 of probe question, the model stops at </s>; ")
-    assert "tokenizer_config.json:2: {{- '<|im_start|>' + message.role" in text
-    assert err == "chatmill: model/tokenizer_config.json: not certified: terminator\n"
+    assert "tokenizer_config.json:chat_template:2: {{- '<|im_start|>' + message.role" in text
+    assert err == "chatmill: model/tokenizer_config.json:chat_template: not certified: terminator\n"
 
 
 def test_two_bos_tokens_fail(run, folder):

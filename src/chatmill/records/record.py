@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal, get_args
@@ -30,16 +31,24 @@ class _FromFields(msgspec.StructMeta):
         return parse({**dict(zip(names, args, strict=True)), **fields})
 
 
-class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class ToolCall(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, repr_omit_defaults=True):
     """A function call by the assistant. `arguments` is compact JSON with the key order of the input.
 
-    >>> chatmill.ToolCall("weather", '{"city":"Oslo"}', id="call_1").name
-    'weather'
+    >>> call = chatmill.ToolCall("weather", '{"city":"Oslo"}', id="call_1")
+    >>> call.name, call.arguments_text
+    ('weather', '{"city": "Oslo"}')
     """
 
     name: str
     arguments: str
     id: str | None = None
+    raw_arguments: str = ""
+    """The arguments as the record wrote them, where it gave a text that `json.dumps` does not write."""
+
+    @property
+    def arguments_text(self) -> str:
+        """The arguments as the record wrote them; an object as `json.dumps` and the `tojson` of templates write it."""
+        return self.raw_arguments or spaced_json(msgspec.json.decode(self.arguments))
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metaclass=_FromFields):
@@ -93,6 +102,17 @@ new_record: Callable[..., Record] = MethodType(_construct, Record)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
+def spaced_json(value: Any) -> str:
+    """A JSON value as `json.dumps` writes it, with its characters as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def record_key(record: Record) -> bytes:
-    """Sixteen bytes that identify a conversation, whatever its id and origin."""
-    return hashlib.sha256(_ENCODER.encode((record.messages, record.tools))).digest()[:16]
+    """Sixteen bytes that identify a conversation, whatever its id and origin, and the spaces in its arguments."""
+    messages = [_without_raw(message) if message.tool_calls else message for message in record.messages]
+    return hashlib.sha256(_ENCODER.encode((messages, record.tools))).digest()[:16]
+
+
+def _without_raw(message: Message) -> Message:
+    calls = tuple(ToolCall(call.name, call.arguments, call.id) for call in message.tool_calls)
+    return msgspec.structs.replace(message, tool_calls=calls)

@@ -102,7 +102,7 @@ def messages_of(format: TemplateRenderer, record: Record) -> tuple[list[dict], l
                     "type": "function",
                     "function": {
                         "name": call.name,
-                        "arguments": call.arguments if style.arguments_as_text else json.loads(call.arguments),
+                        "arguments": call.arguments_text if style.arguments_as_text else json.loads(call.arguments),
                     },
                 }
                 for call in message.tool_calls

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
 import pytest
 from hostile_templates import ENDLESS, GOOD, PROMPT
-from template_fixtures import answer, open_template, own_format, user
+from template_fixtures import answer, open_template, own_format, user, write_tokenizer
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import Message, Record
@@ -129,6 +130,32 @@ def test_a_turn_that_never_closed_and_an_empty_record_are_refused(tmp_path):
         format.lay_out(Record([user("Hi"), Message("assistant", "Hel", complete=False)]))
     with pytest.raises(RecordError, match="the record has no messages"):
         format.lay_out(Record([]))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "place"),
+    [
+        ("tokenizer_config.json", "SOURCE", "tokenizer_config.json:chat_template:3"),
+        ("chat_template.json", "SOURCE", "chat_template.json:chat_template:3"),
+        (
+            "tokenizer_config.json",
+            [{"name": "default", "template": "SOURCE"}],
+            "tokenizer_config.json:chat_template.default:3",
+        ),
+    ],
+)
+def test_a_template_inside_of_a_json_file_is_named_with_its_key_and_its_own_line(tmp_path, file, content, place):
+    def written(source):
+        text = json.dumps({"chat_template": content}).replace('"SOURCE"', json.dumps(source))
+        (folder / file).write_text(text)
+        return open_template(str(folder))
+
+    folder = write_tokenizer(tmp_path / "own", ["<|user|>", "<|assistant|>", "<|end|>"])
+    with pytest.raises(RecordError, match=re.escape(f"{place}: the template fails with ZeroDivisionError")):
+        written("{# one #}\n{# two #}\n{{ 1 / 0 }}").text(TALK)
+    with pytest.raises(DataError, match=re.escape(f"{place}: unexpected '}}'")):
+        written("{# one #}\n{# two #}\n{{ } }}")
+    assert written("{# one #}\n{# two #}\nHi").templates[False].quote(3).endswith(f"{place}: Hi")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ TOOL_USE = "tool_use"
 @dataclass(frozen=True)
 class TemplateSource:
     name: str
-    """Its path, for messages."""
+    """Its path, and its key if it stands in a JSON file; messages add the line of the template itself."""
     source: str
 
 
@@ -74,18 +74,19 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSou
     listed = config.get("chat_template")
     templates: dict[str, TemplateSource] = {}
     if isinstance(listed, str):
-        templates["default"] = TemplateSource(_shown(file), listed)
+        templates["default"] = TemplateSource(f"{_shown(file)}:chat_template", listed)
     elif isinstance(listed, list):
         for entry in listed:
             if not (isinstance(entry, dict) and isinstance(entry.get("name"), str)):
                 raise DataError(f"{_shown(file)}: chat_template holds something else than names and templates")
-            templates[str(entry.get("name"))] = TemplateSource(_shown(file), str(entry.get("template")))
+            key = f"{_shown(file)}:chat_template.{one_line(str(entry['name']))}"
+            templates[entry["name"]] = TemplateSource(key, str(entry.get("template")))
     if (own := folder / "chat_template.jinja").is_file():
         templates["default"] = TemplateSource(_shown(own), _text(own))
     elif "default" not in templates and isinstance(
         old := _json(folder / "chat_template.json").get("chat_template"), str
     ):
-        templates["default"] = TemplateSource(_shown(folder / "chat_template.json"), old)
+        templates["default"] = TemplateSource(f"{_shown(folder / 'chat_template.json')}:chat_template", old)
     for more in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[more.stem] = TemplateSource(_shown(more), _text(more))
     return templates

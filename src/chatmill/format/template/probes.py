@@ -19,11 +19,6 @@ WEATHER = new_message("tool", '{"sky":"clear"}', name="weather", tool_call_id="c
 QUESTION = probe_record(
     "question", new_message("user", "Which way is north?"), new_message("assistant", "Towards the pole star.")
 )
-CALL = probe_record(
-    "style",
-    new_message("user", "Rain?"),
-    new_message("assistant", "", "", (WEATHER_CALL,)),
-    WEATHER,
-    new_message("assistant", "No."),
-    tools=TOOLS,
-)
+_ASKED = (new_message("user", "Rain?"), new_message("assistant", "", "", (WEATHER_CALL,)))
+CALL = probe_record("style", *_ASKED, WEATHER, new_message("assistant", "No."), tools=TOOLS)
+CALL_WITHOUT_RESULT = probe_record("style", *_ASKED, tools=TOOLS)

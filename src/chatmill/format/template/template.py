@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from chatmill.errors import RecordError
-from chatmill.format.template.probes import CALL, QUESTION
+from chatmill.format.template.probes import CALL, CALL_WITHOUT_RESULT, QUESTION, WEATHER_CALL
 from chatmill.format.template.template_input import Style, TemplateInput, build_input, plain_input
 from chatmill.format.template.tracing.limits import meter_for
 from chatmill.format.template.tracing.program import Program, TracedProgram
@@ -17,6 +18,7 @@ from chatmill.format.template.tracing.trace import FieldPath, Rendering, Trace
 from chatmill.format.template.tracing.traced_str import field
 from chatmill.records.record import Record
 
+ARGUMENTS_IN_PYTHON = str(json.loads(WEATHER_CALL.arguments))
 FAILS_ALWAYS = "change the template: it fails for a question with its answer, too"
 """What to do about a template that renders no conversation at all."""
 
@@ -68,19 +70,33 @@ class ChatTemplate:
         return variables, meter_for(given.characters, len(chosen), self.deadline)
 
     def _find_style(self) -> Style:
-        """The first style in which the template writes the contents and the tool calls of a conversation."""
-        parts = next((parts for parts in (False, True) if self._writes(QUESTION, Style(parts))), False)
-        return next((style for style in (Style(parts), Style(parts, True)) if self._writes(CALL, style)), Style(parts))
+        """How the template writes the contents and the tool calls of a conversation.
 
-    def _writes(self, record: Record, style: Style) -> bool:
+        Arguments are an object, as servers give them, unless the template cannot take one: it fails, leaves the
+        arguments out, or writes Python's form of the object. Such a template gets the text of the record.
+        """
+        parts = next((parts for parts in (False, True) if self._written(QUESTION, Style(parts))), False)
+        for probe in (CALL, CALL_WITHOUT_RESULT):
+            as_object = self._written(probe, Style(parts))
+            if as_object and ARGUMENTS_IN_PYTHON not in as_object:
+                return Style(parts)
+            as_text = self._written(probe, Style(parts, True))
+            # A template that writes a whole call in Python's form would write the text so, too.
+            if as_text and (not as_object or repr(WEATHER_CALL.arguments_text) not in as_text):
+                return Style(parts, True)
+        return Style(parts)
+
+    def _written(self, record: Record, style: Style) -> str:
+        """The text of a probe; empty if the template fails, or leaves out contents or tool calls."""
         try:
             text = self.render(plain_input(record, style))
         except RecordError:
-            return False
+            return ""
         self._renders_something = True
         contents = [message.content for message in record.messages if message.role != "tool"]
         has_calls = any(message.tool_calls for message in record.messages)
-        return all(content in text for content in contents) and ("Lisbon" in text) == has_calls
+        is_whole = all(content in text for content in contents) and ("Lisbon" in text) == has_calls
+        return text if is_whole else ""
 
 
 def traced_input(record: Record, style: Style, trace: Trace) -> TemplateInput:

@@ -29,7 +29,7 @@ class Style:
     parts: bool = False
     """Content as a list of parts, as for vision-language models."""
     arguments_as_text: bool = False
-    """The arguments of a tool call as JSON text instead of an object."""
+    """The arguments of a tool call as the record's own text instead of an object."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _call(call: ToolCall, at: FieldPath, style: Style, text_of: TextOf, of_shape
     name = text_of(call.name, FieldPath(number, (*path, "name")))
     path = (*path, "arguments")
     if style.arguments_as_text:
-        arguments: Any = text_of(call.arguments, FieldPath(number, path))
+        arguments: Any = text_of(call.arguments_text, FieldPath(number, path))
     else:
         arguments = _json_value(_DECODE(call.arguments), number, path, text_of, of_shape)
     return {**id, "type": "function", "function": {"name": name, "arguments": arguments}}

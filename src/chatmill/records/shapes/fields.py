@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from chatmill.errors import RecordError, one_line
-from chatmill.records.record import ROLES, Message, Role, ToolCall, new_message
+from chatmill.records.record import ROLES, Message, Role, ToolCall, new_message, spaced_json
 from chatmill.records.shapes.decode import compact, decode, named
 
 Object = dict[str, Any]
@@ -173,10 +173,11 @@ def tool_call(owner: str, fields: Any, id: str | None = None) -> ToolCall:
     if type(fields) is not dict:
         raise RecordError(f"{owner} is {named(fields)}", "expected an object with name and arguments", kind="arguments")
     name, given, right = text(owner, fields, "name"), required(owner, fields, "arguments"), "expected a JSON object"
+    raw = given if type(given) is str else ""
     given = json_value(given, f"{owner} has arguments that are not JSON", right, kind="arguments")
     if type(given) is not dict:
         raise RecordError(f"{owner} has {named(given)} as arguments", right, kind="arguments")
-    return ToolCall(name, compact(given), id)
+    return ToolCall(name, compact(given), id, "" if not raw or raw == spaced_json(given) else raw)
 
 
 def tools(fields: Object) -> tuple[str, ...]:
