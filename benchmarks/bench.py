@@ -29,6 +29,7 @@ from chart import chart
 from flame import flame_graph
 from gpu import GPU, merged
 from lines import Results
+from measure import processor
 from page import page
 from targets import missed
 
@@ -59,6 +60,13 @@ STEPS = [
     ),
     Step("pack", "pack.py", False, ("--runs", 7), ("--runs", 2, "--rows", 50_000)),
     Step("prepare", "prepare.py", True, ("--runs", 7), ("--runs", 2)),
+    Step(
+        "prepare_template",
+        "prepare.py",
+        True,
+        ("--format", "template", "--runs", 5),
+        ("--format", "template", "--runs", 2),
+    ),
     Step("load", "load.py", True, ("--billion", "--runs", 7), ("--billion", "--runs", 2)),
     Step("mix", "mix.py", False, (), ("--rows", 20_000)),
     Step("certify", "templates.py", False, (), ("--first", 4)),
@@ -171,13 +179,10 @@ def write(found: Results, out: Path, *, whole: bool) -> list[Path]:
 
 
 def this_machine() -> dict[str, Any]:
-    models = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
     memory = Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "processor": models[0] if models else platform.machine(),
+        "processor": processor(),
         "memory": int(memory) * 1024,
         "python": platform.python_version(),
         "day": datetime.now(UTC).date().isoformat(),

@@ -72,9 +72,10 @@ def _render(found: Any) -> list[Line]:
 def _prepare(found: Any) -> list[Line]:
     peer = found.get("trl")
     bare = sum(found["bare"].values())
+    by = "" if found["template"] == "chatml" else f" by `{found['template']}`"
     return [
         Line(
-            f"prepare {found['conversations']:,} conversations, packed",
+            f"prepare {found['conversations']:,} conversations{by}, packed",
             seconds(found["seconds"]),
             f"bare decode, encode and write, {seconds(bare)}",
             found["share_of_bare"],
@@ -231,6 +232,7 @@ LINES: dict[str, Callable[[Any], list[Line]]] = {
     "template": _render,
     "pack": _pack,
     "prepare": _prepare,
+    "prepare_template": _prepare,
     "load": _load,
     "open": _open,
     "growth": _growth,

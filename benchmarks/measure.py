@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,17 @@ def versions(*packages: str) -> dict[str, str]:
 
 def machine(*packages: str) -> str:
     named = ", ".join(f"{package} {number}" for package, number in versions(*packages).items())
-    return f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}, {named}"
+    return f"{len(os.sched_getaffinity(0))} cores, {processor()}, Python {platform.python_version()}, {named}"
+
+
+def processor() -> str:
+    """The name of the processor; its architecture where the system has no name for it."""
+    known = Path("/proc/cpuinfo").read_text()
+    # On ARM the kernel has numbers alone, and lscpu the names that belong to them.
+    with suppress(OSError):
+        known += subprocess.run(["lscpu"], stdout=subprocess.PIPE, text=True, env={"LC_ALL": "C"}, check=False).stdout
+    names = [line.split(":", 1)[1].strip() for line in known.splitlines() if line.lower().startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def report(title: str, lines: list[tuple[str, str]], figures: dict[str, Any], *, as_json: bool) -> None:

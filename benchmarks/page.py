@@ -136,19 +136,27 @@ def _packing(results: Results) -> list[str]:
 
 
 def _preparing(results: Results) -> list[str]:
-    found = results["prepare"]
-    bare = ", ".join(f"{name} {seconds(taken)}" for name, taken in found["bare"].items())
-    start = seconds(found["start_up"])
-    size = {"megabytes": found["bytes"] / 1e6, "mtok": found["tokens"] / 1e6}
-    said = [_say("prepare", bare=bare, at_once=seconds(found["bare_at_once"]), start_up=start, **size)]
-    if peer := found.get("trl"):
-        differ = found["differ"]
-        cut = differ["peer_alone"] and differ["peer_alone"] == differ["peer_alone_cut"]
-        why = _say("prepare_cut") if cut else ""
-        start = seconds(peer["start_up"])
-        counts = {"alike": differ["alike"], "differ": differ["peer_alone"]}
-        said.append(_say("prepare_trl", start_up=start, why=why, **counts))
+    said = []
+    if found := results.get("prepare"):
+        bare = ", ".join(f"{name} {seconds(taken)}" for name, taken in found["bare"].items())
+        start = seconds(found["start_up"])
+        size = {"megabytes": found["bytes"] / 1e6, "mtok": found["tokens"] / 1e6}
+        said.append(_say("prepare", bare=bare, at_once=seconds(found["bare_at_once"]), start_up=start, **size))
+        said += _beside_trl(found, "prepare_trl")
+    if found := results.get("prepare_template"):
+        said.append(_say("prepare_template", mtok=found["tokens"] / 1e6, **found))
+        said += _beside_trl(found, "prepare_template_trl")
     return said
+
+
+def _beside_trl(found: Any, text: str) -> list[str]:
+    if not (peer := found.get("trl")):
+        return []
+    differ = found["differ"]
+    cut = differ["peer_alone"] and differ["peer_alone"] == differ["peer_alone_cut"]
+    why = _say("prepare_cut") if cut else ""
+    start = seconds(peer["start_up"])
+    return [_say(text, start_up=start, why=why, alike=differ["alike"], differ=differ["peer_alone"])]
 
 
 def _loading(results: Results) -> list[str]:
@@ -189,7 +197,7 @@ SECTIONS: list[tuple[tuple[str, ...], str, Callable[[Results], list[str]]]] = [
     (("render",), "Rendering", _rendering),
     (("template",), "Chat templates", _template),
     (("pack",), "Packing and blocks", _packing),
-    (("prepare",), "Preparing", _preparing),
+    (("prepare", "prepare_template"), "Preparing", _preparing),
     (("load",), "Loading", _loading),
     (("open", "growth"), "Opening and verifying", _opening),
     (("rollout",), "Rollout targets", _rollouts),

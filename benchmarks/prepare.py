@@ -2,10 +2,13 @@
 
     python benchmarks/prepare.py                        50 000 conversations, two processes on both sides
     python benchmarks/prepare.py --conversations 5000   quicker
+    python benchmarks/prepare.py --format template      a chat template as it was published, its mask derived
 
 Both sides go from a JSONL file to packed rows of 4096 with an assistant mask. chatmill writes, syncs and publishes
 a dataset; TRL keeps its Arrow cache. Start-up (imports, loading the tokenizer) is left out of both and shown. First
-every conversation that comes out is held against the peer's: the same ids, the same mask.
+every conversation that comes out is held against the peer's: the same ids, the same mask. For a chat template TRL has
+an edition with generation tags, whose mask is another one (`benchmarks/render.py` counts where): there the ids are
+compared.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ import numpy as np
 from corpus import DATA, Data, add_options, chosen, options_of
 from fastokens import Tokenizer as Fastokens
 from measure import alone, machine, report, versions
-from render import CHATML
+from render import CHATML, template_file
 
 from chatmill.format import Renderer
 from chatmill.prepare.engine import LocalEngine
@@ -50,8 +53,12 @@ class PlainRecord(msgspec.Struct):
     messages: list[dict[str, str]]
 
 
-def job_of(data: Data) -> Job:
-    return Job((InputSource((str(data.path),)),), tokenizer=str(data.tokenizer), pack=PACK)
+def job_of(data: Data, template: str | None) -> Job:
+    """What is built: ChatML, or a published template of TRL's collection as it is."""
+    sources, tokenizer = (InputSource((str(data.path),)),), str(data.tokenizer)
+    if template is None:
+        return Job(sources, tokenizer=tokenizer, pack=PACK)
+    return Job(sources, tokenizer=tokenizer, pack=PACK, format="template", chat_template=str(template_file(template)))
 
 
 def ours(job: Job, renderer: Renderer, folder: Path) -> tuple[Metadata, float]:
@@ -160,17 +167,18 @@ def forked(*works: Callable[[], Callable[[], object]]) -> float:
 # One side alone, in a process of its own.
 
 
-def our_side(data: Data, folder: Path) -> dict[str, Any]:
+def our_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
     """One build, as the command makes it, with its seconds after start-up."""
     started = time.perf_counter()
-    renderer = job_renderer(job_of(data))
+    job = job_of(data, template)
+    renderer = job_renderer(job)
     start_up = time.perf_counter() - started
-    made, taken = ours(job_of(data), renderer, folder)
+    made, taken = ours(job, renderer, folder)
     split = made.splits["train"]
     return {"seconds": taken, "start_up": start_up, "tokens": split.num_tokens, "rows": split.num_episodes}
 
 
-def trl_side(data: Data, folder: Path) -> dict[str, Any]:
+def trl_side(data: Data, template: str | None, folder: Path) -> dict[str, Any]:
     """TRL's own preparation from the JSONL on; what it made of each conversation goes to a file."""
     began = time.perf_counter()
     os.environ["HF_HOME"] = str(folder / "hf")
@@ -180,7 +188,9 @@ def trl_side(data: Data, folder: Path) -> dict[str, Any]:
 
     datasets.disable_progress_bars()
     peer = PreTrainedTokenizerFast(tokenizer_file=str(data.tokenizer), eos_token="<|im_end|>", pad_token="<|im_end|>")
-    peer.chat_template = CHATML
+    # What is trained, TRL knows from generation tags alone.
+    tagged = CHATML if template is None else template_file(f"{template}_training").read_text("utf-8")
+    peer.chat_template = tagged
     config = SFTConfig(
         output_dir=str(folder / "trl"),
         max_length=PACK,
@@ -192,7 +202,7 @@ def trl_side(data: Data, folder: Path) -> dict[str, Any]:
         report_to=[],
     )
     # The method that SFTTrainer calls on its dataset, with what it looks up on the trainer; no model is needed.
-    trainer: Any = SimpleNamespace(chat_template=CHATML, completion_only_loss=False, _tokenizer=peer)
+    trainer: Any = SimpleNamespace(chat_template=tagged, completion_only_loss=False, _tokenizer=peer)
     os.sync()
     started = time.perf_counter()
     loaded = datasets.load_dataset("json", data_files=str(data.path), split="train", cache_dir=str(folder / "cache"))
@@ -208,7 +218,7 @@ def trl_side(data: Data, folder: Path) -> dict[str, Any]:
             for start, stop in zip(ends - row["seq_lengths"], ends, strict=True):
                 yield row["input_ids"][start:stop], trained[start:stop]
 
-    hashes, tokens = hashed(conversations())
+    hashes, tokens = hashed(conversations(), masks=template is None)
     (folder / "trl.hashes").write_text("\n".join(hashes))
     return {"seconds": taken, "start_up": started - began, "tokens": tokens, "rows": len(packed)}
 
@@ -216,12 +226,13 @@ def trl_side(data: Data, folder: Path) -> dict[str, Any]:
 # Equality.
 
 
-def hashed(conversations: Iterable[tuple[Any, Any]]) -> tuple[list[str], int]:
-    """For each conversation, its length and a hash of its ids and mask; and how many tokens they have together."""
+def hashed(conversations: Iterable[tuple[Any, Any]], *, masks: bool) -> tuple[list[str], int]:
+    """For each conversation, its length and a hash of its ids (and mask); and how many tokens they have together."""
     found, tokens = [], 0
     for ids, trained in conversations:
         digest = blake2b(np.asarray(ids, dtype=np.uint32).tobytes(), digest_size=12)
-        digest.update(np.asarray(trained, dtype=bool).tobytes())
+        if masks:
+            digest.update(np.asarray(trained, dtype=bool).tobytes())
         found.append(f"{len(ids)} {digest.hexdigest()}")
         tokens += len(ids)
     return found, tokens
@@ -254,20 +265,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--runs", type=int, default=5, help="of chatmill before the peer, and as many after it")
+    parser.add_argument("--format", choices=("chatml", "template"), default="chatml")
+    parser.add_argument(
+        "--template", default="qwen2_5", help="of TRL, for --format template: one that is there in two editions"
+    )
     parser.add_argument("--no-trl", action="store_true", help="leave out the peer, which takes minutes")
     parser.add_argument("--side", choices=("chatmill", "trl"), help="only this side, once, for its memory")
     parser.add_argument("--folder", type=Path, help="where a side leaves what it makes")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     data = chosen(args)
+    template = args.template if args.format == "template" else None
     if args.side:
-        print(json.dumps((our_side if args.side == "chatmill" else trl_side)(data, args.folder)))
+        print(json.dumps((our_side if args.side == "chatmill" else trl_side)(data, template, args.folder)))
         return
     with tempfile.TemporaryDirectory(dir=DATA) as temporary:
         folder = Path(temporary)
-        same = [*options_of(data), "--folder", folder]
+        same = [*options_of(data), "--format", args.format, "--template", args.template, "--folder", folder]
         one, memory = alone(__file__, "--side", "chatmill", *same)
-        job = job_of(data)
+        job = job_of(data, template)
         renderer = job_renderer(job)
         # The peer's minute stands between two halves of our seconds, so that a slow moment does not meet all of them.
         taken = [ours(job, renderer, folder)[1] for _ in range(args.runs)]
@@ -275,7 +291,7 @@ def main() -> None:
         if not args.no_trl:
             # Looked at less often than chatmill: it takes minutes, and must not be slowed.
             peer, peer_memory = alone(__file__, "--side", "trl", *same, every=0.5)
-            mine, _ = hashed(our_conversations(folder / "dataset"))
+            mine, _ = hashed(our_conversations(folder / "dataset"), masks=template is None)
             differ = compared(mine, (folder / "trl.hashes").read_text().split("\n"))
         taken += [ours(job, renderer, folder)[1] for _ in range(args.runs)]
         seconds = statistics.median(taken)
@@ -285,6 +301,7 @@ def main() -> None:
     speed = tokens / seconds
     figures: dict[str, Any] = {
         "conversations": data.conversations,
+        "template": template or "chatml",
         "bytes": data.path.stat().st_size,
         "tokens": tokens,
         "rows": one["rows"],
@@ -303,7 +320,10 @@ def main() -> None:
             "  bare msgspec decode + flat encode + raw write",
             " + ".join(f"{part:.2f}" for part in parts.values()) + " s",
         ),
-        ("share of the speed of the bare parts (target 0.5)", f"{figures['share_of_bare']:.2f}"),
+        (
+            "share of the speed of the bare parts" + ("" if template else " (target 0.5)"),
+            f"{figures['share_of_bare']:.2f}",
+        ),
         ("  bare decode and encode, two processes at once", f"{at_once:.2f} s"),
         ("memory of all processes, PSS (target 1.2 GB)", f"{memory / 1e9:.2f} GB"),
     ]
@@ -317,13 +337,14 @@ def main() -> None:
                 f"{peer['seconds']:.1f} s, {peer_speed / 1e6:.3f} Mtok/s",
             ),
             ("  memory of all its processes", f"{peer_memory / 1e9:.2f} GB"),
-            ("times TRL (target 50)", f"{speed / peer_speed:.1f}"),
+            (f"times TRL (target {10 if template else 50})", f"{speed / peer_speed:.1f}"),
         ]
         figures |= {"trl": peer, "differ": differ, "times_trl": speed / peer_speed}
         figures["memory"]["trl"] = peer_memory
     packages = ("chatmill", "fastokens", "msgspec", "trl", "transformers", "datasets")
     figures["versions"] = versions(*packages)
-    title = f"prepare: {data.conversations:,} conversations, {tokens / 1e6:.1f} M tokens; {machine(*packages)}"
+    what = f"prepare {figures['template']}: {data.conversations:,} conversations, {tokens / 1e6:.1f} M tokens"
+    title = f"{what}; {machine(*packages)}"
     report(title, lines, figures, as_json=args.json)
 
 

@@ -81,6 +81,9 @@ TARGETS = [
     Target("blocks of 1024, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["1024"], " Mtok/s", 0),
     Target("blocks of 4096, one core", 20, lambda r: r["pack"]["blocks"]["figures"]["mtok"]["4096"], " Mtok/s", 0),
     Target("preparing: as fast as TRL", 50, lambda r: r["prepare"]["times_trl"], " times", 1),
+    Target(
+        "preparing by a chat template: as fast as TRL", 10, lambda r: r["prepare_template"]["times_trl"], " times", 1
+    ),
     Target("preparing: speed of the bare parts", 0.5, lambda r: r["prepare"]["share_of_bare"]),
     Target(
         "preparing: memory of all processes",

@@ -87,7 +87,17 @@ def test_rows_that_differ_from_a_peer_are_counted_and_explained(run):
     run["prepare"]["differ"] = {"alike": 90, "chatmill_alone": 10, "peer_alone": 10, "peer_alone_cut": 10}
     assert "90 have the same ids and mask, and 10 differ: those over 4096 tokens" in " ".join(page.page(run).split())
     run["prepare"]["differ"]["peer_alone_cut"] = 9
-    assert "90 have the same ids and mask, and 10 differ. |" in " ".join(page.page(run).replace("\n\n", " | ").split())
+    assert "90 have the same ids and mask, and 10 differ. `benchmarks" in " ".join(page.page(run).split())
+
+
+def test_preparing_by_a_chat_template_stands_beside_trl_and_has_a_target(run):
+    run["prepare_template"] |= {"times_trl": 9.9, "differ": {**run["prepare"]["differ"], "alike": 7, "peer_alone": 0}}
+    text = page.page(run)
+    assert row(text, "prepare 2,000 conversations by `qwen2_5`").count("TRL 1.16.0, 9.40 s | 9.90") == 1
+    assert "Of these conversations 7 have the same ids, and 0 differ." in " ".join(text.split())
+    assert "10 times | 9.9 times | **missed** |" in row(text, "preparing by a chat template")
+    del run["prepare"]
+    assert "`benchmarks/prepare.py --format template`" in page.page(run)
 
 
 def test_what_was_not_measured_has_no_section_and_counts_for_nothing(run):
@@ -153,6 +163,7 @@ def test_every_target_finds_its_figure_and_those_that_are_missed_are_named(run):
         "chat templates: as fast as transformers",
         "packing: as fast as TRL",
         "preparing: as fast as TRL",
+        "preparing by a chat template: as fast as TRL",
         "preparing: speed of the bare parts",
         "preparing: memory for ten times the data",
         "rollout targets, one core",
