@@ -12,7 +12,7 @@ import typer
 from chatmill.cli.expand import option
 from chatmill.cli.options import argument
 from chatmill.errors import one_line
-from chatmill.format import Mask, TemplateOptions
+from chatmill.format import Mask, TemplateOptions, TextTokens
 from chatmill.prepare.job import Job
 from chatmill.prepare.rejects import CountedRecords
 from chatmill.records import SHAPES
@@ -92,6 +92,9 @@ class TemplateFlags:
     template_args: Annotated[list[str] | None, option(Job, "template_args")] = None
     template_date: Annotated[str | None, option(Job, "template_date")] = None
     mask: Annotated[Mask, option(Job, "mask")] = "derived"
+    text_tokens: Annotated[TextTokens, option(Job, "text_tokens")] = "as-transformers"
 
     def options(self) -> TemplateOptions:
-        return TemplateOptions(self.chat_template, self.template_args or (), self.mask, self.template_date)
+        return TemplateOptions(
+            self.chat_template, self.template_args or (), self.mask, self.template_date, self.text_tokens
+        )

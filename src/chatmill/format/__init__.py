@@ -3,7 +3,8 @@
 ChatFormat, TurnMarkers     a format of turns; load_format, parse_format and PRESETS give one
 Renderer                    a format with its tokenizer; open_renderer opens one
 TurnRenderer                the renderer of a ChatFormat
-TemplateRenderer            the renderer of a Hugging Face chat template; TemplateOptions, Mask, has_template
+TemplateRenderer            the renderer of a Hugging Face chat template; TemplateOptions, Mask, TextTokens,
+                            has_template
 renderer_from_json          a renderer as a dataset or a model has stored it; control_tokens_from_json
 record_texts                all texts of a record, to train a tokenizer on
 transcript_turns            the turns of a record as text
@@ -32,6 +33,7 @@ if _TYPE_CHECKING:
     from chatmill.format.messages import transcript_turns as transcript_turns
     from chatmill.format.renderer import Mask as Mask
     from chatmill.format.renderer import Renderer as Renderer
+    from chatmill.format.renderer import TextTokens as TextTokens
     from chatmill.format.template.hf_folder import has_template as has_template
     from chatmill.format.template.renderer import TemplateRenderer as TemplateRenderer
     from chatmill.format.turn_renderer import TurnRenderer as TurnRenderer

@@ -12,7 +12,7 @@ import msgspec
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.format.chat_format import PRESETS, ChatFormat, load_format
-from chatmill.format.renderer import Mask
+from chatmill.format.renderer import Mask, TextTokens
 from chatmill.format.template.hf_folder import HFFolder, TemplateSource, has_template, read_folder
 from chatmill.format.template.process.client import start_server
 from chatmill.format.template.renderer import TemplateRenderer
@@ -34,6 +34,7 @@ class TemplateOptions:
     mask: Mask = "derived"
     date: str | None = None
     """The date for templates that print it, as YYYY-MM-DD; default: today."""
+    text_tokens: TextTokens = "as-transformers"
 
     def given(self) -> list[str]:
         """The command-line flags of the options that differ from their defaults."""
@@ -42,6 +43,7 @@ class TemplateOptions:
             "--template-arg": bool(self.arguments),
             "--mask": self.mask != "derived",
             "--template-date": self.date is not None,
+            "--text-tokens": self.text_tokens != "as-transformers",
         }
         return [flag for flag, used in flags.items() if used]
 
@@ -83,6 +85,7 @@ def open_renderer(
         arguments=_template_arguments(template.arguments),
         mask=template.mask,
         now=_date(template.date),
+        text_tokens=() if template.text_tokens == "never" else None,
     )
 
 
@@ -154,4 +157,11 @@ def _template_renderer(stored: dict[str, Any], tokenizer: Tokenizer, spec: str, 
         tokenizer_json=path if path.suffix == ".json" and path.is_file() else None,
     )
     now = None if stored["now"] is None else datetime.fromisoformat(stored["now"])
-    return TemplateRenderer(folder, tokenizer, arguments=stored["arguments"], mask=stored["mask"], now=now)
+    return TemplateRenderer(
+        folder,
+        tokenizer,
+        arguments=stored["arguments"],
+        mask=stored["mask"],
+        now=now,
+        text_tokens=stored.get("text_tokens", ()),
+    )

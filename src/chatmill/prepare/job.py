@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 
 from chatmill.config import LONGEST, key, keys_of, misfits, read_toml, required
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.format import Mask
+from chatmill.format import Mask, TextTokens
 from chatmill.rows import TrainOn
 
 Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]
@@ -81,6 +81,10 @@ class Job:
     )
     template_date: str | None = key(None, "Date for templates that print it. Today, if left out.", metavar="YYYY-MM-DD")
     mask: Mask = key("derived", "With --format template: derive what is trained, or follow its generation tags.")
+    text_tokens: TextTokens = key(
+        "as-transformers",
+        "With --format template: what added tokens in texts become that are neither special nor of a header: <think>.",
+    )
     train_on: TrainOn = key(
         "assistant",
         "Whose turns are trained: every assistant's, the last one's, those after the last user message, or all but "

@@ -226,7 +226,8 @@ def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: In
 def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
     """The job as the dataset stores it: what has an influence on its bytes, and no absolute paths."""
     config = job.to_json()
-    for key in ("tokenizer", "on_error", "format", "chat_template", "template_args", "template_date", "mask"):
+    of_template = ("chat_template", "template_args", "template_date", "mask", "text_tokens")
+    for key in ("tokenizer", "on_error", "format", *of_template):
         # Stored with the tokenizer or the format, or without influence on the bytes.
         del config[key]
     if not job.unroll:

@@ -60,7 +60,7 @@ class Done:
 
 def job_renderer(job: Job) -> Renderer:
     """The renderer that a job names."""
-    template = TemplateOptions(job.chat_template, job.template_args, job.mask, job.template_date)
+    template = TemplateOptions(job.chat_template, job.template_args, job.mask, job.template_date, job.text_tokens)
     return open_renderer(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template)
 
 

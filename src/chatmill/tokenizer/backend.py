@@ -104,10 +104,10 @@ def aliases(control: Mapping[str, int]) -> dict[str, str]:
     """For each control token a name that no text can contain.
 
     Removing a token from a vocabulary would renumber those after it; renamed, it keeps its id and never matches text.
-    The secret is new in every process, so no message can contain it; no id depends on it.
+    The secret is new in every process, so no message can contain it; no id depends on it. No alias begins with another.
     """
     secret = secrets.token_hex(16)
-    return {token: f"\U0010ffff{secret}:{id}" for token, id in control.items()}
+    return {token: f"\U0010ffff{secret}:{id}\U0010ffff" for token, id in control.items()}
 
 
 def flat(arrays: Sequence[NDArray[np.generic]]) -> tuple[Ids, Offsets]:

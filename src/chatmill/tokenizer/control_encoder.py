@@ -1,5 +1,7 @@
 """Texts with control tokens, encoded to the ids that Hugging Face `tokenizers` gives for the whole text.
 
+Text tokens are control tokens that may come from text too: added tokens that are not special, such as `<think>`.
+
 By sections: the text between two control tokens is encoded alone, by the fast engine. As a whole: `tokenizers` encodes
 everything at once, with aliases for the control tokens that no text can contain. Sections are used if they give the
 same ids on a probe. The whole always does, is slower, and gives the offset of each token.
@@ -7,7 +9,7 @@ same ids on a probe. The whole always does, is slower, and gives the offset of e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import msgspec
@@ -15,7 +17,7 @@ import numpy as np
 import tokenizers
 
 from chatmill.tokenizer.backend import PROBE, Ids, Offsets, aliases, faults_of
-from chatmill.tokenizer.isolate_control import Json, isolate_control
+from chatmill.tokenizer.isolate_control import Json, isolate_control, kinds
 from chatmill.tokenizer.tokenizer import Tokenizer, token_positions
 
 SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
@@ -23,17 +25,55 @@ SPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
 _EXPECTED = "expected a tokenizer.json as Hugging Face tokenizers writes it"
 
 
+MAX_COMPARED = 2**9
+"""Characters of a token that is compared with others: the work grows with the square of it."""
+UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD", "Sequence"}
+"""Normalizers that leave ASCII as it is."""
+
+
 class _AddedTokens(msgspec.Struct):
     added_tokens: list[Json] | None = None
+    normalizer: Json | None = None
+
+
+def unmarked_tokens(raw: bytes) -> frozenset[str]:
+    """The added tokens of a tokenizer.json that it does not mark special."""
+    listed = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"), type=_AddedTokens).added_tokens or []
+    return frozenset(token["content"] for token in listed if not token.get("special"))
+
+
+def any_overlap(tokens: Collection[str], others: Iterable[str]) -> bool:
+    """Whether a token may share characters of a text with another one, or with one of the others.
+
+    That is if it is a part of the other, or one begins as the other ends: which of them stands in a text depends then
+    on what is before and after it, so a text cannot be cut at the token alone.
+    """
+    tokens = frozenset(tokens)
+    every = tokens.union(others)
+    if max(map(len, every), default=0) > MAX_COMPARED:
+        return True
+    beginnings = {token[:stop] for token in every for stop in range(1, len(token))}
+    beginnings_of_tokens = {token[:stop] for token in tokens for stop in range(1, len(token))}
+    for token in every:
+        parts = {token[start:stop] for start in range(len(token)) for stop in range(start + 1, len(token) + 1)}
+        endings = {token[start:] for start in range(1, len(token))}
+        if not tokens.isdisjoint(parts - {token}):
+            return True
+        if not endings.isdisjoint(beginnings if token in tokens else beginnings_of_tokens):
+            return True
+    return False
 
 
 class ControlEncoder:
     """The encoder of one tokenizer for texts with control tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, raw: bytes | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, raw: bytes | None, *, text_tokens: Collection[str] = ()) -> None:
         """`raw` is the content of the tokenizer.json; without one, only sections can be encoded."""
         self.tokenizer = tokenizer
         self.ids = tokenizer.control_ids
+        self.text_tokens = frozenset(text_tokens) if raw is not None else frozenset()
+        self.normalized: Callable[[str], str] | None = None
+        """How texts are normalized before text tokens are looked for in them; None where it makes no difference."""
         self.lstrip: set[str | None] = set()
         self.rstrip: set[str | None] = set()
         """The control tokens that remove the whitespace on their left, and on their right."""
@@ -41,18 +81,28 @@ class ControlEncoder:
         self._raw = raw = raw.removeprefix(b"\xef\xbb\xbf") if raw is not None else None
         if raw is not None:
             content = msgspec.json.decode(raw, type=_AddedTokens)
-            added = [token for token in content.added_tokens or [] if token["content"] in self.ids]
+            listed = content.added_tokens or []
+            added = [token for token in listed if token["content"] in self.ids]
             self.lstrip, self.rstrip = (
                 {token["content"] for token in added if token.get(flag)} for flag in ("lstrip", "rstrip")
             )
             self.by_sections = not any(token.get("single_word") for token in added) and self._sections_agree()
+            others = [token["content"] for token in listed if token["content"] not in self.ids]
+            self.by_sections = self.by_sections and not any_overlap(self.text_tokens, others)
+            normalizer = self._reference.normalizer if content.normalizer else None
+            if normalizer and any(token.get("normalized") for token in added if token["content"] in self.text_tokens):
+                self.by_sections = self.by_sections and {*kinds(content.normalizer)} <= UNICODE_FORMS
+                self.normalized = normalizer.normalize_str
 
     @property
     def can_encode_whole(self) -> bool:
         return self._raw is not None
 
     def encode_whole(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets]:
-        """The ids of consecutive texts and control tokens, and the character at which each id begins."""
+        """The ids of consecutive texts and control tokens, and the character at which each id begins.
+
+        Text tokens are parts of texts, and become tokens there.
+        """
         return self._whole.encode(parts, is_token)
 
     def reference(self, text: str) -> list[int] | None:
@@ -69,6 +119,18 @@ class ControlEncoder:
             text = text.rstrip(SPACE)
         return text, removed
 
+    def with_stripped(self, token: str, text: str, start: int, stop: int) -> tuple[int, int]:
+        """The range of a token in a text, with the whitespace that it removes."""
+        if token in self.lstrip:
+            start = len(text[:start].rstrip(SPACE))
+        if token in self.rstrip:
+            stop = len(text) - len(text[stop:].lstrip(SPACE))
+        return start, stop
+
+    def is_normal(self, text: str) -> bool:
+        """Whether text tokens are found in a text as it is, though it will be normalized."""
+        return self.normalized is None or text.isascii() or self.normalized(text) == text
+
     @cached_property
     def normalizes(self) -> bool:
         """Whether the tokens of a text may stand for other bytes, and `encode_whole` cannot tell their offsets."""
@@ -84,7 +146,7 @@ class ControlEncoder:
     def _whole(self) -> _WholeEncoder:
         assert self._raw is not None
         with faults_of(self.tokenizer.name, "no tokenizer.json that can be loaded", _EXPECTED):
-            return _WholeEncoder(msgspec.json.decode(self._raw), self.ids)
+            return _WholeEncoder(msgspec.json.decode(self._raw), self.ids, self.text_tokens)
 
     @cached_property
     def _reference(self) -> tokenizers.Tokenizer:
@@ -115,11 +177,11 @@ class ControlEncoder:
 
 
 class _WholeEncoder:
-    """A tokenizer in which every control token has an alias that no text can contain."""
+    """A tokenizer in which every control token but text tokens has an alias that no text can contain."""
 
-    def __init__(self, content: Json, ids: Mapping[str, int]) -> None:
-        self._aliases = aliases(ids)
-        isolated, _ = isolate_control("tokenizer.json", content, list(ids))
+    def __init__(self, content: Json, ids: Mapping[str, int], text_tokens: Collection[str]) -> None:
+        self._aliases = aliases({token: id for token, id in ids.items() if token not in text_tokens})
+        isolated, _ = isolate_control("tokenizer.json", content, list(self._aliases), text_tokens=text_tokens)
         self._engine = tokenizers.Tokenizer.from_str(msgspec.json.encode(isolated).decode())
         self._engine.encode_special_tokens = True
         listed = {token["content"]: token for token in content.get("added_tokens") or []}
@@ -132,8 +194,8 @@ class _WholeEncoder:
         self._engine.add_tokens(added)
         vocabulary = self._engine.get_vocab(with_added_tokens=True)
         self._real_ids = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)
-        for token, alias in self._aliases.items():
-            self._real_ids[vocabulary[alias]] = ids[token]
+        for token, id in ids.items():
+            self._real_ids[vocabulary[self._aliases.get(token, token)]] = id
 
     def encode(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets]:
         aliased = [self._aliases[part] if token else part for part, token in zip(parts, is_token, strict=True)]

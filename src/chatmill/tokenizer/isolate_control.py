@@ -35,13 +35,16 @@ def vocabulary(content: Json) -> dict[str, int]:
     return dict(vocab) if isinstance(vocab, dict) else {token: id for id, (token, _) in enumerate(vocab)}
 
 
-def isolate_control(place: str, content: Json, control: Collection[str]) -> tuple[Json, dict[str, int]]:
+def isolate_control(
+    place: str, content: Json, control: Collection[str], *, text_tokens: Collection[str] = ()
+) -> tuple[Json, dict[str, int]]:
     """The same tokenizer without its control tokens, and their ids.
 
         added  A* b C* d E*  ->  A' b C' d        * special, markup or in `control`; ' renamed to its alias
 
-    The id of an added token depends on its position, so one before a token that stays is only renamed. What would add,
-    cut or vary tokens (post-processor, truncation, padding, dropout) is removed too.
+    `text_tokens` stay, though they look like markup. The id of an added token depends on its position, so one before a
+    token that stays is only renamed. What would add, cut or vary tokens (post-processor, truncation, padding, dropout)
+    is removed too.
     """
     model = dict(content["model"])
     vocab = vocabulary(content)
@@ -54,6 +57,7 @@ def isolate_control(place: str, content: Json, control: Collection[str]) -> tupl
         token["content"]: token["id"]
         for token in added
         if token["content"] != unknown
+        and token["content"] not in text_tokens
         and (token.get("special") or token["content"] in control or is_markup(token["content"]))
     }
     for token in control:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
 from chatmill.format.renderer import origins_of
-from chatmill.format.template.layout import TokenLayout
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.layout import TokenLayout, split_text_tokens
 from chatmill.format.template.tracing.trace import fill_slots
 from chatmill.ledger import Ledger
 from chatmill.records import Record
@@ -33,11 +35,19 @@ class LaidOutRecord(Record, frozen=True, kw_only=True):
 Batch = Sequence[LaidOutRecord]
 
 
-def encode_rows(batch: Batch, encoder: ControlEncoder, *, train_on: TrainOn, tags: bool, ledger: Ledger) -> Rows:
+def encode_rows(
+    batch: Batch,
+    encoder: ControlEncoder,
+    *,
+    text_tokens: ControlTokens,
+    train_on: TrainOn,
+    tags: bool,
+    ledger: Ledger,
+) -> Rows:
     """One row for each record; `tags`: a token across the border of an answer belongs to the answer."""
     if not batch:
         return EMPTY
-    rows_encoder = _RowEncoder(encoder, tags)
+    rows_encoder = _RowEncoder(encoder, text_tokens, tags)
     parts: list[Rows] = []
     if encoder.by_sections:
         rows, inexact = rows_encoder.by_sections(batch)
@@ -74,15 +84,16 @@ def _apply_weights(batch: Batch, spans: NDArray[np.void], first_span: Index) -> 
 @dataclass
 class _RowEncoder:
     encoder: ControlEncoder
+    text_tokens: ControlTokens
     tags: bool
     straddling: int = 0
     """Tokens that begin before the border of an answer and end after it."""
 
     def by_sections(self, batch: Batch) -> tuple[Rows, NDArray[np.bool_]]:
         """All rows at once; and which of them have a border without an exact token position."""
+        batch, texts, inexact = self._with_text_tokens(batch)
         layouts: list[TokenLayout] = [record.layout for record in batch]
         sections = [section for layout in layouts for section in layout.sections]
-        texts = [fill_slots(section.text, record.slots) for record in batch for section in record.layout.sections]
         stripped: list[int] | None = None
         if self.encoder.lstrip or self.encoder.rstrip:
             both = [self.encoder.strip(text, one.before, one.after) for text, one in zip(texts, sections, strict=True)]
@@ -93,7 +104,6 @@ class _RowEncoder:
         in_section = section >= 0
         last = text_start[np.where(in_section, section, 0) + 1]
         first = text_start[np.where(in_section, section, 0)]
-        inexact = np.zeros(len(batch), dtype=bool)
         row_of_border = np.repeat(np.arange(len(batch)), [len(layout.border_text) for layout in layouts])
         if len(row_of_border):
             position, exact = self._border_positions(batch, texts, stripped, flat, text_start)
@@ -111,6 +121,32 @@ class _RowEncoder:
         lengths = np.where(in_section, last - first, known)
         literals = np.concatenate([layout.ids for layout in distinct.values()])
         return _rows(layouts, lengths, copy_tokens(flat, starts, lengths, literals)), inexact
+
+    def _with_text_tokens(self, batch: Batch) -> tuple[Batch, list[str], NDArray[np.bool_]]:
+        """The records, those whose texts hold text tokens with layouts of their own; the texts of all sections.
+
+        And which rows must be encoded as a whole: those with such a token across a border, or with a text that is
+        normalized before tokens are found in it.
+        """
+        texts = _section_texts(batch)
+        whole = np.zeros(len(batch), dtype=bool)
+        if not self.text_tokens.ids:
+            return batch, texts, whole
+        row = np.repeat(np.arange(len(batch)), [len(record.layout.sections) for record in batch])
+        if self.encoder.normalized is not None:
+            whole[row[[at for at, text in enumerate(texts) if not self.encoder.is_normal(text)]]] = True
+        holding = self.text_tokens.indices_in(texts)
+        if not holding:
+            return batch, texts, whole
+        out = list(batch)
+        for at in np.unique(row[holding]).tolist():
+            record = batch[at]
+            layout = split_text_tokens(record.layout, record.slots, self.text_tokens, self.encoder)
+            if layout is None:
+                whole[at] = True
+            else:
+                out[at] = msgspec.structs.replace(record, layout=layout, slots=[])
+        return out, _section_texts(out), whole
 
     def _border_positions(
         self, batch: Batch, texts: Sequence[str], stripped: Sequence[int] | None, flat: Ids, text_start: Index
@@ -142,7 +178,8 @@ class _RowEncoder:
             raise RecordError(what, "use a tokenizer.json, or leave it out", kind="vague_border")
         layout: TokenLayout = record.layout
         texts = [fill_slots(text, record.slots) for text in layout.texts]
-        ids, begins = self.encoder.encode_whole(texts, [token is not None for token in layout.tokens])
+        is_control = [token is not None and token not in self.text_tokens.ids for token in layout.tokens]
+        ids, begins = self.encoder.encode_whole(texts, is_control)
         starts = offsets(np.array([len(text) for text in texts]))
         places = np.searchsorted(begins, starts)
         places[-1] = len(ids)
@@ -153,6 +190,10 @@ class _RowEncoder:
                 self.straddling += 1
                 places[cell + 1] -= int(self.tags)
         return _rows([layout], np.diff(places), ids)
+
+
+def _section_texts(batch: Batch) -> list[str]:
+    return [fill_slots(section.text, record.slots) for record in batch for section in record.layout.sections]
 
 
 def _shifted(columns: Sequence[Index], counts: Sequence[int]) -> Index:

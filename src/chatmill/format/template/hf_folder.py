@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,16 @@ class HFFolder:
     stops: tuple[int, ...] | None = None
     """The ids that a server stops at, from generation_config.json; None if there is no such file."""
     tokenizer_json: Path | None = None
+    marked_special: frozenset[str] = frozenset()
+    """The tokens that tokenizer_config.json and special_tokens_map.json call special."""
 
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
     """Everything but the vocabulary; `chat_template` is a file to use instead of the folder's template."""
     path = Path(tokenizer)
     is_folder = tokenizer != "bytes" and path.is_dir()
-    config = _json(path / "special_tokens_map.json") | _json(path / "tokenizer_config.json") if is_folder else {}
+    files = [_json(path / name) for name in ("special_tokens_map.json", "tokenizer_config.json")] if is_folder else []
+    config: dict[str, Any] = {key: value for file in files for key, value in file.items()}
     stops = _stops(path / "generation_config.json") if is_folder else None
     templates = _templates(path, config) if is_folder else {}
     tokenizer_json = path / "tokenizer.json" if is_folder else path
@@ -59,6 +62,7 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
         {name: token for name in SPECIAL_NAMES if (token := _token(config.get(name))) is not None},
         stops,
         tokenizer_json if tokenizer != "bytes" and _is_tokenizer(tokenizer_json) else None,
+        frozenset(token for file in files for token in _marked_special(file)),
     )
 
 
@@ -101,6 +105,18 @@ def _stops(path: Path) -> tuple[int, ...] | None:
     if not isinstance(ids, list) or not all(type(id) is int for id in ids):
         raise DataError(f"{_shown(path)}: eos_token_id is {one_line(repr(given))}; expected an id or a list of ids")
     return tuple(ids)
+
+
+def _marked_special(config: Mapping[str, Any]) -> Iterator[str]:
+    """The tokens that a file lists as special: `bos_token` and the like, additional ones, marked added tokens."""
+    given = [config.get(name) for name in SPECIAL_NAMES]
+    for name in ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"):
+        listed = config.get(name)
+        given += listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else []
+    added = config.get("added_tokens_decoder")
+    if isinstance(added, dict):
+        given += [token for token in added.values() if isinstance(token, dict) and token.get("special")]
+    return (token for token in map(_token, given) if token)
 
 
 class _TokenizerFile(msgspec.Struct):

@@ -10,9 +10,9 @@ content, the reasoning of an answer. The text between two control tokens is a se
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -96,20 +96,64 @@ class _Cell:
 
 
 def token_layout(
-    record: Record, derived: DerivedAnswers, tokens: ControlTokens, *, encoder: ControlEncoder | None = None
+    record: Record,
+    derived: DerivedAnswers,
+    tokens: ControlTokens,
+    *,
+    text_tokens: ControlTokens,
+    encoder: ControlEncoder | None = None,
 ) -> TokenLayout:
-    """The layout of a record whose answers are known.
+    """The layout of a record whose answers are known; `text_tokens` are those of `tokens` that may come from text.
 
     Without `encoder` it is for this conversation only, and its slots are filled. With it, slots stay open, and sections
     without slots are encoded here, once.
     """
     cells: list[_Cell] = []
-    for cell in _CellSplitter(record, derived, tokens, filled=encoder is None).cells():
+    for cell in _CellSplitter(record, derived, tokens, text_tokens, filled=encoder is None).cells():
         last = cells[-1] if cells else None
         if last is None or cell.token or last.token or last.kind != cell.kind or cell.at_border:
             cells.append(cell)
         else:
             last.text += cell.text
+    return _layout(cells, tokens.ids, text_tokens, encoder)
+
+
+def split_text_tokens(
+    layout: TokenLayout, slots: Sequence[str], tokens: ControlTokens, encoder: ControlEncoder
+) -> TokenLayout | None:
+    """The layout of one conversation, with the text tokens of its texts as cells; None if one lies across a border.
+
+    A token that removes the whitespace before or after it is as long as both.
+    """
+    kinds = [SpanKind(*(int(span[field]) for field in SpanKind._fields)) for span in layout.spans]
+    kind_of = np.repeat(np.arange(len(kinds)), np.diff(layout.first_cell)).tolist()
+    texts = [fill_slots(text, slots) for text in layout.texts]
+    cells: list[_Cell] = []
+    is_text = [token is None for token in layout.tokens]
+    for at, end in _runs(is_text):
+        if not is_text[at]:
+            cells.append(_Cell(kinds[kind_of[at]], [texts[at]], layout.tokens[at], False))
+            continue
+        text = "".join(texts[at:end])
+        borders = [*accumulate(map(len, texts[at:end]), initial=0)]
+        cuts: dict[int, str | None] = dict.fromkeys(borders)
+        for match in tokens.find(text):
+            start, stop = encoder.with_stripped(match[0], text, *match.span())
+            if bisect_right(borders, start) < bisect_left(borders, stop):
+                return None
+            cuts |= {match.start(): match[0], match.end(): cuts.get(match.end())}
+        for start, stop in pairwise(sorted(cuts)):
+            cell = bisect_right(borders, start) - 1
+            border = layout.border[at + cell - 1] if cell else -1
+            at_border = start == borders[cell] and border >= 0 and bool(layout.border_of_answer[border])
+            cells.append(_Cell(kinds[kind_of[at + cell]], [text[start:stop]], cuts[start], at_border))
+    return _layout(cells, encoder.ids, tokens, None)
+
+
+def _layout(
+    cells: Sequence[_Cell], ids: Mapping[str, int], text_tokens: ControlTokens, encoder: ControlEncoder | None
+) -> TokenLayout:
+    """The layout of cells; with `encoder`, sections without slots and without text tokens are encoded."""
     sections: list[Section] = []
     borders: list[tuple[int, tuple[TextItem, ...], bool]] = []
     section, border = np.full((2, len(cells)), -1, dtype=np.int64)
@@ -117,7 +161,7 @@ def token_layout(
     at = 0
     while at < len(cells):
         if (token := cells[at].token) is not None:
-            known[at] = [tokens.ids[token]]
+            known[at] = [ids[token]]
             at += 1
             continue
         stop = next((n for n in range(at, len(cells)) if cells[n].token is not None), len(cells))
@@ -128,8 +172,9 @@ def token_layout(
         around = (cells[at - 1].token if at else None, cells[stop].token if stop < len(cells) else None)
         # The section up to the end of each of its cells.
         texts = [merge_literals(item for cell in cells[at : n + 1] for item in cell.text) for n in range(at, stop)]
-        if encoder is not None and encoder.by_sections and len(texts) == 1 and _is_literal(texts[0]):
-            known[at] = encoder.tokenizer.encode(encoder.strip(fill_slots(texts[0], ()), *around)[0])
+        text = fill_slots(texts[0], ()) if len(texts) == 1 and _is_literal(texts[0]) else None
+        if encoder and encoder.by_sections and text and not text_tokens.any_in([text]) and encoder.is_normal(text):
+            known[at] = encoder.tokenizer.encode(encoder.strip(text, *around)[0])
         else:
             section[at:stop] = len(sections)
             border[at : stop - 1] = np.arange(stop - at - 1) + len(borders)
@@ -168,8 +213,16 @@ def token_layout(
 class _CellSplitter:
     """Splits a rendering wherever the kind of its characters changes."""
 
-    def __init__(self, record: Record, derived: DerivedAnswers, tokens: ControlTokens, *, filled: bool) -> None:
-        self.pieces, self.tokens, self.filled = derived.rendering.pieces, tokens, filled
+    def __init__(
+        self,
+        record: Record,
+        derived: DerivedAnswers,
+        tokens: ControlTokens,
+        text_tokens: ControlTokens,
+        *,
+        filled: bool,
+    ) -> None:
+        self.pieces, self.tokens, self.text_tokens, self.filled = derived.rendering.pieces, tokens, text_tokens, filled
         self.roles = [ROLE_CODES[message.role] for message in record.messages]
         self.answers = sorted(derived.answers, key=lambda answer: answer.start)
         self.starts = [answer.start for answer in self.answers]
@@ -194,7 +247,7 @@ class _CellSplitter:
     def _field(self, number: int, place: int) -> _Cell:
         piece = self.pieces[number]
         assert piece.source is not None
-        if piece.mixed and self.tokens.any_in([piece.text]):
+        if piece.mixed and any(match[0] not in self.text_tokens.ids for match in self.tokens.find(piece.text)):
             what = f"a control token may be of the template or of message {piece.source.message} in {shown(piece.text)}"
             raise disputed(what)
         kind = self._kind(number, place, None)
@@ -244,6 +297,13 @@ class _CellSplitter:
             if source is not None and source.message == answer.message:
                 return PARTS.get(str(source.path[0]), Part.CONTENT)
         return Part.CONTENT
+
+
+def _runs(is_text: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Ranges of cells: a control token each, or the cells of a section."""
+    for one, numbers in groupby(range(len(is_text)), key=is_text.__getitem__):
+        run = [*numbers]
+        yield from [(run[0], run[-1] + 1)] if one else [(at, at + 1) for at in run]
 
 
 def _is_literal(text: Sequence[TextItem]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from chatmill.errors import RecordError, UsageError
+from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.format.renderer import Mask, OnReject, Renderer
 from chatmill.format.template.answers.derived import DerivedAnswers
 from chatmill.format.template.control_tokens import ControlTokens
@@ -22,12 +22,13 @@ from chatmill.format.template.layout import TokenLayout, token_layout
 from chatmill.format.template.probes import QUESTION
 from chatmill.format.template.process.client import TemplateProcess
 from chatmill.format.template.template_input import TemplateInput, plain_input, shape_and_texts
+from chatmill.format.template.text_tokens import tokens_of_turns
 from chatmill.format.template.tracing.trace import ReadyStep, fill_slots, merge_guards, ready, replay
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Message, Record
 from chatmill.rows import Rows, Rule, TrainOn
 from chatmill.tokenizer import Tokenizer
-from chatmill.tokenizer.control_encoder import ControlEncoder
+from chatmill.tokenizer.control_encoder import ControlEncoder, unmarked_tokens
 
 MAX_MESSAGES = 64
 """Messages of a conversation whose trace is cached: the number of prefixes to guard grows with the square of it."""
@@ -64,11 +65,12 @@ class TemplateRenderer:
         arguments: Mapping[str, Any] | None = None,
         mask: Mask = "derived",
         now: datetime | None = None,
+        text_tokens: Collection[str] | None = None,
     ) -> None:
+        """`text_tokens`: the added tokens that may come from text; None: as transformers, learned from the template."""
         self.folder, self.mask, self.now = folder, mask, now
         self.arguments = dict(arguments or {})
         raw = None if folder.tokenizer_json is None else folder.tokenizer_json.read_bytes()
-        self.encoder = ControlEncoder(tokenizer, raw)
         self.control_tokens = ControlTokens(tokenizer.control_ids)
         names = {id: token for token, id in tokenizer.control_ids.items()}
         self.ends = frozenset(names[id] for id in folder.stops or () if id in names)
@@ -86,6 +88,10 @@ class TemplateRenderer:
         for template in templates:
             if mask == "tags" and not template.has_tags:
                 raise UsageError(f"{template.name}: has no generation tags; leave out --mask tags")
+        names_from_text = self._learn_text_tokens(raw) if text_tokens is None else text_tokens
+        self.text_tokens = ControlTokens({token: tokenizer.control_ids[token] for token in names_from_text})
+        """Added tokens that may come from text; all others never do."""
+        self.encoder = ControlEncoder(tokenizer, raw, text_tokens=self.text_tokens.ids)
         self._tokenizer = tokenizer
         self._cache: dict[tuple[bool, bytes], list[CachedTrace]] = {}
         self._met_shapes: set[int] = set()
@@ -140,6 +146,7 @@ class TemplateRenderer:
             "mask": self.mask,
             "now": None if self.now is None or not self.uses_date else self.now.isoformat(),
             "ends": sorted(self.ends),
+            **({"text_tokens": sorted(self.text_tokens.ids)} if self.text_tokens.ids else {}),
         }
 
     def renderable(self, records: Iterable[Record], on_reject: OnReject | None = None) -> Iterator[Record]:
@@ -160,7 +167,7 @@ class TemplateRenderer:
     ) -> Rows:
         batch = [record if isinstance(record, LaidOutRecord) else self.lay_out(record) for record in records]
         tags = self.mask == "tags"
-        return encode_rows(batch, self.encoder, train_on=train_on, tags=tags, ledger=ledger or Ledger())
+        return self._encode(batch, train_on=train_on, tags=tags, ledger=ledger or Ledger())
 
     render_chunks = Renderer.render_chunks
 
@@ -191,7 +198,7 @@ class TemplateRenderer:
             laid_out = self._from_cache(record)
             if self.encoder.normalizes:
                 # Only encoding shows whether its borders are exact.
-                encode_rows([laid_out], self.encoder, train_on="assistant", tags=False, ledger=Ledger())
+                self._encode([laid_out], train_on="assistant", tags=False, ledger=Ledger())
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
         return laid_out
@@ -200,8 +207,7 @@ class TemplateRenderer:
         """Lay out by a cached trace whose guards hold; else derive, and cache the trace if others may follow it."""
         with_tools = bool(record.tools)
         shape, texts = shape_and_texts(record, self.templates[with_tools].style)
-        find = self.control_tokens.any_in
-        notes = ("control_text",) if find(texts) or (with_tools and find(record.tools)) else ()
+        notes = self._tokens_in((*texts, *record.tools))
         traces = self._cache.get((with_tools, shape), [])
         for trace in traces:
             slots = replay(trace.steps, texts.copy())
@@ -213,7 +219,7 @@ class TemplateRenderer:
         derived = self.derive(record, cacheable=cacheable)
         if derived.steps is None:
             return self.lay_out_derived(record, derived, notes)
-        layout = token_layout(record, derived, self.control_tokens, encoder=self.encoder)
+        layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens, encoder=self.encoder)
         steps = ready(merge_guards(derived.steps, len(texts)))
         self._cached_cells += len(layout.tokens) + len(steps)
         self._cache.setdefault((with_tools, shape), []).append(CachedTrace(steps, layout, derived.notes))
@@ -226,7 +232,35 @@ class TemplateRenderer:
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOutRecord:
         """A record with the layout of its own derivation."""
-        return _laid_out(record, token_layout(record, derived, self.control_tokens), [], notes + derived.notes)
+        layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens)
+        return _laid_out(record, layout, [], notes + derived.notes)
+
+    def _tokens_in(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """Notes on texts that hold control tokens."""
+        if not self.control_tokens.any_in(texts):
+            return ()
+        matches = {match[0] for text in texts for match in self.control_tokens.find(text)}
+        from_text = matches & self.text_tokens.ids.keys()
+        return (*(["control_text"] if matches - from_text else []), *(["text_token"] if from_text else []))
+
+    def _encode(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
+        return encode_rows(batch, self.encoder, text_tokens=self.text_tokens, **options)
+
+    def _learn_text_tokens(self, raw: bytes | None) -> frozenset[str]:
+        """The added tokens that are not special, and that the template does not write in headers or as ends."""
+        added = unmarked_tokens(raw) & self.control_tokens.ids.keys() if raw is not None else frozenset()
+        special = self.control_tokens.ids.keys() - (added - self.folder.marked_special) | self.ends
+
+        def render(record: Record, messages: int, prompt: bool) -> str | None:
+            try:
+                return self.text(record, messages, prompt=prompt)
+            except RecordError as fault:
+                if fault.kind == "template_limit":
+                    raise DataError(f"{fault.what}, on a small conversation; mend it") from None
+                return None
+
+        unmarked = frozenset(self.control_tokens.ids.keys() - special)
+        return unmarked - tokens_of_turns(render, self.control_tokens, special) if unmarked else unmarked
 
     def _may_recur(self, with_tools: bool, shape: bytes) -> bool:
         """Whether other records of this shape are likely: if it has only roles, or has been met before."""

@@ -1,0 +1,188 @@
+"""Which added tokens may come from the text of messages, learned from what a template writes.
+
+A token that the tokenizer marks special never comes from text, nor does one that the template writes in the header of a
+role or as the end of a turn (DeepSeek's `<｜User｜>` is not special). All others are tags inside of answers: `<think>`,
+`<tool_call>`. Headers and ends are read off small conversations whose texts are words that no template writes:
+
+    <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
+    header            header       tag                  end                 header
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
+
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.probes import TOOLS, probe_record
+from chatmill.records.record import Message, Record, ToolCall, new_message
+
+Render = Callable[[Record, int, bool], str | None]
+"""The text of the first n messages, with or without the generation prompt; None if the template refuses them."""
+
+MAX_WORDS = 2
+"""Words of the template between two tokens of a header; a token among more of them is mentioned in a sentence."""
+
+ID = "call00001"
+
+
+def _turns(*roles: str) -> list[Message]:
+    """Messages whose texts are `QzUser0`, `QzAssistant1` and so on."""
+    return [
+        new_message(
+            role, f"Qz{role.title()}{at}", **({"name": "weather", "tool_call_id": ID} if role == "tool" else {})
+        )
+        for at, role in enumerate(roles)
+    ]
+
+
+_DIALOG = probe_record("dialog", *_turns("user", "assistant", "user", "assistant"))
+_SYSTEM = probe_record("system", *_turns("system", "user", "assistant"))
+_REASONING = probe_record("reasoning", *_turns("user"), new_message("assistant", "QzAssistant1", "QzReasoning"))
+_RESULT = probe_record("result", *_turns("user", "assistant", "tool", "assistant"))
+_CALLS = probe_record(
+    "calls",
+    *_turns("user"),
+    new_message("assistant", "", "", (ToolCall("weather", '{"city":"QzAssistant1"}', ID),)),
+    *_turns("user", "assistant", "tool", "tool", "assistant")[2:],
+    tools=TOOLS,
+)
+
+
+def tokens_of_turns(render: Render, tokens: ControlTokens, special: Collection[str]) -> frozenset[str]:
+    """The tokens that a template writes in headers and as ends of turns; those of `special` are known to be no tags."""
+    return _Turns(render, tokens, special).learn()
+
+
+class _Turns:
+    def __init__(self, render: Render, tokens: ControlTokens, special: Collection[str]) -> None:
+        self.tokens, self.special = tokens, special
+        self._render, self._rendered = render, dict[tuple[str | None, int, bool], str | None]()
+
+    def learn(self) -> frozenset[str]:
+        ends, user_header = self._end_and_header(_DIALOG, 1, "QzUser2")
+        reasoning = self._reasoning_tags() - {*ends}
+        tags = reasoning | (self._call_tags() - {*ends})
+        turns = {*ends, *user_header, *self._before_answers(len(user_header), tags)}
+        return frozenset(turns | (self._tool_turns(tags) - reasoning) | (self._system_turn() - tags))
+
+    def _end_and_header(self, record: Record, message: int, following: str) -> tuple[list[str], list[str]]:
+        """The tokens that end an answer, and those of the header between it and the text that follows it.
+
+        Tokens before a special one that ends the turn are tags of the answer: `</response><|im_end|>`.
+        """
+        text = f"QzAssistant{message}"
+        between = self._names(_between(self.render(record, len(record.messages), False), text, following))
+        alone = self.render(record, message + 1, False)
+        if alone is None:
+            # The template refuses to end here: the header begins with the last special token.
+            special = [at for at, token in enumerate(between) if token in self.special]
+            return [], between[special[-1] if special else -1 :]
+        size = _common(between, self._names(_behind(alone, text)))
+        ends = between[:size]
+        last = max((at for at, token in enumerate(ends) if token in self.special), default=-1)
+        return ends[last + 1 :], between[size:]
+
+    def _before_answers(self, size: int, tags: Collection[str]) -> set[str]:
+        """The end of a user's turn, and the header of an assistant's: as many tokens (`size`) as that of a user."""
+        prompt, alone = (_behind(self.render(_DIALOG, 1, prompt), "QzUser0") for prompt in (True, False))
+        ends = self._names(alone)
+        if prompt == alone:
+            # The template has no prompt, or always writes it.
+            row = _between(self.render(_DIALOG, 4, False), "QzUser0", "QzAssistant1")
+            return ({*self._names(row)[: max(1, size)], *ends} & self._in_all_openings()) - {*tags}
+        shared = _common(self._names(prompt), ends)
+        header = self._names(prompt)[shared:]
+        if size == 0 and not (header and prompt.lstrip().startswith(header[0])):
+            # Headers are words.
+            header = []
+        return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
+
+    def _in_all_openings(self) -> set[str]:
+        """The tokens between a user's text and an answer without reasoning, in each row and each prompt."""
+        openings = []
+        for record, answers in ((_DIALOG, (1, 3)), (_SYSTEM, (2,))):
+            row = self.render(record, len(record.messages), False)
+            for at in answers:
+                user = f"QzUser{at - 1}"
+                prompt, alone = (_behind(self.render(record, at, prompt), user) for prompt in (True, False))
+                openings += [_between(row, user, f"QzAssistant{at}")] if row is not None else []
+                openings += [prompt] if prompt != alone else []
+        return set.intersection(*({*self._names(text)} for text in openings)) if openings else set()
+
+    def _reasoning_tags(self) -> set[str]:
+        """The tokens behind the reasoning of an answer, and the one before it if no plain text stands behind that."""
+        row = self.render(_REASONING, 2, False)
+        plain = _between(self.render(_DIALOG, 4, False), "QzUser0", "QzAssistant1")
+        opening = {*self._last(_between(row, "QzUser0", "QzReasoning"))} - {*self._last(plain)}
+        return opening | {*self._names(_between(row, "QzReasoning", "QzAssistant1"))}
+
+    def _call_tags(self) -> set[str]:
+        """The tokens around the tool call of an answer that are not before a plain text."""
+        row = self.render(_CALLS, 2, False)
+        plain = _between(self.render(_DIALOG, 4, False), "QzUser0", "QzAssistant1")
+        opening = {*self._names(_between(row, "QzUser0", "QzAssistant1"))} - {*self._names(plain)}
+        return opening | {*self._names(_behind(row, "QzAssistant1"))}
+
+    def _tool_turns(self, tags: Collection[str]) -> set[str]:
+        """The tokens of the headers and ends of tool results."""
+        out: set[str] = set()
+        for record, last in ((_CALLS, 3), (_RESULT, 2)):
+            row = self.render(record, len(record.messages), False)
+            out |= {*self._end_and_header(record, 1, "QzTool2")[1]}
+            if last > 2:
+                out |= {*self._names(_between(row, "QzTool2", f"QzTool{last}"))}
+            prompt, alone = (
+                _behind(self.render(record, last + 1, prompt), f"QzTool{last}") for prompt in (True, False)
+            )
+            out |= {*self._names(alone)} - ({*tags} if prompt == alone else set())
+        return out
+
+    def _system_turn(self) -> set[str]:
+        """The tokens before and after the text of a system message that are not mentioned in sentences."""
+        row = self.render(_SYSTEM, 3, False) or ""
+        texts = (row.partition("QzSystem0")[0], _between(row, "QzSystem0", "QzUser1")) if "QzSystem0" in row else ()
+        out: set[str] = set()
+        for text in texts:
+            matches = self.tokens.find(text)
+            gaps = [*(match.start() for match in matches), len(text)], [0, *(match.end() for match in matches)]
+            near = [len(text[start:stop].split()) <= MAX_WORDS for stop, start in zip(*gaps, strict=True)]
+            first = len([*takewhile(bool, near[:-1])])
+            last = len([*takewhile(bool, reversed(near[1:]))])
+            out |= {match[0] for match in (*matches[:first], *matches[len(matches) - last :])}
+        return out
+
+    def render(self, record: Record, messages: int, prompt: bool) -> str | None:
+        key = (record.id, messages, prompt)
+        if key not in self._rendered:
+            text = self._render(record, messages, prompt)
+            if text is None and not record.tools:
+                # Some templates are for conversations with tools only.
+                text = self._render(probe_record("", *record.messages, tools=TOOLS), messages, prompt)
+            self._rendered[key] = text
+        return self._rendered[key]
+
+    def _names(self, text: str) -> list[str]:
+        return [match[0] for match in self.tokens.find(text)]
+
+    def _last(self, text: str) -> list[str]:
+        """The token that a text ends with, apart from white space."""
+        return [match[0] for match in self.tokens.find(text)[-1:] if not text[match.end() :].strip()]
+
+
+def _between(text: str | None, before: str, after: str) -> str:
+    """What stands between two words; nothing if one of them is missing."""
+    _, word, tail = (text or "").partition(before)
+    between, end, _ = tail.partition(after)
+    return between if word and end else ""
+
+
+def _behind(text: str | None, word: str) -> str:
+    """What stands behind the last occurrence of a word; nothing if it is missing."""
+    _, there, after = (text or "").rpartition(word)
+    return after if there else ""
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many tokens two lists begin with in common."""
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])

@@ -1,0 +1,277 @@
+"""Added tokens in the text of messages: special ones and those of headers and ends are text, others are tokens."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from template_fixtures import TOOLS, answer, messages_of, open_template, user
+from tokenizers import AddedToken, Tokenizer, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from chatmill.format import TemplateRenderer, renderer_from_json
+from chatmill.ledger import Ledger
+from chatmill.records import Message, Record, ToolCall
+from chatmill.rows import Rows
+from chatmill.tokenizer import open_tokenizer, train_bpe
+
+CHATML = """{%- if tools -%}<|im_start|>system
+Call a tool within <tool_call></tool_call>:{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+<tool_call>name and arguments</tool_call><|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' -}}
+{%- else -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.reasoning_content -%}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' -}}
+{%- elif message.role == 'assistant' and loop.last -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
+{{- message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '\\n<tool_call>\\n' + call.function.name + ' ' + (call.function.arguments | tojson) + '\\n</tool_call>' -}}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"""
+# Its headers are not special, and its prompt holds a tag that is in every answer.
+DEEPSEEK = """{{- '<s>' -}}{%- for message in messages -%}
+{%- if message.role == 'system' -%}{{- message.content -}}
+{%- elif message.role == 'user' -%}{{- '<｜User｜>' + message.content -}}
+{%- elif message.role == 'tool' -%}{{- '<｜out▁begin｜>' + message.content + '<｜out▁end｜>' -}}
+{%- else -%}{{- '<｜Assistant｜></think>' + message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>' + call.function.name + '<｜sep｜>' + (call.function.arguments | tojson) + '</tool_call>' -}}
+{%- endfor -%}{{- '</s>' -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<｜Assistant｜></think>' -}}{%- endif -%}"""
+# Its headers are words around which a text can become a token, and its prompt ends with a tag.
+WORDS = """{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}{{- 'ASSISTANT: <thi' + message.content + 'nk></s>' -}}
+{%- else -%}{{- 'USER: ' + message.content + 'nk>\\n' -}}{%- endif -%}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'ASSISTANT: <thi' -}}{%- endif -%}"""
+INST = """{%- for message in messages -%}
+{%- if message.role == 'user' -%}{{- '[INST]' + message.content + '[/INST]' -}}
+{%- else -%}{{- '<think>' + (message.reasoning_content or '') + '</think>' + message.content + '</s>' -}}{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}{{- '<think>' -}}{%- endif -%}"""
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<｜sep｜>", "<tool_response>", "</tool_response>"]
+HEADERS = ["<｜User｜>", "<｜Assistant｜>", "<｜out▁begin｜>", "<｜out▁end｜>", "[INST]", "[/INST]"]
+LEARNED = {
+    CHATML: {*TAGS, *HEADERS} - {"<tool_response>", "</tool_response>"},
+    DEEPSEEK: {*TAGS, "[INST]", "[/INST]"},
+    WORDS: {*TAGS, *HEADERS},
+    INST: {*TAGS, *HEADERS} - {"[INST]", "[/INST]"},
+}
+ODD = {
+    "plain": [AddedToken(token, normalized=False) for token in (*TAGS, *HEADERS)],
+    "normalized": [AddedToken(token, normalized=True) for token in (*TAGS, *HEADERS)],
+    "stripping": [
+        AddedToken(token, normalized=False, lstrip=token in TAGS[::2], rstrip=token in TAGS[::3])
+        for token in (*TAGS, *HEADERS)
+    ],
+    "single words": [AddedToken(token, normalized=False, single_word=True) for token in (*TAGS, *HEADERS)],
+    "overlapping": [
+        AddedToken(token, normalized=token == "<think>\n")
+        for token in (*TAGS, *HEADERS, "<think>\n", "think>x", "<think><think>", "</think>\n\n<tool_call>")
+    ],
+}
+TEXTS = [
+    "x ",
+    " \n",
+    "\n",
+    "éé",
+    "e\u0301",
+    "\u0338",
+    "Ｗ",
+    "<",
+    "<thi",
+    "nk>",
+    "/",
+    ">",
+    "日本",
+    "they're 123",
+    "  ",
+    "word",
+]
+
+
+@cache
+def folder(kind: str, normalizer: str = "NFC") -> str:
+    """A byte-level BPE with special tokens, tags and headers."""
+    path = Path(mkdtemp())
+    made = Tokenizer.from_buffer(
+        train_bpe(["the user asks, the assistant answers"] * 4, vocab_size=400, control=SPECIAL)
+    )
+    made.normalizer = getattr(normalizers, normalizer)()
+    made.add_tokens(ODD[kind])
+    made.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": CHATML}))
+    return str(path)
+
+
+@cache
+def opened(template: str, kind: str = "plain", normalizer: str = "NFC", **options: str) -> TemplateRenderer:
+    path = Path(mkdtemp()) / "chat.jinja"
+    path.write_text(template)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return open_template(folder(kind, normalizer), chat_template=str(path), **options)
+
+
+@cache
+def peer(kind: str, normalizer: str = "NFC") -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_file=f"{folder(kind, normalizer)}/tokenizer.json", eos_token="</s>")
+
+
+def peer_ids(renderer: TemplateRenderer, record: Record, kind: str, normalizer: str = "NFC") -> list[int]:
+    messages, tools = messages_of(renderer, record)
+    source = renderer.templates[bool(record.tools)].source
+    options = {"chat_template": source, "tokenize": True, "return_dict": False}
+    return list(peer(kind, normalizer).apply_chat_template(messages, tools=tools, **options))
+
+
+def conversations(tokens: list[str], *, calls: bool = True) -> st.SearchStrategy[Record]:
+    """Conversations of all roles whose texts hold these tokens, and pieces of them."""
+    texts = st.lists(st.sampled_from([*tokens, *TEXTS]), min_size=1, max_size=6).map("".join).filter(str.strip)
+
+    @st.composite
+    def draw_record(draw: st.DrawFn) -> Record:
+        turns = [user(draw(texts)), answer(draw(texts), draw(st.just("") | texts))]
+        if calls and draw(st.booleans()):
+            call = ToolCall("lookup", json.dumps({"word": draw(texts)}, ensure_ascii=False), "call00001")
+            turns += [user(draw(texts)), answer(draw(texts), "", call), Message("tool", draw(texts), name="lookup")]
+            turns += [answer(draw(texts))]
+        system = [Message("system", draw(texts))] if calls and draw(st.booleans()) else []
+        return Record([*system, *turns], tools=TOOLS if calls and draw(st.booleans()) else ())
+
+    return draw_record()
+
+
+@pytest.mark.parametrize("template", LEARNED, ids=["chatml", "deepseek", "words", "inst"])
+def test_headers_and_ends_are_learned_from_the_template(template):
+    assert opened(template).text_tokens.ids.keys() == LEARNED[template]
+
+
+CASES = [
+    *((template, "plain") for template in LEARNED),
+    *((CHATML, kind) for kind in ODD if kind != "plain"),
+    *((WORDS, kind) for kind in ("normalized", "overlapping")),
+]
+NAMES = {CHATML: "chatml", DEEPSEEK: "deepseek", WORDS: "words", INST: "inst"}
+
+
+@pytest.mark.parametrize(("template", "kind"), CASES, ids=[f"{NAMES[template]}-{kind}" for template, kind in CASES])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_ids_are_those_of_transformers(template, kind, data):
+    renderer = opened(template, kind)
+    tokens = sorted(renderer.text_tokens.ids)
+    record = data.draw(conversations(tokens, calls=template in (CHATML, DEEPSEEK)))
+    rows = renderer.render([Record([user("a"), answer("b")]), record])[1:]
+    rows.check()
+    assert rows.ids.tolist() == peer_ids(renderer, record, kind)
+
+
+def spans_of(renderer: TemplateRenderer, rows: Rows) -> list[tuple[int, ...]]:
+    """Role, part, message and weight of each character that the tokens of a row spell."""
+    out: list[tuple[int, ...]] = []
+    fields = ("role", "part", "message", "weight")
+    for span, start, stop in zip(rows.spans, rows.span_start[:-1], rows.span_start[1:], strict=True):
+        size = sum(len(renderer.tokenizer.piece(id)) for id in rows.ids[start:stop].tolist())
+        out += [tuple(span[field].item() for field in fields)] * size
+    return out
+
+
+@pytest.mark.parametrize("template", [CHATML, DEEPSEEK, INST], ids=["chatml", "deepseek", "inst"])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_they_change_no_mask(template, data):
+    renderer = opened(template)
+    record = data.draw(conversations(sorted(renderer.text_tokens.ids), calls=template is not INST))
+    plain = opened(template, text_tokens="never")
+    assert spans_of(renderer, renderer.render([record])) == spans_of(plain, plain.render([record]))
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_special_tokens_and_those_of_headers_never_come_from_text(data):
+    renderer = opened(DEEPSEEK)
+    hard = renderer.control_tokens.ids.keys() - renderer.text_tokens.ids.keys()
+    assert hard == {*SPECIAL, "<｜User｜>", "<｜Assistant｜>", "<｜out▁begin｜>", "<｜out▁end｜>"}
+    record = data.draw(conversations([*sorted(hard), *TAGS]))
+    words = Record(
+        [Message(m.role, "x", m.reasoning and "x", m.tool_calls, m.name) for m in record.messages], tools=record.tools
+    )
+    ids = [renderer.control_tokens.ids[token] for token in sorted(hard)]
+    counts = [[rows.ids.tolist().count(id) for id in ids] for rows in map(renderer.render, ([record], [words]))]
+    assert counts[0] == counts[1]
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_never_encodes_all_of_them_as_text(data):
+    renderer = opened(CHATML, text_tokens="never")
+    assert not renderer.text_tokens.ids
+    record = data.draw(conversations([*TAGS, *HEADERS]))
+    pieces = renderer.derive(record).rendering.pieces
+    ids: list[int] = []
+    texts = [""]
+    for source, text in [(piece.source, piece.text) for piece in pieces]:
+        start = 0
+        for match in renderer.control_tokens.find(text) if source is None else []:
+            texts[-1] += text[start : match.start()]
+            texts += [match[0], ""]
+            start = match.end()
+        texts[-1] += text[start:]
+    for at, text in enumerate(texts):
+        ids += [renderer.control_tokens.ids[text]] if at % 2 else renderer.tokenizer.encode(text)
+    assert renderer.render([record]).ids.tolist() == ids
+
+
+def test_the_ledger_counts_rows_with_either_kind():
+    renderer, ledger = opened(DEEPSEEK), Ledger()
+    texts = ["plain", "<think>", "<｜User｜>", "<think><s>", "<thi nk>"]
+    renderer.render([Record([user(text), answer("b")]) for text in texts], ledger=ledger)
+    noted = {reason: entry.rows for bucket, reason, entry in ledger if bucket == "noted"}
+    assert noted == {"control_text": 2, "text_token": 2}
+
+
+def test_a_stored_format_keeps_them_and_an_older_one_has_none():
+    renderer = opened(DEEPSEEK)
+    stored = renderer.to_json()
+    assert stored["text_tokens"] == sorted(LEARNED[DEEPSEEK])
+    record = Record([user("<think>"), answer("</think><｜User｜>b")])
+    spec = folder("plain")
+    older = {key: value for key, value in stored.items() if key != "text_tokens"}
+    for format, same in ((stored, renderer), (older, opened(DEEPSEEK, text_tokens="never"))):
+        tokenizer = open_tokenizer(spec, control=format["tokens"])
+        again = renderer_from_json(format, tokenizer, spec=spec, where="model")
+        assert again.render([record]).ids.tolist() == same.render([record]).ids.tolist()
+    assert "text_tokens" not in opened(DEEPSEEK, text_tokens="never").to_json()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"additional_special_tokens": ["<think>"]},
+        {"extra_special_tokens": {"think_token": "<think>"}},
+        {"added_tokens_decoder": {"277": {"content": "<think>", "special": True}}},
+        {"pad_token": {"content": "<think>"}},
+    ],
+)
+def test_a_token_that_the_config_calls_special_never_comes_from_text(tmp_path, config):
+    (tmp_path / "tokenizer.json").write_bytes(Path(folder("plain"), "tokenizer.json").read_bytes())
+    id = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id("<think>")
+    if "added_tokens_decoder" in config:
+        config = {"added_tokens_decoder": {str(id): config["added_tokens_decoder"]["277"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML, **config}))
+    renderer = open_template(str(tmp_path))
+    assert "<think>" not in renderer.text_tokens.ids and "</think>" in renderer.text_tokens.ids
+    assert renderer.render([Record([user("<think>"), answer("b")])]).ids.tolist().count(id) == 1
