@@ -150,8 +150,8 @@ def _template_renderer(stored: dict[str, Any], tokenizer: Tokenizer, spec: str, 
     path = Path(spec, "tokenizer.json") if Path(spec).is_dir() else Path(spec)
     stops = [tokenizer.token_id(token) for token in stored["ends"]]
     folder = HFFolder(
-        TemplateSource(where, stored["template"]),
-        TemplateSource(where, stored["tool_use"]) if "tool_use" in stored else None,
+        TemplateSource(f"{where}:template", stored["template"]),
+        TemplateSource(f"{where}:tool_use", stored["tool_use"]) if "tool_use" in stored else None,
         special=stored["special"],
         stops=tuple(id for id in stops if id is not None),
         tokenizer_json=path if path.suffix == ".json" and path.is_file() else None,
