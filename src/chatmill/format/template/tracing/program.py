@@ -23,17 +23,12 @@ from jinja2.runtime import Context, Undefined
 from chatmill.errors import ChatmillError, DataError, RecordError, one_line
 from chatmill.format.template.tracing.formatting import check_plain
 from chatmill.format.template.tracing.limits import LimitError, Meter, TimeLimitError
-from chatmill.format.template.tracing.sandbox import (
-    Rewriter,
-    Sandbox,
-    UndefinedVariableError,
-    sandbox_call,
-    statement,
-)
+from chatmill.format.template.tracing.sandbox import Rewriter, Sandbox, sandbox_call, statement
 from chatmill.format.template.tracing.steps import LENGTHS, STEP_FUNCTIONS
 from chatmill.format.template.tracing.trace import OUTSIDE, Rendering, TracedPiece
 from chatmill.format.template.tracing.traced_markup import TracedMarkup, escaped, mapped, marked, unmarked
 from chatmill.format.template.tracing.traced_str import TracedStr, joined, literal, made, opaque, texts_in, untraced
+from chatmill.format.template.tracing.values import UndefinedVariableError
 
 
 class Program:

@@ -12,23 +12,24 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from functools import partial, wraps
+from functools import wraps
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, Undefined, UndefinedError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS, _GroupTuple
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Cycler, Joiner, Namespace, missing
+from jinja2.utils import Cycler, Joiner
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
 from chatmill.format.template.tracing.formatting import check_plain, format_fields, format_percent
 from chatmill.format.template.tracing.limits import MAX_INT_BITS, LimitError, Meter
+from chatmill.format.template.tracing.values import TemplateDict, TemplateNamespace, UndefinedValue
 
 ATTRIBUTES: dict[type, frozenset[str]] = {
     str: frozenset(
@@ -60,32 +61,6 @@ TEXT_FILTERS = ("indent", "striptags", "truncate", "urlize", "wordwrap")
 """Filters of nothing but texts."""
 
 
-class UndefinedVariableError(UndefinedError):
-    """A template needs a variable that nobody gave it."""
-
-    def __init__(self, variable: str, message: str) -> None:
-        super().__init__(message)
-        self.variable = variable
-
-
-class UndefinedValue(Undefined):
-    """Jinja's undefined, which is written as nothing; an attribute that is not for templates is an error there, too."""
-
-    __slots__ = ()
-
-    def __init__(
-        self, hint: str | None = None, obj: Any = missing, name: Any = None, exc: Any = UndefinedError
-    ) -> None:
-        if hint is None and obj is missing and isinstance(name, str):
-            exc = partial(UndefinedVariableError, name)
-        super().__init__(hint, obj, name, exc)
-
-    def __str__(self) -> str:
-        if self._undefined_exception is SecurityError:
-            self._fail_with_undefined_error()
-        return ""
-
-
 class Generation(Extension):
     """The tag `{% generation %}`; its content is passed through `Sandbox.tagged`."""
 
@@ -102,36 +77,6 @@ class Generation(Extension):
         sandbox = self.environment
         assert isinstance(sandbox, Sandbox)
         return sandbox.tagged(caller())
-
-
-class _Namespace(Namespace):
-    """Namespaces without underscored names, through which templates have accessed internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name of the template's own
-        for name in dict(*args[1:], **kwargs):
-            _check_name(name)
-        Namespace.__init__(*args, **kwargs)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(
-            f"a namespace cannot hold {name!r}: names with an underscore in front are not for templates"
-        )
-
-
-class _Dict:
-    """`dict` as a function, without the attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -152,8 +97,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {
             "raise_exception": _raise,
             "strftime_now": self._strftime,
-            "dict": _Dict(),
-            "namespace": _Namespace,
+            "dict": TemplateDict(),
+            "namespace": TemplateNamespace,
             "lipsum": self._random,
         }
 
@@ -251,7 +196,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if type_ is str and name == "format":
                 return self._format_of(obj)
             return getattr(obj, name)
-        if type_ is _Namespace and not name.startswith("_"):
+        if type_ is TemplateNamespace and not name.startswith("_"):
             return getattr(obj, name, None) if hasattr(obj, name) else self.undefined(obj=obj, name=name)
         if not hasattr(type_ if type_ is str else obj, name):
             return self.undefined(obj=obj, name=name)
@@ -268,7 +213,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def is_safe_callable(self, obj: Any) -> bool:
         # An undefined one says itself that it cannot be called.
-        return type(obj) in _CALLABLE or isinstance(obj, Undefined) or obj in (_Namespace, Cycler, Joiner)
+        return type(obj) in _CALLABLE or isinstance(obj, Undefined) or obj in (TemplateNamespace, Cycler, Joiner)
 
     # Limits.
 
@@ -406,7 +351,7 @@ def sandbox_call(method: str, args: list[nodes.Expr], at: nodes.Node) -> nodes.C
 
 _OF_DICT = frozenset(dir(dict))
 _WITH_ITEMS = (dict, list, tuple, str, range)
-_CALLABLE = (BuiltinMethodType, FunctionType, MethodType, Macro, LoopContext, Joiner, _Dict)
+_CALLABLE = (BuiltinMethodType, FunctionType, MethodType, Macro, LoopContext, Joiner, TemplateDict)
 
 
 def _size(value: Any) -> int:

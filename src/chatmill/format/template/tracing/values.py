@@ -1,0 +1,66 @@
+"""Values of templates that are not plain data: what is undefined, namespaces, and `dict`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from jinja2 import Undefined, UndefinedError
+from jinja2.exceptions import SecurityError
+from jinja2.utils import Namespace, missing
+
+
+class UndefinedVariableError(UndefinedError):
+    """A template needs a variable that nobody gave it."""
+
+    def __init__(self, variable: str, message: str) -> None:
+        super().__init__(message)
+        self.variable = variable
+
+
+class UndefinedValue(Undefined):
+    """Jinja's undefined, which is written as nothing; an attribute that is not for templates is an error there, too."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, hint: str | None = None, obj: Any = missing, name: Any = None, exc: Any = UndefinedError
+    ) -> None:
+        if hint is None and obj is missing and isinstance(name, str):
+            exc = partial(UndefinedVariableError, name)
+        super().__init__(hint, obj, name, exc)
+
+    def __str__(self) -> str:
+        if self._undefined_exception is SecurityError:
+            self._fail_with_undefined_error()
+        return ""
+
+
+class TemplateNamespace(Namespace):
+    """Namespaces without underscored names, through which templates have accessed internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name of the template's own
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(
+            f"a namespace cannot hold {name!r}: names with an underscore in front are not for templates"
+        )
+
+
+class TemplateDict:
+    """`dict` as a function, without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
