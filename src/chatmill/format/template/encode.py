@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -132,20 +133,21 @@ class _RowEncoder:
         whole = np.zeros(len(batch), dtype=bool)
         if not self.text_tokens.ids:
             return batch, texts, whole
-        row = np.repeat(np.arange(len(batch)), [len(record.layout.sections) for record in batch])
+        first = offsets(np.array([len(record.layout.sections) for record in batch]))
+        row = np.repeat(np.arange(len(batch)), np.diff(first)).tolist()
         if self.encoder.normalized is not None:
-            whole[row[[at for at, text in enumerate(texts) if not self.encoder.is_normal(text)]]] = True
+            whole[[row[at] for at, text in enumerate(texts) if not self.encoder.is_normal(text)]] = True
         holding = self.text_tokens.indices_in(texts)
         if not holding:
             return batch, texts, whole
         out = list(batch)
-        for at in np.unique(row[holding]).tolist():
-            record = batch[at]
-            layout = split_text_tokens(record.layout, record.slots, self.text_tokens, self.encoder)
-            if layout is None:
+        for at, numbers in groupby(holding, key=row.__getitem__):
+            record, sections = batch[at], [number - int(first[at]) for number in numbers]
+            split = split_text_tokens(record.layout, record.slots, sections, self.text_tokens, self.encoder)
+            if split is None:
                 whole[at] = True
             else:
-                out[at] = msgspec.structs.replace(record, layout=layout, slots=[])
+                out[at] = msgspec.structs.replace(record, layout=split[0], slots=split[1])
         return out, _section_texts(out), whole
 
     def _border_positions(

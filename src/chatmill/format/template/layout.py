@@ -9,10 +9,12 @@ content, the reasoning of an answer. The text between two control tokens is a se
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, count, groupby, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +35,8 @@ PARTS = {"content": Part.CONTENT, "reasoning": Part.REASONING, "tool_calls": Par
 
 MAX_SECTION = 2**13
 """Cells between two control tokens: the work of encoding them grows with the square of it."""
+MAX_SPLITS = 8
+"""Layouts that are kept for the text tokens of conversations that follow one trace."""
 
 
 class SpanKind(NamedTuple):
@@ -51,6 +55,8 @@ class Section(NamedTuple):
     before: str | None
     after: str | None
     """The control tokens on its sides."""
+    first_cell: int
+    stop_cell: int
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,8 @@ class TokenLayout:
     """By span, and the end."""
     spans: Table
     """The spans, without their lengths."""
+    splits: dict[tuple[tuple[int, str | None], ...], TokenLayout] = dataclasses.field(default_factory=dict)
+    """Layouts with text tokens in some cells, by what those consist of."""
 
 
 @dataclass
@@ -119,23 +127,18 @@ def token_layout(
 
 
 def split_text_tokens(
-    layout: TokenLayout, slots: Sequence[str], tokens: ControlTokens, encoder: ControlEncoder
-) -> TokenLayout | None:
-    """The layout of one conversation, with the text tokens of its texts as cells; None if one lies across a border.
+    layout: TokenLayout, slots: list[str], sections: Sequence[int], tokens: ControlTokens, encoder: ControlEncoder
+) -> tuple[TokenLayout, list[str]] | None:
+    """A layout in which the text tokens of these sections are cells, and its slots; None if one lies across a border.
 
     A token that removes the whitespace before or after it is as long as both.
     """
-    kinds = [SpanKind(*(int(span[field]) for field in SpanKind._fields)) for span in layout.spans]
-    kind_of = np.repeat(np.arange(len(kinds)), np.diff(layout.first_cell)).tolist()
-    texts = [fill_slots(text, slots) for text in layout.texts]
-    cells: list[_Cell] = []
-    is_text = [token is None for token in layout.tokens]
-    for at, end in _runs(is_text):
-        if not is_text[at]:
-            cells.append(_Cell(kinds[kind_of[at]], [texts[at]], layout.tokens[at], False))
-            continue
-        text = "".join(texts[at:end])
-        borders = [*accumulate(map(len, texts[at:end]), initial=0)]
+    pieces: list[tuple[int, str | None]] = []
+    texts: list[str] = []
+    for _, _, _, first, end in (layout.sections[number] for number in sections):
+        of_cells = [fill_slots(text, slots) for text in layout.texts[first:end]]
+        text = "".join(of_cells)
+        borders = [*accumulate(map(len, of_cells), initial=0)]
         cuts: dict[int, str | None] = dict.fromkeys(borders)
         for match in tokens.find(text):
             start, stop = encoder.with_stripped(match[0], text, *match.span())
@@ -143,11 +146,41 @@ def split_text_tokens(
                 return None
             cuts |= {match.start(): match[0], match.end(): cuts.get(match.end())}
         for start, stop in pairwise(sorted(cuts)):
-            cell = bisect_right(borders, start) - 1
-            border = layout.border[at + cell - 1] if cell else -1
-            at_border = start == borders[cell] and border >= 0 and bool(layout.border_of_answer[border])
-            cells.append(_Cell(kinds[kind_of[at + cell]], [text[start:stop]], cuts[start], at_border))
-    return _layout(cells, encoder.ids, tokens, None)
+            pieces.append((first + bisect_right(borders, start) - 1, cuts[start]))
+            if cuts[start] is None:
+                texts.append(text[start:stop])
+    key = tuple(pieces)
+    split = layout.splits.get(key)
+    if split is None:
+        split = _split(layout, pieces, len(slots), tokens, encoder)
+        if len(layout.splits) < MAX_SPLITS:
+            layout.splits[key] = split
+    return split, [*slots, *texts]
+
+
+def _split(
+    layout: TokenLayout,
+    pieces: Sequence[tuple[int, str | None]],
+    num_slots: int,
+    tokens: ControlTokens,
+    encoder: ControlEncoder,
+) -> TokenLayout:
+    """The layout with some cells in pieces: (cell, text token) or (cell, None) for a text, whose slot is a new one."""
+    kinds = [SpanKind(*(int(span[field]) for field in SpanKind._fields)) for span in layout.spans]
+    kind_of = np.repeat(np.arange(len(kinds)), np.diff(layout.first_cell)).tolist()
+    in_pieces = {at: [token for _, token in group] for at, group in groupby(pieces, key=itemgetter(0))}
+    new_slots = count(num_slots)
+    cells: list[_Cell] = []
+    for at, (text, token, kind) in enumerate(zip(layout.texts, layout.tokens, kind_of, strict=True)):
+        border = layout.border[at - 1] if at else -1
+        at_border = bool(border >= 0 and layout.border_of_answer[border])
+        if at not in in_pieces:
+            cells.append(_Cell(kinds[kind], list(text), token, at_border))
+        for number, piece in enumerate(in_pieces.get(at, ())):
+            item = next(new_slots) if piece is None else piece
+            cells.append(_Cell(kinds[kind], [item], piece, at_border and number == 0))
+    # The literals of a layout that has slots are encoded once.
+    return _layout(cells, encoder.ids, tokens, encoder if num_slots else None)
 
 
 def _layout(
@@ -182,7 +215,7 @@ def _layout(
                 (len(sections), text, cell.at_border)
                 for text, cell in zip(texts[:-1], cells[at + 1 : stop], strict=True)
             ]
-            sections.append(Section(texts[-1], *around))
+            sections.append(Section(texts[-1], *around, at, stop))
         at = stop
     first = [n for n, cell in enumerate(cells) if n == 0 or cell.kind != cells[n - 1].kind]
     spans = np.zeros(len(first), dtype=SPAN)
@@ -297,13 +330,6 @@ class _CellSplitter:
             if source is not None and source.message == answer.message:
                 return PARTS.get(str(source.path[0]), Part.CONTENT)
         return Part.CONTENT
-
-
-def _runs(is_text: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Ranges of cells: a control token each, or the cells of a section."""
-    for one, numbers in groupby(range(len(is_text)), key=is_text.__getitem__):
-        run = [*numbers]
-        yield from [(run[0], run[-1] + 1)] if one else [(at, at + 1) for at in run]
 
 
 def _is_literal(text: Sequence[TextItem]) -> bool:
