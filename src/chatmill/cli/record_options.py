@@ -93,8 +93,16 @@ class TemplateFlags:
     template_date: Annotated[str | None, option(Job, "template_date")] = None
     mask: Annotated[Mask, option(Job, "mask")] = "derived"
     text_tokens: Annotated[TextTokens, option(Job, "text_tokens")] = "as-transformers"
+    allow_no_end_token: Annotated[bool, option(Job, "allow_no_end_token")] = False
+    strip_prompt_space: Annotated[bool, option(Job, "strip_prompt_space")] = False
 
     def options(self) -> TemplateOptions:
         return TemplateOptions(
-            self.chat_template, self.template_args or (), self.mask, self.template_date, self.text_tokens
+            chat_template=self.chat_template,
+            arguments=self.template_args or (),
+            mask=self.mask,
+            date=self.template_date,
+            text_tokens=self.text_tokens,
+            allow_no_end_token=self.allow_no_end_token,
+            strip_prompt_space=self.strip_prompt_space,
         )

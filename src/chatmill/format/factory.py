@@ -35,6 +35,10 @@ class TemplateOptions:
     date: str | None = None
     """The date for templates that print it, as YYYY-MM-DD; default: today."""
     text_tokens: TextTokens = "as-transformers"
+    allow_no_end_token: bool = False
+    """Whether answers that the template ends with no token are trained; otherwise they are refused."""
+    strip_prompt_space: bool = False
+    """Whether prompts lack the spaces that the assistant header ends in, which are then part of answers."""
 
     def given(self) -> list[str]:
         """The command-line flags of the options that differ from their defaults."""
@@ -44,6 +48,8 @@ class TemplateOptions:
             "--mask": self.mask != "derived",
             "--template-date": self.date is not None,
             "--text-tokens": self.text_tokens != "as-transformers",
+            "--allow-no-end-token": self.allow_no_end_token,
+            "--strip-prompt-space": self.strip_prompt_space,
         }
         return [flag for flag, used in flags.items() if used]
 
@@ -86,6 +92,8 @@ def open_renderer(
         mask=template.mask,
         now=_date(template.date),
         text_tokens=() if template.text_tokens == "never" else None,
+        allow_no_end=template.allow_no_end_token,
+        strip_prompt_space=template.strip_prompt_space,
     )
 
 
@@ -164,4 +172,6 @@ def _template_renderer(stored: dict[str, Any], tokenizer: Tokenizer, spec: str, 
         mask=stored["mask"],
         now=now,
         text_tokens=stored.get("text_tokens", ()),
+        allow_no_end=stored.get("allow_no_end_token", False),
+        strip_prompt_space=stored.get("strip_prompt_space", False),
     )

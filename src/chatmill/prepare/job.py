@@ -85,6 +85,12 @@ class Job:
         "as-transformers",
         "With --format template: what added tokens in texts become that are neither special nor of a header: <think>.",
     )
+    allow_no_end_token: bool = key(
+        False, "Train answers that the template ends with no token, instead of refusing them."
+    )
+    strip_prompt_space: bool = key(
+        False, "Prompt without the spaces that the assistant header ends in: they are trained as part of answers."
+    )
     train_on: TrainOn = key(
         "assistant",
         "Whose turns are trained: every assistant's, the last one's, those after the last user message, or all but "

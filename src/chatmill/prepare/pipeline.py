@@ -227,7 +227,8 @@ def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
     """The job as the dataset stores it: what has an influence on its bytes, and no absolute paths."""
     config = job.to_json()
     of_template = ("chat_template", "template_args", "template_date", "mask", "text_tokens")
-    for key in ("tokenizer", "on_error", "format", *of_template):
+    of_answers = ("allow_no_end_token", "strip_prompt_space")
+    for key in ("tokenizer", "on_error", "format", *of_template, *of_answers):
         # Stored with the tokenizer or the format, or without influence on the bytes.
         del config[key]
     if not job.unroll:

@@ -60,7 +60,15 @@ class Done:
 
 def job_renderer(job: Job) -> Renderer:
     """The renderer that a job names."""
-    template = TemplateOptions(job.chat_template, job.template_args, job.mask, job.template_date, job.text_tokens)
+    template = TemplateOptions(
+        chat_template=job.chat_template,
+        arguments=job.template_args,
+        mask=job.mask,
+        date=job.template_date,
+        text_tokens=job.text_tokens,
+        allow_no_end_token=job.allow_no_end_token,
+        strip_prompt_space=job.strip_prompt_space,
+    )
     return open_renderer(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template)
 
 

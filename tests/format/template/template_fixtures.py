@@ -75,8 +75,9 @@ def open_template(tokenizer: str, **options: object) -> TemplateRenderer:
 
 
 @lru_cache(4)
-def trl_format(name: str, mask: str = "derived") -> TemplateRenderer:
-    return open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / f"{name}.jinja"), mask=mask)
+def trl_format(name: str, mask: str = "derived", allow_no_end_token: bool = False) -> TemplateRenderer:
+    template = str(TEMPLATES / f"{name}.jinja")
+    return open_template(str(trl_tokenizer()), chat_template=template, mask=mask, allow_no_end_token=allow_no_end_token)
 
 
 def own_format(tmp_path: Path, source: str, *arguments: str, control: list[str] | None = None, **config: object):

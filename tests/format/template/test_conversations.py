@@ -145,13 +145,18 @@ def test_many_conversations_at_once_are_the_same_rows_as_one_by_one():
         assert row.ids.tolist() == one.ids.tolist() and row.spans.tolist() == one.spans.tolist()
 
 
-def test_a_kept_way_is_not_followed_where_prefixes_would_say_something_else():
-    # The prompt ends with <think>; a content that begins so makes it the beginning of the row, by chance.
-    of = trl_format("deepseek_r1_distill")
-    for text in ("Hello.", "Hello.", "Well."):
-        of.lay_out(Record([user("Hi"), answer(text)]))
-    with pytest.raises(RecordError, match="is disputed"):
-        of.lay_out(Record([user("Hi"), answer("<think>\nHello.")]))
+def test_a_kept_way_is_not_followed_where_prefixes_would_say_something_else(tmp_path):
+    # The prompt ends with "Well: "; an answer that says so begins behind it.
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+        "{{ '<|assistant|>Well: ' if add_generation_prompt else '' }}"
+    )
+    of = own_format(tmp_path, source, control=["<|user|>", "<|assistant|>", "<|end|>"])
+    for text, trained in (
+        *(("Hello.", "Hello.<|end|>"), ("Hello.", "Hello.<|end|>"), ("Well: yes.", "yes.<|end|>")),
+        *(("Hm.", "Hm.<|end|>"), ("Well: no.", "no.<|end|>"), ("Hello!", "Hello!<|end|>")),
+    ):
+        assert trained_texts(of, Record([user("Hi"), answer(text)])) == {1: trained}
 
 
 def test_a_kept_way_does_not_lose_what_was_blank_when_it_was_kept(tmp_path):

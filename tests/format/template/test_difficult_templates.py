@@ -12,6 +12,7 @@ import pytest
 from template_fixtures import TOOLS, answer, open_template, own_format, trl_format, user
 
 from chatmill.errors import RecordError
+from chatmill.ledger import Ledger
 from chatmill.records import Message, Record, ToolCall
 
 TALK = Record([user("Hi"), answer(" Hello. "), user("Go"), answer("Bye")])
@@ -64,14 +65,6 @@ GOLDEN = {
         THINKING,
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n«First.</think>Hello.<|im_end|>»\n"
         "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n<think>\n«Second.</think>Bye<|im_end|>»\n",
-    ),
-    "only the last turn is closed": (
-        """{%- for message in messages -%}
-        {%- if message.role == 'user' -%}{{- '[INST]' + message.content + '[/INST]' -}}
-        {%- else -%}{{- message.content -}}{%- if loop.last -%}{{- eos_token -}}{%- endif -%}{%- endif -%}
-        {%- endfor -%}""",
-        TALK,
-        "[INST]Hi[/INST]« Hello. »[INST]Go[/INST]«Bye</s>»",
     ),
     "a turn is closed by the opener of the next": (
         """{%- for message in messages -%}
@@ -174,6 +167,27 @@ def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
         assert marked(format, record) == expected
 
 
+def test_an_answer_that_comes_first_begins_behind_the_header_of_others(tmp_path):
+    # There is no prompt for it: the template fails without messages.
+    source = PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1)
+    talk = Record([answer("Hello."), user("Go"), answer("Bye")])
+    expected = (
+        "<|im_start|>assistant\n«Hello.<|im_end|>»\n"
+        "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\n«Bye<|im_end|>»\n"
+    )
+    for _ in range(3):
+        assert marked(own_format(tmp_path, source), talk) == expected
+
+
+def test_answers_without_an_end_are_trained_if_that_is_allowed(tmp_path):
+    source, record, _ = REFUSED["only the last turn is closed"]
+    opened(tmp_path, source, "")
+    format, ledger = open_template(str(tmp_path / "own"), allow_no_end_token=True), Ledger()
+    assert marked(format, record) == "[INST]Hi[/INST]« Hello. »[INST]Go[/INST]«Bye</s>»"
+    format.render([record], ledger=ledger)
+    assert ledger.entries["noted", "no_end_token"].rows == 1
+
+
 def test_what_stands_around_the_answers_is_the_rendering(tmp_path):
     for name, (source, record, expected) in GOLDEN.items():
         format = opened(tmp_path, source, name)
@@ -212,10 +226,13 @@ REFUSED = {
         TALK,
         r'a control token may be of the template or of message 0 in " Hi<\|im_end\|>\\n "',
     ),
-    "an answer without a question": (
-        PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1),
-        Record([answer("Hello.")]),
-        "message 0",
+    "only the last turn is closed": (
+        """{%- for message in messages -%}
+        {%- if message.role == 'user' -%}{{- '[INST]' + message.content + '[/INST]' -}}
+        {%- else -%}{{- message.content -}}{%- if loop.last -%}{{- eos_token -}}{%- endif -%}{%- endif -%}
+        {%- endfor -%}""",
+        TALK,
+        r'no token ends the answer of message 1, after "\[INST\]Hi\[/INST\] Hello. "',
     ),
 }
 

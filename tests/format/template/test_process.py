@@ -232,7 +232,7 @@ PIECES = (
     TracedPiece("Hello.", 1, FieldPath(1, ("content",)), 1, owner=1),
     TracedPiece("<|end|>"),
 )
-RIGHT = Derived(PIECES, (AnswerSpan(1, 30, 43, True),), (), (), ())
+RIGHT = Derived(PIECES, (AnswerSpan(1, 30, 43, True),), (), (), (), ())
 
 
 def test_what_is_right_is_believed():

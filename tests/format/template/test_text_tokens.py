@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from functools import cache
 from pathlib import Path
@@ -203,8 +204,11 @@ def spans_of(renderer: TemplateRenderer, rows: Rows) -> list[tuple[int, ...]]:
 @settings(max_examples=12)
 @given(data=st.data())
 def test_they_change_no_mask(template, data):
+    calls = template is not INST
+    # An answer that begins with a tag in which its prompt ends begins behind that: here no prompt does.
+    template = re.sub(r"<think>(?:\\n)?' -}}{%- endif -%}$", "' -}}{%- endif -%}", template)
     renderer = opened(template)
-    record = data.draw(conversations(sorted(renderer.text_tokens.ids), calls=template is not INST))
+    record = data.draw(conversations(sorted(renderer.text_tokens.ids), calls=calls))
     plain = opened(template, text_tokens="never")
     assert spans_of(renderer, rows_of(renderer, record)) == spans_of(plain, rows_of(plain, record))
 

@@ -14,23 +14,23 @@ class ControlTokens:
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = dict(ids)
         longest_first = sorted(filter(None, ids), key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         characters = {*"".join(ids)}
         self._separator = next(character for character in map(chr, count()) if character not in characters)
         self._first_characters = sorted({token[0] for token in longest_first})
 
     def find(self, text: str) -> list[re.Match[str]]:
-        return list(self._pattern.finditer(text))
+        return list(self.pattern.finditer(text))
 
     def indices_in(self, texts: Sequence[str]) -> list[int]:
         """Which of many texts hold a control token; one search for all of them."""
         if not self.ids:
             return []
         starts = [*accumulate((len(text) + 1 for text in texts), initial=0)]
-        places = [match.start() for match in self._pattern.finditer(self._separator.join(texts))]
+        places = [match.start() for match in self.pattern.finditer(self._separator.join(texts))]
         return sorted({bisect_right(starts, place) - 1 for place in places})
 
     def any_in(self, texts: Iterable[str]) -> bool:
         """Whether one of the texts holds a control token; fast where none does."""
         first = self._first_characters
-        return any(character in text and self._pattern.search(text) for text in texts for character in first)
+        return any(character in text and self.pattern.search(text) for text in texts for character in first)

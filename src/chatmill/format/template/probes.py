@@ -19,6 +19,12 @@ WEATHER = new_message("tool", '{"sky":"clear"}', name="weather", tool_call_id="c
 QUESTION = probe_record(
     "question", new_message("user", "Which way is north?"), new_message("assistant", "Towards the pole star.")
 )
+TURNS = probe_record(
+    "turns",
+    *(new_message("user", "One?"), new_message("assistant", "First answer.")),
+    *(new_message("user", "Two?"), new_message("assistant", "Second answer.")),
+    *(new_message("user", "Three?"), new_message("assistant", "Third.")),
+)
 _ASKED = (new_message("user", "Rain?"), new_message("assistant", "", "", (WEATHER_CALL,)))
 CALL = probe_record("style", *_ASKED, WEATHER, new_message("assistant", "No."), tools=TOOLS)
 CALL_WITHOUT_RESULT = probe_record("style", *_ASKED, tools=TOOLS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import chain
@@ -14,7 +14,8 @@ import msgspec
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.format.renderer import Mask, OnReject, Renderer
-from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.answer_check import check_answers, without_prompt_space
+from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.encode import LaidOutRecord, encode_rows
 from chatmill.format.template.hf_folder import HFFolder
@@ -24,9 +25,10 @@ from chatmill.format.template.process.client import TemplateProcess
 from chatmill.format.template.template_input import TemplateInput, plain_input, shape_and_texts
 from chatmill.format.template.text_tokens import tokens_of_turns
 from chatmill.format.template.tracing.trace import ReadyStep, fill_slots, merge_guards, ready, replay
+from chatmill.format.template.turn_marks import TurnMarks, learn_turn_marks
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Message, Record
-from chatmill.rows import Rows, Rule, TrainOn
+from chatmill.rows import Rows, TrainOn
 from chatmill.tokenizer import Tokenizer
 from chatmill.tokenizer.control_encoder import ControlEncoder, unmarked_tokens
 
@@ -66,9 +68,12 @@ class TemplateRenderer:
         mask: Mask = "derived",
         now: datetime | None = None,
         text_tokens: Collection[str] | None = None,
+        allow_no_end: bool = False,
+        strip_prompt_space: bool = False,
     ) -> None:
         """`text_tokens`: the added tokens that may come from text; None: as transformers, learned from the template."""
         self.folder, self.mask, self.now = folder, mask, now
+        self.allow_no_end, self.strip_prompt_space = allow_no_end, strip_prompt_space
         self.arguments = dict(arguments or {})
         raw = None if folder.tokenizer_json is None else folder.tokenizer_json.read_bytes()
         self.control_tokens = ControlTokens(tokenizer.control_ids)
@@ -96,6 +101,7 @@ class TemplateRenderer:
         self._cache: dict[tuple[bool, bytes], list[CachedTrace]] = {}
         self._met_shapes: set[int] = set()
         self._cached_cells = 0
+        self._turn_marks: dict[int, TurnMarks] = {}
 
     eot = "eot"
 
@@ -147,6 +153,8 @@ class TemplateRenderer:
             "now": None if self.now is None or not self.uses_date else self.now.isoformat(),
             "ends": sorted(self.ends),
             **({"text_tokens": sorted(self.text_tokens.ids)} if self.text_tokens.ids else {}),
+            **({"allow_no_end_token": True} if self.allow_no_end else {}),
+            **({"strip_prompt_space": True} if self.strip_prompt_space else {}),
         }
 
     def renderable(self, records: Iterable[Record], on_reject: OnReject | None = None) -> Iterator[Record]:
@@ -173,9 +181,15 @@ class TemplateRenderer:
 
     def prompt_ids(self, record: Record) -> list[int]:
         answered = msgspec.structs.replace(record, messages=[*record.messages, Message("assistant", ANSWER)])
-        row = self.render([answered])
-        trained = (row.spans["message"] == len(record.messages)) & (row.spans["rule"] == Rule.ROLE)
-        ids: list[int] = row.ids[: row.span_start[trained.argmax()]].tolist()
+        try:
+            derived = self.derive(answered, mask="derived")
+            self.check(answered, derived)
+        except RecordError as fault:
+            raise fault.at(record.file, record.line, record.id) from None
+        start = next(answer.start for answer in derived.answers if answer.message == len(record.messages))
+        # Without the answer, so that no token lies across its beginning.
+        before = replace(derived, rendering=derived.rendering.before(start), answers=(), contexts=(), steps=None)
+        ids: list[int] = self.render([self.lay_out_derived(answered, before)]).ids.tolist()
         return ids
 
     def template_input(self, record: Record) -> TemplateInput:
@@ -190,7 +204,37 @@ class TemplateRenderer:
         """The answers of one record, without the cache."""
         template = self.templates[bool(record.tools)]
         texts = len(shape_and_texts(record, template.style)[1])
-        return self.process.derive(template.number, record, texts=texts, mask=mask or self.mask, cacheable=cacheable)
+        derived = self.process.derive(
+            template.number,
+            record,
+            texts=texts,
+            mask=mask or self.mask,
+            cacheable=cacheable,
+            text_tokens=self.text_tokens.ids,
+        )
+        return without_prompt_space(derived) if self.strip_prompt_space else derived
+
+    def check(self, record: Record, derived: DerivedAnswers) -> tuple[Note, ...]:
+        """Raise a `RecordError` unless the answers keep the invariant; notes for the ledger."""
+        turns = self.turn_marks(bool(record.tools))
+        return check_answers(derived, self.control_tokens, turns, allow_no_end=self.allow_no_end)
+
+    def turn_marks(self, with_tools: bool) -> TurnMarks:
+        """What the template for conversations with or without tools opens and ends turns with."""
+        number = self.templates[with_tools].number
+        if number not in self._turn_marks:
+
+            def derive(record: Record) -> DerivedAnswers:
+                size = len(shape_and_texts(record, self.templates[with_tools].style)[1])
+                return self.process.derive(number, record, texts=size, mask="derived", cacheable=False)
+
+            def text(record: Record, messages: int, prompt: bool) -> str:
+                return self.process.text(number, record, messages, prompt=prompt)
+
+            stops = None if self.folder.stops is None else self.ends
+            eos = self.folder.special.get("eos_token")
+            self._turn_marks[number] = learn_turn_marks(text, derive, self.control_tokens, stops=stops, eos=eos)
+        return self._turn_marks[number]
 
     def lay_out(self, record: Record) -> LaidOutRecord:
         """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
@@ -217,6 +261,7 @@ class TemplateRenderer:
         cacheable = len(record.messages) <= MAX_MESSAGES and self._may_recur(with_tools, shape)
         cacheable = cacheable and len(traces) < MAX_TRACES and self._cached_cells < MAX_CELLS
         derived = self.derive(record, cacheable=cacheable)
+        derived = replace(derived, notes=derived.notes + self.check(record, derived))
         if derived.steps is None:
             return self.lay_out_derived(record, derived, notes)
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens, encoder=self.encoder)

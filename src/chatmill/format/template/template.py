@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 from chatmill.errors import RecordError
-from chatmill.format.template.probes import CALL, CALL_WITHOUT_RESULT, QUESTION, WEATHER_CALL
+from chatmill.format.template.answers.contexts import Headers, template_headers
+from chatmill.format.template.probes import CALL, CALL_WITHOUT_RESULT, QUESTION, TURNS, WEATHER_CALL
 from chatmill.format.template.template_input import Style, TemplateInput, build_input, plain_input
 from chatmill.format.template.tracing.limits import meter_for
 from chatmill.format.template.tracing.program import Program, TracedProgram
@@ -44,6 +46,7 @@ class ChatTemplate:
         self.style = self._find_style()
         if not self._renders_something:
             self._plain.remedy = self._traced.remedy = FAILS_ALWAYS
+        self._headers: Headers | None = None
 
     @property
     def has_tags(self) -> bool:
@@ -57,6 +60,15 @@ class ChatTemplate:
     def trace(self, given: TemplateInput, messages: int | None = None, *, prompt: bool = False) -> Rendering:
         """Like `render`, as pieces with their origin; `given` is from `traced_input`."""
         return self._traced.trace(*self._arguments(given, messages, prompt))
+
+    def headers(self, token: re.Pattern[str]) -> Headers:
+        """What it writes between the messages of a plain conversation; `token` matches control tokens."""
+        if self._headers is None:
+            given, words = plain_input(TURNS, self.style), [message.content for message in TURNS.messages]
+            self._headers = template_headers(
+                lambda count, prompt: self.render(given, count, prompt=prompt), words, token
+            )
+        return self._headers
 
     def _arguments(self, given: TemplateInput, messages: int | None, prompt: bool) -> Any:
         chosen = given.messages[:messages]

@@ -14,6 +14,7 @@ field. Earlier messages may differ in the prompt and in the rendering: only the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -58,6 +59,7 @@ PromptEnds = Callable[[int, str], bool]
 def answers_by_origin(
     full: Rendering,
     assistants: Sequence[int],
+    count: int,
     render_traced: RenderTraced,
     tokens: ControlTokens,
     ends: Collection[str],
@@ -67,7 +69,7 @@ def answers_by_origin(
 
     With `prompt_ends`, the prompt of an answer that starts like an earlier one is not traced if it ends alike.
     """
-    search = _OriginSearch(full, render_traced, tokens, ends, prompt_ends)
+    search = _OriginSearch(full, assistants, count, render_traced, tokens, ends, prompt_ends)
     return [search.answer(message, assistants[0]) for message in assistants]
 
 
@@ -77,12 +79,16 @@ class _OriginSearch:
     def __init__(
         self,
         full: Rendering,
+        assistants: Sequence[int],
+        count: int,
         render_traced: RenderTraced,
         tokens: ControlTokens,
         ends: Collection[str],
         prompt_ends: PromptEnds | None,
     ) -> None:
-        self.full, self.pieces = full, full.pieces
+        self.full, self.pieces, self.assistants = full, full.pieces, assistants
+        self.count = count
+        """How many messages there are."""
         self.render_traced, self.tokens, self.ends, self.prompt_ends = render_traced, tokens, ends, prompt_ends
         self.places = list(accumulate((len(piece.text) for piece in full.pieces), initial=0))
         """The character at which each piece starts, and the end."""
@@ -119,27 +125,77 @@ class _OriginSearch:
         try:
             prompt = self.render_traced(message, True)
         except RecordError as error:
-            what = f"message {message} is an answer that no prompt asks for: {error.what}"
-            raise disputed(what, "begin with what it answers") from None
+            return self._start_without_prompt(message, own, error)
         anchor, prompt_end = _tail(prompt)
         before = self._anchor(message, anchor, own)
         after = next((at for at in self.fields if at > before), len(self.pieces))
         literals = self._between(before, after)
-        common = self._common(literals, prompt_end)
         if own < len(self.pieces) and after != own:
             what = f"text of message {self._message_of(after)} stands between message {message} and what it answers"
             raise disputed(f"{what}: {shown(self.pieces[after].text)}")
-        header = self._header(message) if common < len(prompt_end) else None
-        if header and common <= len(prompt_end) - len(header):
-            what = f"message {message} begins with {shown(literals[common:])}, its prompt ends with"
-            raise disputed(f"{what} {shown_end(prompt_end)}", "the template must open an answer as it prompts for it")
-        if common == len(prompt_end) < len(literals) and self._header(message) == "":
-            header = self._header(first)
-            if header and literals.startswith(header, common):
-                # A header is context, even if this prompt lacks the one that others have.
-                return self.places[before + 1] + common + len(header)
+        begin = self.places[before + 1]
+        common = self._common(literals, prompt_end)
+        if common < len(prompt_end):
+            header = self._visible_header(message, prompt_end)
+            place = len(prompt_end) - len(header)
+            if common <= place:
+                found = self._header_place(literals, prompt_end, header)
+                if found is None:
+                    what = f"message {message} begins with {shown(literals[common:])}, its prompt ends with"
+                    right = "the template must open an answer as it prompts for it"
+                    raise disputed(f"{what} {shown_end(prompt_end)}", right)
+                place = found
+            return begin + place + self._common(literals[place:], header)
+        header = self._usual_header() if common < len(literals) and not self._header(message) else ""
+        found = self._header_place(literals[common:], header, header) if header else None
+        if found is not None:
+            # A header is context, even if this prompt lacks the one that others have.
+            return begin + common + found + self._common(literals[common + found :], header)
         self.known_starts.setdefault(literals, (prompt_end, common))
-        return self.places[before + 1] + common
+        return begin + common
+
+    def _usual_header(self) -> str:
+        """The header of the first prompt of this conversation that has one."""
+        headers = (self._header(count) for count in (*self.assistants, self.count))
+        return next((header for header in headers if header), "").lstrip()
+
+    def _start_without_prompt(self, message: int, own: int, error: RecordError) -> int:
+        """The start of an answer that no prompt asks for, as one that comes first: behind the header of another."""
+        before = max((at for at in self.fields if at < own), default=-1)
+        literals = self._between(before, own)
+        header = self._usual_header()
+        opening = self._opening(header)
+        places = [match.start() for match in re.finditer(re.escape(opening), literals)] if header else []
+        # Of several openings, as after a default system message, the one that is most like the header.
+        common, place = max(((self._common(literals[at:], header), at) for at in places), default=(0, -1))
+        if not common:
+            what = f"message {message} is an answer that no prompt asks for: {error.what}"
+            raise disputed(what, "begin with what it answers")
+        return self.places[before + 1] + place + common
+
+    def _visible_header(self, message: int, prompt_end: str) -> str:
+        """The header that a prompt ends with; its last control token if the prompt adds nothing of its own."""
+        if header := (self._header(message) or "").lstrip():
+            return header
+        # A template may write the header whether it is asked for a prompt or not: then the row ends with it, too.
+        last = _tail(self.full)[1]
+        always = next((at for at in range(len(prompt_end)) if last.endswith(prompt_end[at:])), len(prompt_end))
+        matches = [match.start() for match in self.tokens.find(prompt_end)]
+        at = next((match for match in matches if match >= always), matches[-1] if matches else None)
+        return prompt_end.lstrip() if at is None else prompt_end[at:]
+
+    def _opening(self, header: str) -> str:
+        """A header up to its first control token, or all of it if it has none."""
+        matches = self.tokens.find(header)
+        return header[: matches[0].end()] if matches else header.rstrip()
+
+    def _header_place(self, literals: str, prompt_end: str, header: str) -> int | None:
+        """Where in the literals before an answer its header begins; white space before it may differ."""
+        prompted = "".join(prompt_end[: len(prompt_end) - len(header)].split())
+        opening = self._opening(header)
+        places = [match.start() for match in re.finditer(re.escape(opening), literals)]
+        alike = [place for place in places if "".join(literals[:place].split()) == prompted]
+        return alike[0] if alike else places[0] if len(places) == 1 else None
 
     def _header(self, message: int) -> str | None:
         """The literals that the prompt for a message adds."""
@@ -168,8 +224,13 @@ class _OriginSearch:
         after = next((at for at in self.fields if self.places[at] >= begin), len(self.pieces))
         literals = self.full.text[begin : self.places[after]]
         own = self._owned(message, begin, literals)
-        closing = self._closing(message, literals) if own is None else self._own_closing(message, own)
+        closing = self._closing(message, start, literals) if own is None else self._own_closing(message, own)
         matches = self.tokens.find(closing) or self.tokens.find(own or "")
+        if own is not None and (matches[-1][0].startswith("</") if matches else not own.strip()):
+            # What the template writes behind its loop, or for the next message, may close it. A tag does not.
+            further = self.tokens.find(self._closing(message, start, literals))[len(matches) :]
+            if further and not literals[len(own) : further[0].start()].strip():
+                matches = further[:1]
         if matches:
             # The first token that a server stops at, or the last of all.
             end = next((match for match in matches if match[0] in self.ends), matches[-1])
@@ -233,9 +294,14 @@ class _OriginSearch:
             known[own[first:]] = self._common(own, _tail(self._alone(message), of=message)[1]) - first
         return own[: max(0, first + known[own[first:]])]
 
-    def _closing(self, message: int, literals: str) -> str:
+    def _closing(self, message: int, start: int, literals: str) -> str:
         """Of literals whose message is unknown, those that close this message in any case."""
-        closing = literals[: self._common(literals, _tail(self._alone(message), of=message)[1])]
+        alone = self._alone(message)
+        source, tail = _tail(alone, of=message)
+        if source is None:
+            # Nothing of it is written: what follows its start.
+            tail = alone.text[start:] if alone.text.startswith(self.full.text[:start]) else ""
+        closing = literals[: self._common(literals, tail)]
         try:
             prompted = _tail(self.render_traced(message + 1, True), of=message)[1]
         except RecordError:

@@ -26,12 +26,16 @@ class PrefixAnswer(NamedTuple):
 
 
 def answers_by_prefix(
-    text: str, assistants: Sequence[int], render_text: RenderText, tokens: Collection[str], ends: Collection[str]
+    text: str,
+    assistants: Sequence[int],
+    count: int,
+    render_text: RenderText,
+    tokens: Collection[str],
+    ends: Collection[str],
 ) -> list[PrefixAnswer]:
-    """The answer of each of these messages, as far as prefixes tell; `ends` are the tokens that a server stops at."""
+    """The answer of each of these of `count` messages, as far as prefixes tell; a server stops at the tokens `ends`."""
     token = token_pattern(tokens)
     closing = re.compile(rf"(?:(?:{token.pattern})\s*)+\Z")
-    first_header = ""
 
     def rendered(messages: int, prompt: bool) -> str | None:
         try:
@@ -39,20 +43,28 @@ def answers_by_prefix(
         except RecordError:
             return None
 
+    def added(message: int) -> str:
+        """What the prompt adds to these messages."""
+        prompt, before = rendered(message, True), rendered(message, False)
+        return "" if prompt is None or before is None else header_of(prompt, before, token)
+
+    usual = next(filter(None, map(added, (*assistants, count))), "")
+
     def header(message: int, prompt: str) -> str:
-        """What this prompt adds to the messages before; the first header if it ends with that."""
-        if first_header and prompt.endswith(first_header):
-            return first_header
-        before = rendered(message, False)
-        return "" if before is None else header_of(prompt, before, token)
+        """What this prompt adds to the messages before; the usual header if it ends with that."""
+        return usual if usual and prompt.endswith(usual) else added(message)
 
     def end_of(message: int, prompt: str) -> int | None:
         """How much of the text precedes what follows the message."""
         alone = rendered(message + 1, False)
+        last = [match[0] for match in token.finditer(prompt)][-1:]
+        if not usual and alone is not None and last and alone.endswith(last[0]):
+            # The template writes a header whether it is asked for a prompt or not.
+            return None
         if alone is not None and alone != text and text.startswith(alone):
             return len(alone)
-        next_prompt, added = rendered(message + 1, True), header(message, prompt)
-        body = next_prompt[: -len(added)] if added and next_prompt and next_prompt.endswith(added) else None
+        next_prompt, own = rendered(message + 1, True), header(message, prompt)
+        body = next_prompt[: -len(own)] if own and next_prompt and next_prompt.endswith(own) else None
         lengths = [len(prefix) for prefix in (alone, body) if prefix is not None and text.startswith(prefix)]
         return min(lengths, default=None)
 
@@ -63,11 +75,12 @@ def answers_by_prefix(
             answers.append(PrefixAnswer(message, None, None))
             continue
         start = len(prompt)
-        if first_header and text.startswith(first_header, start) and not header(message, prompt):
-            # A header is context, even if this prompt lacks the one that others have.
-            start += len(first_header)
-        elif not first_header:
-            first_header = header(message, prompt)
+        if usual and not header(message, prompt):
+            if not text.startswith(usual, start):
+                # A prompt that lacks the header of others does not tell where the answer begins.
+                answers.append(PrefixAnswer(message, None, None))
+                continue
+            start += len(usual)
         end = end_of(message, prompt)
         run = closing.search(text[start:end]) if end is not None else None
         stop = None

@@ -11,13 +11,23 @@ a guard is added.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, get_args
 
 from chatmill.errors import RecordError
-from chatmill.format.template.answers.by_origin import AnswerSpan, RenderTraced, answers_by_origin, disputed, shown
+from chatmill.format.template.answers.by_origin import (
+    AnswerSpan,
+    RenderTraced,
+    answers_by_origin,
+    disputed,
+    shown,
+    shown_end,
+)
 from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, header_of, token_pattern
+from chatmill.format.template.answers.contexts import Context, ContextFinder
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.template import ChatTemplate, traced_input
@@ -28,21 +38,31 @@ from chatmill.format.template.tracing.trace import (
     Rendering,
     TextItem,
     Trace,
+    TracedPiece,
     common_length,
     merge_literals,
 )
 from chatmill.format.template.tracing.traced_str import TracedStr
-from chatmill.records.record import Record
+from chatmill.records.record import Message, Record
 
 if TYPE_CHECKING:
     from chatmill.format.renderer import Mask
 
 
 def derive(
-    record: Record, template: ChatTemplate, tokens: ControlTokens, *, ends: Collection[str], mask: Mask, cacheable: bool
+    record: Record,
+    template: ChatTemplate,
+    tokens: ControlTokens,
+    *,
+    ends: Collection[str],
+    mask: Mask,
+    cacheable: bool,
+    text_tokens: Collection[str] = (),
+    eos: str | None = None,
 ) -> DerivedAnswers:
     """The answers of a conversation; a `RecordError` says why they cannot be determined.
 
+    `ends` are the tokens that a server stops at, `text_tokens` those that text of a message may become.
     `cacheable`: the trace is to be replayed on other conversations, so it gets guards for everything observed.
     """
     _check_complete(record)
@@ -72,20 +92,148 @@ def derive(
 
     assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
     prefixes: list[PrefixAnswer] = []
+    pattern = token_pattern(tokens.ids)
+    finder: ContextFinder | None = None
     if mask == "tags":
         answers = answers_by_tags(full, assistants)
     else:
         # The guards need the trace of every prompt; otherwise a prompt that is like another one is not traced.
-        answers = answers_by_origin(full, assistants, render_traced, tokens, ends, None if cacheable else prompt_ends)
-        prefixes = answers_by_prefix(text, assistants, render_text, tokens.ids, ends)
+        skip = None if cacheable else prompt_ends
+        answers = answers_by_origin(full, assistants, count, render_traced, tokens, ends, skip)
+        headers = template.headers(pattern)
+        finder = ContextFinder(full, render_text, headers, token=pattern, text_tokens=text_tokens)
+        answers = [_ended_by(eos, full, answer) for answer in answers]
+        full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
+        prefixes = answers_by_prefix(text, assistants, count, render_text, tokens.ids, ends)
         for answer, prefix in zip(answers, prefixes, strict=True):
-            _check_agreement(text, answer, prefix)
+            # In plain text, a control token that a message quotes looks like one of the template.
+            quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
+            _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)
     notes = _check_written(record, traced, full, answers)
+    contexts: list[Context] = []
+    if finder is not None:
+        answers = _split_turns(full, answers, finder, tokens)
+        contexts, differences = _contexts(record, answers, finder)
+        notes += differences
     if cacheable and mask == "derived":
-        guard_prefixes(trace, full, render_traced, assistants, token_pattern(tokens.ids))
+        guard_prefixes(trace, full, render_traced, assistants, count, pattern)
     steps = tuple(trace.steps) if cacheable and trace.cacheable else None
-    return DerivedAnswers(full, tuple(answers), tuple(prefixes), steps, notes)
+    return DerivedAnswers(full, tuple(answers), tuple(prefixes), tuple(contexts), steps, notes)
+
+
+def _ended_by(eos: str | None, full: Rendering, answer: AnswerSpan) -> AnswerSpan:
+    """An answer that no token ends, with the end-of-sequence token if that follows it."""
+    following = full.text[answer.stop :]
+    if answer.closed or not eos or not following.lstrip().startswith(eos):
+        return answer
+    stop = answer.stop + following.index(eos) + len(eos)
+    begins = accumulate((len(piece.text) for piece in full.pieces), initial=0)
+    written = all(
+        piece.source is None for piece, at in zip(full.pieces, begins, strict=False) if answer.stop <= at < stop
+    )
+    return answer._replace(stop=stop, closed=True) if written else answer
+
+
+def _enter_fields(
+    trace: Trace,
+    full: Rendering,
+    answers: Sequence[AnswerSpan],
+    finder: ContextFinder,
+    token: re.Pattern[str],
+    text_tokens: Collection[str],
+) -> tuple[Rendering, list[AnswerSpan]]:
+    """Move the start of an answer into its own text, as far as the prompt goes on with the same text.
+
+    A prompt may end with `<think>\\n` and the content of the answer begin with it. The piece is split there. Only
+    tokens that text may become (`text_tokens`) are the same in both.
+    """
+    pieces, entered = list(full.pieces), list(answers)
+    for number, answer in enumerate(answers):
+        rest = finder.unmatched(answer.message, answer.start)
+        written = next((match.start() for match in token.finditer(rest) if match[0] not in text_tokens), len(rest))
+        common = _common_with_text(trace, pieces, answer, rest[:written])
+        # A token in which they part is not common.
+        common = next((match.start() for match in token.finditer(rest) if match.start() < common < match.end()), common)
+        if not common:
+            continue
+        entered[number] = answer._replace(start=answer.start + common)
+        places = [*accumulate((len(piece.text) for piece in pieces), initial=0)]
+        at = bisect_right(places, answer.start + common) - 1
+        inside = answer.start + common - places[at]
+        if at < len(pieces) and inside and pieces[at].source is not None:
+            piece = pieces[at]
+            slot = None if piece.slot is None else trace.value("sliced", (piece.slot,), inside, None)
+            pieces[at : at + 1] = [
+                piece._replace(text=piece.text[:inside], slot=None),
+                piece._replace(text=piece.text[inside:], slot=slot),
+            ]
+    return Rendering(tuple(pieces)), entered
+
+
+def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, rest: str) -> int:
+    """How much of the end of a prompt an answer goes on with, if it goes on with its own text; guarded."""
+    place = common = 0
+    for piece in pieces:
+        begins, place = place, place + len(piece.text)
+        if begins < answer.start:
+            continue
+        own = piece.source is not None and piece.source.message == answer.message
+        if common == len(rest) or (not own and (piece.source is not None or not common)):
+            break
+        size = common_length(piece.text, rest[common:])
+        if piece.slot is not None and size == len(piece.text):
+            trace.guard("eq", (piece.slot,), piece.text, expected=True)
+        elif piece.slot is not None:
+            trace.guard("startswith", (piece.slot,), rest[common : common + size], expected=True)
+            if common + size < len(rest):
+                trace.guard("startswith", (piece.slot,), rest[common : common + size + 1], expected=False)
+        common += size
+        if size < len(piece.text):
+            break
+    return common
+
+
+def _split_turns(
+    full: Rendering, answers: Sequence[AnswerSpan], finder: ContextFinder, tokens: ControlTokens
+) -> list[AnswerSpan]:
+    """The answers, those that the template writes as several turns split there: headers are not trained.
+
+    gpt-oss writes reasoning and content of one message as two turns, each with a header.
+    """
+    split: list[AnswerSpan] = []
+    for answer in answers:
+        start = answer.start
+        while (header := finder.repeated_header(start, answer.stop)) is not None:
+            matches = tokens.find(full.text[start : header[0]].rstrip())
+            if not matches or start + matches[-1].end() != start + len(full.text[start : header[0]].rstrip()):
+                what = f"message {answer.message} holds a header, {shown(full.text[header[0] : header[1]])}, behind"
+                what += f" {shown_end(full.text[start : header[0]])}, which ends no turn"
+                raise RecordError(what, "leave the record out", kind="foreign_text")
+            split.append(AnswerSpan(answer.message, start, start + matches[-1].end(), True))
+            start = header[1]
+        split.append(answer._replace(start=start))
+    return split
+
+
+def _contexts(
+    record: Record, answers: Sequence[AnswerSpan], finder: ContextFinder
+) -> tuple[list[Context], tuple[Note, ...]]:
+    """What must stand before each answer, and in which ways rows and prompts differ."""
+    contexts: list[Context] = []
+    notes: set[str] = set()
+    messages: set[int] = set()
+    for answer in answers:
+        if answer.message in messages:
+            contexts.append(finder.continued(answer.message, answer.start))
+            notes.add("several_turns")
+        else:
+            last = record.messages[answer.message - 1].content.strip() if answer.message else ""
+            context, differences = finder.context(answer.message, answer.start, last)
+            contexts.append(context)
+            notes.update(differences)
+        messages.add(answer.message)
+    return contexts, tuple(note for note in get_args(Note) if note in notes)
 
 
 def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[AnswerSpan]:
@@ -116,6 +264,10 @@ def _without_empty(rendering: Rendering, trace: Trace) -> Rendering:
         if piece.slot is not None:
             trace.guard("bool", (piece.slot,), expected=bool(piece.text))
     return Rendering(tuple(piece for piece in rendering.pieces if piece.text))
+
+
+def _texts_of(message: Message) -> tuple[str, ...]:
+    return (message.content, message.reasoning, *(call.arguments for call in message.tool_calls))
 
 
 def _check_complete(record: Record) -> None:
@@ -164,7 +316,8 @@ def _check_written(
     record: Record, traced: TemplateInput, full: Rendering, answers: Sequence[AnswerSpan]
 ) -> tuple[Note, ...]:
     """Raise if a template leaves out a field of a message; reasoning and tools may be left out, which is noted."""
-    written = {(piece.source.message, piece.source.path[0]) for piece in full.pieces if piece.source is not None}
+    paths = {piece.source for piece in full.pieces if piece.source is not None}
+    written = {(at, path[0]) for at, path in paths}
     trained = {answer.message for answer in answers}
     for number, (message, given) in enumerate(zip(record.messages, traced.messages, strict=True)):
         lost = []
@@ -173,8 +326,10 @@ def _check_written(
         # A blank content may be left out; that it is blank is guarded.
         if (number, "content") not in written and not content.observe("is_blank"):
             lost.append("content")
-        if message.tool_calls and (number, "tool_calls") not in written:
-            lost.append("tool_calls")
+        calls = {path[1] for at, path in paths if at == number and path[0] == "tool_calls"}
+        missing = [at for at in range(len(message.tool_calls)) if at not in calls]
+        if missing:
+            lost.append("tool_calls" if not calls else f"tool call {missing[0]}")
         if lost:
             what = f"the template leaves out the {' and '.join(lost)} of message {number} ({message.role})"
             raise RecordError(what, "use a template that writes it, or leave the record out", kind="not_written")
@@ -193,11 +348,16 @@ Items = list[TextItem]
 
 
 def guard_prefixes(
-    trace: Trace, full: Rendering, render_traced: RenderTraced, assistants: Sequence[int], token: re.Pattern[str]
+    trace: Trace,
+    full: Rendering,
+    render_traced: RenderTraced,
+    assistants: Sequence[int],
+    count: int,
+    token: re.Pattern[str],
 ) -> None:
     """Add guards for everything on which the result of `answers_by_prefix` depends, or mark the trace not cacheable."""
     whole = _items(full)
-    first_header = ""
+    usual = ""
 
     def rendered(messages: int, prompt: bool) -> Items | None:
         try:
@@ -205,6 +365,15 @@ def guard_prefixes(
         except RecordError:
             return None
 
+    for messages in (*assistants, count):
+        prompt, before = rendered(messages, True), rendered(messages, False)
+        if not usual and prompt is not None and before is not None:
+            (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
+            if head != head_before:
+                # The header is not a literal: it may differ in other conversations.
+                trace.cacheable = False
+                return
+            usual = header_of(end, end_before, token)
     for message in assistants:
         prompt, before = rendered(message, True), rendered(message, False)
         if prompt is None or not trace.cacheable:
@@ -216,15 +385,12 @@ def guard_prefixes(
         if before is None:
             continue
         (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
-        if head != head_before or len(end) < len(first_header):
-            # The header is not a literal: it may differ in other conversations.
+        if head != head_before or len(end) < len(usual):
             trace.cacheable = False
             return
-        header = first_header if first_header and end.endswith(first_header) else header_of(end, end_before, token)
-        if first_header and not header:
-            _guard_prefix(trace, whole, [*head, end + first_header])
-        if not first_header and header and full.text.startswith(render_traced(message, True).text):
-            first_header = header
+        header = usual if usual and end.endswith(usual) else header_of(end, end_before, token)
+        if usual and not header:
+            _guard_prefix(trace, whole, [*head, end + usual])
         if header and next_prompt is not None:
             body, next_end = _split_end(next_prompt)
             if len(next_end) < len(header):

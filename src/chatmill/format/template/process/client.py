@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -116,9 +116,19 @@ class TemplateProcess:
             raise self._broken()
         return response.text
 
-    def derive(self, template: int, record: Record, *, texts: int, mask: Mask, cacheable: bool) -> DerivedAnswers:
-        """The answers of a record that has so many texts."""
-        response = self._request(messages.Derive(template, _sent(record), mask, cacheable, _seconds(record)))
+    def derive(
+        self,
+        template: int,
+        record: Record,
+        *,
+        texts: int,
+        mask: Mask,
+        cacheable: bool,
+        text_tokens: Iterable[str] = (),
+    ) -> DerivedAnswers:
+        """The answers of a record that has so many texts; `text_tokens` are those that its text may become."""
+        request = messages.Derive(template, _sent(record), mask, cacheable, sorted(text_tokens), _seconds(record))
+        response = self._request(request)
         try:
             if not isinstance(response, messages.Derived):
                 raise messages.BrokenResponseError

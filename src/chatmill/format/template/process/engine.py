@@ -37,6 +37,7 @@ class TemplateEngine:
         self.templates: list[ChatTemplate] = []
         self.names: list[str] = []
         self.tokens, self.ends = ControlTokens({}), frozenset[str]()
+        self.eos: str | None = None
 
     def __call__(self, frame: bytes) -> bytes:
         """The response to a request."""
@@ -72,6 +73,8 @@ class TemplateEngine:
         variables = msgspec.json.decode(request.variables)
         now = datetime.fromisoformat(request.now)
         self.tokens, self.ends = ControlTokens(dict.fromkeys(request.tokens, 0)), frozenset(request.ends)
+        eos = variables.get("eos_token")
+        self.eos = eos if eos in self.tokens.ids else None
         self.names = [name for name, _ in request.sources]
         self.templates = [
             ChatTemplate(source, name, variables=variables, now=now, deadline=deadline)
@@ -83,7 +86,14 @@ class TemplateEngine:
 
     def _derive(self, request: messages.Derive, template: ChatTemplate) -> messages.Derived:
         derived = derive(
-            request.record, template, self.tokens, ends=self.ends, mask=request.mask, cacheable=request.cacheable
+            request.record,
+            template,
+            self.tokens,
+            ends=self.ends,
+            mask=request.mask,
+            cacheable=request.cacheable,
+            text_tokens=request.text_tokens,
+            eos=self.eos,
         )
         steps = derived.steps
         if steps is not None:
@@ -92,7 +102,9 @@ class TemplateEngine:
             except (OverflowError, TypeError):
                 # Numbers that have no place in a message, as in `content[:10 ** 30]`.
                 steps = None
-        return messages.Derived(derived.rendering.pieces, derived.answers, derived.prefixes, steps, derived.notes)
+        return messages.Derived(
+            derived.rendering.pieces, derived.answers, derived.prefixes, derived.contexts, steps, derived.notes
+        )
 
 
 def _warm_up() -> None:
@@ -101,6 +113,6 @@ def _warm_up() -> None:
     record: Any = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
     opened = messages.OpenTemplates([("warm", WARM_UP)], b"{}", "2000-01-01", ["x"], [], 60.0)
     engine.answer(opened)
-    derive = messages.Derive(0, msgspec.convert(record, Record), "derived", True, 60.0)
+    derive = messages.Derive(0, msgspec.convert(record, Record), "derived", True, [], 60.0)
     messages.decode_request(messages.encode(derive))
     messages.encode(engine.answer(derive))

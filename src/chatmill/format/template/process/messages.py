@@ -12,6 +12,7 @@ import msgspec
 
 from chatmill.format.template.answers.by_origin import AnswerSpan
 from chatmill.format.template.answers.by_prefix import PrefixAnswer
+from chatmill.format.template.answers.contexts import Context
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.template_input import Style
 from chatmill.format.template.tracing.steps import STEP_FUNCTIONS, Kind
@@ -73,6 +74,8 @@ class Derive(msgspec.Struct, tag="derive", frozen=True):
     record: Record
     mask: Literal["derived", "tags"]
     cacheable: bool
+    text_tokens: list[str]
+    """The tokens that text of a message may become."""
     seconds: float
 
 
@@ -92,6 +95,7 @@ class Derived(msgspec.Struct, tag="derived", frozen=True):
     pieces: tuple[TracedPiece, ...]
     answers: tuple[AnswerSpan, ...]
     prefixes: tuple[PrefixAnswer, ...]
+    contexts: tuple[Context, ...]
     steps: tuple[TraceStep, ...] | None
     notes: tuple[Note, ...]
 
@@ -155,7 +159,10 @@ def check_derived(response: Derived, record: Record, texts: int) -> DerivedAnswe
         _require(all(at is None or 0 <= at <= length for at in prefix[1:]))
     if steps is not None and not _is_bounded(steps, response.pieces, texts):
         steps = None
-    return DerivedAnswers(Rendering(response.pieces), response.answers, response.prefixes, steps, response.notes)
+    _require(len(response.contexts) in (0, len(response.answers)))
+    return DerivedAnswers(
+        Rendering(response.pieces), response.answers, response.prefixes, response.contexts, steps, response.notes
+    )
 
 
 def _check_steps(steps: tuple[TraceStep, ...], texts: int) -> list[Kind]:

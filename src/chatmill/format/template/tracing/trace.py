@@ -160,6 +160,15 @@ class Rendering:
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
 
+    def before(self, stop: int) -> Rendering:
+        """The rendering up to a character."""
+        pieces, size = [], 0
+        for piece in self.pieces:
+            if size < stop:
+                pieces.append(piece._replace(text=piece.text[: stop - size]))
+            size += len(piece.text)
+        return Rendering(tuple(pieces))
+
 
 def slots_of(pieces: Sequence[TracedPiece]) -> tuple[int, ...]:
     return tuple(piece.slot for piece in pieces if piece.slot is not None)

@@ -1,0 +1,85 @@
+"""The invariant of every trained answer, checked on what was derived and again on the finished row.
+
+Each answer
+(a) begins where its prompt ends, from the assistant header on,
+(b) holds no header and no text of another message,
+(c) ends with a token that ends a turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from chatmill.errors import RecordError
+from chatmill.format.template.answers.by_origin import AnswerSpan, shown, shown_end
+from chatmill.format.template.answers.derived import DerivedAnswers, Note
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.tracing.trace import OUTSIDE
+from chatmill.format.template.turn_marks import TurnMarks
+
+NO_END: Final = "no_end_token"
+
+
+def check_answers(
+    derived: DerivedAnswers, tokens: ControlTokens, turns: TurnMarks, *, allow_no_end: bool
+) -> tuple[Note, ...]:
+    """Raise a `RecordError` unless all answers keep the invariant; notes for the ledger.
+
+    Answers between generation tags are as the template says.
+    """
+    if not derived.contexts:
+        return ()
+    text, unended = derived.rendering.text, False
+    following = (*derived.answers[1:], None)
+    for answer, context, after in zip(derived.answers, derived.contexts, following, strict=True):
+        if not text.endswith(context.text, 0, answer.start) or (not context.text and answer.start):
+            what = f"message {answer.message} begins behind {shown_end(text[: answer.start])}, its prompt ends with"
+            raise _broken(f"{what} {shown_end(context.text + context.rest)}", "prompt_mismatch")
+        # A turn that the same answer goes on after in another one ends with a token that need not be known.
+        ended = _check_text(derived, answer, tokens, turns) or (after is not None and after.message == answer.message)
+        if not ended and not allow_no_end:
+            what = f"no token ends the answer of message {answer.message}, after {shown_end(text[: answer.stop])}"
+            right = "use a template that ends it, or train without an end: --allow-no-end-token"
+            raise RecordError(what, right, kind=NO_END)
+        unended |= not ended
+    return (NO_END,) if unended else ()
+
+
+def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
+    """The same for prompts without the spaces that the assistant header ends in: answers begin with them."""
+    answers, contexts = [], []
+    for answer, context in zip(derived.answers, derived.contexts, strict=False):
+        text = context.text if context.rest else context.text.rstrip(" ")
+        answers.append(answer._replace(start=answer.start - len(context.text) + len(text)))
+        contexts.append(context._replace(text=text))
+    return replace(derived, answers=tuple(answers), contexts=tuple(contexts)) if derived.contexts else derived
+
+
+def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlTokens, turns: TurnMarks) -> bool:
+    """Raise if an answer holds text of another message, or the header of another turn; whether a token ends it."""
+    begin = 0
+    literals = []
+    for piece in derived.rendering.pieces:
+        end = begin + len(piece.text)
+        if begin < answer.stop and end > answer.start:
+            if piece.source is not None and piece.source.message not in (answer.message, OUTSIDE):
+                what = f"the answer of message {answer.message} holds text of message {piece.source.message}"
+                raise _broken(f"{what}: {shown(piece.text)}", "foreign_text")
+            part = piece.text[max(answer.start - begin, 0) : answer.stop - begin]
+            literals.append(part if piece.source is None else "\0" * len(part))
+        begin = end
+    text = "".join(literals)
+    last = tokens.find(text)[-1:]
+    ended = bool(last) and last[0].end() == len(text) and last[0][0] in turns.ends
+    # The token that opens the next turn may end this one: a server stops there.
+    body = text[: last[0].start()] if ended else text
+    for header in turns.headers:
+        if header in body:
+            what = f"the answer of message {answer.message} holds the header of another turn, {shown(header)}"
+            raise _broken(what, "foreign_text")
+    return ended
+
+
+def _broken(what: str, kind: str) -> RecordError:
+    return RecordError(what, "the template does not write it as a server would prompt for it; leave it out", kind=kind)

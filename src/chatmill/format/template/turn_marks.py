@@ -1,0 +1,103 @@
+"""How a template opens and ends turns, learned from small conversations.
+
+An answer holds no header of another turn, and must end with a token that ends a turn. Both are learned from what the
+template writes, because the names of tokens tell nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+from chatmill.errors import RecordError
+from chatmill.format.template.answers.contexts import common_prefix, template_headers
+from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.probes import CALL, TURNS
+from chatmill.records import Record
+
+Render = Callable[[Record, int, bool], str]
+"""The text of the first n messages of a record, with or without the generation prompt."""
+Derive = Callable[[Record], DerivedAnswers]
+
+
+class TurnMarks(NamedTuple):
+    headers: tuple[str, ...]
+    """What opens turns of users and tools, each from a control token on."""
+    ends: frozenset[str]
+    """The tokens that end an answer."""
+
+
+def learn_turn_marks(
+    render: Render, derive: Derive, tokens: ControlTokens, *, stops: Iterable[str] | None, eos: str | None
+) -> TurnMarks:
+    """What a template opens and ends turns with; `stops` are the tokens that a server stops at, if they are known."""
+    derived = {}
+    for record in (TURNS, CALL):
+        try:
+            derived[record.id] = derive(record)
+        except RecordError:
+            continue
+    headers = [header for header in (_user_header(render, tokens), _tool_header(render, tokens)) if header]
+    opening = (*headers, *(context.text for result in derived.values() for context in result.contexts if context.text))
+    ends = {*(stops or ()), *([eos] if eos in tokens.ids else [])}
+    for record_id, result in derived.items():
+        for answer in result.answers:
+            matches = tokens.find(result.rendering.text[: answer.stop])
+            if not answer.closed or not matches or matches[-1].end() != answer.stop:
+                continue
+            end = matches[-1][0]
+            if record_id == TURNS.id:
+                ends.add(end)
+            elif stops is None and not end.startswith("</"):
+                # What surrounds it tells whether the last token of a call ends the turn or only the call.
+                closes_call = len(matches) > 1 and matches[-2].end() == matches[-1].start()
+                if closes_call or result.rendering.text[answer.stop :].lstrip().startswith(opening):
+                    ends.add(end)
+    return TurnMarks(tuple(dict.fromkeys(_without_ends(header, ends, tokens) for header in headers)), frozenset(ends))
+
+
+def _without_ends(header: str, ends: Collection[str], tokens: ControlTokens) -> str:
+    """A header without the tokens before it that end a turn."""
+    matches = tokens.find(header)
+    while len(matches) > 1 and matches[0][0] in ends:
+        del matches[0]
+    return header[matches[0].start() :]
+
+
+def _user_header(render: Render, tokens: ControlTokens) -> str:
+    """What stands before the second user message, without what ends the answer before it."""
+    words = [message.content for message in TURNS.messages]
+    token = tokens.pattern
+    headers = template_headers(lambda count, prompt: render(TURNS, count, prompt), words, token)
+    try:
+        closing = render(TURNS, 2, True).rsplit(words[1], 1)[1]
+    except (RecordError, IndexError):
+        return ""
+    closing = closing.removesuffix(headers.assistant)
+    return _opening(headers.user[common_prefix(headers.user, closing, token) :], tokens)
+
+
+def _tool_header(render: Render, tokens: ControlTokens) -> str:
+    """What stands between a call and its result, without what the template writes when the call comes last."""
+    try:
+        alone, row = render(CALL, 2, False), render(CALL, 4, False)
+        call = re.search(r"(?s)Lisbon(?!.*Lisbon)(.*)", alone.split("Rain?", 1)[1])
+        between = re.search(r"(?s)Lisbon((?:(?!Lisbon).)*?)clear", row.split("Rain?", 1)[1])
+    except (RecordError, IndexError):
+        return ""
+    if call is None or between is None:
+        return ""
+    header = _opening(between[1][common_prefix(between[1], call[1], tokens.pattern) :], tokens)
+    # What also stands in the call itself opens no turn.
+    return "" if header in alone.split("Rain?", 1)[1] else header
+
+
+def _opening(header: str, tokens: ControlTokens) -> str:
+    """A header from its first to its last control token, and the word behind it; "" if it has no token."""
+    matches = tokens.find(header)
+    if not matches:
+        return ""
+    word = re.match(r"\s*\w*", header[matches[-1].end() :])
+    return header[matches[0].start() : matches[-1].end()] + (word[0].rstrip() if word else "")
