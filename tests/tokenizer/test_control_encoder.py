@@ -135,3 +135,34 @@ def test_how_many_bytes_an_id_stands_for(encoders):
     for text in ("the fox", "Größe 漢字", ""):
         ids = encoder.tokenizer.encode_batch([text])[0]
         assert encoder.tokenizer.byte_lengths(ids).sum() == len(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "flags"),
+    [(None, {"single_word": True}), (normalizers.Prepend("a"), {"normalized": True})],
+    ids=["single word", "prepended"],
+)
+def test_a_token_that_is_none_where_it_stands_is_text(tmp_path, normalizer, flags):
+    made = byte_level()
+    made.normalizer = normalizer
+    made.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    )
+    tokens = ["<|one|>", "<two>"]
+    made.add_tokens([AddedToken(token, special=token == "<|one|>", **flags) for token in tokens])
+    made.save(str(tmp_path / "tokenizer.json"))
+    raw = (tmp_path / "tokenizer.json").read_bytes()
+    opened = open_tokenizer(tmp_path / "tokenizer.json")
+    encoders = [ControlEncoder(opened, raw, text_tokens=text_tokens) for text_tokens in ([], ["<two>"])]
+    assert not any(encoder.by_sections for encoder in encoders)
+
+    @given(st.lists(st.sampled_from([*tokens, "ab", " ", "\n", "c."]), max_size=8))
+    @settings(max_examples=60)
+    def check(parts):
+        right = made.encode("".join(parts), add_special_tokens=False).ids
+        for encoder in encoders:
+            ids, begins = encoder.encode_whole(parts, [part in {*tokens} - encoder.text_tokens for part in parts])
+            assert ids.tolist() == right
+            assert np.all(np.diff(begins) >= 0)
+
+    check()

@@ -27,7 +27,7 @@ _EXPECTED = "expected a tokenizer.json as Hugging Face tokenizers writes it"
 
 MAX_COMPARED = 2**9
 """Characters of a token that is compared with others: the work grows with the square of it."""
-UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD", "Sequence"}
+UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 """Normalizers that leave ASCII as it is."""
 
 
@@ -89,10 +89,11 @@ class ControlEncoder:
             self.by_sections = not any(token.get("single_word") for token in added) and self._sections_agree()
             others = [token["content"] for token in listed if token["content"] not in self.ids]
             self.by_sections = self.by_sections and not any_overlap(self.text_tokens, others)
-            normalizer = self._reference.normalizer if content.normalizer else None
-            if normalizer and any(token.get("normalized") for token in added if token["content"] in self.text_tokens):
-                self.by_sections = self.by_sections and {*kinds(content.normalizer)} <= UNICODE_FORMS
-                self.normalized = normalizer.normalize_str
+            normalizers = {*kinds(content.normalizer)} - {"Sequence"}
+            if normalizers and any(token.get("normalized") for token in added if token["content"] in self.text_tokens):
+                self.by_sections = self.by_sections and normalizers <= UNICODE_FORMS
+                assert self._reference.normalizer is not None
+                self.normalized = self._reference.normalizer.normalize_str
 
     @property
     def can_encode_whole(self) -> bool:
@@ -173,6 +174,11 @@ class ControlEncoder:
                 ids += [*([self.ids[token]] if at else []), *self.tokenizer.encode(self.strip(part, *around)[0])]
             if ids != self.reference(token.join(parts)):
                 return False
+        ids = self.reference("a".join(["", *self.ids, ""])) or []
+        control = {*self.ids.values()}
+        # A token whose text is normalized may be none inside of a text.
+        if [id for id in ids if id in control] != list(self.ids.values()):
+            return False
         return all(self.tokenizer.encode(text) == self.reference(text) for text in texts)
 
 
@@ -196,15 +202,25 @@ class _WholeEncoder:
         self._real_ids = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)
         for token, id in ids.items():
             self._real_ids[vocabulary[self._aliases.get(token, token)]] = id
+        self._is_alias = np.zeros(len(self._real_ids), dtype=bool)
+        self._is_alias[[vocabulary[alias] for alias in self._aliases.values()]] = True
 
     def encode(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets]:
         aliased = [self._aliases[part] if token else part for part, token in zip(parts, is_token, strict=True)]
         encoding = self._engine.encode("".join(aliased), add_special_tokens=False)
-        begins = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+        engine_ids = np.array(encoding.ids, dtype=np.int64)
+        ranges = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        aliased_start = np.cumsum([0, *map(len, aliased)])
+        aliases_in_text = self._is_alias[engine_ids]
+        if aliases_in_text.sum() < sum(is_token):
+            # Some tokens are none where they stand, as a single_word token inside of a word: there they are text.
+            tokens = np.flatnonzero(is_token)
+            matched = tokens[np.searchsorted(aliased_start[tokens], ranges[aliases_in_text, 0])]
+            return self.encode(parts, np.isin(np.arange(len(parts)), matched).tolist())
+        begins = ranges[:, 0]
         if len(parts):
-            aliased_start = np.cumsum([0, *map(len, aliased)])
             start = np.cumsum([0, *map(len, parts)])
             part = np.clip(np.searchsorted(aliased_start, begins, side="right") - 1, 0, len(parts) - 1)
             inside = np.where(np.asarray(is_token, dtype=bool)[part], 0, begins - aliased_start[part])
             begins = start[part] + inside
-        return self._real_ids[np.array(encoding.ids, dtype=np.int64)], begins
+        return self._real_ids[engine_ids], begins
