@@ -13,7 +13,7 @@ import msgspec
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.format.chat_format import PRESETS, ChatFormat, load_format
 from chatmill.format.renderer import Mask, TextTokens
-from chatmill.format.template.hf_folder import HFFolder, TemplateSource, has_template, read_folder
+from chatmill.format.template.hf_folder import HFFolder, TemplateSource, declared_tokens, has_template, read_folder
 from chatmill.format.template.process.client import start_server
 from chatmill.format.template.renderer import TemplateRenderer
 from chatmill.format.turn_renderer import TurnRenderer
@@ -163,6 +163,7 @@ def _template_renderer(stored: dict[str, Any], tokenizer: Tokenizer, spec: str, 
         special=stored["special"],
         stops=tuple(id for id in stops if id is not None),
         tokenizer_json=path if path.suffix == ".json" and path.is_file() else None,
+        declared=declared_tokens(Path(spec)) if Path(spec).is_dir() else (),
     )
     now = None if stored["now"] is None else datetime.fromisoformat(stored["now"])
     return TemplateRenderer(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,6 +35,26 @@ UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 class _AddedTokens(msgspec.Struct):
     added_tokens: list[Json] | None = None
     normalizer: Json | None = None
+
+
+def with_declared(raw: bytes, declared: Iterable[Mapping[str, Any]], ids: Mapping[str, int]) -> bytes:
+    """A tokenizer.json with the control tokens that its tokenizer_config.json lists, and with the flags from there.
+
+    transformers adds these tokens to the tokenizer when it opens a folder.
+    """
+    raw = raw.removeprefix(b"\xef\xbb\xbf")
+    listed = msgspec.json.decode(raw, type=_AddedTokens).added_tokens or []
+    added = {token["content"]: token for token in listed}
+    for token in declared:
+        if (name := str(token.get("content"))) in ids:
+            before = added.get(name, {"id": ids[name], "content": name, "special": False})
+            flags = {flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip")}
+            flags["normalized"] = bool(token.get("normalized", not token.get("special")))
+            added[name] = {**before, **flags, "special": bool(before.get("special") or token.get("special"))}
+    if (changed := list(added.values())) == listed:
+        return raw
+    content: Json = msgspec.json.decode(raw)
+    return msgspec.json.encode({**content, "added_tokens": changed})
 
 
 def unmarked_tokens(raw: bytes) -> frozenset[str]:

@@ -14,7 +14,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from template_fixtures import TOOLS, answer, messages_of, open_template, user
 from tokenizers import AddedToken, Tokenizer, normalizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chatmill.errors import RecordError
 from chatmill.format import TemplateRenderer, renderer_from_json
@@ -290,3 +290,29 @@ def test_a_token_that_the_config_calls_special_never_comes_from_text(tmp_path, c
     renderer = open_template(str(tmp_path))
     assert "<think>" not in renderer.text_tokens.ids and "</think>" in renderer.text_tokens.ids
     assert renderer.render([Record([user("<think>"), answer("b")])]).ids.tolist().count(id) == 1
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["changed", "added"])
+@pytest.mark.parametrize("flag", ["lstrip", "single_word", None])
+def test_tokens_of_the_config_are_added_with_its_flags(tmp_path, listed, flag):
+    made = Tokenizer.from_file(f"{folder('plain')}/tokenizer.json")
+    first = made.token_to_id(TAGS[0])
+    if not listed:
+        content = json.loads(made.to_str())
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < first]
+        made = Tokenizer.from_str(json.dumps(content))
+    made.save(str(tmp_path / "tokenizer.json"))
+    flags = {"special": False, "normalized": False, "lstrip": flag == "lstrip", "single_word": flag == "single_word"}
+    declared = {str(first + at): {"content": token, **flags} for at, token in enumerate([*TAGS, *HEADERS])}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": declared, "chat_template": CHATML}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    renderer, right = open_template(str(tmp_path)), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert renderer.text_tokens.ids.keys() == LEARNED[CHATML]
+    record = Record([user("a <think> b<think>c\n\n<tool_call>"), answer("\n <think>\nx</think>")])
+    messages, _ = messages_of(renderer, record)
+    ids = right.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert renderer.render([record]).ids.tolist() == list(ids)
+    again = renderer_from_json(
+        renderer.to_json(), open_tokenizer(str(tmp_path), control=renderer.tokens), spec=str(tmp_path), where="model"
+    )
+    assert again.render([record]).ids.tolist() == list(ids)

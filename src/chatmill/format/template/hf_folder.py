@@ -35,6 +35,8 @@ class HFFolder:
     tokenizer_json: Path | None = None
     marked_special: frozenset[str] = frozenset()
     """The tokens that tokenizer_config.json and special_tokens_map.json call special."""
+    declared: tuple[dict[str, Any], ...] = ()
+    """The added tokens of tokenizer_config.json, which a tokenizer.json may lack."""
 
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
@@ -63,6 +65,7 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
         stops,
         tokenizer_json if tokenizer != "bytes" and _is_tokenizer(tokenizer_json) else None,
         frozenset(token for file in files for token in _marked_special(file)),
+        declared_tokens(path) if is_folder else (),
     )
 
 
@@ -107,6 +110,15 @@ def _stops(path: Path) -> tuple[int, ...] | None:
     return tuple(ids)
 
 
+def declared_tokens(folder: Path) -> tuple[dict[str, Any], ...]:
+    """The added tokens that the tokenizer_config.json of a folder lists, in the order of their ids."""
+    listed = _json(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    if not isinstance(listed, dict):
+        return ()
+    tokens = [{**token, "id": int(id)} for id, token in listed.items() if isinstance(token, dict) and id.isdecimal()]
+    return tuple(sorted(tokens, key=lambda token: int(token["id"])))
+
+
 def _marked_special(config: Mapping[str, Any]) -> Iterator[str]:
     """The tokens that a file lists as special: `bos_token` and the like, additional ones, marked added tokens."""
     given = [config.get(name) for name in SPECIAL_NAMES]
@@ -114,8 +126,8 @@ def _marked_special(config: Mapping[str, Any]) -> Iterator[str]:
         listed = config.get(name)
         given += listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else []
     added = config.get("added_tokens_decoder")
-    if isinstance(added, dict):
-        given += [token for token in added.values() if isinstance(token, dict) and token.get("special")]
+    listed = added.values() if isinstance(added, dict) else ()
+    given += [token for token in listed if isinstance(token, dict) and token.get("special")]
     return (token for token in map(_token, given) if token)
 
 

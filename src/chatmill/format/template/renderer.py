@@ -30,7 +30,7 @@ from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Message, Record
 from chatmill.rows import Rows, TrainOn
 from chatmill.tokenizer import Tokenizer
-from chatmill.tokenizer.control_encoder import ControlEncoder, unmarked_tokens
+from chatmill.tokenizer.control_encoder import ControlEncoder, unmarked_tokens, with_declared
 
 MAX_MESSAGES = 64
 """Messages of a conversation whose trace is cached: the number of prefixes to guard grows with the square of it."""
@@ -76,6 +76,8 @@ class TemplateRenderer:
         self.allow_no_end, self.strip_prompt_space = allow_no_end, strip_prompt_space
         self.arguments = dict(arguments or {})
         raw = None if folder.tokenizer_json is None else folder.tokenizer_json.read_bytes()
+        if raw is not None:
+            raw = with_declared(raw, folder.declared, tokenizer.control_ids)
         self.control_tokens = ControlTokens(tokenizer.control_ids)
         names = {id: token for token, id in tokenizer.control_ids.items()}
         self.ends = frozenset(names[id] for id in folder.stops or () if id in names)
