@@ -11,7 +11,7 @@ DEV_STAMP := .venv/installed-$(call key,$(DEV))
 BENCH_STAMP := .venv-bench/installed-$(call key,requirements/bench.txt)
 DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test check compiler same-python browser demo bench profile docs gauntlet planted sanitize clean
+.PHONY: help install test check compiler same-python browser demo bench profile docs gauntlet planted templates sanitize clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-8s %s\n' $$name "$$does"; done
@@ -60,6 +60,13 @@ sanitize: ## the compiled parts under ASan and UBSan, on this processor, in two 
 
 planted: $(DEV_STAMP) ## put faults into chatmill on purpose: the trial that is there for each must notice it
 	.venv/bin/python tests/fault_injection/run.py --planted $(ARGS)
+
+# The templates are data beside the repository; where they are not there, there is nothing to try.
+TEMPLATES ?= ../shared/data/templates
+templates: $(DEV_STAMP) ## published chat templates against an independent oracle: nothing wrong, refusals as listed
+	@if [ -d $(TEMPLATES) ]; then .venv/bin/python scripts/try_templates.py $(TEMPLATES) -j 2 \
+		--table tests/format/template/published_refusals.txt $(ARGS); \
+	else echo "$(TEMPLATES): not there; nothing is tried"; fi
 
 clean: ## remove what the other targets made, environments included
 	rm -rf .venv .venv-bench .venv-docs benchmarks/.data benchmarks/.results site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
