@@ -14,8 +14,10 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,10 +25,16 @@ import trl
 from transformers import PreTrainedTokenizerFast
 
 from chatmill.errors import RecordError
-from chatmill.format import Mask, TemplateOptions, TemplateRenderer, open_renderer
-from chatmill.format.template.certify import PROBES, Finding, certify
+from chatmill.format import Mask, TemplateRenderer
+from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.certify.certificate import certify
+from chatmill.format.template.certify.finding import Finding
+from chatmill.format.template.hf_folder import read_folder
+from chatmill.format.template.probes import BASIC
+from chatmill.format.template.process.client import TemplateProcess
+from chatmill.format.template.template_input import shape_and_texts
 from chatmill.records import Record
-from chatmill.tokenizer import train_bpe
+from chatmill.tokenizer import Tokenizer, open_tokenizer, train_bpe
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "templates.md"
@@ -95,28 +103,41 @@ def lines() -> list[Line]:
 def line(name: str, tokenizer: Path, peer: PreTrainedTokenizerFast) -> Line:
     original = opened(tokenizer, name)
     findings = certify(original, peer=partial(peer_ids, peer, original), peer_name="transformers")
-    derived = []
-    for probe in PROBES:
-        try:
-            derived.append(original.derive(probe))
-        except RecordError:
-            continue
-    prefixes = [prefix for one in derived for prefix in one.prefixes]
+    derived = derived_probes(original.process, "derived")
+    prefixes = [prefix for one in derived.values() for prefix in one.prefixes]
     return Line(
         name,
         findings,
-        sum(len(one.answers) for one in derived),
+        sum(len(one.answers) for one in derived.values()),
         sum(prefix.start is not None for prefix in prefixes),
         sum(prefix.stop is not None for prefix in prefixes),
-        tagged(name, original, tokenizer),
+        tagged(name, original, derived, tokenizer),
     )
 
 
-def opened(tokenizer: Path, name: str, mask: Mask = "derived") -> TemplateRenderer:
-    options = TemplateOptions(str(FOLDER / f"{name}.jinja"), mask=mask)
-    renderer = open_renderer("template", str(tokenizer), template=options)
-    assert isinstance(renderer, TemplateRenderer)
-    return renderer
+def derived_probes(process: TemplateProcess, mask: Mask) -> dict[str | None, DerivedAnswers]:
+    """The answers of the probes that are not refused, by their names."""
+    template = process.templates[0]
+    derived = {}
+    for probe in BASIC:
+        texts = len(shape_and_texts(probe, template.style)[1])
+        with suppress(RecordError):
+            derived[probe.id] = process.derive(template.number, probe, texts=texts, mask=mask, cacheable=False)
+    return derived
+
+
+def opened(tokenizer: Path, name: str) -> TemplateRenderer:
+    return TemplateRenderer(read_folder(str(tokenizer), template_file(name)), shared_tokenizer(str(tokenizer)))
+
+
+def template_file(name: str) -> str:
+    return str(FOLDER / f"{name}.jinja")
+
+
+@cache
+def shared_tokenizer(folder: str) -> Tokenizer:
+    """One tokenizer for all templates: opening it checks it, which takes longer than most templates."""
+    return open_tokenizer(folder)
 
 
 def make_tokenizer(folder: Path) -> Path:
@@ -128,31 +149,39 @@ def make_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def peer_ids(peer: PreTrainedTokenizerFast, format: TemplateRenderer, record: Record) -> list[int]:
+def peer_ids(
+    peer: PreTrainedTokenizerFast, format: TemplateRenderer, record: Record, *, null_content: bool = False
+) -> list[int]:
     given = format.template_input(record)
     source = format.templates[bool(record.tools)].source
-    return list(
-        peer.apply_chat_template(
-            given.messages, tools=given.tools, chat_template=source, tokenize=True, return_dict=False
+    messages = [
+        {**one, "content": None} if null_content and "tool_calls" in one and not message.content else one
+        for one, message in zip(given.messages, record.messages, strict=True)
+    ]
+    try:
+        ids = peer.apply_chat_template(
+            messages, tools=given.tools, chat_template=source, tokenize=True, return_dict=False
         )
-    )
+    except Exception:
+        return []
+    return list(ids)
 
 
-def tagged(name: str, original: TemplateRenderer, tokenizer: Path) -> str:
+def tagged(name: str, original: TemplateRenderer, derived: Mapping[str | None, DerivedAnswers], tokenizer: Path) -> str:
     """How the mask of the tagged edition differs, over the probes that both write as the same text."""
     has_tags = "{%- generation -%}" in original.folder.template.source
     edition = name if has_tags else f"{name}_training"
     if not (FOLDER / f"{edition}.jinja").is_file():
         return "there is none"
-    other = opened(tokenizer, edition, "tags")
     compared = 0
     reasons: dict[str, set[str]] = {}
-    for probe in PROBES:
-        try:
-            one, two = original.derive(probe), other.derive(probe)
-        except RecordError:
-            continue
-        if one.rendering.text != two.rendering.text:
+    folder = read_folder(str(tokenizer), template_file(edition))
+    tokens = list(original.control_tokens.ids)
+    # Only its template is run: a renderer would check the tokenizer again.
+    process = TemplateProcess([folder.template], variables=folder.special, now=datetime.now(), tokens=tokens, ends=[])
+    for id, two in derived_probes(process, "tags").items():
+        one = derived.get(id)
+        if one is None or one.rendering.text != two.rendering.text:
             continue
         compared += 1
         for reason, text in differences(one.rendering.text, spans(one.answers), spans(two.answers)):

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, echo_json, progress
+from chatmill.cli.options import AsJson, argument, echo_json, echo_line, progress
 from chatmill.cli.record_options import ReadOptions, TemplateFlags, print_rejects
 from chatmill.cli.transformers_peer import TransformersPeer
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
-from chatmill.format.template.certify import certify
+from chatmill.format.template.certify.certificate import certify
 from chatmill.prepare.job import existing
 
 
@@ -25,11 +25,14 @@ def certify_command(
     read: ReadOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Certify a chat template: what it keeps of what training relies on, PASS or FAIL in one line each.
+    """Certify a chat template: what training relies on, one line each: PASS, WARN, FAIL or SKIP.
 
-    It is held against small conversations made for the purpose and, if given, against your own: the ids against those
-    of transformers, the mask by two derivations, the end of each answer against what the model stops at. Exit code 1
-    if a line says FAIL. Faulty records may be skipped; one that the template refuses is a FAIL.
+    It is held against a small conversation of each shape that records come in and, if given, against your own: the ids
+    against those of transformers, each trained answer against its prompt, its end against what the model stops at.
+
+    FAIL: something would be trained wrongly, or cannot be trained; the exit code is 1. WARN: it works, but you should
+    know, as that records of some shape will be refused. SKIP: it was not checked, and why. Faulty records may be
+    skipped with --on-error; one of yours that the template refuses is a FAIL.
 
     \b
     Examples:
@@ -47,14 +50,14 @@ def certify_command(
             print_rejects(records)
         else:
             findings = certify(renderer, (), peer=ids_of, peer_name=peer_name)
-    passed = all(finding.passed for finding in findings)
+    failed = [finding.name for finding in findings if not finding.passed]
     name = renderer.folder.template.name
     if as_json:
         lines = [finding._asdict() for finding in findings]
-        echo_json({"template": name, "passed": passed, "findings": lines, "protections": renderer.process.protections})
+        protections = renderer.process.protections
+        echo_json({"template": name, "passed": not failed, "findings": lines, "protections": protections})
     else:
         for finding in findings:
-            typer.echo(f"{'PASS' if finding.passed else 'FAIL'}  {finding.name:<10}  {finding.text}")
-    if not passed:
-        failed = [finding.name for finding in findings if not finding.passed]
+            echo_line(f"{finding.level}  {finding.name:<11}  {finding.text}")
+    if failed:
         raise ChatmillError(f"{name}: not certified: {', '.join(failed)}")

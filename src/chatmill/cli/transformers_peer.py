@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,22 @@ class TransformersPeer:
         self._renderer = renderer
         self._channel: Channel | None = None
         path = renderer.folder.tokenizer_json
-        self._arguments = (str(path and path.absolute()), msgspec.json.encode(renderer.folder.special).decode())
+        special = msgspec.json.encode(renderer.folder.special).decode()
+        now = "" if renderer.now is None else renderer.now.isoformat()
+        self._arguments = (str(path and path.absolute()), special, now)
         version = None if path is None else self._ask(None)
         self.version = version if isinstance(version, str) else ""
         """The version of transformers; empty if it is not installed or cannot open the tokenizer."""
 
-    def __call__(self, record: Record) -> list[int]:
+    def __call__(self, record: Record, *, null_content: bool = False) -> list[int]:
         given = self._renderer.template_input(record)
+        messages = [
+            {**message, "content": None} if null_content and "tool_calls" in message and not text.content else message
+            for message, text in zip(given.messages, record.messages, strict=True)
+        ]
         source = self._renderer.templates[bool(record.tools)].source
         options = {"tools": given.tools, "chat_template": source, **self._renderer.arguments}
-        ids = self._ask([given.messages, options])
+        ids = self._ask([messages, options])
         # A record that transformers refuses and chatmill renders is a difference.
         return ids if isinstance(ids, list) else []
 
@@ -75,8 +82,10 @@ def main() -> None:
     run_server(_service)
 
 
-def _service(tokenizer: str, special: str) -> Callable[[bytes], bytes]:
+def _service(tokenizer: str, special: str, now: str) -> Callable[[bytes], bytes]:
     opened, version = _opened(Path(tokenizer), msgspec.json.decode(special))
+    if version is not None and now:
+        _set_clock(datetime.fromisoformat(now))
 
     def respond(frame: bytes) -> bytes:
         request = msgspec.json.decode(frame)
@@ -90,6 +99,19 @@ def _service(tokenizer: str, special: str) -> Callable[[bytes], bytes]:
             return msgspec.msgpack.encode(None)
 
     return respond
+
+
+def _set_clock(moment: datetime) -> None:
+    """Make `strftime_now` of templates tell the date that the renderer tells."""
+    import transformers.utils.chat_template_utils as module
+
+    class _FixedClock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return moment
+
+    if hasattr(module, "datetime"):
+        module.datetime = _FixedClock
 
 
 def _opened(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str | None]:

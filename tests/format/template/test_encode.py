@@ -14,8 +14,7 @@ from template_fixtures import TOOLS, answer, open_template, user
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chatmill.format.template import certify as certify_module
-from chatmill.format.template.certify import certify
+from chatmill.format.template.certify.certificate import certify
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
 from chatmill.rows import Part, Rule
@@ -83,19 +82,15 @@ def test_a_token_in_which_the_prompt_ends_is_context_and_is_noted(greedy):
     assert {reason: entry.tokens for bucket, reason, entry in ledger if bucket == "noted"} == {"straddling_token": 1}
 
 
-def test_the_certificate_names_tokens_across_a_border(greedy):
+def test_the_certificate_counts_tokens_across_a_border(greedy):
     format = opened(greedy)
     found = {finding.name: finding for finding in certify(format)}
-    assert found["borders"].passed
     # No probe begins as that text does.
-    assert found["borders"].text == "no token lies across the border of an answer"
-    probes = (Record([user("Hi"), answer("Hello there")], id="question"), *certify_module.PROBES[1:])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(certify_module, "PROBES", probes)
-        found = {finding.name: finding for finding in certify(format)}
+    assert (found["borders"].level, found["borders"].details["straddling"]) == ("PASS", 0)
+    found = {finding.name: finding for finding in certify(format, [TALK])}
+    assert (found["borders"].level, found["borders"].details["of_records"]) == ("WARN", {"straddling": 1, "answers": 1})
     assert found["borders"].text == (
-        "tokens across a border count as where they begin: 1 in probe question, as after "
-        '"…user\\nHi<|im_end|>\\n<|im_start|>assistant\\n"'
+        "the first token of 1 of 1 of your records begins in the header, and so is not trained"
     )
 
 

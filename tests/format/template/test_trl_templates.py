@@ -188,11 +188,10 @@ def test_at_least_37_of_the_41_originals_certify_and_a_refusal_quotes_the_templa
 
 def test_a_template_that_writes_calls_and_never_the_definitions_of_tools_is_told_apart(table):
     _, lines = table
-    found = {line.name: next(f.text for f in line.findings if f.name == "tools") for line in lines}
-    assert [name for name, text in found.items() if text == "calls are written, definitions are left out"] == [
-        "deepseekv3"
-    ]
-    assert found["qwen3"] == "supported"
+    found = {line.name: finding for line in lines for finding in line.findings if finding.name == "tools"}
+    left_out = [name for name, finding in found.items() if "definitions of tools are left out" in finding.text]
+    assert left_out == ["deepseekv3"] and found["deepseekv3"].level == "WARN"
+    assert (found["qwen3"].level, found["gemma"].level) == ("PASS", "WARN")
 
 
 def test_both_derivations_apply_to_at_least_half_of_the_templates(table):

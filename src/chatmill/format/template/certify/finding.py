@@ -1,0 +1,65 @@
+"""The lines of a certificate.
+
+PASS   it holds
+WARN   it works, but a user should know: a choice of the template, or a shape of records that will be refused
+FAIL   something would be trained wrongly, or cannot be trained
+SKIP   it was not checked, and why
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from chatmill.errors import RecordError, one_line
+
+EXAMPLES = 3
+"""How many examples a line names."""
+
+
+LINE_OF_KIND = {"no_end_token": "terminator", "prompt_mismatch": "prompt"}
+"""The lines that name a reason for which plain conversations are refused; `answers` for all other kinds."""
+
+
+class Level(StrEnum):
+    PASS = "PASS"
+    WARN = "WARN"
+    FAIL = "FAIL"
+    SKIP = "SKIP"
+
+
+class Finding(NamedTuple):
+    """One line of a certificate."""
+
+    name: str
+    level: Level
+    text: str
+    details: Mapping[str, Any] = {}
+    """Counts and examples, as JSON values."""
+
+    @property
+    def passed(self) -> bool:
+        return self.level is not Level.FAIL
+
+
+def some(places: Sequence[str]) -> str:
+    more = f" and {len(places) - EXAMPLES} more" if len(places) > EXAMPLES else ""
+    return f"{', '.join(places[:EXAMPLES])}{more}"
+
+
+def refused(records: str, fault: RecordError) -> str:
+    return f"records {records} will be refused: {fault.what}"
+
+
+def shown(text: str) -> str:
+    return f'"{one_line(text, 40)}"'
+
+
+def shown_end(text: str) -> str:
+    return f'"{"…" if len(text) > 40 else ""}{one_line(text[-40:], 40)}"'
+
+
+def line_of(fault: RecordError) -> str:
+    """The name of the line that says why plain conversations are refused."""
+    return LINE_OF_KIND.get(fault.kind, "answers")

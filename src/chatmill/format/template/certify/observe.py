@@ -1,0 +1,144 @@
+"""Conversations rendered to find out what a chat template does: one for each shape, and a user's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple, Protocol
+
+from chatmill.errors import RecordError, one_line
+from chatmill.format.template.certify.plain_check import CheckedAnswer, PlainCheck, TextOf
+from chatmill.format.template.probes import PROBES, TURNS
+from chatmill.format.template.renderer import TemplateRenderer
+from chatmill.ledger import Ledger
+from chatmill.records import Record
+from chatmill.rows import Rows
+
+CONTROL_TEXT = "control_text"
+"""The note of rows whose texts hold control tokens, which transformers encodes otherwise."""
+
+
+class Peer(Protocol):
+    """Another program that renders records."""
+
+    def __call__(self, record: Record, *, null_content: bool = False) -> Sequence[int]:
+        """The ids of a record, none if it is refused; `null_content`: null for empty contents beside tool calls."""
+
+
+class Rendered(NamedTuple):
+    """A conversation with its row."""
+
+    record: Record
+    text: str
+    rows: Rows
+    answers: list[CheckedAnswer]
+    notes: frozenset[str]
+    """Reasons under which the ledger notes it."""
+
+    @property
+    def place(self) -> str:
+        record = self.record
+        return f"probe {record.id}" if record.file == "probe" else f"{one_line(record.file)}:{record.line}"
+
+
+@dataclass
+class OwnRecords:
+    """What was observed on a user's own records; places are `file:line`."""
+
+    rendered: int = 0
+    refused: list[RecordError] = field(default_factory=list)
+    compared: int = 0
+    different: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    unended: list[str] = field(default_factory=list)
+    answers: int = 0
+    straddling: int = 0
+    relations: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def count(self) -> int:
+        return self.rendered + len(self.refused)
+
+
+class Observations:
+    """What was observed on the probes, by their ids, and on a user's own records."""
+
+    def __init__(self, renderer: TemplateRenderer, peer: Peer | None, peer_name: str) -> None:
+        self.renderer, self.peer, self.peer_name = renderer, peer, peer_name
+        self.control_ids = frozenset(renderer.encoder.ids.values())
+        sources = [template.source for template in renderer.templates.values()]
+        self.check = PlainCheck(
+            renderer.encoder.tokenizer,
+            sources,
+            renderer.folder.stops,
+            TURNS,
+            self.text_of(TURNS),
+            strip_prompt_space=renderer.strip_prompt_space,
+        )
+        self.good: dict[str | None, Rendered] = {}
+        self.faults: dict[str | None, RecordError] = {}
+        self.own = OwnRecords()
+        for record in PROBES:
+            try:
+                self.good[record.id] = self.rendered(renderer.lay_out(record))
+            except RecordError as fault:
+                self.faults[record.id] = fault
+
+    @property
+    def probes(self) -> list[Rendered]:
+        return list(self.good.values())
+
+    @property
+    def answers(self) -> list[tuple[Rendered, CheckedAnswer]]:
+        """All answers of the probes."""
+        return [(probe, answer) for probe in self.good.values() for answer in probe.answers]
+
+    def rendered(self, record: Record) -> Rendered:
+        ledger = Ledger()
+        text_of = self.text_of(record)
+        rows = self.renderer.render([record], ledger=ledger)
+        answers = self.check.answers(record, rows, text_of)
+        notes = frozenset(reason for bucket, reason, _ in ledger if bucket == "noted")
+        return Rendered(record, text_of(len(record.messages), False), rows, answers, notes)
+
+    def differs(self, one: Rendered) -> bool:
+        """Whether the peer gives other ids; texts that hold control tokens are not compared."""
+        return (
+            self.peer is not None
+            and CONTROL_TEXT not in one.notes
+            and one.rows.ids.tolist() != list(self.peer(one.record))
+        )
+
+    def is_ended(self, answer: CheckedAnswer) -> bool:
+        return answer.ids[-1] in self.control_ids
+
+    def read(self, records: Iterable[Record]) -> None:
+        """Observe a user's own records."""
+        own = self.own
+        for record in self.renderer.renderable(records, own.refused.append):
+            one = self.rendered(record)
+            own.rendered += 1
+            own.compared += CONTROL_TEXT not in one.notes
+            own.answers += len(one.answers)
+            own.straddling += sum(answer.straddles for answer in one.answers)
+            own.relations.update(answer.relation for answer in one.answers)
+            own.notes.update(one.notes)
+            if self.differs(one):
+                own.different.append(one.place)
+            for answer in one.answers:
+                if answer.faults:
+                    own.wrong.append(f"{one.place}: message {answer.message} {answer.faults[0]}")
+                if not self.is_ended(answer):
+                    own.unended.append(f"{one.place}: message {answer.message}")
+
+    def text_of(self, record: Record) -> TextOf:
+        """The plain renderings of a record."""
+
+        @cache
+        def text_of(messages: int, prompt: bool) -> str:
+            return self.renderer.text(record, messages, prompt=prompt)
+
+        return text_of

@@ -1,0 +1,338 @@
+"""Finished rows held against the prompts of the template, as plain text: the part of a certificate that trusts nobody.
+
+It knows the ids of a row, what is trained of it, and the texts that the template writes. How answers were derived it
+does not know, so that a fault of the derivation is seen here.
+
+    prompt    … Hi <|im_end|>\\n<|im_start|>assistant\\n
+    row       … Hi <|im_end|>\\n<|im_start|>assistant\\n | Well … <|im_end|> | \\n
+                                                         | trained           |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from chatmill.errors import RecordError
+from chatmill.format.template.certify.finding import shown, shown_end
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.records import Message, Record
+from chatmill.rows import Ids, Rows
+from chatmill.tokenizer import Tokenizer
+
+Relation = Literal[
+    "same",
+    "space_before_header",
+    "parts_behind_header",
+    "header_not_in_prompt",
+    "history_rewritten",
+    "several_turns",
+    "differs",
+    "unknown",
+]
+"""How the row before an answer compares with the prompt for it.
+
+same                   the prompt is the beginning of the row
+space_before_header    white space before the header differs
+parts_behind_header    row and prompt part behind the header, as at `<think>` that only one of them has
+header_not_in_prompt   the row has the header of other answers where the prompt has none
+history_rewritten      what precedes the header differs otherwise; both agree from the header on
+several_turns          the answer goes on in another turn, behind a header
+differs                the header differs: a model would be prompted otherwise than it is trained
+unknown                the tokenizer does not give the text of the row back
+"""
+MARK = "\0"
+"""Follows every control token in marked text, so that text which only looks like one is told apart."""
+_WORD = re.compile(r"\w{2,}")
+_LONG_WORD = re.compile(r"\w{4,}")
+
+
+@dataclass(frozen=True)
+class CheckedAnswer:
+    """The trained stretch of one message."""
+
+    message: int
+    text: str
+    ids: tuple[int, ...]
+    relation: Relation
+    goes_on: bool
+    """Whether the same answer goes on in another turn."""
+    straddles: bool
+    """Whether its first token begins in the header, and is therefore not trained."""
+    faults: tuple[str, ...]
+    """What is trained wrongly; empty for a good answer."""
+
+
+class _Run(NamedTuple):
+    """Consecutive tokens that are trained for one message, or not trained."""
+
+    message: int | None
+    start: int
+    stop: int
+    marked: str
+
+    @property
+    def text(self) -> str:
+        return self.marked.replace(MARK, "")
+
+
+TextOf = Callable[[int, bool], str]
+"""The plain rendering of the first n messages, with or without the generation prompt."""
+
+
+class PlainCheck:
+    """The check of rows of one template; `turns` is a plain conversation, to learn its headers from."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sources: Sequence[str],
+        stops: Sequence[int] | None,
+        turns: Record,
+        text_of: TextOf,
+        *,
+        strip_prompt_space: bool = False,
+    ) -> None:
+        self._strip_prompt_space = strip_prompt_space
+        self._tokenizer, self._stops = tokenizer, frozenset(stops or ())
+        self._tokens = ControlTokens(tokenizer.control_ids)
+        self._control = np.array(list(tokenizer.control_ids.values()), dtype=np.uint32)
+        self._source = "\n".join(sources).casefold()
+        self.header = ""
+        """What the prompt for the first answer adds to the messages before it."""
+        self._marks: tuple[str, ...] = ()
+        """Texts that only stand in headers."""
+        self._openers: frozenset[str] = frozenset()
+        """Control tokens that stand in headers."""
+        self._ends = {name for name, id in tokenizer.control_ids.items() if id in self._stops}
+        """Control tokens that end a turn."""
+        try:
+            self._learn_headers(turns, text_of)
+        except RecordError:
+            return
+
+    def _learn_headers(self, turns: Record, text_of: TextOf) -> None:
+        prompt, row = text_of(1, True), text_of(len(turns.messages), False)
+        self.header = self._added(prompt, text_of(1, False))
+        first, second = (turns.messages[at].content.strip() for at in (0, 2))
+        before, gap = row.partition(first)[0], row.partition(turns.messages[1].content.strip())[2].partition(second)[0]
+        # The header of a user is what both of its turns have in front; a token that a turn ends with is none of it.
+        of_user = _common_end(before, gap)
+        tokens = self._tokens.find(of_user)
+        ends = [match.end() for match in tokens if self._tokens.ids[match[0]] in self._stops]
+        of_user = of_user[max(ends, default=0) :]
+        self._marks = tuple(filter(None, (self._opener(self.header), of_user.strip())))
+        self._ends |= {match[0] for match in self._tokens.find(gap[: len(gap) - len(of_user)])[-1:]}
+        names = [match[0] for match in (*self._tokens.find(self.header), *tokens[-1:])]
+        self._openers = frozenset(name for name in names if self._tokens.ids[name] not in self._stops)
+
+    def _opener(self, header: str) -> str:
+        """The first control token of a header, with the text up to the next one or the end of the line."""
+        header = header.strip()
+        tokens = self._tokens.find(header)
+        if not tokens or tokens[0].start():
+            return header
+        return header[: tokens[1].start() if len(tokens) > 1 else None].partition("\n")[0].rstrip()
+
+    def answers(self, record: Record, rows: Rows, text_of: TextOf) -> list[CheckedAnswer]:
+        """The trained stretches of the one row of a record."""
+        runs = list(self._runs(rows))
+        text, marked = text_of(len(record.messages), False), "".join(run.marked for run in runs)
+        decoded = marked.replace(MARK, "")
+        exact = decoded == text
+        readable = exact or _without_space(decoded) == _without_space(text)
+        trained = [run for run in runs if run.message is not None]
+        checked = []
+        before = ""
+        for run in runs:
+            if run.message is not None:
+                ids = tuple(rows.ids[run.start : run.stop].tolist())
+                of_message = [other for other in trained if other.message == run.message]
+                relation: Relation = "unknown"
+                straddles, faults = False, list[str]()
+                if readable:
+                    token = self._tokenizer.decode(rows.ids[run.start - 1 : run.start].tolist())
+                    after = marked[len(before) :]
+                    if run != of_message[0]:
+                        relation = self._goes_on(before)
+                    else:
+                        relation, straddles = self._relation(record, run.message, before, after, token, text_of, exact)
+                    if relation == "differs":
+                        place = shown_end(before.replace(MARK, ""))
+                        faults.append(f"begins after {place}, where its prompt does not end")
+                    faults += self._faults(record, run, ids, token if straddles else "")
+                    faults += self._cut_off(ids[-1], after[len(run.marked) :])
+                    if run == of_message[-1] and run.message < len(record.messages):
+                        whole = (token if straddles else "") + "".join(other.text for other in of_message)
+                        faults += self._lost(record.messages[run.message], whole)
+                goes_on = run != of_message[-1]
+                checked.append(CheckedAnswer(run.message, run.text, ids, relation, goes_on, straddles, tuple(faults)))
+            before += run.marked
+        return checked
+
+    def _runs(self, rows: Rows) -> Iterator[_Run]:
+        lengths = rows.spans["length"].astype(np.int64)
+        message = np.repeat(rows.spans["message"].astype(np.int64), lengths)
+        message[~rows.mask().astype(bool)] = -1
+        edges = [0, *(np.flatnonzero(np.diff(message)) + 1).tolist(), len(message)]
+        for start, stop in pairwise(edges):
+            of = int(message[start])
+            yield _Run(None if of < 0 else of, start, stop, self._marked(rows.ids[start:stop]))
+
+    def _marked(self, ids: Ids) -> str:
+        """The text of ids, with a mark behind each control token."""
+        edges = [0, *(np.flatnonzero(np.isin(ids, self._control)) + 1).tolist()]
+        parts = [self._tokenizer.decode(ids[start:stop].tolist()) for start, stop in pairwise(edges)]
+        return "".join(part + MARK for part in parts) + self._tokenizer.decode(ids[edges[-1] :].tolist())
+
+    # Where an answer begins.
+
+    def _relation(
+        self, record: Record, message: int, before: str, after: str, token: str, text_of: TextOf, exact: bool
+    ) -> tuple[Relation, bool]:
+        """How the row before an answer compares with its prompt, and whether `token`, its last one, straddles both."""
+        try:
+            prompt = text_of(message, True)
+        except RecordError:
+            # No server would ask for this answer; it begins as others do.
+            own = self._mark(self.header)
+            known = own.strip() and self._relate(before, after, own, own) != "differs"
+            return "header_not_in_prompt" if known else "differs", False
+        if self._strip_prompt_space:
+            prompt = prompt.rstrip(" ")
+        if before.replace(MARK, "") == prompt:
+            return "same", False
+        try:
+            header = self._added(prompt, text_of(message, False))
+        except RecordError:
+            header = self.header
+        own = self._mark(self.header.lstrip())
+        if not header.strip() and own and before.endswith(own):
+            return "header_not_in_prompt", False
+        if not header.strip() or self._opener(self.header) not in header:
+            # No header of an answer: the turn goes on, as after the result of a tool in some templates.
+            header = _behind_words(prompt, record.messages[:message])
+        for cut in range(max(1, len(token))):
+            border = len(before) - cut
+            sides = (before[:border], before[border:] + after, self._mark(prompt), self._mark(header))
+            relation = self._relate(*(sides if exact else map(_without_space, sides)))
+            if relation != "differs":
+                return relation, cut > 0
+        return "differs", False
+
+    def _goes_on(self, before: str) -> Relation:
+        """Whether an answer goes on behind the header of another turn of its own."""
+        opener = self._mark(self._opener(self.header))
+        gap = before[before.rindex(opener) :] if opener and opener in before else None
+        return "differs" if gap is None or _WORD.search(gap.removeprefix(opener)) else "several_turns"
+
+    def _relate(self, before: str, after: str, prompt: str, header: str) -> Relation:
+        if before == prompt:
+            return "same"
+        header = header.lstrip()
+        if before.endswith(header):
+            pair = (before[: -len(header)].rstrip(), prompt[: -len(header)].rstrip())
+            return "space_before_header" if pair[0] == pair[1] else "history_rewritten"
+        for size in range(len(header) - 1, 0, -1):
+            token = next(
+                (match[0] + MARK for match in self._tokens.find(header) if match.start() == size), header[size]
+            )
+            if before.endswith(header[:size]) and not after.startswith(token) and self._is_whole(header, size):
+                return "parts_behind_header"
+        return "differs"
+
+    def _mark(self, text: str) -> str:
+        """Text that only the template writes, with a mark behind each control token."""
+        for match in reversed(self._tokens.find(text)):
+            text = f"{text[: match.end()]}{MARK}{text[match.end() :]}"
+        return text
+
+    def _is_whole(self, header: str, size: int) -> bool:
+        """Whether the first characters of what a prompt ends with hold its header: all but what follows it."""
+        tokens = self._tokens.find(header)
+        if not tokens or tokens[0].start():
+            behind = header[size:].replace(MARK, "").strip()
+            return not behind or behind.startswith("<") or any(match.start() == size for match in tokens)
+        inside = any(match.start() < size < match.end() for match in tokens)
+        return size >= len(self._opener(header)) and not inside
+
+    def _added(self, prompt: str, without: str) -> str:
+        """What a prompt adds to the messages; where both part inside a control token, all of that."""
+        common = _common(prompt, without)
+        split = [match.start() for match in self._tokens.find(prompt) if match.start() < common < match.end()]
+        return prompt[split[0] if split else common :]
+
+    # What an answer holds.
+
+    def _faults(self, record: Record, run: _Run, ids: Sequence[int], straddling: str) -> Iterator[str]:
+        assert run.message is not None
+        message = record.messages[min(run.message, len(record.messages) - 1)]
+        if message.role != "assistant":
+            yield f"is of the {message.role}"
+            return
+        own_text = "\n".join(_texts(message)).casefold()
+        trained = (straddling + run.text).casefold()
+        for number, other in enumerate(record.messages):
+            foreign = (word for field in _texts(other) for word in _LONG_WORD.findall(field.casefold()))
+            stray = next((w for w in foreign if w in trained and w not in own_text and w not in self._source), None)
+            if number != run.message and stray is not None:
+                yield f"holds {shown(stray)} of message {number} ({other.role})"
+        own = [match for word in set(_WORD.findall(own_text)) for match in re.finditer(re.escape(word), trained)]
+        leading = trained[: min((match.start() for match in own), default=len(trained))]
+        trailing = trained[max((match.end() for match in own), default=len(trained)) :]
+        end = self._tokenizer.decode([ids[-1]])
+        if end in self._openers:
+            yield f"ends with {shown(end)}, which opens a turn"
+        if ids[-1] in self._stops:
+            trailing = trailing.removesuffix(end.casefold())
+        for mark in self._marks:
+            if mark.casefold() in leading or mark.casefold() in trailing:
+                yield f"holds the header {shown(mark)}"
+        inner = next((id for id in ids[:-1] if id in (self._stops or ids[-1:])), None)
+        if inner is not None and (self._stops or any(mark.casefold() in trained for mark in self._marks)):
+            yield f"goes on behind {shown(self._tokenizer.decode([inner]))}, which ends a turn"
+
+    def _lost(self, message: Message, trained: str) -> Iterator[str]:
+        """Words of an answer that are not trained: the last one of its content, and those of its tool calls."""
+        last_words = [] if "<think" in message.content else _WORD.findall(message.content)[-1:]
+        for word in (*last_words, *(word for call in message.tool_calls for word in _WORD.findall(call.arguments))):
+            if word.casefold() not in trained.casefold():
+                yield f"lacks {shown(word)}"
+
+    def _cut_off(self, last: int, following: str) -> Iterator[str]:
+        """Whether an answer stops before the token that ends its turn."""
+        end = next((name for name in self._ends if following.lstrip().startswith(name + MARK)), None)
+        if end is not None and last not in (self._tokens.ids[name] for name in self._ends):
+            yield f"stops before {shown(end)}, which ends the turn"
+
+
+def _texts(message: Message) -> list[str]:
+    calls = [text for call in message.tool_calls for text in (call.name, call.arguments)]
+    return [message.content, message.reasoning, *calls]
+
+
+def _behind_words(prompt: str, messages: Sequence[Message]) -> str:
+    """What a prompt holds behind the last words of its messages."""
+    words = (word for message in reversed(messages) for word in reversed(_WORD.findall(message.content)))
+    word = next((word for word in words if word in prompt), "")
+    return prompt.rpartition(word)[2] if word else prompt
+
+
+def _common(one: str, other: str) -> int:
+    """The length of the common prefix."""
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def _common_end(one: str, other: str) -> str:
+    size = _common(one[::-1], other[::-1])
+    return one[len(one) - size :]
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())

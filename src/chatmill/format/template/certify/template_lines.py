@@ -1,0 +1,129 @@
+"""Lines of a certificate about what a template writes: roles, tools, reasoning, and the shapes that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chatmill.errors import RecordError
+from chatmill.format.template.certify.finding import EXAMPLES, Finding, Level, refused, shown, some
+from chatmill.format.template.certify.observe import Observations, Rendered
+from chatmill.format.template.certify.plain_check import CheckedAnswer
+from chatmill.format.template.probes import (
+    PLAIN,
+    REASONING,
+    SPACES,
+    SYSTEM,
+    TOOL,
+    TOOL_REASONING,
+    TOOL_SHAPES,
+    TURNS,
+    probe_record,
+)
+
+
+def space(seen: Observations) -> Finding:
+    probe = seen.good.get(SPACES.id)
+    if probe is None:
+        return Finding("space", Level.SKIP, f"probe {SPACES.id} is refused")
+    changed = {message.role for message in probe.record.messages if message.content not in probe.text}
+    stripped = [role for role in ("user", "assistant") if role in changed]
+    if not stripped:
+        return Finding("space", Level.PASS, "around messages is kept", {"stripped": []})
+    text = f"around {' and '.join(stripped)} messages is stripped, as in serving"
+    return Finding("space", Level.PASS, text, {"stripped": stripped})
+
+
+def history(seen: Observations) -> Finding:
+    places = [
+        f"message {answer.message} of {probe.place}"
+        for record in (TURNS, REASONING, TOOL, TOOL_REASONING)
+        if (probe := seen.good.get(record.id)) is not None
+        for answer in probe.answers
+        if _is_rewritten(seen, probe, answer)
+    ]
+    details = {"rewritten": len(places), "examples": places[:EXAMPLES]}
+    if not places:
+        return Finding("history", Level.PASS, "answers stay as they were when they were the last", details)
+    what = f"answers are rewritten when more follows: {some(places)}"
+    return Finding("history", Level.WARN, f"{what}; --unroll trains each as it was prompted", details)
+
+
+def _is_rewritten(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> bool:
+    """Whether an answer has another text, apart from its end, when it is the last message."""
+    if answer.message + 1 == len(probe.record.messages):
+        return False
+    record = probe.record
+    alone = probe_record(str(record.id), *record.messages[: answer.message + 1], tools=record.tools)
+    try:
+        last = seen.rendered(seen.renderer.lay_out(alone)).answers[-1]
+    except RecordError:
+        return True
+    return last.ids[:-1] != answer.ids[:-1]
+
+
+def system(seen: Observations) -> Finding:
+    if (fault := seen.faults.get(SYSTEM.id)) is not None:
+        return Finding("system", Level.WARN, refused("with a system message", fault), {"kind": fault.kind})
+    return Finding("system", Level.PASS, "messages are written")
+
+
+def tools(seen: Observations) -> Finding:
+    if (fault := seen.faults.get(TOOL.id)) is not None:
+        if fault.kind == "not_written":
+            what = f"the template has none: records with tool calls will be refused ({fault.what})"
+            return Finding("tools", Level.SKIP, what, {"kind": fault.kind})
+        return Finding("tools", Level.WARN, refused("with tool calls", fault), {"kind": fault.kind})
+    probe = seen.good[TOOL.id]
+    calls = [call.arguments_text for message in probe.record.messages for call in message.tool_calls]
+    if seen.renderer.templates[True].style.arguments_as_text and not all(text in probe.text for text in calls):
+        return Finding("tools", Level.FAIL, f"the arguments {calls[0]} of a call are rewritten")
+    if "tools_left_out" in probe.notes:
+        return Finding("tools", Level.WARN, "calls are written, but the definitions of tools are left out")
+    return Finding("tools", Level.PASS, "definitions, calls and results are written")
+
+
+def reasoning(seen: Observations) -> Finding:
+    if (fault := seen.faults.get(REASONING.id)) is not None:
+        return Finding("reasoning", Level.WARN, refused("with reasoning", fault), {"kind": fault.kind})
+    probe = seen.good[REASONING.id]
+    is_trained = [probe.record.messages[answer.message].reasoning in answer.text for answer in probe.answers]
+    if not any(is_trained):
+        return Finding("reasoning", Level.WARN, "is left out: the template has no place for it")
+    if not all(is_trained):
+        return Finding("reasoning", Level.WARN, "is trained in the last answer only; --unroll trains all of it")
+    return Finding("reasoning", Level.PASS, "is trained in every answer")
+
+
+def null_content(seen: Observations) -> Finding:
+    if seen.peer is None:
+        return Finding("null", Level.SKIP, "no transformers to compare with")
+    probe = seen.good.get(TOOL.id)
+    if probe is None:
+        return Finding("null", Level.SKIP, "content is null beside tool calls only, which are refused")
+    theirs = list(seen.peer(probe.record, null_content=True))
+    if theirs == probe.rows.ids.tolist():
+        return Finding("null", Level.PASS, 'content beside tool calls is written as ""')
+    if not theirs:
+        what = f'content beside tool calls is written as ""; {seen.peer_name} refuses null'
+        return Finding("null", Level.WARN, what)
+    ours, other = probe.text, seen.renderer.encoder.tokenizer.decode(theirs)
+    at = next((n for n, (a, b) in enumerate(zip(ours, other, strict=False)) if a != b), 0)
+    what = f'content beside tool calls is written as ""; {seen.peer_name} writes null as {shown(other[at:])}'
+    return Finding("null", Level.WARN, what)
+
+
+def shapes(seen: Observations) -> Iterator[Finding]:
+    """One line for each reason for which shapes are refused that no other line is about."""
+    hidden = {SYSTEM.id, REASONING.id, *(record.id for record in PLAIN)}
+    if TOOL.id in seen.faults:
+        hidden |= {record.id for record in TOOL_SHAPES}
+    reasons: dict[str, list[tuple[str, RecordError]]] = {}
+    for id, fault in seen.faults.items():
+        if id not in hidden:
+            reasons.setdefault(fault.kind, []).append((str(id), fault))
+    for kind, faults in reasons.items():
+        names = [id for id, _ in faults]
+        text = f"{', '.join(names)}: records of this shape will be refused: {faults[0][1].what}"
+        yield Finding("shapes", Level.WARN, text, {"kind": kind, "refused": names})
+    if not reasons:
+        yield Finding("shapes", Level.PASS, f"{len(seen.probes)} shapes of conversations are written")

@@ -1,0 +1,246 @@
+"""Lines of a certificate about what is trained: ids, answers, their beginnings and ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from chatmill.errors import RecordError, one_line
+from chatmill.format.template.certify.finding import EXAMPLES, Finding, Level, line_of, shown_end, some
+from chatmill.format.template.certify.observe import CONTROL_TEXT, Observations, Rendered
+from chatmill.format.template.certify.plain_check import CheckedAnswer
+from chatmill.format.template.probes import PLAIN, dialog, probe_record
+from chatmill.records import Record
+
+RELATIONS = {
+    "space_before_header": "has other white space before the header",
+    "parts_behind_header": "and row part behind the header",
+    "header_not_in_prompt": "lacks the header that the row has",
+    "history_rewritten": "has another history than the row",
+    "several_turns": "is none where an answer goes on in another turn, whose header is not trained:",
+}
+"""What the line `prompt` says."""
+
+
+def _plain_refused(seen: Observations, line: str) -> Finding | None:
+    """The FAIL of a line for a plain conversation that is refused, if it is the line to say it."""
+    for record in PLAIN:
+        if (fault := seen.faults.get(record.id)) is not None and line_of(fault) == line:
+            details = {"refused": record.id, "kind": fault.kind}
+            return Finding(line, Level.FAIL, f"probe {record.id} is refused: {reason(seen, record, fault)}", details)
+    return None
+
+
+def reason(seen: Observations, record: Record, fault: RecordError) -> str:
+    """Why a probe is refused, and what would be right; with the line of the template that should end an answer."""
+    text = f"{fault.what}; {fault.right}"
+    if fault.kind != "no_end_token":
+        return text
+    derived = seen.renderer.derive(record)
+    stops = [answer.stop for answer in derived.answers if not answer.closed]
+    return f"{text}; {_quote(seen, record, stops[0])}" if stops else text
+
+
+def ids(seen: Observations) -> Finding:
+    if seen.peer is None:
+        return Finding("ids", Level.SKIP, "no transformers to compare with, or no tokenizer that it can open")
+    places = [probe.place for probe in seen.probes if seen.differs(probe)] + seen.own.different
+    compared = sum(CONTROL_TEXT not in probe.notes for probe in seen.probes) + seen.own.compared
+    details = {"compared": compared, "different": len(places), "examples": places[:EXAMPLES]}
+    if places:
+        return Finding("ids", Level.FAIL, f"not those of {seen.peer_name}: {some(places)}", details)
+    return Finding("ids", Level.PASS, f"{compared} conversations have the ids of {seen.peer_name}", details)
+
+
+def answers(seen: Observations) -> Finding:
+    if (refused := _plain_refused(seen, "answers")) is not None:
+        return refused
+    # Generation tags say themselves what is trained.
+    is_derived = seen.renderer.mask == "derived"
+    faults = [
+        f"message {answer.message} of {probe.place} {text}"
+        for probe, answer in seen.answers
+        for text in answer.faults
+        if is_derived or text.startswith("is of")
+    ]
+    faults += seen.own.wrong if is_derived else []
+    count = len(seen.answers) + seen.own.answers
+    details = {"answers": count, "wrong": len(faults), "examples": faults[:EXAMPLES]}
+    if faults:
+        return Finding("answers", Level.FAIL, f"are trained wrongly: {some(faults)}", details)
+    if all(answer.relation == "unknown" for _, answer in seen.answers):
+        return Finding("answers", Level.SKIP, "the tokenizer does not give the text of its ids back", details)
+    if not is_derived:
+        return Finding("answers", Level.PASS, f"{count} stretches between generation tags are trained", details)
+    what = f"{count} answers of {len(seen.probes) + seen.own.rendered} conversations are trained from where their"
+    return Finding("answers", Level.PASS, f"{what} prompt ends, and nothing of other messages", details)
+
+
+def terminator(seen: Observations) -> Finding:
+    if (refused := _plain_refused(seen, "terminator")) is not None:
+        return refused
+    names = {id: token for token, id in seen.renderer.encoder.ids.items()}
+    stops = seen.renderer.folder.stops
+    ends: dict[str, None] = {}
+    earlier: dict[str, None] = {}
+    for probe, answer in seen.answers:
+        where = f"message {answer.message} of {probe.place}"
+        if not seen.is_ended(answer):
+            what = f"no control token ends {where}, after {shown_end(answer.text)}"
+            details: dict[str, Any] = {"example": where}
+            if seen.renderer.mask == "tags":
+                return Finding("terminator", Level.WARN, f"the tags leave out the end: {what}", details)
+            if "no_end_token" in probe.notes:
+                return Finding("terminator", Level.WARN, what, details)
+            return Finding("terminator", Level.FAIL, f"{what}; {_quote_end(seen, probe, answer)}", details)
+        if answer.goes_on:
+            continue
+        token = names[answer.ids[-1]]
+        following = probe.record.messages[answer.message + 1 : answer.message + 2]
+        is_last = not following or following[0].role == "tool"
+        if is_last and stops is not None and answer.ids[-1] not in stops:
+            listed = ", ".join(names.get(stop, str(stop)) for stop in stops)
+            what = f"{token} ends {where}, the model stops at {listed}; {_quote_end(seen, probe, answer)}"
+            return Finding("terminator", Level.FAIL, what, {"example": where, "end": token})
+        (ends if is_last else earlier)[token] = None
+    text = f"{' or '.join(ends)} is trained at the end of answers"
+    details = {"ends": list(ends), "ends_of_earlier_answers": list(earlier), "stops": None}
+    if stops is None:
+        what = f"{text}; no generation_config.json says whether the model stops there"
+        return Finding("terminator", Level.SKIP, what, details)
+    details["stops"] = [names.get(stop, str(stop)) for stop in stops]
+    others = [token for token in earlier if seen.renderer.encoder.ids[token] not in stops]
+    if others:
+        what = f"{text}, but earlier answers end with {', '.join(others)}, where the model does not stop"
+        return Finding("terminator", Level.WARN, f"{what}; --unroll writes each answer as the last", details)
+    return Finding("terminator", Level.PASS, f"{text}; the model stops there", details)
+
+
+def _quote_end(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> str:
+    """The line of the template that wrote the end of an answer."""
+    return _quote(seen, probe.record, probe.text.find(answer.text) + len(answer.text))
+
+
+def _quote(seen: Observations, record: Record, stop: int) -> str:
+    """The line of the template that wrote the text before a place."""
+    template = seen.renderer.templates[bool(record.tools)]
+    pieces = seen.renderer.derive(record).rendering.pieces
+    ends = accumulate(len(piece.text) for piece in pieces)
+    lines = (piece.line for piece, end in zip(pieces, ends, strict=True) if end >= stop)
+    return template.quote(next(lines, 0))
+
+
+def bos(seen: Observations) -> Finding:
+    token = seen.renderer.folder.special.get("bos_token")
+    id = seen.renderer.encoder.ids.get(token) if token is not None else None
+    if id is None:
+        return Finding("bos", Level.SKIP, "the tokenizer has none")
+    for probe in seen.probes:
+        if probe.rows.ids[:2].tolist() == [id, id]:
+            return Finding("bos", Level.FAIL, f"{token} is doubled at the beginning of {probe.place}")
+    # A token may be BOS and end turns, too.
+    inside = [(probe, answer) for probe, answer in seen.answers if id in answer.ids[:-1]]
+    if inside:
+        probe, answer = inside[0]
+        return Finding("bos", Level.FAIL, f"{token} is trained in message {answer.message} of {probe.place}")
+    counts = [int(np.sum(probe.rows.ids == id)) for probe in seen.probes]
+    often = f"for turns, {max(counts)} times in one row" if max(counts) > 1 else "once" if all(counts) else "nowhere"
+    return Finding("bos", Level.PASS, f"{token} is written {often}", {"most": max(counts)})
+
+
+def prompt(seen: Observations) -> Finding:
+    if (refused := _plain_refused(seen, "prompt")) is not None:
+        return refused
+    counts = Counter(answer.relation for _, answer in seen.answers) + seen.own.relations
+    details = {"counts": dict(counts)}
+    if seen.renderer.mask == "tags":
+        return Finding("prompt", Level.SKIP, "generation tags say where answers begin", details)
+    wrong = [(probe, answer) for probe, answer in seen.answers if answer.relation == "differs"]
+    if wrong or counts["differs"]:
+        where = f"message {wrong[0][1].message} of {wrong[0][0].place}" if wrong else seen.own.wrong[0]
+        return Finding("prompt", Level.FAIL, f"ends otherwise than the header in the row: {where}", details)
+    total = sum(counts.values())
+    texts = []
+    for relation, text in RELATIONS.items():
+        if counts[relation]:
+            example = next((pair for pair in seen.answers if pair[1].relation == relation), None)
+            where = f", as message {example[1].message} of {example[0].place}" if example else ""
+            texts.append(f"{text} for {counts[relation]} of {total} answers{where}")
+    if texts:
+        return Finding("prompt", Level.WARN, "; ".join(texts), details)
+    if counts["unknown"]:
+        return Finding("prompt", Level.SKIP, "the tokenizer does not give the text of its ids back", details)
+    return Finding("prompt", Level.PASS, "always the beginning of the row", details)
+
+
+def borders(seen: Observations) -> Finding:
+    straddling = [(probe, answer) for probe, answer in seen.answers if answer.straddles]
+    details: dict[str, Any] = {"straddling": len(straddling), "answers": len(seen.answers)}
+    shares = [f"{len(straddling)} of {len(seen.answers)} answers of the probes"] if straddling else []
+    if seen.own.count:
+        details["of_records"] = {"straddling": seen.own.straddling, "answers": seen.own.answers}
+        shares += [f"{seen.own.straddling} of {seen.own.answers} of your records"] if seen.own.straddling else []
+    if not shares:
+        return Finding("borders", Level.PASS, "no token lies across the beginning of an answer", details)
+    what = f"the first token of {' and '.join(shares)} begins in the header, and so is not trained"
+    if seen.check.header.endswith(" "):
+        what += "; the header ends in a space: --strip-prompt-space prompts without it, as some servers do"
+    return Finding("borders", Level.WARN, what, details)
+
+
+def text_tokens(seen: Observations) -> Finding:
+    from_text = seen.renderer.text_tokens.ids
+    ids = {token: id for token, id in seen.renderer.encoder.ids.items() if token not in from_text}
+    text = " ".join(ids)
+    record = probe_record("control text", *dialog(f"Say {text} twice.", f"{text} and {text}."))
+    try:
+        rows = seen.rendered(seen.renderer.lay_out(record)).rows
+        pieces = seen.renderer.derive(record).rendering.pieces
+    except RecordError as fault:
+        return Finding("text_tokens", Level.WARN, f"text that holds control tokens is refused: {fault.what}")
+    count = int(np.isin(rows.ids, np.array(list(ids.values()), dtype=np.uint32)).sum())
+    literals = "".join("\0" if piece.source is not None else piece.text for piece in pieces)
+    written = sum(match[0] in ids for match in seen.renderer.control_tokens.find(literals))
+    details = {"control_tokens": len(ids), "written": written, "in_row": count, "from_text": list(from_text)}
+    if count != written:
+        what = f"{count} control tokens come out of a conversation for which the template writes {written}"
+        return Finding("text_tokens", Level.FAIL, what, details)
+    what = f"all {len(ids)} control tokens are plain text inside messages"
+    if from_text:
+        what += f"; tokens there as in transformers: {one_line(' '.join(from_text), 200)}"
+    return Finding("text_tokens", Level.PASS, what, details)
+
+
+def sandbox(seen: Observations) -> Finding:
+    if "seccomp" in seen.renderer.process.protections:
+        what = "the template runs in a process without environment, files, network or other processes"
+        return Finding("sandbox", Level.PASS, what)
+    what = "the template runs in a process with limits and no environment; the system filters no system calls"
+    return Finding("sandbox", Level.WARN, what)
+
+
+def own_records(seen: Observations) -> Finding:
+    own = seen.own
+    kinds = Counter(fault.kind for fault in own.refused)
+    details = {"records": own.count, "refused": dict(kinds), "notes": dict(own.notes)}
+    text = f"{own.count:,} records"
+    if own.refused:
+        reasons = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        what = f"{text}; refused: {reasons}; the first: {own.refused[0]}"
+        return Finding("records", Level.FAIL, what, details)
+    if own.wrong and seen.renderer.mask == "derived":
+        return Finding("records", Level.FAIL, f"{text}, trained wrongly: {some(own.wrong)}", details)
+    if own.unended:
+        allowed = "no_end_token" in own.notes or seen.renderer.mask == "tags"
+        what = f"{text}, {len(own.unended):,} answers that no control token ends: {some(own.unended)}"
+        return Finding("records", Level.WARN if allowed else Level.FAIL, what, details)
+    if own.notes[CONTROL_TEXT]:
+        text += f", {own.notes[CONTROL_TEXT]:,} of them with control text"
+    left_out = [f"{what.removesuffix('_left_out')} of {n:,}" for what, n in own.notes.items() if "_left_out" in what]
+    if left_out:
+        what = f"{text}, every answer trained; the template leaves out the {' and the '.join(left_out)}"
+        return Finding("records", Level.WARN, what, details)
+    return Finding("records", Level.PASS, f"{text}, every answer trained", details)

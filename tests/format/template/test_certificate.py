@@ -1,0 +1,167 @@
+"""Certificates of chat templates: which line says what, at which level."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from template_fixtures import open_template, own_format, write_tokenizer
+
+from chatmill.format.template.certify.certificate import certify
+from chatmill.format.template.certify.finding import Finding, Level
+from chatmill.records import Message, Record
+
+CONTROL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+CHATML = """{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.reasoning_content -%}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n' -}}{%- endif -%}
+{{- message.content -}}
+{%- for call in message.tool_calls -%}{{- '<tool_call>' + call.function | tojson + '</tool_call>' -}}{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+def lines(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def certificate(folder: Path, source: str, *arguments: str, stops: list[str] | None = None, **config: object):
+    renderer = own_format(folder, source, *arguments, control=CONTROL, **config)
+    if stops is not None:
+        ids = [renderer.encoder.ids[stop] for stop in stops]
+        (folder / "own" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        renderer = open_template(str(folder / "own"), arguments=arguments)
+    return lines(certify(renderer))
+
+
+def test_a_template_without_tools_definitions_passes_but_for_what_a_user_should_know(tmp_path):
+    found = certificate(tmp_path, CHATML, stops=["<|im_end|>"])
+    levels = {name: finding.level for name, finding in found.items()}
+    assert levels == {
+        **dict.fromkeys(("answers", "terminator", "bos", "prompt", "borders", "text_tokens"), "PASS"),
+        **dict.fromkeys(("space", "history", "system", "reasoning", "shapes", "sandbox"), "PASS"),
+        **dict.fromkeys(("ids", "null"), "SKIP"),
+        "tools": "WARN",
+    }
+    assert found["tools"].text == "calls are written, but the definitions of tools are left out"
+    assert found["terminator"].text == "<|im_end|> is trained at the end of answers; the model stops there"
+    assert found["shapes"].text == "24 shapes of conversations are written"
+
+
+def test_an_end_that_is_nowhere_fails_and_one_that_nobody_can_judge_is_skipped(tmp_path):
+    found = certificate(tmp_path / "a", CHATML.replace("<|im_end|>", ""))
+    assert found.keys() == {"terminator", "sandbox"} and not found["terminator"].passed
+    assert "--allow-no-end-token" in found["terminator"].text
+    # The line of the template behind which an end is missing.
+    assert "chat_template.jinja:4: {{- message.content -}}" in found["terminator"].text
+    found = lines(certify(open_template(str(tmp_path / "a" / "own"), allow_no_end_token=True)))
+    assert found["terminator"].level is Level.WARN and found["answers"].level is Level.PASS
+    found = certificate(tmp_path / "b", CHATML)
+    assert found["terminator"].level is Level.SKIP and "no generation_config.json" in found["terminator"].text
+    found = certificate(tmp_path / "c", CHATML, stops=["</s>"])
+    assert found["terminator"].level is Level.FAIL and "the model stops at </s>" in found["terminator"].text
+
+
+def test_earlier_answers_that_end_otherwise_are_a_warning_with_its_remedy(tmp_path):
+    end = "('</s>' if message.role == 'assistant' and (loop.last or message.tool_calls) else '<|im_end|>')"
+    found = certificate(tmp_path, CHATML.replace("'<|im_end|>\\n' -", end + " + '\\n' -"), stops=["</s>"])
+    assert found["terminator"].level is Level.WARN
+    assert "earlier answers end with <|im_end|>" in found["terminator"].text and "--unroll" in found["terminator"].text
+    assert found["terminator"].details["ends"] == ["</s>"]
+
+
+def test_a_bos_for_each_turn_passes_and_a_doubled_or_trained_one_fails(tmp_path):
+    turns = CHATML.replace(
+        "{{- '<|im_start|>' + message", "{{- ('<s>' if message.role == 'user' else '') + '<|im_start|>' + message"
+    )
+    found = certificate(tmp_path / "a", turns)
+    assert (found["bos"].level, found["bos"].text) == (Level.PASS, "<s> is written for turns, 8 times in one row")
+    found = certificate(tmp_path / "b", "<s>{{- bos_token -}}" + CHATML)
+    assert found["bos"].level is Level.FAIL and "doubled" in found["bos"].text
+    trained = CHATML.replace(
+        "{{- message.content -}}", "{{- ('<s>' if message.role == 'assistant' else '') + message.content -}}"
+    )
+    found = certificate(tmp_path / "c", trained)
+    assert found["bos"].level is Level.FAIL and "trained in message 1" in found["bos"].text
+
+
+def test_what_only_the_prompt_or_only_the_row_has_behind_the_header_is_a_warning_with_its_count(tmp_path):
+    found = certificate(
+        tmp_path, CHATML.replace("'<|im_start|>assistant\\n' -", "'<|im_start|>assistant\\n<think>\\n' -")
+    )
+    assert found["prompt"].level is Level.WARN and "and row part behind the header for" in found["prompt"].text
+    counts = found["prompt"].details["counts"]
+    assert counts["parts_behind_header"] > 30 and "differs" not in counts
+
+
+def test_history_that_is_rewritten_is_a_warning_with_its_remedy(tmp_path):
+    source = CHATML.replace("message.reasoning_content -%}", "message.reasoning_content and loop.last -%}")
+    found = certificate(tmp_path, source)
+    assert found["history"].level is found["reasoning"].level is Level.WARN
+    assert "message 1 of probe reasoning" in found["history"].text and "--unroll" in found["history"].text
+    assert found["reasoning"].text.startswith("is trained in the last answer only")
+
+
+def test_shapes_that_are_refused_are_warnings_with_their_reason(tmp_path):
+    strict = "{%- if messages[0].role != 'user' -%}{{- raise_exception('begin with a user') -}}{%- endif -%}"
+    found = certificate(tmp_path, strict + CHATML)
+    assert found["system"].level is Level.WARN and "begin with a user" in found["system"].text
+    assert found["shapes"].level is Level.WARN
+    assert found["shapes"].details["refused"] == ["an assistant message first"]
+    assert "chat_template.jinja:1: " in found["shapes"].text
+
+
+def test_what_every_conversation_is_refused_for_is_one_line_with_its_remedy(tmp_path):
+    source = CHATML + "{%- set reads = mode.name -%}"
+    findings = certify(own_format(tmp_path, source, control=CONTROL))
+    assert [(finding.name, finding.level) for finding in findings] == [("answers", "FAIL"), ("sandbox", "PASS")]
+    assert findings[0].text.startswith("every conversation is refused: ")
+    assert findings[0].text.endswith("give it with --template-arg mode=…, or change the template")
+    assert certificate(tmp_path, source, 'mode={"name": 1}')["answers"].passed
+
+
+def test_headers_that_end_in_a_space_are_a_warning_with_the_share_and_the_remedy(tmp_path):
+    source = """{%- for m in messages -%}{{- m.role + ': ' + m.content + '</s>' -}}{%- endfor -%}
+    {%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"""
+    folder = write_tokenizer(tmp_path / "own", CONTROL)
+    (folder / "chat_template.jinja").write_text(source)
+    renderer = open_template(str(folder))
+    record = Record([Message("user", "the"), Message("assistant", "the answer")], file="own.jsonl", line=1)
+    found = lines(certify(renderer, [record]))
+    assert found["borders"].level is Level.WARN
+    assert "1 of 1 of your records" in found["borders"].text and "--strip-prompt-space" in found["borders"].text
+    assert found["borders"].details["of_records"] == {"straddling": 1, "answers": 1}
+    found = lines(certify(open_template(str(folder), strip_prompt_space=True), [record]))
+    assert found["borders"].level is found["answers"].level is Level.PASS
+
+
+class NullPeer:
+    """Stands for transformers: the ids of the renderer itself, and others where content is null."""
+
+    def __init__(self, renderer, text: str | None) -> None:
+        self.renderer, self.text = renderer, text
+
+    def __call__(self, record, *, null_content=False):
+        ids = self.renderer.render([record]).ids.tolist()
+        if not null_content or self.text is None:
+            return [] if null_content else ids
+        return [*ids[:3], *self.renderer.encoder.tokenizer.encode(self.text), *ids[3:]]
+
+
+@pytest.mark.parametrize(("text", "level"), [("None", "WARN"), ("", "PASS"), (None, "WARN")])
+def test_null_content_that_transformers_writes_otherwise_is_a_warning(tmp_path, text, level):
+    renderer = own_format(tmp_path, CHATML, control=CONTROL)
+    found = lines(certify(renderer, peer=NullPeer(renderer, text), peer_name="transformers"))
+    assert found["ids"].level is Level.PASS and found["ids"].details["different"] == 0
+    assert found["null"].level == level
+    if text == "None":
+        assert 'transformers writes null as "None' in found["null"].text
+
+
+def test_ids_that_differ_fail_and_name_the_conversations(tmp_path):
+    renderer = own_format(tmp_path, CHATML, control=CONTROL)
+    found = lines(certify(renderer, peer=lambda record, *, null_content=False: [1], peer_name="transformers"))
+    assert found["ids"].level is Level.FAIL
+    assert found["ids"].text.startswith("not those of transformers: probe one turn, probe several turns, ")
