@@ -9,7 +9,7 @@ import json
 import re
 
 import pytest
-from template_fixtures import TOOLS, answer, open_template, own_format, trl_format, user
+from template_fixtures import TOOLS, answer, open_template, own_format, trained_texts, trl_format, user
 
 from chatmill.errors import RecordError
 from chatmill.ledger import Ledger
@@ -177,6 +177,18 @@ def test_an_answer_that_comes_first_begins_behind_the_header_of_others(tmp_path)
     )
     for _ in range(3):
         assert marked(own_format(tmp_path, source), talk) == expected
+
+
+def test_an_answer_that_begins_inside_of_a_literal_is_not_compared_with_the_text_behind_it(tmp_path):
+    """The prompt goes on with a line break, the row with the rest of the literal, and only then with a line break."""
+    source = """{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' + ('<think></think>' if message.role == 'assistant' else '') -}}
+    {{- message.content + '<|im_end|>\\n' -}}
+    {%- endfor -%}
+    {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}"""
+    format = own_format(tmp_path, source)
+    for text in ("\n\nHome.", "Home.", "\nHome."):
+        assert trained_texts(format, Record([user("Where?"), answer(text)])) == {1: f"</think>{text}<|im_end|>"}
 
 
 def test_answers_without_an_end_are_trained_if_that_is_allowed(tmp_path):

@@ -179,6 +179,9 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
         if begins < answer.start:
             continue
         own = piece.source is not None and piece.source.message == answer.message
+        if begins != answer.start + common:
+            # The answer begins inside of a literal.
+            break
         if common == len(rest) or (not own and (piece.source is not None or not common)):
             break
         size = common_length(piece.text, rest[common:])
