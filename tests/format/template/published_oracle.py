@@ -198,10 +198,20 @@ def judge_answer(reference, messages, number, places, verdict, *, tools) -> None
     verdict.answers[number] = (begin, match.end())
     if loose is not None:
         verdict.loose[number] = loose
-    for (_, left), (right, _) in zip([(begin, begin), *own], own, strict=False):
-        for inner in reference.ends.finditer(text, left, right):
-            goes_on = behind_header(reference, text, inner.end(), right)
-            verdict.inner.setdefault(number, []).append((inner.end(), goes_on, inner[0] in reference.tokens["stops"]))
+    gaps = zip([(begin, begin), *own], own, strict=False)
+    if inner := [end for (_, left), (right, _) in gaps for end in inner_ends(reference, text, left, right)]:
+        verdict.inner[number] = inner
+
+
+def inner_ends(reference: Reference, text: str, start: int, stop: int) -> list[tuple[int, int, bool]]:
+    """Ends, or headers behind another token, between two texts of an answer, as `Verdict.inner` has them."""
+    ends = [
+        (match.end(), behind_header(reference, text, match.end(), stop), match[0] in reference.tokens["stops"])
+        for match in reference.ends.finditer(text, start, stop)
+    ]
+    least = plain_header(reference).least
+    header = text.find(least, start, stop) if least and not ends else -1
+    return ends if header < 0 else [(header, header + len(least), False)]
 
 
 def opens_turn(reference: Reference, messages: Messages, places: Places, text: str, answer: str) -> bool:
