@@ -51,8 +51,13 @@ class Renderer(Protocol):
     def to_json(self) -> dict[str, Any]:
         """Everything that determines the rendered text, for the metadata of a dataset."""
 
-    def renderable(self, records: Iterable[Record], on_reject: OnReject | None = None) -> Iterator[Record]:
-        """The records that can be rendered; errors of the others go to `on_reject`, or are raised without it."""
+    def renderable(
+        self, records: Iterable[Record], on_reject: OnReject | None = None, *, last_only: bool = False
+    ) -> Iterator[Record]:
+        """The records that can be rendered; errors of the others go to `on_reject`, or are raised without it.
+
+        `last_only`: of the assistant messages only the last is to be trained, so that the others need no exact answer.
+        """
 
     def renders_columns(self, columns: ChatColumns) -> bool:
         """Whether these conversations can be rendered from their columns, without a `Record` for each."""

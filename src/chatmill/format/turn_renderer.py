@@ -52,7 +52,9 @@ class TurnRenderer:
     def to_json(self) -> dict[str, Any]:
         return self.format.to_json()
 
-    def renderable(self, records: Iterable[Record], on_reject: OnReject | None = None) -> Iterator[Record]:
+    def renderable(
+        self, records: Iterable[Record], on_reject: OnReject | None = None, *, last_only: bool = False
+    ) -> Iterator[Record]:
         turns = self.format.turns
         if turns.keys() >= set(ROLES):
             yield from records

@@ -12,7 +12,7 @@ from chatmill.format import Renderer
 from chatmill.format.renderer import OnReject
 from chatmill.ledger import Ledger
 from chatmill.records import Record, Unrolled, unroll_record
-from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, Rule, TrainOn
+from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, Rule, TrainOn, offsets
 
 NOT_WRITTEN = "reasoning_left_out"
 """The renderer's note of a row that lacks reasoning, which here only matters for the answer that the row trains."""
@@ -25,7 +25,10 @@ def unrolled(
     for record in records:
         try:
             made = unroll_record(record, train_on)
-            made = replace(made, rows=list(renderer.renderable(made.rows)))
+            rows = [*renderer.renderable(made.rows[:-1], last_only=True)]
+            # The last row may have no answer to train.
+            rows += renderer.renderable(made.rows[-1:], last_only=made.answers[-1] >= 0)
+            made = replace(made, rows=rows)
         except RecordError as fault:
             on_reject(fault)
             continue
@@ -63,11 +66,10 @@ def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledge
     """
     records = [row for each in batch for row in each.rows]
     notes = Ledger()
-    rows = renderer.render(records, ledger=notes)
+    rows = renderer.render(records, train_on="last", ledger=notes)
     answer = np.array([at for each in batch for at in each.answers], dtype=np.int64)
     first_new = np.array([at for each in batch for at in each.first_new], dtype=np.int64)
-    since = np.repeat([each.since for each in batch], [len(each.rows) for each in batch])
-    repeated = _train_answers(rows, answer, first_new, since)
+    repeated = _train_answers(rows, batch, answer, first_new)
 
     if notes.entries.pop(("noted", NOT_WRITTEN), None) and (lost := _without_reasoning(rows, records, answer)):
         notes.add("noted", NOT_WRITTEN, rows=lost)
@@ -80,18 +82,26 @@ def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledge
     return rows
 
 
-def _train_answers(rows: Rows, answer: Index, first_new: Index, since: Index) -> int:
+def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_new: Index) -> int:
     """Set weights and rules so that each row trains what is new in it; how many of its tokens rows before hold too."""
+    context_rules = np.array([rule for each in batch for rule in each.context_rules], dtype=np.uint8)
+    first_message = offsets(np.array([len(each.context_rules) for each in batch]))[:-1]
+    first_message = np.repeat(first_message, [len(each.rows) for each in batch])
     spans, spans_of_row = rows.spans, np.diff(rows.first_span)
-    answer, first_new, since = (np.repeat(column, spans_of_row) for column in (answer, first_new, since))
+    answer, first_new, first_message = (
+        np.repeat(column, spans_of_row) for column in (answer, first_new, first_message)
+    )
     # The beginning of a conversation, and a system text that the format adds, stand before the first message.
     message = np.where(spans["message"] == NO_MESSAGE, -1, spans["message"].astype(np.int64))
-    by_role, by_flag = spans["rule"] == Rule.ROLE, spans["rule"] == Rule.FLAG
-    of_assistant = by_role & (spans["role"] == Role.ASSISTANT)
+    by_role = spans["rule"] == Rule.ROLE
+    trained = (spans["role"] == Role.ASSISTANT) & (message == answer)
+    spans["weight"] = np.where(by_role, trained, spans["weight"])
     repeated = (first_new > 0) & (message < first_new)
-    elsewhere = repeated & ((of_assistant & (message >= since)) | (by_flag & (spans["weight"] > 0)))
-    spans["weight"] = np.where(by_role, of_assistant & (message == answer), np.where(elsewhere, 0, spans["weight"]))
-    spans["rule"][elsewhere] = Rule.EARLIER_ROW
+    by_message = by_role | (spans["rule"] == Rule.FLAG)
+    # A template renderer does not tell why an answer before the last is context.
+    context = np.flatnonzero((message >= 0) & ((repeated & by_message) | (spans["rule"] == Rule.EARLIER_ROW)))
+    spans["weight"][context] = 0
+    spans["rule"][context] = context_rules[first_message[context] + message[context]]
     return int(spans["length"][repeated].sum())
 
 

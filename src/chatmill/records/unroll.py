@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from chatmill.errors import RecordError
 from chatmill.records.record import Message, Record, new_record
-from chatmill.rows import TrainOn
+from chatmill.rows import Rule, TrainOn
 
 MAX_ROWS = 1024
 """Rows of one conversation: they are held together, and their tokens grow with the square of their number."""
@@ -31,8 +31,8 @@ class Unrolled:
     """For each row the message it ends with; -1 if no answer of it is trained."""
     first_new: Sequence[int]
     """For each row the first message that no row before it holds."""
-    since: int
-    """The first message whose role decides that it is trained, unless its own weight says otherwise."""
+    context_rules: Sequence[Rule]
+    """For each message why it is context in a row that does not train it."""
     flagged_answers: int
     """Answers without a row, because their own weight is 0 or they never close."""
     trailing: int
@@ -50,7 +50,8 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     """
     messages = record.messages
     since = _first_selected(messages, train_on)
-    answers = [at for at, message in enumerate(messages) if message.role == "assistant"]
+    numbered = list(enumerate(messages))
+    answers = [at for at, message in numbered if message.role == "assistant"]
     trained = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
     stops = [at + 1 for at in trained]
     # What a user message of its own weight teaches is not lost where no answer follows it.
@@ -66,7 +67,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
         [_prefix(record, stop) for stop in stops],
         trained,
         [0, *stops[:-1]],
-        since,
+        [_context_rule(message, by_role=message.role == "assistant" and at >= since) for at, message in numbered],
         sum(messages[at].weight == 0 or not messages[at].complete for at in answers),
         len(messages) - stops[-1],
     )
@@ -82,6 +83,12 @@ def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
 
 def _is_trained(message: Message, *, by_role: bool) -> bool:
     return message.complete and (by_role if message.weight is None else message.weight > 0)
+
+
+def _context_rule(message: Message, *, by_role: bool) -> Rule:
+    if _is_trained(message, by_role=by_role):
+        return Rule.EARLIER_ROW
+    return Rule.ROLE if message.weight is None else Rule.FLAG
 
 
 def _prefix(record: Record, stop: int) -> Record:

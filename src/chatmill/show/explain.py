@@ -47,7 +47,7 @@ REASONS = {
     Rule.MATCHED: "it belongs to an object that was matched, and the true value is the target",
     Rule.MISSED: "the rollout missed it, or should have ended so",
     Rule.VALUES_OFF: "texts of appended entries were not to be trained",
-    Rule.EARLIER_ROW: "an earlier row of this conversation trains it, and each message is trained once",
+    Rule.EARLIER_ROW: "the answer that it belongs to has a row of its own, and is trained there",
 }
 
 

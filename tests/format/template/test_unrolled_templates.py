@@ -9,7 +9,7 @@ from chatmill.errors import RecordError
 from chatmill.ledger import Ledger
 from chatmill.prepare.unroll import render_unrolled, unrolled
 from chatmill.records import Message, Record, ToolCall
-from chatmill.rows import Role
+from chatmill.rows import Part, Role, Rule
 
 FORGETS = """{%- for message in messages -%}
   {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -102,3 +102,56 @@ def test_a_template_that_refuses_one_prefix_refuses_the_conversation(tmp_path):
     assert [(fault.file, fault.line, "too short" in str(fault)) for fault in faults] == [("chat.jsonl", 7, True)]
     rows = render_unrolled(strict, made, ledger)
     assert Role.ASSISTANT not in rows.spans["role"] and not rows.mask().any()
+
+
+ENDS_THE_LAST = """{%- for message in messages -%}
+  {{- '<|' + message.role + '|>' + message.content -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- else -%}{{- '</s>' -}}{%- endif -%}
+"""
+
+
+def test_a_template_that_ends_only_the_last_answer_ends_each_in_a_row_of_its_own(tmp_path):
+    renderer = own_format(tmp_path, ENDS_THE_LAST, control=["<|user|>", "<|assistant|>", "</s>"])
+    with pytest.raises(RecordError, match="no token ends the answer of message 1"):
+        renderer.render([CHAT])
+    rows = rows_of(renderer, [Record(CHAT.messages[:4])], Ledger())
+    trained = [renderer.tokenizer.decode(row.ids[row.mask()].tolist()) for row in (rows[:1], rows[1:])]
+    assert trained == ["1</s>", "2</s>"]
+
+
+def test_differences_from_the_prompts_of_earlier_answers_are_not_those_of_the_row(forgets):
+    whole, rows = Ledger(), Ledger()
+    turns = Record(CHAT.messages[:4])
+    forgets.render([turns], ledger=whole)
+    rows_of(forgets, [turns], rows)
+    assert {reason for _, reason in whole.entries} == {"reasoning_left_out"}
+    assert {reason for bucket, reason in rows.entries if bucket == "noted"} == set()
+
+
+def test_context_that_no_row_trains_says_why(forgets):
+    messages = [
+        user("one?"),
+        Message("assistant", "1", weight=0.0),
+        user("two?"),
+        answer("2"),
+        user("three?"),
+        answer("3"),
+    ]
+    for train_on, rules in (("assistant", ["FLAG", "EARLIER_ROW", "ROLE"]), ("last", ["FLAG", "ROLE", "ROLE"])):
+        ledger = Ledger()
+        made = list(unrolled([Record(messages)], forgets, train_on=train_on, on_reject=refuse, ledger=ledger))
+        row = render_unrolled(forgets, made, ledger)[len(made[0].rows) - 1 :]
+        spans = row.spans[(row.spans["role"] == Role.ASSISTANT) & (row.spans["part"] == Part.CONTENT)]
+        assert [Rule(rule).name for rule in spans["rule"]] == rules
+        assert spans["weight"].tolist() == [0, 0, 1]
+
+
+def test_what_belongs_to_an_answer_in_an_earlier_row_says_so():
+    renderer = trl_format("qwen3")
+    rows = rows_of(renderer, [AGENT], Ledger())[2:]
+    earlier = {
+        (int(span["message"]), Part(span["part"]).name.lower())
+        for span in rows.spans[rows.spans["rule"] == Rule.EARLIER_ROW]
+    }
+    assert earlier == {(2, "tool_call"), (2, "close"), (4, "content"), (4, "close")}

@@ -260,6 +260,7 @@ class _CellSplitter:
         self.answers = sorted(derived.answers, key=lambda answer: answer.start)
         self.starts = [answer.start for answer in self.answers]
         self.edges = {edge for answer in self.answers for edge in (answer.start, answer.stop)}
+        self.answered = {answer.message for answer in derived.answers}
         self.written: set[int] = set()
         """Messages of which a field has been written."""
         self.last = OUTSIDE
@@ -314,13 +315,18 @@ class _CellSplitter:
             return SpanKind(Role.ASSISTANT, part, Rule.ROLE, answer.message)
         if source is not None and source.message >= 0 and self.roles[source.message] != Role.ASSISTANT:
             return SpanKind(self.roles[source.message], Part.CONTENT, Rule.ROLE, source.message)
+        if source is not None and source.message >= 0 and source.message not in self.answered:
+            part = PARTS.get(str(source.path[0]), Part.CONTENT)
+            return SpanKind(Role.ASSISTANT, part, Rule.EARLIER_ROW, source.message)
         message = owner if owner != OUTSIDE else self.last
         if message == OUTSIDE:
             return SpanKind(Role.NONE, Part.OPEN, Rule.HEADER, int(NO_MESSAGE))
         if owner == OUTSIDE and len(self.written) == len(self.roles):
             return SpanKind(Role.NONE, Part.EOS, Rule.HEADER, message)
         part = Part.CLOSE if message in self.written else Part.OPEN
-        return SpanKind(self.roles[message], part, Rule.HEADER, message)
+        # What follows the text of an answer that is context is context as its text is.
+        context = self.roles[message] == Role.ASSISTANT and message not in self.answered and part == Part.CLOSE
+        return SpanKind(self.roles[message], part, Rule.EARLIER_ROW if context else Rule.HEADER, message)
 
     def _part(self, number: int, answer: AnswerSpan) -> int:
         """The part of a piece of an answer; literals belong to the field that follows, or else precedes."""

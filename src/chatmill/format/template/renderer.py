@@ -40,6 +40,8 @@ MAX_CELLS = 2**20
 """Cells and steps of all cached traces together."""
 MAX_SHAPES = 2**17
 """Shapes that are remembered as met."""
+LAST_ONLY = b"\xfe"
+"""Ends the shape of conversations whose last answer alone is one, as no other shape does."""
 ANSWER = "Yes."
 """Placeholder for an answer that is not there yet; any text would do."""
 
@@ -159,10 +161,12 @@ class TemplateRenderer:
             **({"strip_prompt_space": True} if self.strip_prompt_space else {}),
         }
 
-    def renderable(self, records: Iterable[Record], on_reject: OnReject | None = None) -> Iterator[Record]:
+    def renderable(
+        self, records: Iterable[Record], on_reject: OnReject | None = None, *, last_only: bool = False
+    ) -> Iterator[Record]:
         for record in records:
             try:
-                yield self.lay_out(record)
+                yield self.lay_out(record, last_only=last_only)
             except RecordError as fault:
                 if on_reject is None:
                     raise
@@ -202,7 +206,9 @@ class TemplateRenderer:
         """The rendering of the first `messages` as text, like `apply_chat_template`."""
         return self.process.text(self.templates[bool(record.tools)].number, record, messages, prompt=prompt)
 
-    def derive(self, record: Record, *, mask: Mask | None = None, cacheable: bool = False) -> DerivedAnswers:
+    def derive(
+        self, record: Record, *, mask: Mask | None = None, cacheable: bool = False, last_only: bool = False
+    ) -> DerivedAnswers:
         """The answers of one record, without the cache."""
         template = self.templates[bool(record.tools)]
         texts = len(shape_and_texts(record, template.style)[1])
@@ -212,6 +218,7 @@ class TemplateRenderer:
             texts=texts,
             mask=mask or self.mask,
             cacheable=cacheable,
+            last_only=last_only,
             text_tokens=self.text_tokens.ids,
         )
         return without_prompt_space(derived) if self.strip_prompt_space else derived
@@ -238,10 +245,10 @@ class TemplateRenderer:
             self._turn_marks[number] = learn_turn_marks(text, derive, self.control_tokens, stops=stops, eos=eos)
         return self._turn_marks[number]
 
-    def lay_out(self, record: Record) -> LaidOutRecord:
+    def lay_out(self, record: Record, *, last_only: bool = False) -> LaidOutRecord:
         """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
         try:
-            laid_out = self._from_cache(record)
+            laid_out = self._from_cache(record, last_only)
             if self.encoder.normalizes:
                 # Only encoding shows whether its borders are exact.
                 self._encode([laid_out], train_on="assistant", tags=False, ledger=Ledger())
@@ -249,10 +256,11 @@ class TemplateRenderer:
             raise fault.at(record.file, record.line, record.id) from None
         return laid_out
 
-    def _from_cache(self, record: Record) -> LaidOutRecord:
+    def _from_cache(self, record: Record, last_only: bool) -> LaidOutRecord:
         """Lay out by a cached trace whose guards hold; else derive, and cache the trace if others may follow it."""
         with_tools = bool(record.tools)
         shape, texts = shape_and_texts(record, self.templates[with_tools].style)
+        shape += LAST_ONLY if last_only else b""
         notes = self._tokens_in((*texts, *record.tools))
         traces = self._cache.get((with_tools, shape), [])
         for trace in traces:
@@ -262,7 +270,7 @@ class TemplateRenderer:
                 return _laid_out(record, trace.layout, slots, notes + trace.notes)
         cacheable = len(record.messages) <= MAX_MESSAGES and self._may_recur(with_tools, shape)
         cacheable = cacheable and len(traces) < MAX_TRACES and self._cached_cells < MAX_CELLS
-        derived = self.derive(record, cacheable=cacheable)
+        derived = self.derive(record, cacheable=cacheable, last_only=last_only)
         derived = replace(derived, notes=derived.notes + self.check(record, derived))
         if derived.steps is None:
             return self.lay_out_derived(record, derived, notes)

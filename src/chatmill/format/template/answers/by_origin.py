@@ -59,7 +59,7 @@ PromptEnds = Callable[[int, str], bool]
 def answers_by_origin(
     full: Rendering,
     assistants: Sequence[int],
-    count: int,
+    prompts: Sequence[int],
     render_traced: RenderTraced,
     tokens: ControlTokens,
     ends: Collection[str],
@@ -67,9 +67,11 @@ def answers_by_origin(
 ) -> list[AnswerSpan]:
     """The answer of each of these messages; `ends` are the tokens that a server stops at, where they are known.
 
+    `prompts` are the numbers of messages after which a header may be looked for.
+
     With `prompt_ends`, the prompt of an answer that starts like an earlier one is not traced if it ends alike.
     """
-    search = _OriginSearch(full, assistants, count, render_traced, tokens, ends, prompt_ends)
+    search = _OriginSearch(full, prompts, render_traced, tokens, ends, prompt_ends)
     return [search.answer(message, assistants[0]) for message in assistants]
 
 
@@ -79,15 +81,13 @@ class _OriginSearch:
     def __init__(
         self,
         full: Rendering,
-        assistants: Sequence[int],
-        count: int,
+        prompts: Sequence[int],
         render_traced: RenderTraced,
         tokens: ControlTokens,
         ends: Collection[str],
         prompt_ends: PromptEnds | None,
     ) -> None:
-        self.full, self.pieces, self.assistants = full, full.pieces, assistants
-        self.count = count
+        self.full, self.pieces, self.prompts = full, full.pieces, prompts
         """How many messages there are."""
         self.render_traced, self.tokens, self.ends, self.prompt_ends = render_traced, tokens, ends, prompt_ends
         self.places = list(accumulate((len(piece.text) for piece in full.pieces), initial=0))
@@ -156,7 +156,7 @@ class _OriginSearch:
 
     def _usual_header(self) -> str:
         """The header of the first prompt of this conversation that has one."""
-        headers = (self._header(count) for count in (*self.assistants, self.count))
+        headers = map(self._header, self.prompts)
         return next((header for header in headers if header), "").lstrip()
 
     def _start_without_prompt(self, message: int, own: int, error: RecordError) -> int:

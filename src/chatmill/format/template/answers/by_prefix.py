@@ -28,12 +28,15 @@ class PrefixAnswer(NamedTuple):
 def answers_by_prefix(
     text: str,
     assistants: Sequence[int],
-    count: int,
+    prompts: Sequence[int],
     render_text: RenderText,
     tokens: Collection[str],
     ends: Collection[str],
 ) -> list[PrefixAnswer]:
-    """The answer of each of these of `count` messages, as far as prefixes tell; a server stops at the tokens `ends`."""
+    """The answer of each of these messages, as far as prefixes tell; a server stops at the tokens `ends`.
+
+    `prompts` are the numbers of messages after which a header may be looked for.
+    """
     token = token_pattern(tokens)
     closing = re.compile(rf"(?:(?:{token.pattern})\s*)+\Z")
 
@@ -48,7 +51,7 @@ def answers_by_prefix(
         prompt, before = rendered(message, True), rendered(message, False)
         return "" if prompt is None or before is None else header_of(prompt, before, token)
 
-    usual = next(filter(None, map(added, (*assistants, count))), "")
+    usual = next(filter(None, map(added, prompts)), "")
 
     def header(message: int, prompt: str) -> str:
         """What this prompt adds to the messages before; the usual header if it ends with that."""

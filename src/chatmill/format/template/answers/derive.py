@@ -57,6 +57,7 @@ def derive(
     ends: Collection[str],
     mask: Mask,
     cacheable: bool,
+    last_only: bool = False,
     text_tokens: Collection[str] = (),
     eos: str | None = None,
 ) -> DerivedAnswers:
@@ -64,6 +65,7 @@ def derive(
 
     `ends` are the tokens that a server stops at, `text_tokens` those that text of a message may become.
     `cacheable`: the trace is to be replayed on other conversations, so it gets guards for everything observed.
+    `last_only`: only the last assistant message is an answer, those before it are context. Tags say themselves what is.
     """
     _check_complete(record)
     plain = plain_input(record, template.style)
@@ -91,6 +93,10 @@ def derive(
             return False
 
     assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
+    # Where a header may be looked for that the prompt of an answer lacks.
+    prompts = (*assistants, count)
+    if last_only and mask == "derived":
+        assistants = assistants[-1:]
     prefixes: list[PrefixAnswer] = []
     pattern = token_pattern(tokens.ids)
     finder: ContextFinder | None = None
@@ -99,25 +105,25 @@ def derive(
     else:
         # The guards need the trace of every prompt; otherwise a prompt that is like another one is not traced.
         skip = None if cacheable else prompt_ends
-        answers = answers_by_origin(full, assistants, count, render_traced, tokens, ends, skip)
+        answers = answers_by_origin(full, assistants, prompts, render_traced, tokens, ends, skip)
         headers = template.headers(pattern)
         finder = ContextFinder(full, render_text, headers, token=pattern, text_tokens=text_tokens)
         answers = [_ended_by(eos, full, answer) for answer in answers]
         full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
-        prefixes = answers_by_prefix(text, assistants, count, render_text, tokens.ids, ends)
+        prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends)
         for answer, prefix in zip(answers, prefixes, strict=True):
             # In plain text, a control token that a message quotes looks like one of the template.
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
             _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)
-    notes = _check_written(record, traced, full, answers)
+    notes = _check_written(record, traced, full, assistants, answers)
     contexts: list[Context] = []
     if finder is not None:
         answers = _split_turns(full, answers, finder, tokens)
         contexts, differences = _contexts(record, answers, finder)
         notes += differences
     if cacheable and mask == "derived":
-        guard_prefixes(trace, full, render_traced, assistants, count, pattern)
+        guard_prefixes(trace, full, render_traced, assistants, prompts, pattern)
     steps = tuple(trace.steps) if cacheable and trace.cacheable else None
     return DerivedAnswers(full, tuple(answers), tuple(prefixes), tuple(contexts), steps, notes)
 
@@ -316,7 +322,11 @@ def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
 
 
 def _check_written(
-    record: Record, traced: TemplateInput, full: Rendering, answers: Sequence[AnswerSpan]
+    record: Record,
+    traced: TemplateInput,
+    full: Rendering,
+    assistants: Collection[int],
+    answers: Sequence[AnswerSpan],
 ) -> tuple[Note, ...]:
     """Raise if a template leaves out a field of a message; reasoning and tools may be left out, which is noted."""
     paths = {piece.source for piece in full.pieces if piece.source is not None}
@@ -336,11 +346,11 @@ def _check_written(
         if lost:
             what = f"the template leaves out the {' and '.join(lost)} of message {number} ({message.role})"
             raise RecordError(what, "use a template that writes it, or leave the record out", kind="not_written")
-        if message.role == "assistant" and number not in trained:
+        if number in assistants and number not in trained:
             what = f"nothing of message {number} (assistant) is trained"
             raise RecordError(what, "put it between generation tags, or use --mask derived", kind="not_trained")
     notes: list[Note] = []
-    if any(message.reasoning and (at, "reasoning") not in written for at, message in enumerate(record.messages)):
+    if any(record.messages[at].reasoning and (at, "reasoning") not in written for at in assistants):
         notes.append("reasoning_left_out")
     if record.tools and (OUTSIDE, "tools") not in written:
         notes.append("tools_left_out")
@@ -355,7 +365,7 @@ def guard_prefixes(
     full: Rendering,
     render_traced: RenderTraced,
     assistants: Sequence[int],
-    count: int,
+    prompts: Sequence[int],
     token: re.Pattern[str],
 ) -> None:
     """Add guards for everything on which the result of `answers_by_prefix` depends, or mark the trace not cacheable."""
@@ -368,9 +378,11 @@ def guard_prefixes(
         except RecordError:
             return None
 
-    for messages in (*assistants, count):
+    for messages in prompts:
+        if usual:
+            break
         prompt, before = rendered(messages, True), rendered(messages, False)
-        if not usual and prompt is not None and before is not None:
+        if prompt is not None and before is not None:
             (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
             if head != head_before:
                 # The header is not a literal: it may differ in other conversations.

@@ -124,10 +124,12 @@ class TemplateProcess:
         texts: int,
         mask: Mask,
         cacheable: bool,
+        last_only: bool = False,
         text_tokens: Iterable[str] = (),
     ) -> DerivedAnswers:
         """The answers of a record that has so many texts; `text_tokens` are those that its text may become."""
-        request = messages.Derive(template, _sent(record), mask, cacheable, sorted(text_tokens), _seconds(record))
+        may_hold, seconds = sorted(text_tokens), _seconds(record)
+        request = messages.Derive(template, _sent(record), mask, cacheable, last_only, may_hold, seconds)
         response = self._request(request)
         try:
             if not isinstance(response, messages.Derived):

@@ -92,6 +92,7 @@ class TemplateEngine:
             ends=self.ends,
             mask=request.mask,
             cacheable=request.cacheable,
+            last_only=request.last_only,
             text_tokens=request.text_tokens,
             eos=self.eos,
         )
@@ -113,6 +114,6 @@ def _warm_up() -> None:
     record: Any = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
     opened = messages.OpenTemplates([("warm", WARM_UP)], b"{}", "2000-01-01", ["x"], [], 60.0)
     engine.answer(opened)
-    derive = messages.Derive(0, msgspec.convert(record, Record), "derived", True, [], 60.0)
+    derive = messages.Derive(0, msgspec.convert(record, Record), "derived", True, False, [], 60.0)
     messages.decode_request(messages.encode(derive))
     messages.encode(engine.answer(derive))

@@ -74,6 +74,7 @@ class Derive(msgspec.Struct, tag="derive", frozen=True):
     record: Record
     mask: Literal["derived", "tags"]
     cacheable: bool
+    last_only: bool
     text_tokens: list[str]
     """The tokens that text of a message may become."""
     seconds: float
