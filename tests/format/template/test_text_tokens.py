@@ -169,6 +169,33 @@ def test_headers_and_ends_are_learned_from_the_template(template):
     assert opened(template).text_tokens.ids.keys() == LEARNED[template]
 
 
+# The last answer ends otherwise than earlier ones, and the header of an assistant has a token, that of a user has none.
+LAST = """{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}{{- '[INST]' + message.content + ('</think>' if loop.last else '[/INST]') -}}
+{%- else -%}{{- 'Q: ' + message.content + '\\n' -}}{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}{{- '[INST]' -}}{%- endif -%}"""
+# It takes no conversation of these roles.
+REFUSES = """{{- raise_exception('no') if messages[0].role in ('user', 'system') else '<think>' -}}"""
+# One exchange, whose prompt ends with a tag that rows lack.
+ONCE = """{%- if messages | length > 2 -%}{{- raise_exception('one exchange') -}}{%- endif -%}
+{{- '<s>You think within <think></think>.\\n<｜User｜>' + messages[0].content -}}
+{%- if messages | length > 1 -%}{{- '<｜Assistant｜>' + messages[1].content + '</s>' -}}
+{%- elif add_generation_prompt -%}{{- '<｜Assistant｜><think>\\n' -}}{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "never"),
+    [
+        (LAST, {"[INST]", "[/INST]", "</think>"}),
+        (REFUSES, {*TAGS, *HEADERS}),
+        (ONCE, {"<｜User｜>", "<｜Assistant｜>"}),
+    ],
+    ids=["last", "refuses", "once"],
+)
+def test_unusual_templates_are_learned_too(template, never):
+    assert opened(template).text_tokens.ids.keys() == {*TAGS, *HEADERS} - never
+
+
 CASES = [
     *((template, "plain") for template in LEARNED),
     *((CHATML, kind) for kind in ODD if kind != "plain"),

@@ -23,6 +23,8 @@ Render = Callable[[Record, int, bool], str | None]
 MAX_WORDS = 2
 """Words of the template between two tokens of a header; a token among more of them is mentioned in a sentence."""
 
+PUNCTUATION = frozenset(".,;:!?")
+"""It stands in sentences, not in headers."""
 ID = "call00001"
 
 
@@ -59,29 +61,41 @@ class _Turns:
         self.tokens, self.special = tokens, special
         self._render, self._rendered = render, dict[tuple[str | None, int, bool], str | None]()
 
+        # Some templates write one exchange only.
+        self.row = self.render(_DIALOG, 4, False) or self.render(_DIALOG, 2, False) or ""
+        self.opening = _between(self.row, "QzUser0", "QzAssistant1")
+
     def learn(self) -> frozenset[str]:
-        ends, user_header = self._end_and_header(_DIALOG, 1, "QzUser2")
-        reasoning = self._reasoning_tags() - {*ends}
-        tags = reasoning | (self._call_tags() - {*ends})
-        turns = {*ends, *user_header, *self._before_answers(len(user_header), tags)}
+        if not ("QzUser0" in self.row and "QzAssistant1" in self.row):
+            # Nothing is known of this template, so nothing may come from text.
+            return frozenset(self.tokens.ids)
+        final = self._names(_behind(self.render(_DIALOG, 2, False), "QzAssistant1"))
+        closing, user_header = self._closing_and_header(_DIALOG, "QzUser2")
+        if not user_header:
+            user_header = self._near(self.row.partition("QzUser0")[0])
+        ends = {*self._ends(closing), *self._ends(final)}
+        reasoning = self._reasoning_tags() - ends
+        tags = reasoning | (self._call_tags() - ends)
+        # Where the last answer ends otherwise than earlier ones, the end of those is among the header.
+        size = len(user_header) - bool(final and not closing and len(user_header) > 1)
+        turns = ends | {*user_header} | self._before_answers(size, tags)
         return frozenset(turns | (self._tool_turns(tags) - reasoning) | (self._system_turn() - tags))
 
-    def _end_and_header(self, record: Record, message: int, following: str) -> tuple[list[str], list[str]]:
-        """The tokens that end an answer, and those of the header between it and the text that follows it.
-
-        Tokens before a special one that ends the turn are tags of the answer: `</response><|im_end|>`.
-        """
-        text = f"QzAssistant{message}"
-        between = self._names(_between(self.render(record, len(record.messages), False), text, following))
-        alone = self.render(record, message + 1, False)
+    def _closing_and_header(self, record: Record, following: str) -> tuple[list[str], list[str]]:
+        """The tokens that close the answer of message 1, and those of the header between it and the next text."""
+        between = self._names(_between(self.render(record, len(record.messages), False), "QzAssistant1", following))
+        alone = self.render(record, 2, False)
         if alone is None:
             # The template refuses to end here: the header begins with the last special token.
             special = [at for at, token in enumerate(between) if token in self.special]
             return [], between[special[-1] if special else -1 :]
-        size = _common(between, self._names(_behind(alone, text)))
-        ends = between[:size]
-        last = max((at for at, token in enumerate(ends) if token in self.special), default=-1)
-        return ends[last + 1 :], between[size:]
+        size = _common(between, self._names(_behind(alone, "QzAssistant1")))
+        return between[:size], between[size:]
+
+    def _ends(self, closing: Sequence[str]) -> list[str]:
+        """The tokens that end a turn: those before a special one are tags of the answer, `</response><|im_end|>`."""
+        last = max((at for at, token in enumerate(closing) if token in self.special), default=-1)
+        return [*closing[last + 1 :]]
 
     def _before_answers(self, size: int, tags: Collection[str]) -> set[str]:
         """The end of a user's turn, and the header of an assistant's: as many tokens (`size`) as that of a user."""
@@ -89,14 +103,18 @@ class _Turns:
         ends = self._names(alone)
         if prompt == alone:
             # The template has no prompt, or always writes it.
-            row = _between(self.render(_DIALOG, 4, False), "QzUser0", "QzAssistant1")
-            return ({*self._names(row)[: max(1, size)], *ends} & self._in_all_openings()) - {*tags}
+            return ({*self._names(self.opening)[: max(1, size)], *ends} & self._in_all_openings()) - {*tags}
         shared = _common(self._names(prompt), ends)
         header = self._names(prompt)[shared:]
-        if size == 0 and not (header and prompt.lstrip().startswith(header[0])):
+        if size == 0 and header and self._word_before(prompt, shared):
             # Headers are words.
             header = []
         return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
+
+    def _word_before(self, text: str, number: int) -> bool:
+        """Whether words stand between a token of a text and the one before it."""
+        matches = self.tokens.find(text)
+        return bool(text[matches[number - 1].end() if number else 0 : matches[number].start()].strip())
 
     def _in_all_openings(self) -> set[str]:
         """The tokens between a user's text and an answer without reasoning, in each row and each prompt."""
@@ -113,23 +131,21 @@ class _Turns:
     def _reasoning_tags(self) -> set[str]:
         """The tokens behind the reasoning of an answer, and the one before it if no plain text stands behind that."""
         row = self.render(_REASONING, 2, False)
-        plain = _between(self.render(_DIALOG, 4, False), "QzUser0", "QzAssistant1")
-        opening = {*self._last(_between(row, "QzUser0", "QzReasoning"))} - {*self._last(plain)}
+        opening = {*self._last(_between(row, "QzUser0", "QzReasoning"))} - {*self._last(self.opening)}
         return opening | {*self._names(_between(row, "QzReasoning", "QzAssistant1"))}
 
     def _call_tags(self) -> set[str]:
         """The tokens around the tool call of an answer that are not before a plain text."""
         row = self.render(_CALLS, 2, False)
-        plain = _between(self.render(_DIALOG, 4, False), "QzUser0", "QzAssistant1")
-        opening = {*self._names(_between(row, "QzUser0", "QzAssistant1"))} - {*self._names(plain)}
-        return opening | {*self._names(_behind(row, "QzAssistant1"))}
+        around = _between(row, "QzUser0", "QzAssistant1"), _behind(row, "QzAssistant1")
+        return {token for text in around for token in self._names(text)} - {*self._names(self.opening)}
 
     def _tool_turns(self, tags: Collection[str]) -> set[str]:
         """The tokens of the headers and ends of tool results."""
         out: set[str] = set()
         for record, last in ((_CALLS, 3), (_RESULT, 2)):
             row = self.render(record, len(record.messages), False)
-            out |= {*self._end_and_header(record, 1, "QzTool2")[1]}
+            out |= {*self._closing_and_header(record, "QzTool2")[1]}
             if last > 2:
                 out |= {*self._names(_between(row, "QzTool2", f"QzTool{last}"))}
             prompt, alone = (
@@ -142,15 +158,16 @@ class _Turns:
         """The tokens before and after the text of a system message that are not mentioned in sentences."""
         row = self.render(_SYSTEM, 3, False) or ""
         texts = (row.partition("QzSystem0")[0], _between(row, "QzSystem0", "QzUser1")) if "QzSystem0" in row else ()
-        out: set[str] = set()
-        for text in texts:
-            matches = self.tokens.find(text)
-            gaps = [*(match.start() for match in matches), len(text)], [0, *(match.end() for match in matches)]
-            near = [len(text[start:stop].split()) <= MAX_WORDS for stop, start in zip(*gaps, strict=True)]
-            first = len([*takewhile(bool, near[:-1])])
-            last = len([*takewhile(bool, reversed(near[1:]))])
-            out |= {match[0] for match in (*matches[:first], *matches[len(matches) - last :])}
-        return out
+        return {token for text in texts for token in self._near(text)}
+
+    def _near(self, text: str) -> list[str]:
+        """The tokens at the beginning and the end of a text, with few words between them."""
+        matches = self.tokens.find(text)
+        starts, stops = [0, *(match.end() for match in matches)], [*(match.start() for match in matches), len(text)]
+        gaps = [text[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        near = [len(gap.split()) <= MAX_WORDS and not PUNCTUATION.intersection(gap) for gap in gaps]
+        first, last = (len([*takewhile(bool, side)]) for side in (near[:-1], near[:0:-1]))
+        return [match[0] for at, match in enumerate(matches) if at < first or at >= len(matches) - last]
 
     def render(self, record: Record, messages: int, prompt: bool) -> str | None:
         key = (record.id, messages, prompt)
