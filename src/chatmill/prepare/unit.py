@@ -19,7 +19,7 @@ from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged, save
 from chatmill.prepare.unroll import render_unrolled, unrolled
 from chatmill.records import BytesRead, ChatColumns, FilePart, ReadLog, Record, Unrolled, keys_of, read_blocks
-from chatmill.rows import File, Index, Rows, TrainOn, concat
+from chatmill.rows import EMPTY, File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 
 CHUNK = 512
@@ -95,7 +95,7 @@ def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
     vocab_size = renderer.tokenizer.vocab_size
     out = _StagedFiles(unit, token_dtype(vocab_size), folder)
     for batch in records:
-        rows, record_of = records.render(batch)
+        rows, record_of, count = records.render(batch)
         _check_ids(rows, vocab_size)
         if job.fit != "blocks":
             rows, source = truncate_with_sources(
@@ -107,7 +107,7 @@ def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
                 require_terminators=job.require_terminators,
             )
             record_of = record_of[source]
-        out.add(rows, record_of, len(batch))
+        out.add(rows, record_of, count)
     if records.stopped_by is not None:
         raise records.stopped_by
     out.save(records)
@@ -188,9 +188,23 @@ class _Records:
         train_on = self._unit.train_on
         return unrolled(block, self._renderer, train_on=train_on, on_reject=self._fault, ledger=self.ledger)
 
-    def render(self, batch: Batch) -> tuple[Rows, Index]:
-        """The rows of a batch, with the keys of their records, and the number of the record of each."""
-        self.ledger.add("read", rows=len(batch))
+    def render(self, batch: Batch) -> tuple[Rows, Index, int]:
+        """The rows of a batch, with the keys of their records, the number of the record of each, and of how many.
+
+        A record may be refused only when it is encoded: then without it.
+        """
+        while len(batch):
+            try:
+                rows, record_of = self._rendered(batch)
+            except RecordError as fault:
+                self._fault(fault)
+                batch = cast(Batch, [each for each in batch if _place(each) != (fault.file, fault.line)])
+                continue
+            self.ledger.add("read", rows=len(batch))
+            return rows, record_of, len(batch)
+        return EMPTY, np.zeros(0, dtype=np.int64), 0
+
+    def _rendered(self, batch: Batch) -> tuple[Rows, Index]:
         if not self._job.unroll:
             records = cast(Sequence[Record], batch)
             rows = self._renderer.render(records, train_on=self._unit.train_on, ledger=self.ledger)
@@ -211,6 +225,11 @@ class _Records:
         self.faults.append(fault)
         self.ledger.add("read", rows=1)
         self.ledger.add("rejected", fault.kind, rows=1)
+
+
+def _place(each: Record | Unrolled) -> tuple[str, int]:
+    record = each.record if isinstance(each, Unrolled) else each
+    return record.file, record.line
 
 
 class _StagedFiles:

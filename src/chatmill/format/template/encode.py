@@ -16,6 +16,7 @@ from chatmill.errors import RecordError
 from chatmill.format.renderer import origins_of
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.layout import TokenLayout, split_text_tokens
+from chatmill.format.template.row_check import RowCheck
 from chatmill.format.template.tracing.trace import fill_slots
 from chatmill.ledger import Ledger
 from chatmill.records import Record
@@ -31,6 +32,8 @@ class LaidOutRecord(Record, frozen=True, kw_only=True):
     slots: list[str]
     notes: tuple[str, ...]
     """Reasons for entries in the ledger."""
+    expected: Any
+    """The `ExpectedAnswers` of its row; None if its answers are between generation tags."""
 
 
 Batch = Sequence[LaidOutRecord]
@@ -43,6 +46,7 @@ def encode_rows(
     text_tokens: ControlTokens,
     train_on: TrainOn,
     tags: bool,
+    check: RowCheck | None,
     ledger: Ledger,
 ) -> Rows:
     """One row for each record; `tags`: a token across the border of an answer belongs to the answer."""
@@ -60,6 +64,8 @@ def encode_rows(
     else:
         parts = [rows_encoder.as_whole(record) for record in batch]
     out = parts[0] if len(parts) == 1 else concat(parts)
+    if check is not None:
+        check.check(out, batch, [record.expected for record in batch])
     spans = joined([out.spans])
     _apply_weights(batch, spans, out.first_span)
     weigh(spans, out.first_span, train_on)

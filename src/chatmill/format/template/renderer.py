@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.format.renderer import Mask, OnReject, Renderer
@@ -22,6 +23,7 @@ from chatmill.format.template.hf_folder import HFFolder
 from chatmill.format.template.layout import TokenLayout, token_layout
 from chatmill.format.template.probes import QUESTION
 from chatmill.format.template.process.client import TemplateProcess
+from chatmill.format.template.row_check import ExpectedAnswers, RowCheck, expected_answers, header_ids
 from chatmill.format.template.template_input import TemplateInput, plain_input, shape_and_texts
 from chatmill.format.template.text_tokens import tokens_of_turns
 from chatmill.format.template.tracing.trace import ReadyStep, fill_slots, merge_guards, ready, replay
@@ -53,6 +55,7 @@ class CachedTrace:
     steps: tuple[ReadyStep, ...]
     layout: TokenLayout
     notes: tuple[str, ...]
+    expected: ExpectedAnswers | None
     uses: int = 0
 
 
@@ -106,6 +109,7 @@ class TemplateRenderer:
         self._met_shapes: set[int] = set()
         self._cached_cells = 0
         self._turn_marks: dict[int, TurnMarks] = {}
+        self._check: tuple[tuple[int, ...], RowCheck] | None = None
 
     eot = "eot"
 
@@ -267,7 +271,7 @@ class TemplateRenderer:
             slots = replay(trace.steps, texts.copy())
             if slots is not None:
                 self._confirm(record, trace, slots)
-                return _laid_out(record, trace.layout, slots, notes + trace.notes)
+                return _laid_out(record, trace.layout, slots, notes + trace.notes, trace.expected)
         cacheable = len(record.messages) <= MAX_MESSAGES and self._may_recur(with_tools, shape)
         cacheable = cacheable and len(traces) < MAX_TRACES and self._cached_cells < MAX_CELLS
         derived = self.derive(record, cacheable=cacheable, last_only=last_only)
@@ -277,18 +281,57 @@ class TemplateRenderer:
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens, encoder=self.encoder)
         steps = ready(merge_guards(derived.steps, len(texts)))
         self._cached_cells += len(layout.tokens) + len(steps)
-        self._cache.setdefault((with_tools, shape), []).append(CachedTrace(steps, layout, derived.notes))
+        expected = self._expected(derived)
+        self._cache.setdefault((with_tools, shape), []).append(CachedTrace(steps, layout, derived.notes, expected))
         slots = replay(steps, texts.copy())
         if slots is None:
             # A trace that its own conversation does not follow is none.
             self._cache[with_tools, shape].pop()
             return self.lay_out_derived(record, derived, notes)
-        return _laid_out(record, layout, slots, notes + derived.notes)
+        return _laid_out(record, layout, slots, notes + derived.notes, expected)
 
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOutRecord:
         """A record with the layout of its own derivation."""
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens)
-        return _laid_out(record, layout, [], notes + derived.notes)
+        return _laid_out(record, layout, [], notes + derived.notes, self._expected(derived))
+
+    def _expected(self, derived: DerivedAnswers) -> ExpectedAnswers | None:
+        return expected_answers(derived.contexts, self._header_ids) if derived.contexts else None
+
+    def _header_ids(self, text: str) -> tuple[list[int], list[bool]]:
+        """The ids of a text of the template, and which of them are control tokens."""
+        parts, start = [], 0
+        for match in self.control_tokens.find(text):
+            parts += [(text[start : match.start()], False), (match[0], True)]
+            start = match.end()
+        parts = [part for part in (*parts, (text[start:], False)) if part[0]]
+        if not self.encoder.by_sections:
+            names = {id: token for token, id in self.control_tokens.ids.items()}
+            ids = self.encoder.encode_whole(*map(list, zip(*parts, strict=True)))[0].tolist() if parts else []
+            return ids, [id in names for id in ids]
+        ids, is_control = [], []
+        for at, (part, control) in enumerate(parts):
+            around = [parts[n][0] if 0 <= n < len(parts) else None for n in (at - 1, at + 1)]
+            encoded = (
+                [self.encoder.ids[part]]
+                if control
+                else self.encoder.tokenizer.encode(self.encoder.strip(part, *around)[0])
+            )
+            ids += encoded
+            is_control += [control] * len(encoded)
+        return ids, is_control
+
+    def _row_check(self) -> RowCheck | None:
+        """What finished rows must hold, for the templates that have been used."""
+        if self.mask == "tags":
+            return None
+        used = tuple(sorted(self._turn_marks))
+        if self._check is None or self._check[0] != used:
+            marks = [self._turn_marks[number] for number in used]
+            headers = header_ids([header for one in marks for header in one.headers], self._header_ids)
+            ends = sorted({self.encoder.ids[token] for one in marks for token in one.ends})
+            self._check = used, RowCheck(headers, np.array(ends, dtype=np.uint32), self.allow_no_end)
+        return self._check[1]
 
     def _tokens_in(self, texts: Sequence[str]) -> tuple[str, ...]:
         """Notes on texts that hold control tokens."""
@@ -299,7 +342,9 @@ class TemplateRenderer:
         return (*(["control_text"] if matches - from_text else []), *(["text_token"] if from_text else []))
 
     def _encode(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
-        return encode_rows(batch, self.encoder, text_tokens=self.text_tokens, **options)
+        # Records that are laid out without their answers, as for a prompt, have nothing to check.
+        check = self._row_check() if all(record.expected is not None for record in batch) else None
+        return encode_rows(batch, self.encoder, text_tokens=self.text_tokens, check=check, **options)
 
     def _learn_text_tokens(self, raw: bytes | None) -> frozenset[str]:
         """The added tokens that are not special, and that the template does not write in headers or as ends."""
@@ -335,6 +380,8 @@ class TemplateRenderer:
             raise RecordError(what, "leave it out", kind="not_alike")
 
 
-def _laid_out(record: Record, layout: TokenLayout, slots: list[str], notes: tuple[str, ...]) -> LaidOutRecord:
+def _laid_out(
+    record: Record, layout: TokenLayout, slots: list[str], notes: tuple[str, ...], expected: ExpectedAnswers | None
+) -> LaidOutRecord:
     fields = (record.messages, record.id, record.tools, record.source, record.file, record.line)
-    return LaidOutRecord(*fields, layout=layout, slots=slots, notes=notes)
+    return LaidOutRecord(*fields, layout=layout, slots=slots, notes=notes, expected=expected)

@@ -59,11 +59,10 @@ def learn_turn_marks(
 
 
 def _without_ends(header: str, ends: Collection[str], tokens: ControlTokens) -> str:
-    """A header without the tokens before it that end a turn."""
+    """A header without what comes before it, up to the last token that ends a turn."""
     matches = tokens.find(header)
-    while len(matches) > 1 and matches[0][0] in ends:
-        del matches[0]
-    return header[matches[0].start() :]
+    last = max((at for at, match in enumerate(matches[:-1]) if match[0] in ends), default=-1)
+    return header[matches[last + 1].start() :]
 
 
 def _user_header(render: Render, tokens: ControlTokens) -> str:

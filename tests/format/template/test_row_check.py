@@ -1,0 +1,101 @@
+"""The invariant of trained answers: a derivation that is off by a little is caught, on the text and on the finished row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from template_fixtures import ORIGINALS, TEMPLATES, answer, open_template, trl_format, trl_tokenizer, user
+
+from chatmill.errors import RecordError
+from chatmill.format import TemplateRenderer
+from chatmill.format.template.answers.derived import DerivedAnswers
+from chatmill.format.template.row_check import RowCheck
+from chatmill.records import Record
+
+TALK = Record([user("Which way?"), answer("North."), user("And then?"), answer("West.")], file="talk.jsonl", line=7)
+TEMPLATE_NAMES = ("qwen2_5", "llama3", "gemma3", "phi3", "cohere", "deepseek_r1_distill", "lfm2")
+WITHOUT_END = {"glm4moe"}
+
+
+def renderer_of(name: str) -> TemplateRenderer:
+    """A renderer without cached traces."""
+    return open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / f"{name}.jinja"))
+
+
+def with_fault(renderer: TemplateRenderer, fault: str, derived: DerivedAnswers) -> DerivedAnswers:
+    """The derivation with its last answer off by one token, one header or one end token."""
+    if len(derived.answers) < 2:
+        return derived
+    text, last = derived.rendering.text, derived.answers[-1]
+    tokens = [match.span() for match in renderer.control_tokens.find(text)]
+    if fault == "begins a token late":
+        last = last._replace(start=last.start + 2)
+    elif fault == "begins a token early":
+        before = [begin for begin, end in tokens if end <= last.start]
+        last = last._replace(start=last.start - 1 if text[last.start - 1].isspace() else before[-1])
+    elif fault == "begins a header early":
+        last = last._replace(start=last.start - len(derived.contexts[-1].text))
+    elif fault == "ends before its end token":
+        last = last._replace(stop=max(begin for begin, end in tokens if end <= last.stop), closed=False)
+    else:
+        # The first answer runs through its end token into the header of the next turn.
+        first = derived.answers[0]
+        stop = min(end for _, end in tokens if end > first.stop)
+        return replace(derived, answers=(first._replace(stop=stop), *derived.answers[1:]))
+    return replace(derived, answers=(*derived.answers[:-1], last))
+
+
+FAULTS = {
+    "begins a token late": "prompt_mismatch",
+    "begins a token early": "prompt_mismatch",
+    "begins a header early": "prompt_mismatch",
+    "ends before its end token": "no_end_token",
+    "runs on into the next header": "no_end_token",
+}
+
+
+@pytest.mark.parametrize("by_text", [True, False], ids=["on the text", "on the ids alone"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_derivation_that_is_off_by_a_little_is_refused(monkeypatch, fault, by_text):
+    right = TemplateRenderer.derive
+    monkeypatch.setattr(
+        TemplateRenderer,
+        "derive",
+        lambda self, record, **options: with_fault(self, fault, right(self, record, **options)),
+    )
+    if not by_text:
+        monkeypatch.setattr("chatmill.format.template.renderer.check_answers", lambda *args, **options: ())
+    for name in TEMPLATE_NAMES:
+        with pytest.raises(RecordError) as refused:
+            renderer_of(name).render([TALK])
+        assert refused.value.kind in (FAULTS[fault], "foreign_text"), name
+        assert (refused.value.file, refused.value.line) == ("talk.jsonl", 7), name
+
+
+@pytest.mark.parametrize("name", [name for name in ORIGINALS if name not in WITHOUT_END])
+def test_the_ids_of_published_templates_keep_the_invariant(name):
+    # The check runs on every row; that it can fail is tested above.
+    rows = trl_format(name).render([TALK])
+    rows.check()
+    assert rows.mask().any()
+
+
+def test_a_header_of_another_turn_inside_an_answer_is_found_wherever_it_stands():
+    renderer = renderer_of("qwen2_5")
+    laid_out = [renderer.lay_out(TALK), renderer.lay_out(TALK)]
+    rows = renderer.render(laid_out)
+    check = renderer._row_check()
+    assert isinstance(check, RowCheck)
+    expected = [record.expected for record in laid_out]
+    check.check(rows, laid_out, expected)
+    header = check.other_headers[0]
+    inside = np.flatnonzero(rows.mask())
+    places = [at for at in inside.tolist() if {*range(at, at + len(header))} <= {*inside.tolist()}]
+    assert places
+    for at in places:
+        ids = rows.ids.copy()
+        ids[at : at + len(header)] = header
+        with pytest.raises(RecordError, match=r"talk.jsonl:7: the answer of message [13] "):
+            check.check(replace(rows, ids=ids), laid_out, expected)
