@@ -1,4 +1,4 @@
-"""The invariant of trained answers: a derivation that is off by a little is caught, on the text and on the finished row."""
+"""The invariant of trained answers: a derivation that is off by a little is caught, on the text and on the ids."""
 
 from __future__ import annotations
 

@@ -74,6 +74,10 @@ def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlToke
     ended = bool(last) and last[0].end() == len(text) and last[0][0] in turns.ends
     # The token that opens the next turn may end this one: a server stops there.
     body = text[: last[0].start()] if ended else text
+    for match in tokens.find(body):
+        if match[0] in turns.ends:
+            what = f"the answer of message {answer.message} goes on behind {match[0]}, which ends a turn"
+            raise _broken(f"{what}: {shown(body[match.end() :])}", "foreign_text")
     for header in turns.headers:
         if header in body:
             what = f"the answer of message {answer.message} holds the header of another turn, {shown(header)}"

@@ -296,30 +296,38 @@ class TemplateRenderer:
         return _laid_out(record, layout, [], notes + derived.notes, self._expected(derived))
 
     def _expected(self, derived: DerivedAnswers) -> ExpectedAnswers | None:
-        return expected_answers(derived.contexts, self._header_ids) if derived.contexts else None
+        if not derived.contexts:
+            return None
+        rewrites = not self.encoder.by_sections or self.encoder.normalizes
+        strips = bool(self.encoder.lstrip)
+        return expected_answers(derived.contexts, self._header_ids, rewrites=rewrites, strips=strips)
 
-    def _header_ids(self, text: str) -> tuple[list[int], list[bool]]:
-        """The ids of a text of the template, and which of them are control tokens."""
-        parts, start = [], 0
+    def _header_ids(self, text: str) -> tuple[list[int], list[bool], str]:
+        """The ids of a text of the template, which of them are control tokens, and the text behind the last one."""
+        parts: list[tuple[str, bool]] = []
+        start = 0
         for match in self.control_tokens.find(text):
             parts += [(text[start : match.start()], False), (match[0], True)]
             start = match.end()
         parts = [part for part in (*parts, (text[start:], False)) if part[0]]
+        tail = parts[-1][0] if parts and not parts[-1][1] else ""
+        tail = self.encoder.strip(tail, parts[-2][0] if len(parts) > 1 else None, None)[0]
         if not self.encoder.by_sections:
-            names = {id: token for token, id in self.control_tokens.ids.items()}
-            ids = self.encoder.encode_whole(*map(list, zip(*parts, strict=True)))[0].tolist() if parts else []
-            return ids, [id in names for id in ids]
-        ids, is_control = [], []
+            names = [name for name, _ in parts]
+            aliased = [control and name not in self.text_tokens.ids for name, control in parts]
+            whole = self.encoder.encode_whole(names, aliased)[0].tolist()
+            known = {*self.encoder.ids.values()}
+            return whole, [id in known for id in whole], tail
+        ids: list[int] = []
+        is_control: list[bool] = []
         for at, (part, control) in enumerate(parts):
-            around = [parts[n][0] if 0 <= n < len(parts) else None for n in (at - 1, at + 1)]
-            encoded = (
-                [self.encoder.ids[part]]
-                if control
-                else self.encoder.tokenizer.encode(self.encoder.strip(part, *around)[0])
-            )
+            before = parts[at - 1][0] if at else None
+            after = parts[at + 1][0] if at + 1 < len(parts) else None
+            stripped = part if control else self.encoder.strip(part, before, after)[0]
+            encoded = [self.encoder.ids[part]] if control else self.encoder.tokenizer.encode(stripped)
             ids += encoded
             is_control += [control] * len(encoded)
-        return ids, is_control
+        return ids, is_control, tail
 
     def _row_check(self) -> RowCheck | None:
         """What finished rows must hold, for the templates that have been used."""
@@ -330,7 +338,12 @@ class TemplateRenderer:
             marks = [self._turn_marks[number] for number in used]
             headers = header_ids([header for one in marks for header in one.headers], self._header_ids)
             ends = sorted({self.encoder.ids[token] for one in marks for token in one.ends})
-            self._check = used, RowCheck(headers, np.array(ends, dtype=np.uint32), self.allow_no_end)
+            self._check = (
+                used,
+                RowCheck(
+                    headers, np.array(ends, dtype=np.uint32), self.allow_no_end, self.encoder.tokenizer.byte_lengths
+                ),
+            )
         return self._check[1]
 
     def _tokens_in(self, texts: Sequence[str]) -> tuple[str, ...]:

@@ -20,34 +20,45 @@ from chatmill.format.template.answers.contexts import Context
 from chatmill.records import Record
 from chatmill.rows import Ids, Index, Role, Rows, Rule, offsets
 
-Encode = Callable[[str], tuple[list[int], list[bool]]]
-"""The ids of a text with control tokens, and which of them are control tokens."""
+Encode = Callable[[str], tuple[list[int], list[bool], str]]
+"""The ids of a text with control tokens, which of them are control tokens, and the text behind the last of those."""
+MAX_TAIL = 256
+"""Tokens of text at the end of a header."""
 
 
 @dataclass(frozen=True)
 class ExpectedAnswers:
-    """What must stand before the answers of a row, as ids."""
+    """What must stand before the answers of a row.
 
-    headers: Ids
-    """The headers of their prompts from their first control token on, concatenated."""
-    is_text: NDArray[np.bool_]
-    """By id of a header: whether it is text, which may be part of a longer token in a row."""
+    Text at the end of a header may be of other tokens in a row, because an answer follows. So its bytes are compared.
+
+        <|im_start|> assistant <|im_sep|>   \\n
+        ids                                 bytes
+    """
+
+    ids: Ids
+    """The headers from their first to their last control token, concatenated."""
     lengths: Index
-    """By answer: the length of its header; 0 if the header has no control token."""
-    parts: NDArray[np.bool_]
-    """By answer: whether row and prompt part behind the header."""
+    """By answer: how many ids its header has; 0 if it has no control token, and cannot be compared."""
+    tail_bytes: Index
+    """By answer: the size of the text at the end of its header; -1 if the tokenizer rewrites text."""
 
 
-def expected_answers(contexts: Sequence[Context], encode: Encode) -> ExpectedAnswers:
-    encoded = [encode(context.text + context.rest) for context in contexts]
-    # Text before the first control token may be encoded otherwise in a row.
-    first = [next((at for at, control in enumerate(is_control) if control), len(ids)) for ids, is_control in encoded]
-    headers = [ids[at:] for (ids, _), at in zip(encoded, first, strict=True)]
+def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: bool, strips: bool) -> ExpectedAnswers:
+    """What must stand before answers with these contexts; `rewrites`: the bytes of tokens are not those of the text.
+
+    `strips`: there are control tokens that remove the whitespace before them.
+    """
+    headers, tails = [], []
+    for context in contexts:
+        ids, is_control, tail = encode(context.text)
+        controls = [at for at, control in enumerate(is_control) if control]
+        headers.append(ids[controls[0] : controls[-1] + 1] if controls else [])
+        tails.append(-1 if rewrites or (strips and tail != tail.rstrip()) else len(tail.encode()))
     return ExpectedAnswers(
         np.array([id for ids in headers for id in ids], dtype=np.uint32),
-        np.array([not control for (_, flags), at in zip(encoded, first, strict=True) for control in flags[at:]], bool),
         np.array([len(ids) for ids in headers], dtype=np.int64),
-        np.array([bool(context.rest) for context in contexts], dtype=bool),
+        np.array(tails, dtype=np.int64),
     )
 
 
@@ -59,6 +70,8 @@ class RowCheck:
     """What opens turns of users and tools; each begins with a control token."""
     ends: Ids
     allow_no_end: bool
+    byte_lengths: Callable[[Ids], Index]
+    """The bytes of each token."""
 
     def check(self, rows: Rows, records: Sequence[Record], expected: Sequence[ExpectedAnswers]) -> None:
         """Raise a `RecordError` for the first record whose row breaks the invariant."""
@@ -72,6 +85,7 @@ class RowCheck:
         for broken, what, kind in (
             (~self._begins(rows.ids, answers, expected), "does not begin where its prompt ends", "prompt_mismatch"),
             (self._holds_header(rows.ids, answers), "holds the header of another turn", "foreign_text"),
+            (self._goes_on(rows.ids, answers), "goes on behind a token that ends a turn", "foreign_text"),
             (~self._ends(rows.ids, answers), "does not end with a token that ends a turn", NO_END),
         ):
             if broken.any():
@@ -79,24 +93,42 @@ class RowCheck:
                 raise _fault(records[answers.row[at]], f"the answer of message {answers.message[at]} {what}", kind)
 
     def _begins(self, ids: Ids, answers: _Answers, expected: Sequence[ExpectedAnswers]) -> NDArray[np.bool_]:
-        headers = np.concatenate([one.headers for one in expected])
-        is_text = np.concatenate([one.is_text for one in expected])
+        headers = np.concatenate([one.ids for one in expected])
         lengths = np.concatenate([one.lengths for one in expected])
-        parts = np.concatenate([one.parts for one in expected])
-        first = offsets(lengths)[:-1]
+        tail_bytes = np.concatenate([one.tail_bytes for one in expected])
+        last = offsets(lengths)[1:] - 1
         right: NDArray[np.bool_] = lengths == 0
-        for size in range(1, int(lengths.max(initial=0)) + 1):
-            # Where row and prompt part, any part of the header may stand before the answer.
-            tried = np.flatnonzero(~right & (answers.start >= size) & ((lengths == size) | (parts & (lengths > size))))
-            if not len(tried):
-                continue
-            column = np.arange(size)
-            at = first[tried, None] + column
-            same = ids[(answers.start[tried] - size)[:, None] + column] == headers[at]
-            # The last token may go on behind the header.
-            same[:, -1] |= is_text[at[:, -1]]
-            right[tried] |= same.all(axis=1)
+        waiting = np.flatnonzero(~right)
+        for count in range(MAX_TAIL):
+            # Answers with so many tokens between the last control token of the header and their start.
+            waiting = waiting[answers.start[waiting] > count]
+            if not len(waiting):
+                break
+            at = waiting[ids[answers.start[waiting] - count - 1] == headers[last[waiting]]]
+            size = lengths[at]
+            column = np.arange(int(size.max(initial=0)))
+            place = (answers.start[at] - count - size)[:, None] + column
+            inside = column < size[:, None]
+            same = (
+                ids[np.clip(place, 0, len(ids) - 1)]
+                == headers[np.clip((last[at] + 1 - size)[:, None] + column, 0, len(headers) - 1)]
+            )
+            fits = (same | ~inside).all(axis=1) & (place[:, 0] >= 0 if len(column) else True)
+            fits &= self._spells(ids, answers.start[at], count, tail_bytes[at])
+            right[at[fits]] = True
+            # A control token that is the last of a header stands nowhere else behind it.
+            waiting = waiting[~np.isin(waiting, at)]
         return right
+
+    def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
+        """Whether the `count` tokens before each start have so many bytes; the last of them may go on behind it."""
+        if not count:
+            return size <= 0
+        tokens = ids[(start - count)[:, None] + np.arange(count)]
+        lengths = self.byte_lengths(tokens.ravel()).reshape(tokens.shape)
+        total = lengths.sum(axis=1)
+        spelled: NDArray[np.bool_] = (size < 0) | ((total >= size) & (total - lengths[:, -1] < size))
+        return spelled
 
     def _holds_header(self, ids: Ids, answers: _Answers) -> NDArray[np.bool_]:
         holds = np.zeros(len(answers.start), dtype=bool)
@@ -112,6 +144,13 @@ class RowCheck:
             inside = (which >= 0) & (stop <= answers.stop[which]) & ~is_end
             holds[which[inside]] = True
         return holds
+
+    def _goes_on(self, ids: Ids, answers: _Answers) -> NDArray[np.bool_]:
+        goes_on = np.zeros(len(answers.start), dtype=bool)
+        places = np.flatnonzero(np.isin(ids, self.ends))
+        which = np.searchsorted(answers.start, places, side="right") - 1
+        goes_on[which[(which >= 0) & (places < answers.stop[which] - 1)]] = True
+        return goes_on
 
     def _ends(self, ids: Ids, answers: _Answers) -> NDArray[np.bool_]:
         if self.allow_no_end:
@@ -153,7 +192,7 @@ def header_ids(headers: Collection[str], encode: Encode) -> tuple[tuple[int, ...
     """Headers as ids, without text at their end, which may be part of a longer token in a row."""
     out = []
     for header in headers:
-        ids, is_control = encode(header)
+        ids, is_control, _ = encode(header)
         if len(ids) > 1 and not is_control[-1]:
             ids = ids[:-1]
         out.append(tuple(ids))

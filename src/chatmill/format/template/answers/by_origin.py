@@ -138,6 +138,9 @@ class _OriginSearch:
         if common < len(prompt_end):
             header = self._visible_header(message, prompt_end)
             place = len(prompt_end) - len(header)
+            if common == place and self._opening(self._usual_header()) not in header:
+                # The turn goes on, as after a tool result: what the prompt adds is no header.
+                return begin + common
             if common <= place:
                 found = self._header_place(literals, prompt_end, header)
                 if found is None:

@@ -61,7 +61,7 @@ def answers_by_prefix(
         """How much of the text precedes what follows the message."""
         alone = rendered(message + 1, False)
         last = [match[0] for match in token.finditer(prompt)][-1:]
-        if not usual and alone is not None and last and alone.endswith(last[0]):
+        if not usual and alone is not None and last and alone.rstrip().endswith(last[0]):
             # The template writes a header whether it is asked for a prompt or not.
             return None
         if alone is not None and alone != text and text.startswith(alone):

@@ -49,17 +49,19 @@ class Headers(NamedTuple):
 def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[str]) -> Headers:
     """The headers of a template; `plain` renders a conversation of at least three messages that hold these words."""
     try:
+        user = plain(3, False).split(words[1], 1)[1].split(words[2], 1)[0]
+    except (RecordError, IndexError):
+        user = ""
+    try:
         header = _added(plain(1, True), plain(1, False), token)
         if not header:
-            # A template may write the header whether it is asked for a prompt or not.
+            # A template may write the header whether it is asked for a prompt or not. Then it ends every rendering, and
+            # what stands there does not stand before the next message.
             asked, answered = plain(1, False).rsplit(words[0], 1)[1], plain(2, False).rsplit(words[1], 1)[1]
-            header = _common_end(asked, answered, token).lstrip()
+            header = "" if user.startswith(answered) else _common_end(asked, answered, token).lstrip()
     except (RecordError, IndexError):
         header = ""
-    try:
-        return Headers(header, plain(3, False).split(words[1], 1)[1].split(words[2], 1)[0])
-    except (RecordError, IndexError):
-        return Headers(header, "")
+    return Headers(header, user)
 
 
 class ContextFinder:
@@ -93,7 +95,10 @@ class ContextFinder:
         if not header:
             if self._is_context(usual := self.headers.assistant, size := self._before(usual, start), start):
                 return Context(usual[:size], usual[size:]), ("header_not_in_prompt",)
-            return self._without_header(message, start, prompt, last_text)
+            return self._without_header(message, start, prompt, "", last_text)
+        if not self._is_context(header, self._before(header, start), start) and not self._is_usual(header):
+            # The turn goes on, as after a tool result: what the prompt adds is no header.
+            return self._without_header(message, start, prompt[: -len(header)], header, last_text)
         context = self._common_with(header, message, start)
         notes = ["parts_behind_header"] if context.rest else []
         before, prompted = self.text[: start - len(context.text)], prompt[: len(prompt) - len(header)]
@@ -152,6 +157,11 @@ class ContextFinder:
             common = min(common, next((match.start() for match in tokens), common))
         return size > 0 and size >= self._core(header) and size == common
 
+    def _is_usual(self, header: str) -> bool:
+        """Whether a header opens a turn as that of other prompts does."""
+        usual = self.headers.assistant
+        return header.startswith(usual[: self._core(usual)])
+
     def _before(self, header: str, start: int) -> int:
         """How much of a header stands before `start`."""
         return next((size for size in range(len(header), 0, -1) if self.text.endswith(header[:size], 0, start)), 0)
@@ -166,8 +176,13 @@ class ContextFinder:
                 return match.end()
         return len(header)
 
-    def _without_header(self, message: int, start: int, prompt: str, last_text: str) -> tuple[Context, tuple[str, ...]]:
-        """The context where a prompt adds nothing: what follows the message before, from its last token on."""
+    def _without_header(
+        self, message: int, start: int, prompt: str, added: str, last_text: str
+    ) -> tuple[Context, tuple[str, ...]]:
+        """The context where a prompt adds no header: what follows the message before, from its last token on.
+
+        `added` is what it adds instead.
+        """
         # Control tokens are of the template, whatever the message says.
         masked = self.token.sub(lambda match: "\0" * len(match[0]), prompt)
         at = masked.rfind(last_text) if last_text else -1
@@ -176,14 +191,14 @@ class ContextFinder:
         header = tail[tokens[-1].start() :] if tokens else tail.lstrip()
         before = self.text[:start]
         if before == prompt:
-            return Context(header), ()
+            return Context(header, added), (("parts_behind_header",) if added else ())
         # They may part in white space at the end of the prompt.
         size = len(header) if before.endswith(header) else len(header.rstrip())
         if not size or not before.endswith(header[:size]) or not _visible(before).endswith(_visible(tail)):
             raise self._mismatch(message, start, tail)
-        notes = ["parts_behind_header"] if size < len(header) else []
+        notes = ["parts_behind_header"] if added or size < len(header) else []
         notes.append("space_before_header" if _visible(before) == _visible(prompt) else "history_rewritten")
-        return Context(header[:size], header[size:]), tuple(notes)
+        return Context(header[:size], header[size:] + added), tuple(notes)
 
     def _mismatch(self, message: int, start: int, header: str) -> RecordError:
         before = one_line(self.text[max(0, start - 40) : start], 60)

@@ -182,8 +182,11 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)
-        if begins < answer.start:
+        if place <= answer.start:
             continue
+        if begins < answer.start:
+            # The template goes on with its own words.
+            break
         own = piece.source is not None and piece.source.message == answer.message
         if begins != answer.start + common:
             # The answer begins inside of a literal.
