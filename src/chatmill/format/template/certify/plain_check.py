@@ -117,19 +117,30 @@ class PlainCheck:
             return
 
     def _learn_headers(self, turns: Record, text_of: TextOf) -> None:
-        prompt, row = text_of(1, True), text_of(len(turns.messages), False)
-        self.header = self._added(prompt, text_of(1, False))
-        first, second = (turns.messages[at].content.strip() for at in (0, 2))
-        before, gap = row.partition(first)[0], row.partition(turns.messages[1].content.strip())[2].partition(second)[0]
+        row = text_of(len(turns.messages), False)
+        first, answer, second = (message.content.strip() for message in turns.messages[:3])
+        before, gap = row.partition(first)[0], row.partition(answer)[2].partition(second)[0]
         # The header of a user is what both of its turns have in front; a token that a turn ends with is none of it.
-        of_user = _common_end(before, gap)
-        tokens = self._tokens.find(of_user)
-        ends = [match.end() for match in tokens if self._tokens.ids[match[0]] in self._stops]
-        of_user = of_user[max(ends, default=0) :]
-        self._marks = tuple(filter(None, (self._opener(self.header), of_user.strip())))
+        of_user = self._without_ends(self._common_end(before, gap))
         self._ends |= {match[0] for match in self._tokens.find(gap[: len(gap) - len(of_user)])[-1:]}
-        names = [match[0] for match in (*self._tokens.find(self.header), *tokens[-1:])]
+        self.header = self._added(text_of(1, True), text_of(1, False))
+        if not self.header.strip():
+            # A template may write the header whether it is asked for a prompt or not.
+            tails = (text_of(count, False).rpartition(word)[2] for count, word in ((1, first), (2, answer)))
+            self.header = self._without_ends(self._common_end(*tails))
+        self._marks = tuple(filter(None, (self._opener(self.header), of_user.strip())))
+        names = [match[0] for match in (*self._tokens.find(self.header), *self._tokens.find(of_user)[-1:])]
         self._openers = frozenset(name for name in names if self._tokens.ids[name] not in self._stops)
+
+    def _common_end(self, one: str, other: str) -> str:
+        """The common end of two texts, without splitting a control token."""
+        start = len(one) - _common(one[::-1], other[::-1])
+        inside = [match.end() for match in self._tokens.find(one) if match.start() < start < match.end()]
+        return one[inside[0] if inside else start :]
+
+    def _without_ends(self, header: str) -> str:
+        """A header behind the last token that ends a turn."""
+        return header[max((match.end() for match in self._tokens.find(header) if match[0] in self._ends), default=0) :]
 
     def _opener(self, header: str) -> str:
         """The first control token of a header, with the text up to the next one or the end of the line."""
@@ -211,16 +222,21 @@ class PlainCheck:
             header = self._added(prompt, text_of(message, False))
         except RecordError:
             header = self.header
-        own = self._mark(self.header.lstrip())
-        if not header.strip() and own and before.endswith(own):
+        own = self.header.lstrip()
+        if not header.strip() and own and prompt.endswith(own):
+            header = own
+        elif not header.strip() and own and before.endswith(self._mark(own)):
             return "header_not_in_prompt", False
-        if not header.strip() or self._opener(self.header) not in header:
+        sides = (self._mark(prompt), self._mark(header))
+        if not header.strip() or self._opener(own) not in header:
             # No header of an answer: the turn goes on, as after the result of a tool in some templates.
-            header = _behind_words(prompt, record.messages[:message])
+            sides = (self._mark(prompt), self._mark(_behind_words(prompt, record.messages[:message])))
+            if _ends_alike(before, after, *sides):
+                return "space_before_header", False
         for cut in range(max(1, len(token))):
             border = len(before) - cut
-            sides = (before[:border], before[border:] + after, self._mark(prompt), self._mark(header))
-            relation = self._relate(*(sides if exact else map(_without_space, sides)))
+            texts = (before[:border], before[border:] + after, *sides)
+            relation = self._relate(*(texts if exact else map(_without_space, texts)))
             if relation != "differs":
                 return relation, cut > 0
         return "differs", False
@@ -316,6 +332,14 @@ def _texts(message: Message) -> list[str]:
     return [message.content, message.reasoning, *calls]
 
 
+def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
+    """Whether row and prompt end alike but for white space, which the row does not go on with."""
+    space, own = (text[len(text.rstrip()) :] for text in (prompt, before))
+    goes_on = own + after[: len(after) - len(after.lstrip())]
+    same = _common(space, goes_on) == len(own)
+    return bool(tail.strip()) and same and _without_space(before).endswith(_without_space(tail))
+
+
 def _behind_words(prompt: str, messages: Sequence[Message]) -> str:
     """What a prompt holds behind the last words of its messages."""
     words = (word for message in reversed(messages) for word in reversed(_WORD.findall(message.content)))
@@ -327,11 +351,6 @@ def _common(one: str, other: str) -> int:
     """The length of the common prefix."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
-
-
-def _common_end(one: str, other: str) -> str:
-    size = _common(one[::-1], other[::-1])
-    return one[len(one) - size :]
 
 
 def _without_space(text: str) -> str:
