@@ -101,7 +101,7 @@ class TemplateRenderer:
             if mask == "tags" and not template.has_tags:
                 raise UsageError(f"{template.name}: has no generation tags; leave out --mask tags")
         names_from_text = self._learn_text_tokens(raw) if text_tokens is None else text_tokens
-        self.text_tokens = ControlTokens({token: tokenizer.control_ids[token] for token in names_from_text})
+        self.text_tokens = ControlTokens({token: tokenizer.control_ids[token] for token in sorted(names_from_text)})
         """Added tokens that may come from text; all others never do."""
         self.encoder = ControlEncoder(tokenizer, raw, text_tokens=self.text_tokens.ids)
         self._tokenizer = tokenizer
