@@ -35,7 +35,7 @@ def check_answers(
     for answer, context, after in zip(derived.answers, derived.contexts, following, strict=True):
         if not text.endswith(context.text, 0, answer.start) or (not context.text and answer.start):
             what = f"message {answer.message} begins behind {shown_end(text[: answer.start])}, its prompt ends with"
-            raise _broken(f"{what} {shown_end(context.text + context.rest)}", "prompt_mismatch")
+            raise _broken(f"{what} {shown_end(context.text + context.prompt_only)}", "prompt_mismatch")
         # A turn that the same answer goes on after in another one ends with a token that need not be known.
         ended = _check_text(derived, answer, tokens, turns) or (after is not None and after.message == answer.message)
         if not ended and not allow_no_end:
@@ -50,7 +50,7 @@ def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
     """The same for prompts without the spaces that the assistant header ends in: answers begin with them."""
     answers, contexts = [], []
     for answer, context in zip(derived.answers, derived.contexts, strict=False):
-        text = context.text if context.rest else context.text.rstrip(" ")
+        text = context.text if context.prompt_only else context.text.rstrip(" ")
         answers.append(answer._replace(start=answer.start - len(context.text) + len(text)))
         contexts.append(context._replace(text=text))
     return replace(derived, answers=tuple(answers), contexts=tuple(contexts)) if derived.contexts else derived

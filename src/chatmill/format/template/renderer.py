@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.format.renderer import Mask, OnReject, Renderer
@@ -337,13 +336,14 @@ class TemplateRenderer:
         if self._check is None or self._check[0] != used:
             marks = [self._turn_marks[number] for number in used]
             headers = header_ids([header for one in marks for header in one.headers], self._header_ids)
-            ends = sorted({self.encoder.ids[token] for one in marks for token in one.ends})
-            self._check = (
-                used,
-                RowCheck(
-                    headers, np.array(ends, dtype=np.uint32), self.allow_no_end, self.encoder.tokenizer.byte_lengths
-                ),
+            check = RowCheck(
+                headers,
+                {self.encoder.ids[token] for one in marks for token in one.ends},
+                vocab_size=self._tokenizer.vocab_size,
+                byte_lengths=self._tokenizer.byte_lengths,
+                allow_no_end=self.allow_no_end,
             )
+            self._check = used, check
         return self._check[1]
 
     def _tokens_in(self, texts: Sequence[str]) -> tuple[str, ...]:

@@ -18,15 +18,16 @@ from chatmill.errors import RecordError
 from chatmill.format.template.answer_check import NO_END
 from chatmill.format.template.answers.contexts import Context
 from chatmill.records import Record
-from chatmill.rows import Ids, Index, Role, Rows, Rule, offsets
+from chatmill.rows import Ids, Index, Role, Rows, Rule, offsets, run_positions
 
 Encode = Callable[[str], tuple[list[int], list[bool], str]]
 """The ids of a text with control tokens, which of them are control tokens, and the text behind the last of those."""
+NOT_PROMPTED = "does not begin where its prompt ends"
 MAX_TAIL = 256
 """Tokens of text at the end of a header."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExpectedAnswers:
     """What must stand before the answers of a row.
 
@@ -62,41 +63,61 @@ def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: b
     )
 
 
-@dataclass(frozen=True)
 class RowCheck:
-    """The token ids that a template opens and ends turns with."""
+    """The token ids that a template opens and ends turns with, and the check of rows with them."""
 
-    other_headers: tuple[tuple[int, ...], ...]
-    """What opens turns of users and tools; each begins with a control token."""
-    ends: Ids
-    allow_no_end: bool
-    byte_lengths: Callable[[Ids], Index]
-    """The bytes of each token."""
+    def __init__(
+        self,
+        other_headers: Sequence[Sequence[int]],
+        ends: Collection[int],
+        *,
+        vocab_size: int,
+        byte_lengths: Callable[[Ids], Index],
+        allow_no_end: bool,
+    ) -> None:
+        """`other_headers` open turns of users and tools, each from a control token on; `byte_lengths`: of tokens."""
+        self.other_headers, self.allow_no_end = tuple(map(tuple, other_headers)), allow_no_end
+        self._byte_lengths = byte_lengths
+        self._is_end = np.zeros(vocab_size, dtype=bool)
+        self._is_end[list(ends)] = True
+        self._marks = sorted({*ends, *(header[0] for header in other_headers)})
 
     def check(self, rows: Rows, records: Sequence[Record], expected: Sequence[ExpectedAnswers]) -> None:
         """Raise a `RecordError` for the first record whose row breaks the invariant."""
+        distinct = {id(one): one for one in expected}
         answers = _answers(rows)
-        counts = np.array([len(one.lengths) for one in expected])
-        other = np.flatnonzero(np.bincount(answers.row, minlength=len(rows)) != counts)
+        number = {key: at for at, key in enumerate(distinct)}
+        which = np.array([number[id(one)] for one in expected])
+        counts = np.array([len(one.lengths) for one in distinct.values()])
+        other = np.flatnonzero(np.bincount(answers.row, minlength=len(rows)) != counts[which])
         if len(other):
             raise _fault(records[other[0]], "its row has another number of answers than it has", "foreign_text")
         if not len(answers.row):
             return
+        # By answer of a row: which of the answers of all distinct expectations it is to be.
+        of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
+        ids, is_mark = rows.ids, np.zeros(len(rows.ids), dtype=bool)
+        for mark in self._marks:
+            # A few comparisons are faster than one lookup for each token.
+            is_mark |= ids == mark
+        places = np.flatnonzero(is_mark)
         for broken, what, kind in (
-            (~self._begins(rows.ids, answers, expected), "does not begin where its prompt ends", "prompt_mismatch"),
-            (self._holds_header(rows.ids, answers), "holds the header of another turn", "foreign_text"),
-            (self._goes_on(rows.ids, answers), "goes on behind a token that ends a turn", "foreign_text"),
-            (~self._ends(rows.ids, answers), "does not end with a token that ends a turn", NO_END),
+            (~self._begins(ids, answers, list(distinct.values()), of_answer), NOT_PROMPTED, "prompt_mismatch"),
+            (self._holds_header(ids, places, answers), "holds the header of another turn", "foreign_text"),
+            (self._goes_on(ids, places, answers), "goes on behind a token that ends a turn", "foreign_text"),
+            (~self._ends(ids, answers), "does not end with a token that ends a turn", NO_END),
         ):
             if broken.any():
                 at = int(broken.argmax())
                 raise _fault(records[answers.row[at]], f"the answer of message {answers.message[at]} {what}", kind)
 
-    def _begins(self, ids: Ids, answers: _Answers, expected: Sequence[ExpectedAnswers]) -> NDArray[np.bool_]:
+    def _begins(
+        self, ids: Ids, answers: _Answers, expected: Sequence[ExpectedAnswers], of_answer: Index
+    ) -> NDArray[np.bool_]:
         headers = np.concatenate([one.ids for one in expected])
         lengths = np.concatenate([one.lengths for one in expected])
-        tail_bytes = np.concatenate([one.tail_bytes for one in expected])
-        last = offsets(lengths)[1:] - 1
+        tail_bytes = np.concatenate([one.tail_bytes for one in expected])[of_answer]
+        stop, lengths = offsets(lengths)[1:][of_answer], lengths[of_answer]
         right: NDArray[np.bool_] = lengths == 0
         waiting = np.flatnonzero(~right)
         for count in range(MAX_TAIL):
@@ -104,20 +125,14 @@ class RowCheck:
             waiting = waiting[answers.start[waiting] > count]
             if not len(waiting):
                 break
-            at = waiting[ids[answers.start[waiting] - count - 1] == headers[last[waiting]]]
-            size = lengths[at]
-            column = np.arange(int(size.max(initial=0)))
-            place = (answers.start[at] - count - size)[:, None] + column
-            inside = column < size[:, None]
-            same = (
-                ids[np.clip(place, 0, len(ids) - 1)]
-                == headers[np.clip((last[at] + 1 - size)[:, None] + column, 0, len(headers) - 1)]
-            )
-            fits = (same | ~inside).all(axis=1) & (place[:, 0] >= 0 if len(column) else True)
-            fits &= self._spells(ids, answers.start[at], count, tail_bytes[at])
+            is_last = ids[answers.start[waiting] - count - 1] == headers[stop[waiting] - 1]
+            at, waiting = waiting[is_last], waiting[~is_last]
+            fits = self._spells(ids, answers.start[at], count, tail_bytes[at])
+            for before in range(2, int(lengths[at].max(initial=0)) + 1):
+                place = answers.start[at] - count - before
+                same = (place >= 0) & (ids[place] == headers[stop[at] - before])
+                fits &= same | (lengths[at] < before)
             right[at[fits]] = True
-            # A control token that is the last of a header stands nowhere else behind it.
-            waiting = waiting[~np.isin(waiting, at)]
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
@@ -125,31 +140,30 @@ class RowCheck:
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]
-        lengths = self.byte_lengths(tokens.ravel()).reshape(tokens.shape)
+        lengths = self._byte_lengths(tokens.ravel()).reshape(tokens.shape)
         total = lengths.sum(axis=1)
         spelled: NDArray[np.bool_] = (size < 0) | ((total >= size) & (total - lengths[:, -1] < size))
         return spelled
 
-    def _holds_header(self, ids: Ids, answers: _Answers) -> NDArray[np.bool_]:
+    def _holds_header(self, ids: Ids, places: Index, answers: _Answers) -> NDArray[np.bool_]:
         holds = np.zeros(len(answers.start), dtype=bool)
         for header in self.other_headers:
-            places = np.flatnonzero(ids == header[0])
+            begins = places[ids[places] == header[0]]
             for at, id in enumerate(header[1:], 1):
-                places = places[places + at < len(ids)]
-                places = places[ids[places + at] == id]
-            which = np.searchsorted(answers.start, places, side="right") - 1
+                begins = begins[begins + at < len(ids)]
+                begins = begins[ids[begins + at] == id]
+            which = np.searchsorted(answers.start, begins, side="right") - 1
+            stop = begins + len(header)
             # The token that opens the next turn may end an answer, if a server stops there.
-            stop = places + len(header)
-            is_end = (stop == answers.stop[which]) & (len(header) == 1) & np.isin(ids[places], self.ends)
-            inside = (which >= 0) & (stop <= answers.stop[which]) & ~is_end
-            holds[which[inside]] = True
+            is_end = (stop == answers.stop[which]) & (len(header) == 1) & self._is_end[ids[begins]]
+            holds[which[(which >= 0) & (stop <= answers.stop[which]) & ~is_end]] = True
         return holds
 
-    def _goes_on(self, ids: Ids, answers: _Answers) -> NDArray[np.bool_]:
+    def _goes_on(self, ids: Ids, places: Index, answers: _Answers) -> NDArray[np.bool_]:
         goes_on = np.zeros(len(answers.start), dtype=bool)
-        places = np.flatnonzero(np.isin(ids, self.ends))
-        which = np.searchsorted(answers.start, places, side="right") - 1
-        goes_on[which[(which >= 0) & (places < answers.stop[which] - 1)]] = True
+        ends = places[self._is_end[ids[places]]]
+        which = np.searchsorted(answers.start, ends, side="right") - 1
+        goes_on[which[(which >= 0) & (ends < answers.stop[which] - 1)]] = True
         return goes_on
 
     def _ends(self, ids: Ids, answers: _Answers) -> NDArray[np.bool_]:
@@ -157,7 +171,7 @@ class RowCheck:
             return np.ones(len(answers.stop), dtype=bool)
         # An answer may be written as several turns.
         goes_on = (answers.row[1:] == answers.row[:-1]) & (answers.message[1:] == answers.message[:-1])
-        ended: NDArray[np.bool_] = np.isin(ids[answers.stop - 1], self.ends) | np.append(goes_on, False)
+        ended: NDArray[np.bool_] = self._is_end[ids[answers.stop - 1]] | np.append(goes_on, False)
         return ended
 
 

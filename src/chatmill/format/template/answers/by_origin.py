@@ -72,7 +72,7 @@ def answers_by_origin(
     With `prompt_ends`, the prompt of an answer that starts like an earlier one is not traced if it ends alike.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, prompt_ends)
-    return [search.answer(message, assistants[0]) for message in assistants]
+    return [search.answer(message) for message in assistants]
 
 
 class _OriginSearch:
@@ -104,14 +104,14 @@ class _OriginSearch:
         self.known_closings: dict[str, int] = {}
         """By the literals after an answer, from the first control token on: how many of their characters close it."""
 
-    def answer(self, message: int, first: int) -> AnswerSpan:
-        start = self._start(message, first)
+    def answer(self, message: int) -> AnswerSpan:
+        start = self._start(message)
         stop, closed = self._stop(message, start)
         return AnswerSpan(message, start, stop, closed)
 
     # The start.
 
-    def _start(self, message: int, first: int) -> int:
+    def _start(self, message: int) -> int:
         own = next((at for at in self.fields if self._message_of(at) == message), len(self.pieces))
         before = max((at for at in self.fields if at < own), default=-1)
         known = self.known_starts.get(self._between(before, own))
@@ -119,9 +119,9 @@ class _OriginSearch:
             prompt_end, common = known
             if self.prompt_ends(message, self.pieces[before].text + prompt_end):
                 return self.places[before + 1] + common
-        return self._traced_start(message, first, own)
+        return self._traced_start(message, own)
 
-    def _traced_start(self, message: int, first: int, own: int) -> int:
+    def _traced_start(self, message: int, own: int) -> int:
         try:
             prompt = self.render_traced(message, True)
         except RecordError as error:
@@ -142,18 +142,18 @@ class _OriginSearch:
                 # The turn goes on, as after a tool result: what the prompt adds is no header.
                 return begin + common
             if common <= place:
-                found = self._header_place(literals, prompt_end, header)
-                if found is None:
+                header_at = self._header_place(literals, prompt_end, header)
+                if header_at is None:
                     what = f"message {message} begins with {shown(literals[common:])}, its prompt ends with"
                     right = "the template must open an answer as it prompts for it"
                     raise disputed(f"{what} {shown_end(prompt_end)}", right)
-                place = found
+                place = header_at
             return begin + place + self._common(literals[place:], header)
         header = self._usual_header() if common < len(literals) and not self._header(message) else ""
-        found = self._header_place(literals[common:], header, header) if header else None
-        if found is not None:
+        header_at = self._header_place(literals[common:], header, header) if header else None
+        if header_at is not None:
             # A header is context, even if this prompt lacks the one that others have.
-            return begin + common + found + self._common(literals[common + found :], header)
+            return begin + common + header_at + self._common(literals[common + header_at :], header)
         self.known_starts.setdefault(literals, (prompt_end, common))
         return begin + common
 

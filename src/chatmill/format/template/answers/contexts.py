@@ -33,7 +33,7 @@ class Context(NamedTuple):
 
     text: str
     """What row and prompt have in common."""
-    rest: str = ""
+    prompt_only: str = ""
     """What only the prompt has behind it."""
 
 
@@ -57,8 +57,8 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
         if not header:
             # A template may write the header whether it is asked for a prompt or not. Then it ends every rendering, and
             # what stands there does not stand before the next message.
-            asked, answered = plain(1, False).rsplit(words[0], 1)[1], plain(2, False).rsplit(words[1], 1)[1]
-            header = "" if user.startswith(answered) else _common_end(asked, answered, token).lstrip()
+            after_question, after_answer = plain(1, False).rsplit(words[0], 1)[1], plain(2, False).rsplit(words[1], 1)[1]
+            header = "" if user.startswith(after_answer) else _common_end(after_question, after_answer, token).lstrip()
     except (RecordError, IndexError):
         header = ""
     return Headers(header, user)
@@ -100,7 +100,7 @@ class ContextFinder:
             # The turn goes on, as after a tool result: what the prompt adds is no header.
             return self._without_header(message, start, prompt[: -len(header)], header, last_text)
         context = self._common_with(header, message, start)
-        notes = ["parts_behind_header"] if context.rest else []
+        notes = ["parts_behind_header"] if context.prompt_only else []
         before, prompted = self.text[: start - len(context.text)], prompt[: len(prompt) - len(header)]
         if before.rstrip() != prompted.rstrip():
             notes.append("history_rewritten")

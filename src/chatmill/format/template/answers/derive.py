@@ -156,11 +156,11 @@ def _enter_fields(
     """
     pieces, entered = list(full.pieces), list(answers)
     for number, answer in enumerate(answers):
-        rest = finder.unmatched(answer.message, answer.start)
-        written = next((match.start() for match in token.finditer(rest) if match[0] not in text_tokens), len(rest))
-        common = _common_with_text(trace, pieces, answer, rest[:written])
+        prompt_only = finder.unmatched(answer.message, answer.start)
+        written = next((match.start() for match in token.finditer(prompt_only) if match[0] not in text_tokens), len(prompt_only))
+        common = _common_with_text(trace, pieces, answer, prompt_only[:written])
         # A token in which they part is not common.
-        common = next((match.start() for match in token.finditer(rest) if match.start() < common < match.end()), common)
+        common = next((match.start() for match in token.finditer(prompt_only) if match.start() < common < match.end()), common)
         if not common:
             continue
         entered[number] = answer._replace(start=answer.start + common)
@@ -177,7 +177,7 @@ def _enter_fields(
     return Rendering(tuple(pieces)), entered
 
 
-def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, rest: str) -> int:
+def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
     """How much of the end of a prompt an answer goes on with, if it goes on with its own text; guarded."""
     place = common = 0
     for piece in pieces:
@@ -191,15 +191,15 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
         if begins != answer.start + common:
             # The answer begins inside of a literal.
             break
-        if common == len(rest) or (not own and (piece.source is not None or not common)):
+        if common == len(prompt_only) or (not own and (piece.source is not None or not common)):
             break
-        size = common_length(piece.text, rest[common:])
+        size = common_length(piece.text, prompt_only[common:])
         if piece.slot is not None and size == len(piece.text):
             trace.guard("eq", (piece.slot,), piece.text, expected=True)
         elif piece.slot is not None:
-            trace.guard("startswith", (piece.slot,), rest[common : common + size], expected=True)
-            if common + size < len(rest):
-                trace.guard("startswith", (piece.slot,), rest[common : common + size + 1], expected=False)
+            trace.guard("startswith", (piece.slot,), prompt_only[common : common + size], expected=True)
+            if common + size < len(prompt_only):
+                trace.guard("startswith", (piece.slot,), prompt_only[common : common + size + 1], expected=False)
         common += size
         if size < len(piece.text):
             break
