@@ -57,7 +57,10 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
         if not header:
             # A template may write the header whether it is asked for a prompt or not. Then it ends every rendering, and
             # what stands there does not stand before the next message.
-            after_question, after_answer = plain(1, False).rsplit(words[0], 1)[1], plain(2, False).rsplit(words[1], 1)[1]
+            after_question, after_answer = (
+                plain(1, False).rsplit(words[0], 1)[1],
+                plain(2, False).rsplit(words[1], 1)[1],
+            )
             header = "" if user.startswith(after_answer) else _common_end(after_question, after_answer, token).lstrip()
     except (RecordError, IndexError):
         header = ""

@@ -157,10 +157,14 @@ def _enter_fields(
     pieces, entered = list(full.pieces), list(answers)
     for number, answer in enumerate(answers):
         prompt_only = finder.unmatched(answer.message, answer.start)
-        written = next((match.start() for match in token.finditer(prompt_only) if match[0] not in text_tokens), len(prompt_only))
+        written = next(
+            (match.start() for match in token.finditer(prompt_only) if match[0] not in text_tokens), len(prompt_only)
+        )
         common = _common_with_text(trace, pieces, answer, prompt_only[:written])
         # A token in which they part is not common.
-        common = next((match.start() for match in token.finditer(prompt_only) if match.start() < common < match.end()), common)
+        common = next(
+            (match.start() for match in token.finditer(prompt_only) if match.start() < common < match.end()), common
+        )
         if not common:
             continue
         entered[number] = answer._replace(start=answer.start + common)
