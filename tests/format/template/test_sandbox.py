@@ -277,3 +277,39 @@ def test_an_attribute_that_is_not_listed_is_never_handed_out(value):
         except Exception:
             continue
         assert isinstance(found, Undefined), (value, name)
+
+
+OF_LINES = (
+    *("indent", "indent(2, true)", "indent('> ', blank=true)", "safe | indent(3, true)", "indent | indent(1, true)"),
+    *("wordwrap(4)", "wordwrap(4, wrapstring='|')", "truncate(9)", "truncate(9, true, '|')", "center(40)", "title"),
+    *(
+        "striptags",
+        "urlize",
+        "pprint",
+        "urlencode",
+        "format",
+        "format()",
+        "string",
+        "trim",
+        "tojson(indent=2) | indent(4)",
+    ),
+    *("list | join('|')", "replace('Q', '|')", "upper", "e", "reverse", "wordwrap(3) | indent(2, true)"),
+)
+
+
+@pytest.mark.parametrize("filter", OF_LINES)
+def test_no_filter_makes_a_literal_of_text(filter):
+    """A literal may be a control token; text never is. Traced, and replayed from the trace of another text."""
+    source = "{{ ('a ' + content) | " + filter + " }}"
+    trace, items = Trace([]), []
+    for content in ("Q", "Q\nQ Q", "Q Q\n\n QQQQQQQQ\r\nQ", "QQQQQQQQQQQQQQ Q"):
+        expected = _compile_jinja_template(source).render(content=content)
+        slots = replay(ready(trace.steps), [content]) if trace.cacheable and trace.num_slots else None
+        if slots is not None:
+            assert fill_slots(items, slots) == expected
+        trace = Trace([content])
+        variables = {"content": field(content, FieldPath(0, ("content",)), 0, trace), "messages": []}
+        rendering = TracedProgram(source, "t").trace(variables, Meter())
+        assert rendering.text == expected
+        assert not any("q" in piece.text.lower() for piece in rendering.pieces if piece.source is None)
+        items = [piece.text if piece.slot is None else piece.slot for piece in rendering.pieces]

@@ -101,7 +101,21 @@ def _explain(error: Exception) -> tuple[str, str]:
 
 TRACED_FILTERS = (
     *("abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "forceescape"),
-    *("groupby", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr"),
+    *(
+        "groupby",
+        "indent",
+        "items",
+        "join",
+        "last",
+        "length",
+        "list",
+        "lower",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+    ),
     *(
         "replace",
         "reverse",
@@ -119,6 +133,10 @@ TRACED_FILTERS = (
     *("unique", "upper"),
 )
 """Filters that use only methods of a text that are traced, or do not look into texts."""
+
+
+OF_TRACED_METHODS = ("format", "truncate")
+"""Filters whose result is traced if they are given a traced text; that of any other is of unknown origin."""
 
 
 class TracedSandbox(Sandbox):
@@ -146,6 +164,7 @@ class TracedSandbox(Sandbox):
         return super()._filters() | {
             **{name: of_text(FILTERS[name]) for name in ("capitalize", "lower", "trim", "upper")},
             **dict.fromkeys(("e", "escape"), escape),
+            "indent": indented,
             "forceescape": lambda value: escaped(self.to_text(value)),
             "safe": lambda value: marked(self._soft_text(value)),
             "string": self._soft_text,
@@ -163,6 +182,9 @@ class TracedSandbox(Sandbox):
                 # They ask for the type of a text, or for its bytes.
                 args = untraced(args)
             out = filter(*args, **kwargs)
+            if isinstance(out, str) and name not in OF_TRACED_METHODS and all(out is not text for text in given):
+                # It may have joined traced texts with others that only look like literals.
+                return opaque(str.__str__(out), given) if given else out
             if given and not any(True for _ in texts_in(out)):
                 if isinstance(out, str):
                     return opaque(str(out), given)
@@ -265,6 +287,16 @@ class TracedSandbox(Sandbox):
 
     def rewriter(self) -> Rewriter:
         return _TracedRewriter(self)
+
+
+def indented(s: TracedStr, width: int | str = 4, first: bool = False, blank: bool = False) -> TracedStr:
+    """Jinja's filter `indent`, which joins lines with a plain text."""
+    by = literal(width if isinstance(width, str) else " " * width)
+    newline = literal("\n")
+    head, *lines = (unmarked(s) + newline).splitlines()
+    text = joined([head, *(part for line in lines for part in (newline, by + line if blank or line else line))])
+    text = by + text if first else text
+    return marked(text) if isinstance(s, TracedMarkup) else text
 
 
 class _TracedRewriter(Rewriter):

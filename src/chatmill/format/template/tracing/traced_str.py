@@ -72,6 +72,9 @@ class TracedStr(str):
 
     def _formatted(self, parts: Iterable[tuple[str, Any]]) -> TracedStr:
         """Texts of this format string, and values as they are written with a spec."""
+        if any(piece.source is not None for piece in self.pieces):
+            written = list(parts)
+            return opaque("".join([text for text, _ in written]), (self, [value for _, value in written]))
         texts: list[TracedStr] = []
         for text, value in parts:
             if value is None:
