@@ -210,7 +210,8 @@ REFUSED = {
     "the opener is not the prompt": (
         PLAIN.replace("'<|im_start|>assistant\\n' -}}{%- endif", "'<|assistant|>' -}}{%- endif"),
         TALK,
-        r'message 1 begins with "<\|im_start\|>assistant\\n", its prompt ends with "<\|im_end\|>\\n<\|assistant\|>"',
+        r'message 1 starts with "<\|im_start\|>assistant\\n", '
+        r'but its prompt ends with "<\|im_end\|>\\n<\|assistant\|>"',
     ),
     "the answer is written before the question": (
         """{%- for message in messages | reverse -%}
@@ -218,7 +219,7 @@ REFUSED = {
         {%- endfor -%}
         {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}""",
         Record([user("Hi"), answer("Hello.")]),
-        "what stands before message 1 in its prompt is not in the rendering",
+        "what precedes message 1 in its prompt is missing from the row",
     ),
     "a message is left out": (
         PLAIN.replace("{%- for message in messages -%}", "{%- for message in messages if message.role != 'user' -%}"),
@@ -259,5 +260,5 @@ def test_what_cannot_be_known_is_refused_with_the_text_in_dispute(tmp_path, name
 def test_an_answer_of_which_a_part_is_written_elsewhere_is_refused():
     # Gemma writes what was said with a call behind the result of the call.
     talk = Record([CALLING.messages[0], answer("I look.", "", CALL), *CALLING.messages[2:]], tools=TOOLS)
-    with pytest.raises(RecordError, match=r'content of message 1 is written outside of its turn: "I look\."'):
+    with pytest.raises(RecordError, match=r'content of message 1 is written outside its turn: "I look\."'):
         trl_format("gemma4").lay_out(talk)

@@ -1,8 +1,8 @@
-"""The invariant of every trained answer, checked on what was derived and again on the finished row.
+"""The invariant of every trained answer, checked on the derived answers. `row_check` checks finished rows.
 
 Each answer
-(a) begins where its prompt ends, from the assistant header on,
-(b) holds no header and no text of another message,
+(a) starts where its prompt ends, compared from the assistant header on,
+(b) contains no header and no text of another message,
 (c) ends with a token that ends a turn.
 """
 
@@ -24,9 +24,9 @@ NO_END: Final = "no_end_token"
 def check_answers(
     derived: DerivedAnswers, tokens: ControlTokens, turns: TurnMarks, *, allow_no_end: bool
 ) -> tuple[Note, ...]:
-    """Raise a `RecordError` unless all answers keep the invariant; notes for the ledger.
+    """Raise a `RecordError` unless all answers keep the invariant; returns notes for the ledger.
 
-    Answers between generation tags are as the template says.
+    Answers between generation tags are not checked: the template itself marks what is trained.
     """
     if not derived.contexts:
         return ()
@@ -34,20 +34,20 @@ def check_answers(
     following = (*derived.answers[1:], None)
     for answer, context, after in zip(derived.answers, derived.contexts, following, strict=True):
         if not text.endswith(context.text, 0, answer.start) or (not context.text and answer.start):
-            what = f"message {answer.message} begins behind {shown_end(text[: answer.start])}, its prompt ends with"
+            what = f"message {answer.message} starts after {shown_end(text[: answer.start])}, but its prompt ends with"
             raise _broken(f"{what} {shown_end(context.text + context.prompt_only)}", "prompt_mismatch")
-        # A turn that the same answer goes on after in another one ends with a token that need not be known.
+        # Where an answer continues in another turn, a server need not stop between the two.
         ended = _check_text(derived, answer, tokens, turns) or (after is not None and after.message == answer.message)
         if not ended and not allow_no_end:
             what = f"no token ends the answer of message {answer.message}, after {shown_end(text[: answer.stop])}"
-            right = "use a template that ends it, or train without an end: --allow-no-end-token"
+            right = "use a template that ends it, or train without an end token: --allow-no-end-token"
             raise RecordError(what, right, kind=NO_END)
         unended |= not ended
     return (NO_END,) if unended else ()
 
 
 def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
-    """The same for prompts without the spaces that the assistant header ends in: answers begin with them."""
+    """For --strip-prompt-space: move the spaces that the assistant header ends in from the context to the answer."""
     answers, contexts = [], []
     for answer, context in zip(derived.answers, derived.contexts, strict=False):
         text = context.text if context.prompt_only else context.text.rstrip(" ")
@@ -57,14 +57,14 @@ def without_prompt_space(derived: DerivedAnswers) -> DerivedAnswers:
 
 
 def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlTokens, turns: TurnMarks) -> bool:
-    """Raise if an answer holds text of another message, or the header of another turn; whether a token ends it."""
+    """Raise if an answer contains text of another message or a header; returns whether an end token ends it."""
     begin = 0
     literals = []
     for piece in derived.rendering.pieces:
         end = begin + len(piece.text)
         if begin < answer.stop and end > answer.start:
             if piece.source is not None and piece.source.message not in (answer.message, OUTSIDE):
-                what = f"the answer of message {answer.message} holds text of message {piece.source.message}"
+                what = f"the answer of message {answer.message} contains text of message {piece.source.message}"
                 raise _broken(f"{what}: {shown(piece.text)}", "foreign_text")
             part = piece.text[max(answer.start - begin, 0) : answer.stop - begin]
             literals.append(part if piece.source is None else "\0" * len(part))
@@ -72,18 +72,18 @@ def _check_text(derived: DerivedAnswers, answer: AnswerSpan, tokens: ControlToke
     text = "".join(literals)
     last = tokens.find(text)[-1:]
     ended = bool(last) and last[0].end() == len(text) and last[0][0] in turns.ends
-    # The token that opens the next turn may end this one: a server stops there.
+    # The token that opens the next turn may end this one, if a server stops there.
     body = text[: last[0].start()] if ended else text
     for match in tokens.find(body):
         if match[0] in turns.ends:
-            what = f"the answer of message {answer.message} goes on behind {match[0]}, which ends a turn"
+            what = f"the answer of message {answer.message} continues after {match[0]}, which ends a turn"
             raise _broken(f"{what}: {shown(body[match.end() :])}", "foreign_text")
     for header in turns.headers:
         if header in body:
-            what = f"the answer of message {answer.message} holds the header of another turn, {shown(header)}"
+            what = f"the answer of message {answer.message} contains the header of another turn, {shown(header)}"
             raise _broken(what, "foreign_text")
     return ended
 
 
 def _broken(what: str, kind: str) -> RecordError:
-    return RecordError(what, "the template does not write it as a server would prompt for it; leave it out", kind=kind)
+    return RecordError(what, "use a template whose rows agree with its prompts, or leave the record out", kind=kind)

@@ -3,7 +3,7 @@
     row      … <|im_end|> \n | <|im_start|> assistant \n | Hello . <|im_end|> | \n …
                                header of the prompt         trained, ends with an end token
 
-Nothing here knows how answers were derived: where a row is trained is read off its spans.
+This check does not know how answers were derived: it reads what is trained from the spans of the rows.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from chatmill.records import Record
 from chatmill.rows import Ids, Index, Role, Rows, Rule, offsets, run_positions
 
 Encode = Callable[[str], tuple[list[int], list[bool], str]]
-"""The ids of a text with control tokens, which of them are control tokens, and the text behind the last of those."""
-NOT_PROMPTED = "does not begin where its prompt ends"
+"""The ids of a text with control tokens, which of them are control tokens, and the text after the last of those."""
+NOT_PROMPTED = "does not start where its prompt ends"
 MAX_TAIL = 256
-"""Tokens of text at the end of a header."""
+"""Most tokens of text at the end of a header."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpectedAnswers:
-    """What must stand before the answers of a row.
+    """What must precede the answers of a row.
 
-    Text at the end of a header may be of other tokens in a row, because an answer follows. So its bytes are compared.
+    Text at the end of a header may be tokenized differently in a row, because an answer follows. So the size of that
+    text is compared, not its ids.
 
         <|im_start|> assistant <|im_sep|>   \\n
-        ids                                 bytes
+        compared by id                      by size
     """
 
     ids: Ids
     """The headers from their first to their last control token, concatenated."""
     lengths: Index
-    """By answer: how many ids its header has; 0 if it has no control token, and cannot be compared."""
+    """For each answer, how many ids its header has; 0 if it has no control token, and cannot be compared."""
     tail_bytes: Index
-    """By answer: the size of the text at the end of its header; -1 if the tokenizer rewrites text."""
+    """For each answer, the bytes of text at the end of its header; -1 if the tokenizer changes them."""
 
 
 def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: bool, strips: bool) -> ExpectedAnswers:
-    """What must stand before answers with these contexts; `rewrites`: the bytes of tokens are not those of the text.
+    """What must precede answers with these contexts.
 
-    `strips`: there are control tokens that remove the whitespace before them.
+    `rewrites`: the tokenizer normalizes text, so that the bytes of tokens are not those of the text.
+    `strips`: some control tokens remove the whitespace before them (lstrip).
     """
     headers, tails = [], []
     for context in contexts:
@@ -64,7 +66,7 @@ def expected_answers(contexts: Sequence[Context], encode: Encode, *, rewrites: b
 
 
 class RowCheck:
-    """The token ids that a template opens and ends turns with, and the check of rows with them."""
+    """Checks rows against the token ids with which a template opens and ends turns."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class RowCheck:
         byte_lengths: Callable[[Ids], Index],
         allow_no_end: bool,
     ) -> None:
-        """`other_headers` open turns of users and tools, each from a control token on; `byte_lengths`: of tokens."""
+        """`other_headers` open turns of users and tools, each from a control token on; `byte_lengths` of token ids."""
         self.other_headers, self.allow_no_end = tuple(map(tuple, other_headers)), allow_no_end
         self._byte_lengths = byte_lengths
         self._is_end = np.zeros(vocab_size, dtype=bool)
@@ -91,10 +93,10 @@ class RowCheck:
         counts = np.array([len(one.lengths) for one in distinct.values()])
         other = np.flatnonzero(np.bincount(answers.row, minlength=len(rows)) != counts[which])
         if len(other):
-            raise _fault(records[other[0]], "its row has another number of answers than it has", "foreign_text")
+            raise _fault(records[other[0]], "its row does not have the answers that were derived", "foreign_text")
         if not len(answers.row):
             return
-        # By answer of a row: which of the answers of all distinct expectations it is to be.
+        # For each answer of a row: its index among the answers of all distinct expectations.
         of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
         ids, is_mark = rows.ids, np.zeros(len(rows.ids), dtype=bool)
         for mark in self._marks:
@@ -103,8 +105,8 @@ class RowCheck:
         places = np.flatnonzero(is_mark)
         for broken, what, kind in (
             (~self._begins(ids, answers, list(distinct.values()), of_answer), NOT_PROMPTED, "prompt_mismatch"),
-            (self._holds_header(ids, places, answers), "holds the header of another turn", "foreign_text"),
-            (self._goes_on(ids, places, answers), "goes on behind a token that ends a turn", "foreign_text"),
+            (self._holds_header(ids, places, answers), "contains the header of another turn", "foreign_text"),
+            (self._goes_on(ids, places, answers), "continues after a token that ends a turn", "foreign_text"),
             (~self._ends(ids, answers), "does not end with a token that ends a turn", NO_END),
         ):
             if broken.any():
@@ -121,7 +123,7 @@ class RowCheck:
         right: NDArray[np.bool_] = lengths == 0
         waiting = np.flatnonzero(~right)
         for count in range(MAX_TAIL):
-            # Answers with so many tokens between the last control token of the header and their start.
+            # Answers with `count` tokens between the last control token of the header and their start.
             waiting = waiting[answers.start[waiting] > count]
             if not len(waiting):
                 break
@@ -136,7 +138,7 @@ class RowCheck:
         return right
 
     def _spells(self, ids: Ids, start: Index, count: int, size: Index) -> NDArray[np.bool_]:
-        """Whether the `count` tokens before each start have so many bytes; the last of them may go on behind it."""
+        """Whether the `count` tokens before each start have `size` bytes; the last one may extend past the header."""
         if not count:
             return size <= 0
         tokens = ids[(start - count)[:, None] + np.arange(count)]
@@ -177,7 +179,7 @@ class RowCheck:
 
 @dataclass(frozen=True)
 class _Answers:
-    """The stretches of rows that are answers, in their order."""
+    """The token ranges of rows that are answers, in order."""
 
     row: Index
     message: Index
@@ -198,12 +200,12 @@ def _answers(rows: Rows) -> _Answers:
 
 
 def _fault(record: Record, what: str, kind: str) -> RecordError:
-    right = "leave the record out; this is a fault of chatmill, please report it with the template"
+    right = "this is a bug in chatmill: please report it with the template, and leave the record out"
     return RecordError(what, right, kind=kind).at(record.file, record.line, record.id)
 
 
 def header_ids(headers: Collection[str], encode: Encode) -> tuple[tuple[int, ...], ...]:
-    """Headers as ids, without text at their end, which may be part of a longer token in a row."""
+    """Headers as ids, without a last token of text, which may be part of a longer token in a row."""
     out = []
     for header in headers:
         ids, is_control, _ = encode(header)

@@ -1,8 +1,8 @@
 """Which added tokens may come from the text of messages, learned from what a template writes.
 
 A token that the tokenizer marks special never comes from text, nor does one that the template writes in the header of a
-role or as the end of a turn (DeepSeek's `<｜User｜>` is not special). All others are tags inside of answers: `<think>`,
-`<tool_call>`. Headers and ends are read off small conversations whose texts are words that no template writes:
+role or as the end of a turn (DeepSeek's `<｜User｜>` is not special). All others are tags inside answers: `<think>`,
+`<tool_call>`. Headers and ends are learned from small conversations whose texts are words that no template writes:
 
     <｜User｜> QzUser0 <｜Assistant｜></think> QzAssistant1 <｜end▁of▁sentence｜> <｜User｜> QzUser2
     header            header       tag                  end                 header
@@ -21,10 +21,10 @@ Render = Callable[[Record, int, bool], str | None]
 """The text of the first n messages, with or without the generation prompt; None if the template refuses them."""
 
 MAX_WORDS = 2
-"""Words of the template between two tokens of a header; a token among more of them is mentioned in a sentence."""
+"""Most words between two tokens of a header; a token among more words is mentioned in a sentence."""
 
 PUNCTUATION = frozenset(".,;:!?")
-"""It stands in sentences, not in headers."""
+"""Characters that occur in sentences, not in headers."""
 ID = "call00001"
 
 
@@ -52,7 +52,7 @@ _CALLS = probe_record(
 
 
 def tokens_of_turns(render: Render, tokens: ControlTokens, special: Collection[str]) -> frozenset[str]:
-    """The tokens that a template writes in headers and as ends of turns; those of `special` are known to be no tags."""
+    """The tokens that a template writes in headers and as ends of turns; tokens in `special` are never tags."""
     return _Turns(render, tokens, special).learn()
 
 
@@ -67,16 +67,16 @@ class _Turns:
 
     def learn(self) -> frozenset[str]:
         if not ("QzUser0" in self.row and "QzAssistant1" in self.row):
-            # Nothing is known of this template, so nothing may come from text.
+            # Nothing can be learned from this template, so no token may come from text.
             return frozenset(self.tokens.ids)
-        final = self._names(_behind(self.render(_DIALOG, 2, False), "QzAssistant1"))
+        final = self._names(_after(self.render(_DIALOG, 2, False), "QzAssistant1"))
         closing, user_header = self._closing_and_header(_DIALOG, "QzUser2")
         if not user_header:
             user_header = self._near(self.row.partition("QzUser0")[0])
         ends = {*self._ends(closing), *self._ends(final)}
         reasoning = self._reasoning_tags() - ends
         tags = reasoning | (self._call_tags() - ends)
-        # Where the last answer ends otherwise than earlier ones, the end of those is among the header.
+        # Where the last answer ends differently from earlier ones, their end is counted with the header.
         size = len(user_header) - bool(final and not closing and len(user_header) > 1)
         turns = ends | {*user_header} | self._before_answers(size, tags)
         return frozenset(turns | (self._tool_turns(tags) - reasoning) | (self._system_turn() - tags))
@@ -86,10 +86,10 @@ class _Turns:
         between = self._names(_between(self.render(record, len(record.messages), False), "QzAssistant1", following))
         alone = self.render(record, 2, False)
         if alone is None:
-            # The template refuses to end here: the header begins with the last special token.
+            # The template refuses to end here: the header starts with the last special token.
             special = [at for at, token in enumerate(between) if token in self.special]
             return [], between[special[-1] if special else -1 :]
-        size = _common(between, self._names(_behind(alone, "QzAssistant1")))
+        size = _common(between, self._names(_after(alone, "QzAssistant1")))
         return between[:size], between[size:]
 
     def _ends(self, closing: Sequence[str]) -> list[str]:
@@ -99,10 +99,10 @@ class _Turns:
 
     def _before_answers(self, size: int, tags: Collection[str]) -> set[str]:
         """The end of a user's turn, and the header of an assistant's: as many tokens (`size`) as that of a user."""
-        prompt, alone = (_behind(self.render(_DIALOG, 1, prompt), "QzUser0") for prompt in (True, False))
+        prompt, alone = (_after(self.render(_DIALOG, 1, prompt), "QzUser0") for prompt in (True, False))
         ends = self._names(alone)
         if prompt == alone:
-            # The template has no prompt, or always writes it.
+            # The template ignores add_generation_prompt: it has no header, or always writes it.
             return ({*self._names(self.opening)[: max(1, size)], *ends} & self._in_all_openings()) - {*tags}
         shared = _common(self._names(prompt), ends)
         header = self._names(prompt)[shared:]
@@ -112,7 +112,7 @@ class _Turns:
         return {*ends, *(({*header[: max(1, size)]} & self._in_all_openings()) - {*tags})}
 
     def _word_before(self, text: str, number: int) -> bool:
-        """Whether words stand between a token of a text and the one before it."""
+        """Whether there are words between a token of a text and the one before it."""
         matches = self.tokens.find(text)
         return bool(text[matches[number - 1].end() if number else 0 : matches[number].start()].strip())
 
@@ -123,21 +123,21 @@ class _Turns:
             row = self.render(record, len(record.messages), False)
             for at in answers:
                 user = f"QzUser{at - 1}"
-                prompt, alone = (_behind(self.render(record, at, prompt), user) for prompt in (True, False))
+                prompt, alone = (_after(self.render(record, at, prompt), user) for prompt in (True, False))
                 openings += [_between(row, user, f"QzAssistant{at}")] if row is not None else []
                 openings += [prompt] if prompt != alone else []
         return set.intersection(*({*self._names(text)} for text in openings)) if openings else set()
 
     def _reasoning_tags(self) -> set[str]:
-        """The tokens behind the reasoning of an answer, and the one before it if no plain text stands behind that."""
+        """The tokens after the reasoning of an answer, and the one before it unless it also precedes plain answers."""
         row = self.render(_REASONING, 2, False)
         opening = {*self._last(_between(row, "QzUser0", "QzReasoning"))} - {*self._last(self.opening)}
         return opening | {*self._names(_between(row, "QzReasoning", "QzAssistant1"))}
 
     def _call_tags(self) -> set[str]:
-        """The tokens around the tool call of an answer that are not before a plain text."""
+        """The tokens around the tool call of an answer that do not precede a plain answer."""
         row = self.render(_CALLS, 2, False)
-        around = _between(row, "QzUser0", "QzAssistant1"), _behind(row, "QzAssistant1")
+        around = _between(row, "QzUser0", "QzAssistant1"), _after(row, "QzAssistant1")
         return {token for text in around for token in self._names(text)} - {*self._names(self.opening)}
 
     def _tool_turns(self, tags: Collection[str]) -> set[str]:
@@ -148,14 +148,12 @@ class _Turns:
             out |= {*self._closing_and_header(record, "QzTool2")[1]}
             if last > 2:
                 out |= {*self._names(_between(row, "QzTool2", f"QzTool{last}"))}
-            prompt, alone = (
-                _behind(self.render(record, last + 1, prompt), f"QzTool{last}") for prompt in (True, False)
-            )
+            prompt, alone = (_after(self.render(record, last + 1, prompt), f"QzTool{last}") for prompt in (True, False))
             out |= {*self._names(alone)} - ({*tags} if prompt == alone else set())
         return out
 
     def _system_turn(self) -> set[str]:
-        """The tokens before and after the text of a system message that are not mentioned in sentences."""
+        """The tokens before and after the text of a system message, except those mentioned in sentences."""
         row = self.render(_SYSTEM, 3, False) or ""
         texts = (row.partition("QzSystem0")[0], _between(row, "QzSystem0", "QzUser1")) if "QzSystem0" in row else ()
         return {token for text in texts for token in self._near(text)}
@@ -183,23 +181,23 @@ class _Turns:
         return [match[0] for match in self.tokens.find(text)]
 
     def _last(self, text: str) -> list[str]:
-        """The token that a text ends with, apart from white space."""
+        """The token that a text ends with, ignoring whitespace."""
         return [match[0] for match in self.tokens.find(text)[-1:] if not text[match.end() :].strip()]
 
 
 def _between(text: str | None, before: str, after: str) -> str:
-    """What stands between two words; nothing if one of them is missing."""
+    """The text between two words; empty if one of them is missing."""
     _, word, tail = (text or "").partition(before)
     between, end, _ = tail.partition(after)
     return between if word and end else ""
 
 
-def _behind(text: str | None, word: str) -> str:
-    """What stands behind the last occurrence of a word; nothing if it is missing."""
+def _after(text: str | None, word: str) -> str:
+    """The text after the last occurrence of a word; empty if it is missing."""
     _, there, after = (text or "").rpartition(word)
     return after if there else ""
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many tokens two lists begin with in common."""
+    """The length of the common prefix of two lists of tokens."""
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))])

@@ -1,7 +1,7 @@
 """How a template opens and ends turns, learned from small conversations.
 
-An answer holds no header of another turn, and must end with a token that ends a turn. Both are learned from what the
-template writes, because the names of tokens tell nothing.
+An answer must not contain the header of another turn, and must end with a token that ends a turn. Both are learned from
+what the template writes, because the names of tokens do not tell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Derive = Callable[[Record], DerivedAnswers]
 
 class TurnMarks(NamedTuple):
     headers: tuple[str, ...]
-    """What opens turns of users and tools, each from a control token on."""
+    """The headers of users and tools, each from a control token on."""
     ends: frozenset[str]
     """The tokens that end an answer."""
 
@@ -51,7 +51,7 @@ def learn_turn_marks(
             if record_id == TURNS.id:
                 ends.add(end)
             elif stops is None and not end.startswith("</"):
-                # What surrounds it tells whether the last token of a call ends the turn or only the call.
+                # Its neighbours tell whether the last token of a tool call ends the turn or only the call.
                 closes_call = len(matches) > 1 and matches[-2].end() == matches[-1].start()
                 if closes_call or result.rendering.text[answer.stop :].lstrip().startswith(opening):
                     ends.add(end)
@@ -59,14 +59,14 @@ def learn_turn_marks(
 
 
 def _without_ends(header: str, ends: Collection[str], tokens: ControlTokens) -> str:
-    """A header without what comes before it, up to the last token that ends a turn."""
+    """A header without the end of the previous turn: from after the last token that ends a turn."""
     matches = tokens.find(header)
     last = max((at for at, match in enumerate(matches[:-1]) if match[0] in ends), default=-1)
     return header[matches[last + 1].start() :]
 
 
 def _user_header(render: Render, tokens: ControlTokens) -> str:
-    """What stands before the second user message, without what ends the answer before it."""
+    """What precedes the second user message, without what ends the answer before it."""
     words = [message.content for message in TURNS.messages]
     token = tokens.pattern
     headers = template_headers(lambda count, prompt: render(TURNS, count, prompt), words, token)
@@ -79,7 +79,7 @@ def _user_header(render: Render, tokens: ControlTokens) -> str:
 
 
 def _tool_header(render: Render, tokens: ControlTokens) -> str:
-    """What stands between a call and its result, without what the template writes when the call comes last."""
+    """What separates a tool call from its result, without what the template writes when the call is last."""
     try:
         alone, row = render(CALL, 2, False), render(CALL, 4, False)
         call = re.search(r"(?s)Lisbon(?!.*Lisbon)(.*)", alone.split("Rain?", 1)[1])
@@ -89,12 +89,12 @@ def _tool_header(render: Render, tokens: ControlTokens) -> str:
     if call is None or between is None:
         return ""
     header = _opening(between[1][common_prefix(between[1], call[1], tokens.pattern) :], tokens)
-    # What also stands in the call itself opens no turn.
+    # What also occurs in the call itself does not open a turn.
     return "" if header in alone.split("Rain?", 1)[1] else header
 
 
 def _opening(header: str, tokens: ControlTokens) -> str:
-    """A header from its first to its last control token, and the word behind it; "" if it has no token."""
+    """A header from its first to its last control token, and the word after it; "" if it has no token."""
     matches = tokens.find(header)
     if not matches:
         return ""

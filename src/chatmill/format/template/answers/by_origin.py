@@ -2,7 +2,7 @@
 
 Between the last field of the messages before it and its own first field, a rendering holds only literals of the
 template; so does the prompt that a server would send after those messages. Their common prefix is given to the model;
-the answer starts where the rendering goes on by itself.
+the answer starts where the rendering diverges from it.
 
     prompt      … Hi <|im_end|>\\n<|im_start|>assistant\\n
     rendering   … Hi <|im_end|>\\n<|im_start|>assistant\\n<think>\\n  Well …
@@ -36,7 +36,7 @@ class AnswerSpan(NamedTuple):
     """Whether it ends with a control token."""
 
 
-def disputed(what: str, right: str = "write the conversation another way, or leave it out") -> RecordError:
+def disputed(what: str, right: str = "rewrite the conversation, or leave it out") -> RecordError:
     return RecordError(what, right, kind="mask_disputed")
 
 
@@ -67,9 +67,9 @@ def answers_by_origin(
 ) -> list[AnswerSpan]:
     """The answer of each of these messages; `ends` are the tokens that a server stops at, where they are known.
 
-    `prompts` are the numbers of messages after which a header may be looked for.
+    `prompts` are the message counts whose prompts may show the usual header.
 
-    With `prompt_ends`, the prompt of an answer that starts like an earlier one is not traced if it ends alike.
+    With `prompt_ends`, the prompt of an answer that starts like an earlier one is not traced if it also ends like it.
     """
     search = _OriginSearch(full, prompts, render_traced, tokens, ends, prompt_ends)
     return [search.answer(message) for message in assistants]
@@ -88,21 +88,20 @@ class _OriginSearch:
         prompt_ends: PromptEnds | None,
     ) -> None:
         self.full, self.pieces, self.prompts = full, full.pieces, prompts
-        """How many messages there are."""
         self.render_traced, self.tokens, self.ends, self.prompt_ends = render_traced, tokens, ends, prompt_ends
         self.places = list(accumulate((len(piece.text) for piece in full.pieces), initial=0))
-        """The character at which each piece starts, and the end."""
+        """The offset of each piece, and the length of the text."""
         self.fields = [at for at, piece in enumerate(full.pieces) if piece.source is not None]
         self.visited = {
             piece.owner
             for piece in full.pieces
             if piece.source is not None and piece.source.message not in (piece.owner, OUTSIDE)
         }
-        """Messages inside of whose loop iteration a field of another one is written."""
+        """Messages in whose loop iteration the template writes a field of another message."""
         self.known_starts: dict[str, tuple[str, int]] = {}
-        """By the literals before an answer: those that end its prompt, and the length of their common prefix."""
+        """Keyed by the literals before an answer: the literals that end its prompt, and their common prefix length."""
         self.known_closings: dict[str, int] = {}
-        """By the literals after an answer, from the first control token on: how many of their characters close it."""
+        """Keyed by the literals after an answer, from the first control token on: how many characters close it."""
 
     def answer(self, message: int) -> AnswerSpan:
         start = self._start(message)
@@ -131,7 +130,7 @@ class _OriginSearch:
         after = next((at for at in self.fields if at > before), len(self.pieces))
         literals = self._between(before, after)
         if own < len(self.pieces) and after != own:
-            what = f"text of message {self._message_of(after)} stands between message {message} and what it answers"
+            what = f"text of message {self._message_of(after)} comes between message {message} and what it answers"
             raise disputed(f"{what}: {shown(self.pieces[after].text)}")
         begin = self.places[before + 1]
         common = self._common(literals, prompt_end)
@@ -139,13 +138,13 @@ class _OriginSearch:
             header = self._visible_header(message, prompt_end)
             place = len(prompt_end) - len(header)
             if common == place and self._opening(self._usual_header()) not in header:
-                # The turn goes on, as after a tool result: what the prompt adds is no header.
+                # The turn continues, as after a tool result: what the prompt adds is not a header.
                 return begin + common
             if common <= place:
                 header_at = self._header_place(literals, prompt_end, header)
                 if header_at is None:
-                    what = f"message {message} begins with {shown(literals[common:])}, its prompt ends with"
-                    right = "the template must open an answer as it prompts for it"
+                    what = f"message {message} starts with {shown(literals[common:])}, but its prompt ends with"
+                    right = "use a template whose rows open answers as its prompts do"
                     raise disputed(f"{what} {shown_end(prompt_end)}", right)
                 place = header_at
             return begin + place + self._common(literals[place:], header)
@@ -163,24 +162,24 @@ class _OriginSearch:
         return next((header for header in headers if header), "").lstrip()
 
     def _start_without_prompt(self, message: int, own: int, error: RecordError) -> int:
-        """The start of an answer that no prompt asks for, as one that comes first: behind the header of another."""
+        """The start of an answer whose prompt the template refuses, as for a first message: after the usual header."""
         before = max((at for at in self.fields if at < own), default=-1)
         literals = self._between(before, own)
         header = self._usual_header()
         opening = self._opening(header)
         places = [match.start() for match in re.finditer(re.escape(opening), literals)] if header else []
-        # Of several openings, as after a default system message, the one that is most like the header.
+        # Of several openings, as after a default system message, take the one with most of the header.
         common, place = max(((self._common(literals[at:], header), at) for at in places), default=(0, -1))
         if not common:
-            what = f"message {message} is an answer that no prompt asks for: {error.what}"
-            raise disputed(what, "begin with what it answers")
+            what = f"the template refuses the prompt for message {message}: {error.what}"
+            raise disputed(what, "start the conversation with the message that it answers")
         return self.places[before + 1] + place + common
 
     def _visible_header(self, message: int, prompt_end: str) -> str:
         """The header that a prompt ends with; its last control token if the prompt adds nothing of its own."""
         if header := (self._header(message) or "").lstrip():
             return header
-        # A template may write the header whether it is asked for a prompt or not: then the row ends with it, too.
+        # The template may ignore add_generation_prompt and always write the header: then the row ends with it, too.
         last = _tail(self.full)[1]
         always = next((at for at in range(len(prompt_end)) if last.endswith(prompt_end[at:])), len(prompt_end))
         matches = [match.start() for match in self.tokens.find(prompt_end)]
@@ -193,7 +192,7 @@ class _OriginSearch:
         return header[: matches[0].end()] if matches else header.rstrip()
 
     def _header_place(self, literals: str, prompt_end: str, header: str) -> int | None:
-        """Where in the literals before an answer its header begins; white space before it may differ."""
+        """Where its header starts in the literals before an answer; whitespace before it may differ."""
         prompted = "".join(prompt_end[: len(prompt_end) - len(header)].split())
         opening = self._opening(header)
         places = [match.start() for match in re.finditer(re.escape(opening), literals)]
@@ -210,12 +209,12 @@ class _OriginSearch:
         return prompt_end[self._common(prompt_end, without) :]
 
     def _anchor(self, message: int, source: FieldPath | None, own: int) -> int:
-        """The last piece before the answer that is of the field which the prompt ends with."""
+        """The last piece before the answer that comes from the last field of the prompt."""
         if source is None:
             return -1
         anchor = max((at for at in self.fields if at < own and self.pieces[at].source == source), default=None)
         if anchor is None:
-            what = f"what stands before message {message} in its prompt is not in the rendering"
+            what = f"what precedes message {message} in its prompt is missing from the row"
             raise disputed(f"{what} ({'.'.join(map(str, source.path))} of message {source.message})")
         return anchor
 
@@ -230,7 +229,7 @@ class _OriginSearch:
         closing = self._closing(message, start, literals) if own is None else self._own_closing(message, own)
         matches = self.tokens.find(closing) or self.tokens.find(own or "")
         if own is not None and (matches[-1][0].startswith("</") if matches else not own.strip()):
-            # What the template writes behind its loop, or for the next message, may close it. A tag does not.
+            # What the template writes after its loop, or for the next message, may close it. A tag does not.
             further = self.tokens.find(self._closing(message, start, literals))[len(matches) :]
             if further and not literals[len(own) : further[0].start()].strip():
                 matches = further[:1]
@@ -246,7 +245,7 @@ class _OriginSearch:
         return begin + len((own if own is not None else closing).rstrip()), False
 
     def _last_field(self, message: int, start: int) -> int | None:
-        """The last piece of this message in its answer: the one that it ends with when nothing follows it."""
+        """The last piece of this message in its answer: the one it ends with when it is the last message."""
         run: list[int] = []
         for at in self.fields:
             if self.places[at] >= start:
@@ -262,7 +261,7 @@ class _OriginSearch:
         last = next((piece.source for piece in reversed(self._alone(message).pieces) if piece.source in inside), None)
         ending = [at for at in run if self.pieces[at].source == last] or own
         if not ending:
-            what = f"the end of message {message} cannot be told: nothing says where the template leaves it"
+            what = f"cannot determine where the answer of message {message} ends"
             raise disputed(f"{what}, after {shown_end(self.pieces[run[-1]].text)}")
         return ending[-1]
 
@@ -274,7 +273,7 @@ class _OriginSearch:
             return self.full
 
     def _owned(self, message: int, begin: int, literals: str) -> str | None:
-        """The literals from `begin` on that were written for this message; None if the loops do not tell."""
+        """The literals from `begin` on that were written for this message; None if no loop iteration tells."""
         first = next((at for at in range(len(self.pieces)) if self.places[at + 1] > begin), None)
         if first is None:
             return ""
@@ -288,7 +287,7 @@ class _OriginSearch:
         return literals[: max(0, stop - begin)]
 
     def _own_closing(self, message: int, own: str) -> str:
-        """Of the literals written for this message, those that also close it when it is the last."""
+        """The literals written for this message that also close it when it is the last one."""
         matches = self.tokens.find(own)
         if len(matches) < 2:
             return own
@@ -298,11 +297,11 @@ class _OriginSearch:
         return own[: max(0, first + known[own[first:]])]
 
     def _closing(self, message: int, start: int, literals: str) -> str:
-        """Of literals whose message is unknown, those that close this message in any case."""
+        """Of literals that no loop iteration owns, those that close this message whatever follows it."""
         alone = self._alone(message)
         source, tail = _tail(alone, of=message)
         if source is None:
-            # Nothing of it is written: what follows its start.
+            # The template writes no field of it: take what follows its start.
             tail = alone.text[start:] if alone.text.startswith(self.full.text[:start]) else ""
         closing = literals[: self._common(literals, tail)]
         try:

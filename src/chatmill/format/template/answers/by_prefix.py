@@ -1,6 +1,6 @@
 """Answers by prefix: the prompts that a server would send are compared with the rendering, as plain text.
 
-Nothing is known here about the origin of characters. Where the prompt for an answer is a prefix of the rendering, the
+This derivation does not know the origin of characters. Where the prompt for an answer is a prefix of the rendering, the
 answer starts at its end. Where the conversation up to the answer, alone or with the next prompt, is a prefix of the
 rendering, the answer stops with the control tokens there.
 """
@@ -18,7 +18,7 @@ RenderText = Callable[[int, bool], str]
 
 
 class PrefixAnswer(NamedTuple):
-    """What prefixes tell about one answer; None where they tell nothing."""
+    """Where one answer starts and stops by prefix; None where no prefix matches."""
 
     message: int
     start: int | None
@@ -33,9 +33,9 @@ def answers_by_prefix(
     tokens: Collection[str],
     ends: Collection[str],
 ) -> list[PrefixAnswer]:
-    """The answer of each of these messages, as far as prefixes tell; a server stops at the tokens `ends`.
+    """The answer of each of these messages, where prefixes match; a server stops at the tokens `ends`.
 
-    `prompts` are the numbers of messages after which a header may be looked for.
+    `prompts` are the message counts whose prompts may show the usual header.
     """
     token = token_pattern(tokens)
     closing = re.compile(rf"(?:(?:{token.pattern})\s*)+\Z")
@@ -47,14 +47,14 @@ def answers_by_prefix(
             return None
 
     def added(message: int) -> str:
-        """What the prompt adds to these messages."""
+        """What the generation prompt adds after these messages."""
         prompt, before = rendered(message, True), rendered(message, False)
         return "" if prompt is None or before is None else header_of(prompt, before, token)
 
     usual = next(filter(None, map(added, prompts)), "")
 
     def header(message: int, prompt: str) -> str:
-        """What this prompt adds to the messages before; the usual header if it ends with that."""
+        """The header of this prompt: the usual one if it ends with that, else what it adds."""
         return usual if usual and prompt.endswith(usual) else added(message)
 
     def end_of(message: int, prompt: str) -> int | None:
@@ -62,7 +62,7 @@ def answers_by_prefix(
         alone = rendered(message + 1, False)
         last = [match[0] for match in token.finditer(prompt)][-1:]
         if not usual and alone is not None and last and alone.rstrip().endswith(last[0]):
-            # The template writes a header whether it is asked for a prompt or not.
+            # The template ignores add_generation_prompt and always writes the header.
             return None
         if alone is not None and alone != text and text.startswith(alone):
             return len(alone)
@@ -80,7 +80,7 @@ def answers_by_prefix(
         start = len(prompt)
         if usual and not header(message, prompt):
             if not text.startswith(usual, start):
-                # A prompt that lacks the header of others does not tell where the answer begins.
+                # A prompt without the usual header does not show where the answer starts.
                 answers.append(PrefixAnswer(message, None, None))
                 continue
             start += len(usual)
@@ -100,7 +100,7 @@ def token_pattern(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def header_of(prompt: str, before: str, token: re.Pattern[str]) -> str:
-    """What a prompt adds to the same messages without one; where they part inside a control token, all of that."""
+    """What a generation prompt adds; a control token in which both renderings diverge counts as added."""
     parting = (at for at, (one, other) in enumerate(zip(prompt, before, strict=False)) if one != other)
     common = len(before) if prompt.startswith(before) else next(parting, len(prompt))
     split = [match.start() for match in token.finditer(prompt) if match.start() < common < match.end()]

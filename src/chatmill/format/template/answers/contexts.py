@@ -1,16 +1,17 @@
-"""What must stand before an answer: the end of its prompt, from the assistant header on, as plain text.
+"""The context that must precede an answer: the end of its prompt, from the assistant header on, as plain text.
 
-The prompt for an answer ends with the assistant header: what the template adds to the messages if it is asked for a
-generation prompt. An answer begins in the row where this header ends:
+The prompt for an answer ends with the assistant header: what the template adds for `add_generation_prompt`. In the
+row, the answer starts where this header ends:
 
     prompt   … Hi<|im_end|>\\n<|im_start|>assistant\\n
     row      … Hi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>
                               context              |answer
 
-White space may differ before the header. Where row and prompt part behind it (`<think>\\n` that only one of them has),
-the answer begins where they part. What precedes the header is not compared: templates rewrite earlier messages.
+Whitespace before the header may differ. Where row and prompt diverge after it (only one of them has `<think>\\n`), the
+answer starts where they diverge. What precedes the header is not compared: templates rewrite earlier messages.
 
-Nothing here knows how an answer was found. It uses plain renderings only, and shares no code with the derivations.
+This module uses plain renderings only. It shares no code with the derivations, and does not know how they found an
+answer.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from chatmill.errors import RecordError, one_line
 from chatmill.format.template.tracing.trace import Rendering
 
 FIELD = "\0"
-"""Stands for a character that the conversation says."""
+"""Placeholder for one character of a field of the conversation."""
 PlainText = Callable[[int, bool], str]
-"""The text of the first n messages, with or without the generation prompt; a `RecordError` if there is none."""
+"""The text of the first n messages, with or without the generation prompt; `RecordError` if the template refuses."""
 
 
 class Context(NamedTuple):
-    """What stands before an answer, from the assistant header on."""
+    """What precedes an answer, from the assistant header on."""
 
     text: str
     """What row and prompt have in common."""
     prompt_only: str = ""
-    """What only the prompt has behind it."""
+    """What only the prompt has after it."""
 
 
 class Headers(NamedTuple):
     """What a template writes between the messages of a plain conversation."""
 
     assistant: str
-    """What a generation prompt adds, from its first visible character on."""
+    """What a generation prompt adds, without leading whitespace."""
     user: str
-    """What stands between an answer and the next user message."""
+    """The text between an answer and the next user message."""
 
 
 def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[str]) -> Headers:
-    """The headers of a template; `plain` renders a conversation of at least three messages that hold these words."""
+    """The headers of a template; `plain` renders a conversation of at least three messages with these contents."""
     try:
         user = plain(3, False).split(words[1], 1)[1].split(words[2], 1)[0]
     except (RecordError, IndexError):
@@ -55,8 +56,8 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
     try:
         header = _added(plain(1, True), plain(1, False), token)
         if not header:
-            # A template may write the header whether it is asked for a prompt or not. Then it ends every rendering, and
-            # what stands there does not stand before the next message.
+            # The template may ignore add_generation_prompt and end every rendering with the header. Then what follows
+            # the last answer does not precede the next message.
             after_question, after_answer = (
                 plain(1, False).rsplit(words[0], 1)[1],
                 plain(2, False).rsplit(words[1], 1)[1],
@@ -68,7 +69,7 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
 
 
 class ContextFinder:
-    """Finds what must stand before each answer of one conversation."""
+    """Finds the context that must precede each answer of one conversation."""
 
     def __init__(
         self,
@@ -79,18 +80,18 @@ class ContextFinder:
         token: re.Pattern[str],
         text_tokens: Collection[str],
     ) -> None:
-        """`token` matches control tokens, of which `text_tokens` are those that text of a message may become."""
+        """`token` matches control tokens; `text_tokens` are those that text of messages may become."""
         self.text = full.text
         self.literals = "".join(
             piece.text if piece.source is None else FIELD * len(piece.text) for piece in full.pieces
         )
-        """The text with null characters in place of what the conversation says."""
+        """The text with null characters in place of the fields of the conversation."""
         self.plain, self.headers, self.token, self.text_tokens = plain, headers, token, text_tokens
 
     def context(self, message: int, start: int, last_text: str) -> tuple[Context, tuple[str, ...]]:
-        """The context of the answer that begins at `start`, and how row and prompt differ otherwise.
+        """The context of the answer that starts at `start`, and notes on how row and prompt differ.
 
-        `last_text` is that of the message before it.
+        `last_text` is the content of the message before it.
         """
         prompt, header = self._prompt(message)
         if prompt is None:
@@ -100,7 +101,7 @@ class ContextFinder:
                 return Context(usual[:size], usual[size:]), ("header_not_in_prompt",)
             return self._without_header(message, start, prompt, "", last_text)
         if not self._is_context(header, self._before(header, start), start) and not self._is_usual(header):
-            # The turn goes on, as after a tool result: what the prompt adds is no header.
+            # The turn continues, as after a tool result: what the prompt adds is not a header.
             return self._without_header(message, start, prompt[: -len(header)], header, last_text)
         context = self._common_with(header, message, start)
         notes = ["parts_behind_header"] if context.prompt_only else []
@@ -112,25 +113,26 @@ class ContextFinder:
         return context, tuple(notes)
 
     def repeated_header(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Where the template writes the assistant header again, and where that ends; None if nowhere."""
+        """Start and stop of the next assistant header inside of an answer; None if there is none."""
         header = self.headers.assistant
         core = header[: self._core(header)]
         at = self.literals.find(core, start, stop) if core else -1
         return None if at < 0 else (at, at + common_prefix(self.literals[at:stop], header, self.token))
 
     def continued(self, message: int, start: int) -> Context:
-        """The context of a part of an answer that begins behind a repeated header."""
+        """The context of a further turn of an answer, which starts after a repeated header."""
         return self._common_with(self.headers.assistant, message, start)
 
     def _prompt(self, message: int) -> tuple[str | None, str]:
-        """The prompt and its header. Without a prompt (it may not begin with an answer): the header of others."""
+        """The prompt and its header; if the template refuses it, as for a first message: the usual header."""
         usual = self.headers.assistant
         try:
             prompt = self.plain(message, True)
         except RecordError as error:
             if not usual:
-                what = f"message {message} is an answer that no prompt asks for: {error.what}"
-                raise RecordError(what, "begin with what it answers", kind="prompt_mismatch") from None
+                what = f"the template refuses the prompt for message {message}: {error.what}"
+                right = "start the conversation with the message that it answers"
+                raise RecordError(what, right, kind="prompt_mismatch") from None
             return None, usual
         if usual and prompt.endswith(usual):
             return prompt, usual
@@ -140,7 +142,7 @@ class ContextFinder:
             return prompt, ""
 
     def unmatched(self, message: int, start: int) -> str:
-        """What the prompt has behind the part of its header that stands before `start`."""
+        """The part of the prompt's header that does not precede `start` in the row."""
         header = self._prompt(message)[1]
         return header[self._before(header, start) :]
 
@@ -152,25 +154,25 @@ class ContextFinder:
         return Context(header[:size], header[size:])
 
     def _is_context(self, header: str, size: int, start: int) -> bool:
-        """Whether so much of a header tells an assistant, and row and prompt part behind it."""
+        """Whether `size` characters of a header identify an assistant turn, and row and prompt diverge after them."""
         common = common_prefix(self.text[start - size :][: len(header) + 1], header, self.token)
         if self.literals[start : start + 1] == FIELD:
-            # Text of a message is the same as a token of the prompt only if it may become one.
+            # Text of a message equals a token of the prompt only if it may become that token.
             tokens = (match for match in self.token.finditer(header, size) if match[0] not in self.text_tokens)
             common = min(common, next((match.start() for match in tokens), common))
         return size > 0 and size >= self._core(header) and size == common
 
     def _is_usual(self, header: str) -> bool:
-        """Whether a header opens a turn as that of other prompts does."""
+        """Whether a header opens a turn like the usual header does."""
         usual = self.headers.assistant
         return header.startswith(usual[: self._core(usual)])
 
     def _before(self, header: str, start: int) -> int:
-        """How much of a header stands before `start`."""
+        """How many characters of a header directly precede `start`."""
         return next((size for size in range(len(header), 0, -1) if self.text.endswith(header[:size], 0, start)), 0)
 
     def _core(self, header: str) -> int:
-        """How much of a header tells it from that of a user: up to the end of the first word or token that differs."""
+        """How much of a header tells it apart from that of a user: through the first word or token that differs."""
         same = next((n for n in range(len(header), 0, -1) if header[:n] in self.headers.user), 0)
         if same == len(header):
             return same
@@ -182,11 +184,11 @@ class ContextFinder:
     def _without_header(
         self, message: int, start: int, prompt: str, added: str, last_text: str
     ) -> tuple[Context, tuple[str, ...]]:
-        """The context where a prompt adds no header: what follows the message before, from its last token on.
+        """The context where a prompt adds no header: what follows the previous message, from its last token on.
 
-        `added` is what it adds instead.
+        `added` is what the prompt adds instead.
         """
-        # Control tokens are of the template, whatever the message says.
+        # Control tokens belong to the template, even if the message's text has the same characters.
         masked = self.token.sub(lambda match: "\0" * len(match[0]), prompt)
         at = masked.rfind(last_text) if last_text else -1
         tail = prompt[at + len(last_text) :] if at >= 0 else prompt
@@ -195,7 +197,7 @@ class ContextFinder:
         before = self.text[:start]
         if before == prompt:
             return Context(header, added), (("parts_behind_header",) if added else ())
-        # They may part in white space at the end of the prompt.
+        # They may diverge in whitespace at the end of the prompt.
         size = len(header) if before.endswith(header) else len(header.rstrip())
         if not size or not before.endswith(header[:size]) or not _visible(before).endswith(_visible(tail)):
             raise self._mismatch(message, start, tail)
@@ -205,13 +207,13 @@ class ContextFinder:
 
     def _mismatch(self, message: int, start: int, header: str) -> RecordError:
         before = one_line(self.text[max(0, start - 40) : start], 60)
-        what = f'message {message} begins behind "{before}", its prompt ends with "{one_line(header[-60:], 80)}"'
-        right = "the template must open an answer as it prompts for it; leave the record out"
+        what = f'message {message} starts after "{before}", but its prompt ends with "{one_line(header[-60:], 80)}"'
+        right = "use a template whose rows open answers as its prompts do, or leave the record out"
         return RecordError(what, right, kind="prompt_mismatch")
 
 
 def _added(prompt: str, without: str, token: re.Pattern[str]) -> str:
-    """What a prompt adds, without leading white space; a token in which they part is added as a whole."""
+    """What a prompt adds, without leading whitespace; a token in which they diverge counts as added."""
     return prompt[common_prefix(prompt, without, token) :].lstrip()
 
 

@@ -1,11 +1,11 @@
 """The answers of one conversation: derived twice, and refused with the disputed text where the results differ.
 
-One derivation uses the origin of the characters, the other the prefixes that a server would send. They share no code.
-Where both tell something they must agree.
+One derivation uses the origin of the characters, the other the prompts that a server would send. They share no code.
+Where both find an answer they must agree.
 
-A cacheable trace gets guards under which prefixes tell the same about every conversation that follows it. Whether one
-rendering is a prefix of another is mostly decided by their literals and slots; where it depends on the text in a slot,
-a guard is added.
+A cacheable trace gets guards under which prefixes give the same result for every conversation that follows it. Whether
+one rendering is a prefix of another is mostly decided by their literals and slots; where it depends on the text in a
+slot, a guard is added.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def derive(
 ) -> DerivedAnswers:
     """The answers of a conversation; a `RecordError` says why they cannot be determined.
 
-    `ends` are the tokens that a server stops at, `text_tokens` those that text of a message may become.
+    `ends` are the tokens that a server stops at, `text_tokens` those that text of messages may become, `eos` is the
+    end-of-sequence token.
     `cacheable`: the trace is to be replayed on other conversations, so it gets guards for everything observed.
-    `last_only`: only the last assistant message is an answer, those before it are context. Tags say themselves what is.
+    `last_only`: only the last assistant message is an answer, those before it are context; generation tags ignore this.
     """
     _check_complete(record)
     plain = plain_input(record, template.style)
@@ -84,7 +85,7 @@ def derive(
     text, full = render_text(count, False), render_traced(count, False)
     if full.text != text:
         at = common_length(full.text, text)
-        raise disputed(f"its text cannot be followed at character {at}, {shown(text[at:])}")
+        raise disputed(f"the origin of its text is unknown from character {at} on, {shown(text[at:])}")
 
     def prompt_ends(messages: int, end: str) -> bool:
         try:
@@ -93,7 +94,7 @@ def derive(
             return False
 
     assistants = [number for number, message in enumerate(record.messages) if message.role == "assistant"]
-    # Where a header may be looked for that the prompt of an answer lacks.
+    # Prompts that may show the usual header, where the prompt of an answer lacks it.
     prompts = (*assistants, count)
     if last_only and mask == "derived":
         assistants = assistants[-1:]
@@ -103,7 +104,7 @@ def derive(
     if mask == "tags":
         answers = answers_by_tags(full, assistants)
     else:
-        # The guards need the trace of every prompt; otherwise a prompt that is like another one is not traced.
+        # The guards need the trace of every prompt; without them, a prompt that ends like another is not traced.
         skip = None if cacheable else prompt_ends
         answers = answers_by_origin(full, assistants, prompts, render_traced, tokens, ends, skip)
         headers = template.headers(pattern)
@@ -112,7 +113,7 @@ def derive(
         full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
         prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends)
         for answer, prefix in zip(answers, prefixes, strict=True):
-            # In plain text, a control token that a message quotes looks like one of the template.
+            # In plain text, a control token quoted in a message looks like one that the template writes.
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
             _check_agreement(text, answer, prefix._replace(start=None, stop=None) if quotes else prefix)
         _check_inside(full, answers)
@@ -129,7 +130,7 @@ def derive(
 
 
 def _ended_by(eos: str | None, full: Rendering, answer: AnswerSpan) -> AnswerSpan:
-    """An answer that no token ends, with the end-of-sequence token if that follows it."""
+    """Extend an answer that no token ends by the end-of-sequence token, if the template writes that after it."""
     following = full.text[answer.stop :]
     if answer.closed or not eos or not following.lstrip().startswith(eos):
         return answer
@@ -149,10 +150,10 @@ def _enter_fields(
     token: re.Pattern[str],
     text_tokens: Collection[str],
 ) -> tuple[Rendering, list[AnswerSpan]]:
-    """Move the start of an answer into its own text, as far as the prompt goes on with the same text.
+    """Move the start of an answer into its own text, as far as the prompt continues with the same text.
 
-    A prompt may end with `<think>\\n` and the content of the answer begin with it. The piece is split there. Only
-    tokens that text may become (`text_tokens`) are the same in both.
+    A prompt may end with `<think>\\n`, and the content of the answer start with it. The piece is split there. A token
+    of the prompt equals text of the answer only if text may become it (`text_tokens`).
     """
     pieces, entered = list(full.pieces), list(answers)
     for number, answer in enumerate(answers):
@@ -161,7 +162,7 @@ def _enter_fields(
             (match.start() for match in token.finditer(prompt_only) if match[0] not in text_tokens), len(prompt_only)
         )
         common = _common_with_text(trace, pieces, answer, prompt_only[:written])
-        # A token in which they part is not common.
+        # A token in which they diverge is not common.
         common = next(
             (match.start() for match in token.finditer(prompt_only) if match.start() < common < match.end()), common
         )
@@ -182,18 +183,18 @@ def _enter_fields(
 
 
 def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: AnswerSpan, prompt_only: str) -> int:
-    """How much of the end of a prompt an answer goes on with, if it goes on with its own text; guarded."""
+    """How much of `prompt_only` the answer starts with, if it starts with its own text; guarded."""
     place = common = 0
     for piece in pieces:
         begins, place = place, place + len(piece.text)
         if place <= answer.start:
             continue
         if begins < answer.start:
-            # The template goes on with its own words.
+            # The answer starts with a literal of the template.
             break
         own = piece.source is not None and piece.source.message == answer.message
         if begins != answer.start + common:
-            # The answer begins inside of a literal.
+            # The answer starts inside a literal.
             break
         if common == len(prompt_only) or (not own and (piece.source is not None or not common)):
             break
@@ -213,9 +214,9 @@ def _common_with_text(trace: Trace, pieces: Sequence[TracedPiece], answer: Answe
 def _split_turns(
     full: Rendering, answers: Sequence[AnswerSpan], finder: ContextFinder, tokens: ControlTokens
 ) -> list[AnswerSpan]:
-    """The answers, those that the template writes as several turns split there: headers are not trained.
+    """Split answers that the template writes as several turns, so that the headers between them are not trained.
 
-    gpt-oss writes reasoning and content of one message as two turns, each with a header.
+    gpt-oss writes the reasoning and the content of one message as two turns, each with a header.
     """
     split: list[AnswerSpan] = []
     for answer in answers:
@@ -223,8 +224,8 @@ def _split_turns(
         while (header := finder.repeated_header(start, answer.stop)) is not None:
             matches = tokens.find(full.text[start : header[0]].rstrip())
             if not matches or start + matches[-1].end() != start + len(full.text[start : header[0]].rstrip()):
-                what = f"message {answer.message} holds a header, {shown(full.text[header[0] : header[1]])}, behind"
-                what += f" {shown_end(full.text[start : header[0]])}, which ends no turn"
+                what = f"message {answer.message} contains a header, {shown(full.text[header[0] : header[1]])}, after"
+                what += f" {shown_end(full.text[start : header[0]])}, which does not end a turn"
                 raise RecordError(what, "leave the record out", kind="foreign_text")
             split.append(AnswerSpan(answer.message, start, start + matches[-1].end(), True))
             start = header[1]
@@ -235,7 +236,7 @@ def _split_turns(
 def _contexts(
     record: Record, answers: Sequence[AnswerSpan], finder: ContextFinder
 ) -> tuple[list[Context], tuple[Note, ...]]:
-    """What must stand before each answer, and in which ways rows and prompts differ."""
+    """The context that must precede each answer, and notes on how row and prompts differ."""
     contexts: list[Context] = []
     notes: set[str] = set()
     messages: set[int] = set()
@@ -253,7 +254,7 @@ def _contexts(
 
 
 def answers_by_tags(full: Rendering, assistants: Collection[int]) -> list[AnswerSpan]:
-    """The stretches between generation tags, each as an answer of the message that it was written for."""
+    """The text between generation tags, each stretch as an answer of the message it was written for."""
     answers: list[AnswerSpan] = []
     place = 0
     start: int | None = None
@@ -296,7 +297,7 @@ def _check_complete(record: Record) -> None:
 
 
 def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> None:
-    """Raise unless both derivations tell the same about one answer."""
+    """Raise unless both derivations agree on one answer."""
     for name, one, other in (("begins", answer.start, prefix.start), ("ends", answer.stop, prefix.stop)):
         if other is not None and one != other:
             low, high = sorted((one, other))
@@ -304,11 +305,11 @@ def _check_agreement(text: str, answer: AnswerSpan, prefix: PrefixAnswer) -> Non
             by = f"by origin {'before' if one < other else 'after'}, by prefix {'before' if other < one else 'after'}"
             raise disputed(f"{what} disputed: {by}")
     if answer.start >= answer.stop:
-        raise disputed(f"nothing of message {answer.message} would be trained", "give the answer a text")
+        raise disputed(f"nothing of message {answer.message} would be trained", "give the answer some text")
 
 
 def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
-    """Raise if a template writes a part of an answer outside of it, as after the result of its tool call."""
+    """Raise if the template writes part of a message outside its answer, as after the result of its tool call."""
     answer_of = {answer.message: answer for answer in answers}
     inside: set[FieldPath] = set()
     outside: dict[FieldPath, str] = {}
@@ -324,7 +325,7 @@ def _check_inside(full: Rendering, answers: Sequence[AnswerSpan]) -> None:
     for source, text in outside.items():
         # A field that is repeated outside, like the name of a tool before its result, is not lost.
         if source not in inside and source.path[0] in ("content", "reasoning", "tool_calls"):
-            what = f"{source.path[0]} of message {source.message} is written outside of its turn: {shown(text)}"
+            what = f"{source.path[0]} of message {source.message} is written outside its turn: {shown(text)}"
             raise disputed(what)
 
 
@@ -335,7 +336,7 @@ def _check_written(
     assistants: Collection[int],
     answers: Sequence[AnswerSpan],
 ) -> tuple[Note, ...]:
-    """Raise if a template leaves out a field of a message; reasoning and tools may be left out, which is noted."""
+    """Raise if the template leaves out a field of a message; note reasoning and tools that it leaves out."""
     paths = {piece.source for piece in full.pieces if piece.source is not None}
     written = {(at, path[0]) for at, path in paths}
     trained = {answer.message for answer in answers}
@@ -392,7 +393,7 @@ def guard_prefixes(
         if prompt is not None and before is not None:
             (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
             if head != head_before:
-                # The header is not a literal: it may differ in other conversations.
+                # The header depends on texts of the conversation: it may differ in others.
                 trace.cacheable = False
                 return
             usual = header_of(end, end_before, token)
@@ -441,10 +442,10 @@ def _guard_prefix(trace: Trace, whole: Items, prefix: Items) -> None:
 
 
 def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
-    """The arguments of `Trace.evaluate` for whether one begins with the other."""
+    """The arguments of `Trace.evaluate` for whether `whole` begins with `prefix`."""
     literals = [item for item in prefix if isinstance(item, str)]
     if len(literals) == len(prefix):
-        # No more of `whole` is needed than has as many characters; no text in it is empty.
+        # Only as much of `whole` is needed as `prefix` has characters; no text in it is empty.
         size = 0
         for number, item in enumerate(whole):
             size += len(item) if isinstance(item, str) else 1

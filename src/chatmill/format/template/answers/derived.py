@@ -1,4 +1,4 @@
-"""What the derivation of answers results in: plain data, which the process that derived it sends to others."""
+"""The result of deriving answers: plain data, which the template's process sends to the renderer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Note = Literal[
 """What a user should know about a rendering.
 
 reasoning_left_out, tools_left_out    the template does not write them
-space_before_header                   row and prompt differ in white space before the assistant header
-parts_behind_header                   row and prompt part behind the assistant header
+space_before_header                   row and prompt differ in whitespace before the assistant header
+parts_behind_header                   row and prompt diverge after the assistant header
 header_not_in_prompt                  the row has an assistant header where the prompt has none
-history_rewritten                     what precedes the header differs in row and prompt
+history_rewritten                     row and prompt differ before the header in more than whitespace
 several_turns                         an answer is written as several turns; headers between them are context
-no_end_token                          no token ends an answer, which was allowed
+no_end_token                          no token ends an answer (with --allow-no-end-token)
 """
 
 
@@ -39,9 +39,9 @@ class DerivedAnswers:
     rendering: Rendering
     answers: tuple[AnswerSpan, ...]
     prefixes: tuple[PrefixAnswer, ...]
-    """What prefixes tell about the answers; empty for generation tags."""
+    """The answers by prefix; empty for generation tags."""
     contexts: tuple[Context, ...]
-    """By answer: what must stand before it, from the assistant header on; empty for generation tags."""
+    """For each answer, what must precede it, from the assistant header on; empty for generation tags."""
     steps: tuple[TraceStep, ...] | None
     """The steps and guards of the trace; None if it cannot be replayed on other conversations."""
     notes: tuple[Note, ...]
