@@ -171,6 +171,16 @@ def test_a_kept_way_does_not_lose_what_was_blank_when_it_was_kept(tmp_path):
         of.lay_out(Record([Message("system", "Rules"), user("Hi"), answer("Hello.")]))
 
 
+def test_why_a_record_is_refused_does_not_depend_on_whether_its_trace_is_kept():
+    record = Record([user("<think>\n\n</think>\n\n"), answer("</think>"), answer("b")])
+    faults = []
+    for cacheable in (False, True):
+        with pytest.raises(RecordError) as caught:
+            trl_format("qwen3").derive(record, cacheable=cacheable)
+        faults.append((caught.value.kind, caught.value.what))
+    assert faults[0] == faults[1]
+
+
 def test_a_conversation_of_many_messages_is_derived_like_a_short_one():
     of = trl_format("qwen3")
     calls = [

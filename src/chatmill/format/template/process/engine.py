@@ -14,6 +14,7 @@ import msgspec
 
 from chatmill.errors import DataError, RecordError
 from chatmill.format.template.answers.derive import derive
+from chatmill.format.template.answers.derived import DerivedAnswers
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.process import messages
 from chatmill.format.template.process.fork_server import run_server
@@ -85,17 +86,26 @@ class TemplateEngine:
         )
 
     def _derive(self, request: messages.Derive, template: ChatTemplate) -> messages.Derived:
-        derived = derive(
-            request.record,
-            template,
-            self.tokens,
-            ends=self.ends,
-            mask=request.mask,
-            cacheable=request.cacheable,
-            last_only=request.last_only,
-            text_tokens=request.text_tokens,
-            eos=self.eos,
-        )
+        def attempt(cacheable: bool) -> DerivedAnswers:
+            return derive(
+                request.record,
+                template,
+                self.tokens,
+                ends=self.ends,
+                mask=request.mask,
+                cacheable=cacheable,
+                last_only=request.last_only,
+                text_tokens=request.text_tokens,
+                eos=self.eos,
+            )
+
+        try:
+            derived = attempt(request.cacheable)
+        except RecordError:
+            if not request.cacheable:
+                raise
+            # A trace with guards looks at more prompts. Whether and why a record is refused must not depend on that.
+            derived = attempt(False)
         steps = derived.steps
         if steps is not None:
             try:
