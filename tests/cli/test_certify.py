@@ -75,7 +75,7 @@ def test_the_end_of_an_answer_must_be_where_the_model_stops(run, folder):
     code, out, err = run("certify", "--tokenizer", "model")
     status, text = lines(out)["terminator"]
     assert (code, status) == (1, "FAIL")
-    assert text.startswith("<|im_end|> ends message 1 of probe one turn, the model stops at </s>; ")
+    assert text.startswith("<|im_end|> ends message 1 of probe one turn, but the model stops at </s>; ")
     assert "tokenizer_config.json:chat_template:2: {{- '<|im_start|>' + message.role" in text
     assert err == "chatmill: model/tokenizer_config.json:chat_template: not certified: terminator\n"
 
@@ -85,7 +85,7 @@ def test_two_bos_tokens_fail(run, folder):
         json.dumps({"bos_token": "<s>", "chat_template": "<s>{{ bos_token }}" + CHATML})
     )
     code, out, _ = run("certify", "--tokenizer", "model")
-    assert code == 1 and lines(out)["bos"] == ("FAIL", "<s> is doubled at the beginning of probe one turn")
+    assert code == 1 and lines(out)["bos"] == ("FAIL", "<s> is doubled at the start of probe one turn")
 
 
 def test_own_records_are_held_against_it_too(run, folder, tmp_path):

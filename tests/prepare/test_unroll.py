@@ -201,7 +201,7 @@ def real(rows: Rows) -> Rows:
 def test_a_conversation_of_which_one_row_is_refused_is_refused(tmp_path, monkeypatch):
     inputs = write(tmp_path, [{"messages": [{"role": "user", "content": "q"}, *answers]} for answers in ANSWERS])
     monkeypatch.setattr(records_unroll, "MAX_ROWS", 2)
-    with pytest.raises(RecordError, match=r"chat\.jsonl:2: it has 3 answers.*; at most 2 can be unrolled; cut the"):
+    with pytest.raises(RecordError, match=r"chat\.jsonl:2: it has 3 answers.*; at most 2 can be unrolled; split the"):
         build(job_of(inputs, unroll=True), tmp_path / "x")
     faults = Faults()
     metadata = build(job_of(inputs, unroll=True, on_error="skip"), tmp_path / "x", on_fault=faults)

@@ -83,23 +83,25 @@ class Job:
     mask: Mask = key("derived", "With --format template: derive what is trained, or follow its generation tags.")
     text_tokens: TextTokens = key(
         "as-transformers",
-        "With --format template: what added tokens in texts become that are neither special nor of a header: <think>.",
+        "With --format template: encode added tokens such as <think> in message text as tokens, as transformers does, "
+        "or never. Special tokens and those of headers are always plain text.",
     )
     allow_no_end_token: bool = key(
-        False, "Train answers that the template ends with no token, instead of refusing them."
+        False, "With --format template: train answers that no token ends, instead of refusing them."
     )
     strip_prompt_space: bool = key(
-        False, "Prompt without the spaces that the assistant header ends in: they are trained as part of answers."
+        False,
+        "With --format template: train the spaces that the assistant header ends in as part of answers; prompts are "
+        "without them.",
     )
     train_on: TrainOn = key(
         "assistant",
-        "Whose turns are trained: every assistant's, the last one's, those after the last user message, or all but "
-        "tool results.",
+        "Which turns to train: every assistant turn, the last one, those after the last user message, or all but tool "
+        "results.",
     )
     unroll: bool = key(
         False,
-        "Make a row of each answer: it and all messages before it, in which it alone is trained. For templates that "
-        "forget earlier reasoning.",
+        "Make one row per answer, with all messages before it as context. For templates that drop earlier reasoning.",
     )
     max_tokens: int | None = key(None, "The longest row, or the size of a block. Left out, nothing is cut.")
     fit: Fit = key("turns", "How long rows are cut; blocks makes stream blocks instead.")

@@ -15,13 +15,13 @@ from chatmill.records import Record, Unrolled, unroll_record
 from chatmill.rows import NO_MESSAGE, Index, Part, Role, Rows, Rule, TrainOn, offsets
 
 NOT_WRITTEN = "reasoning_left_out"
-"""The renderer's note of a row that lacks reasoning, which here only matters for the answer that the row trains."""
+"""The renderer's note of a row without reasoning, which matters here only for the answer that the row trains."""
 
 
 def unrolled(
     records: Iterable[Record], renderer: Renderer, *, train_on: TrainOn, on_reject: OnReject, ledger: Ledger
 ) -> Iterator[Unrolled]:
-    """The records with their rows, ready to be rendered. If one row of a record is refused, the record is."""
+    """The records with their rows, ready to be rendered. A record of which one row is refused is refused."""
     for record in records:
         try:
             made = unroll_record(record, train_on)
@@ -42,7 +42,7 @@ def unrolled(
 def row_chunks(
     conversations: Iterable[Unrolled], size: int, *, limit: int | None = None
 ) -> Iterator[Sequence[Unrolled]]:
-    """Conversations in chunks of at least `size` rows, but the last; `limit` rows in all, then no more are read."""
+    """Conversations in chunks of at least `size` rows, except the last chunk; stops reading at `limit` rows."""
     chunk: list[Unrolled] = []
     count, left = 0, limit
     for each in conversations:
@@ -60,9 +60,9 @@ def row_chunks(
 
 
 def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledger) -> Rows:
-    """All rows of these conversations, counted as rendered and repeated.
+    """All rows of these conversations, counted in the ledger.
 
-    What the row before holds too, counts as repeated; all else once, as rendered.
+    Tokens that an earlier row has, too, count as repeated; all others as rendered.
     """
     records = [row for each in batch for row in each.rows]
     notes = Ledger()
@@ -83,7 +83,7 @@ def render_unrolled(renderer: Renderer, batch: Sequence[Unrolled], ledger: Ledge
 
 
 def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_new: Index) -> int:
-    """Set weights and rules so that each row trains what is new in it; how many of its tokens rows before hold too."""
+    """Set weights and rules so that each row trains only what is new in it; returns the number of repeated tokens."""
     context_rules = np.array([rule for each in batch for rule in each.context_rules], dtype=np.uint8)
     first_message = offsets(np.array([len(each.context_rules) for each in batch]))[:-1]
     first_message = np.repeat(first_message, [len(each.rows) for each in batch])
@@ -91,14 +91,14 @@ def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_n
     answer, first_new, first_message = (
         np.repeat(column, spans_of_row) for column in (answer, first_new, first_message)
     )
-    # The beginning of a conversation, and a system text that the format adds, stand before the first message.
+    # BOS and a system text that the format adds precede the first message.
     message = np.where(spans["message"] == NO_MESSAGE, -1, spans["message"].astype(np.int64))
     by_role = spans["rule"] == Rule.ROLE
     trained = (spans["role"] == Role.ASSISTANT) & (message == answer)
     spans["weight"] = np.where(by_role, trained, spans["weight"])
     repeated = (first_new > 0) & (message < first_new)
     by_message = by_role | (spans["rule"] == Rule.FLAG)
-    # A template renderer does not tell why an answer before the last is context.
+    # A template renderer does not record why an earlier answer is context.
     context = np.flatnonzero((message >= 0) & ((repeated & by_message) | (spans["rule"] == Rule.EARLIER_ROW)))
     spans["weight"][context] = 0
     spans["rule"][context] = context_rules[first_message[context] + message[context]]
@@ -106,7 +106,7 @@ def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_n
 
 
 def _without_reasoning(rows: Rows, records: Sequence[Record], answer: Index) -> int:
-    """Rows whose answer has reasoning that is not written."""
+    """The number of rows whose answer has reasoning that the template does not write."""
     row = np.repeat(np.arange(len(rows)), np.diff(rows.first_span))
     written = (rows.spans["part"] == Part.REASONING) & (rows.spans["message"] == answer[row])
     has = np.bincount(row[written], minlength=len(rows)) > 0

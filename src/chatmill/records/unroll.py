@@ -1,10 +1,10 @@
-"""One row per answer: a conversation as the prefixes that end with each of its trained answers.
+"""One row per answer: the prefixes of a conversation that end with each of its trained answers.
 
     user a1 user a2   ->   user a1
                            user a1 user a2        here a1 is context: the row before trains it
 
-A chat template may write an answer otherwise once more messages follow it, such as without its reasoning. As the last
-message of a row, each answer is written as the server that is to give it would see it.
+A chat template may write an answer differently when more messages follow it, such as without its reasoning. As the last
+message of a row, each answer is written as the model has to generate it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chatmill.records.record import Message, Record, new_record
 from chatmill.rows import Rule, TrainOn
 
 MAX_ROWS = 1024
-"""Rows of one conversation: they are held together, and their tokens grow with the square of their number."""
+"""Most rows of one conversation: they are in memory together, and their tokens grow with the square of their number."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Unrolled:
 
     record: Record
     rows: Sequence[Record]
-    """The messages up to and including each trained answer. They share the messages of the record."""
+    """For each row, the messages up to and including its answer; shared with the record, not copied."""
     answers: Sequence[int]
-    """For each row the message it ends with; -1 if no answer of it is trained."""
+    """For each row, the message that it trains and ends with; -1 if it trains no answer."""
     first_new: Sequence[int]
-    """For each row the first message that no row before it holds."""
+    """For each row, the first message that no earlier row has."""
     context_rules: Sequence[Rule]
-    """For each message why it is context in a row that does not train it."""
+    """For each message, why it is context in rows that do not train it."""
     flagged_answers: int
-    """Answers without a row, because their own weight is 0 or they never close."""
+    """Answers without a row, because their own weight is 0 or they are incomplete."""
     trailing: int
     """Messages after the last row."""
 
@@ -54,13 +54,13 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     answers = [at for at, message in numbered if message.role == "assistant"]
     trained = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
     stops = [at + 1 for at in trained]
-    # What a user message of its own weight teaches is not lost where no answer follows it.
+    # Keep a trailing message that its own weight trains, such as a user message, in a row without an answer.
     if not stops or any(_is_trained(message, by_role=False) for message in messages[stops[-1] :]):
         stops.append(len(messages))
         trained.append(-1)
     if len(stops) > MAX_ROWS:
-        what = f"it has {len(stops):,} answers, and each would be a row that repeats what comes before it"
-        right = f"at most {MAX_ROWS:,} can be unrolled; cut the conversation, or leave out --unroll"
+        what = f"it has {len(stops):,} answers, and the row of each would repeat all messages before it"
+        right = f"at most {MAX_ROWS:,} can be unrolled; split the conversation, or leave out --unroll"
         raise RecordError(what, right, kind="too_many_answers").at(record.file, record.line, record.id)
     return Unrolled(
         record,
@@ -74,7 +74,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
 
 
 def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
-    """The first message from which on assistant messages are trained by their role."""
+    """The first message from which `train_on` selects assistant messages."""
     if train_on == "assistant":
         return 0
     last = "assistant" if train_on == "last" else "user"

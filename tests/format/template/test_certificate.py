@@ -47,7 +47,7 @@ def test_a_template_without_tools_definitions_passes_but_for_what_a_user_should_
     }
     assert found["tools"].text == "calls are written, but the definitions of tools are left out"
     assert found["terminator"].text == "<|im_end|> is trained at the end of answers; the model stops there"
-    assert found["shapes"].text == "24 shapes of conversations are written"
+    assert found["shapes"].text == "all 24 shapes of conversations are written"
 
 
 def test_an_end_that_is_nowhere_fails_and_one_that_nobody_can_judge_is_skipped(tmp_path):
@@ -77,7 +77,10 @@ def test_a_bos_for_each_turn_passes_and_a_doubled_or_trained_one_fails(tmp_path)
         "{{- '<|im_start|>' + message", "{{- ('<s>' if message.role == 'user' else '') + '<|im_start|>' + message"
     )
     found = certificate(tmp_path / "a", turns)
-    assert (found["bos"].level, found["bos"].text) == (Level.PASS, "<s> is written for turns, 8 times in one row")
+    assert (found["bos"].level, found["bos"].text) == (
+        Level.PASS,
+        "<s> is written in several turns, up to 8 times in one row",
+    )
     found = certificate(tmp_path / "b", "<s>{{- bos_token -}}" + CHATML)
     assert found["bos"].level is Level.FAIL and "doubled" in found["bos"].text
     trained = CHATML.replace(
@@ -91,7 +94,7 @@ def test_what_only_the_prompt_or_only_the_row_has_behind_the_header_is_a_warning
     found = certificate(
         tmp_path, CHATML.replace("'<|im_start|>assistant\\n' -", "'<|im_start|>assistant\\n<think>\\n' -")
     )
-    assert found["prompt"].level is Level.WARN and "and row part behind the header for" in found["prompt"].text
+    assert found["prompt"].level is Level.WARN and "diverges from the row after the header for" in found["prompt"].text
     counts = found["prompt"].details["counts"]
     assert counts["parts_behind_header"] > 30 and "differs" not in counts
 
@@ -164,4 +167,4 @@ def test_ids_that_differ_fail_and_name_the_conversations(tmp_path):
     renderer = own_format(tmp_path, CHATML, control=CONTROL)
     found = lines(certify(renderer, peer=lambda record, *, null_content=False: [1], peer_name="transformers"))
     assert found["ids"].level is Level.FAIL
-    assert found["ids"].text.startswith("not those of transformers: probe one turn, probe several turns, ")
+    assert found["ids"].text.startswith("differ from those of transformers: probe one turn, probe several turns, ")

@@ -1,6 +1,6 @@
-"""Certificates of chat templates: what training relies on, checked, one line each.
+"""Certificates of chat templates: one line for each property that training relies on.
 
-Every line is checked on one conversation for each shape that records come in and, if given, on a user's own.
+Every line is checked on one conversation per shape of records and, if given, on a user's own records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LINES = (
 def certify(
     renderer: TemplateRenderer, records: Iterable[Record] = (), *, peer: Peer | None = None, peer_name: str = ""
 ) -> list[Finding]:
-    """The lines of the certificate, in their order; `peer_name` is shown."""
+    """The lines of the certificate, in order; `peer_name` names the peer in them."""
     seen = Observations(renderer, peer, peer_name)
     seen.read(records)
     return list(_findings(seen))

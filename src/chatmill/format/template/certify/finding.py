@@ -1,9 +1,9 @@
 """The lines of a certificate.
 
-PASS   it holds
-WARN   it works, but a user should know: a choice of the template, or a shape of records that will be refused
+PASS   the property holds
+WARN   it works, but the user should know: a choice of the template, or a shape of records that will be refused
 FAIL   something would be trained wrongly, or cannot be trained
-SKIP   it was not checked, and why
+SKIP   not checked; the line says why
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXAMPLES = 3
 
 
 LINE_OF_KIND = {"no_end_token": "terminator", "prompt_mismatch": "prompt"}
-"""The lines that name a reason for which plain conversations are refused; `answers` for all other kinds."""
+"""The line that reports a kind of refusal of plain conversations; `answers` for all other kinds."""
 
 
 class Level(StrEnum):
@@ -61,5 +61,5 @@ def shown_end(text: str) -> str:
 
 
 def line_of(fault: RecordError) -> str:
-    """The name of the line that says why plain conversations are refused."""
+    """The name of the line that reports this refusal of a plain conversation."""
     return LINE_OF_KIND.get(fault.kind, "answers")

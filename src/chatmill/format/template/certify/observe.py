@@ -1,4 +1,4 @@
-"""Conversations rendered to find out what a chat template does: one for each shape, and a user's own."""
+"""Conversations rendered to observe what a chat template does: one per shape, and a user's own."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from chatmill.records import Record
 from chatmill.rows import Rows
 
 CONTROL_TEXT = "control_text"
-"""The note of rows whose texts hold control tokens, which transformers encodes otherwise."""
+"""The note of rows whose texts contain control tokens, which transformers encodes differently."""
 
 
 class Peer(Protocol):
     """Another program that renders records."""
 
     def __call__(self, record: Record, *, null_content: bool = False) -> Sequence[int]:
-        """The ids of a record, none if it is refused; `null_content`: null for empty contents beside tool calls."""
+        """The ids of a record, empty if refused; `null_content`: null instead of empty content next to tool calls."""
 
 
 class Rendered(NamedTuple):
@@ -35,7 +35,7 @@ class Rendered(NamedTuple):
     rows: Rows
     answers: list[CheckedAnswer]
     notes: frozenset[str]
-    """Reasons under which the ledger notes it."""
+    """The notes that the ledger has of it."""
 
     @property
     def place(self) -> str:
@@ -105,7 +105,7 @@ class Observations:
         return Rendered(record, text_of(len(record.messages), False), rows, answers, notes)
 
     def differs(self, one: Rendered) -> bool:
-        """Whether the peer gives other ids; texts that hold control tokens are not compared."""
+        """Whether the peer gives different ids; rows whose texts contain control tokens are not compared."""
         return (
             self.peer is not None
             and CONTROL_TEXT not in one.notes

@@ -1,7 +1,7 @@
-"""Finished rows held against the prompts of the template, as plain text: the part of a certificate that trusts nobody.
+"""Compare finished rows with the prompts of the template, as plain text: the independent check of a certificate.
 
-It knows the ids of a row, what is trained of it, and the texts that the template writes. How answers were derived it
-does not know, so that a fault of the derivation is seen here.
+It sees the ids of a row, which of them are trained, and the text that the template writes. It does not know how answers
+were derived, so that it finds errors of the derivation.
 
     prompt    … Hi <|im_end|>\\n<|im_start|>assistant\\n
     row       … Hi <|im_end|>\\n<|im_start|>assistant\\n | Well … <|im_end|> | \\n
@@ -37,35 +37,35 @@ Relation = Literal[
 ]
 """How the row before an answer compares with the prompt for it.
 
-same                   the prompt is the beginning of the row
-space_before_header    white space before the header differs
-parts_behind_header    row and prompt part behind the header, as at `<think>` that only one of them has
-header_not_in_prompt   the row has the header of other answers where the prompt has none
-history_rewritten      what precedes the header differs otherwise; both agree from the header on
-several_turns          the answer goes on in another turn, behind a header
-differs                the header differs: a model would be prompted otherwise than it is trained
-unknown                the tokenizer does not give the text of the row back
+same                   the prompt is a prefix of the row
+space_before_header    whitespace before the header differs
+parts_behind_header    row and prompt diverge after the header: only one of them has `<think>`, say
+header_not_in_prompt   the row has the usual header where the prompt has none
+history_rewritten      more than whitespace differs before the header; both agree from the header on
+several_turns          the answer continues in another turn, after a header
+differs                the header differs: the model would be prompted differently from how it is trained
+unknown                decoding the ids does not give back the text of the row
 """
 MARK = "\0"
-"""Follows every control token in marked text, so that text which only looks like one is told apart."""
+"""Follows every control token in marked text, to tell it from text that only looks like one."""
 _WORD = re.compile(r"\w{2,}")
 _LONG_WORD = re.compile(r"\w{4,}")
 
 
 @dataclass(frozen=True)
 class CheckedAnswer:
-    """The trained stretch of one message."""
+    """A run of trained tokens of one message."""
 
     message: int
     text: str
     ids: tuple[int, ...]
     relation: Relation
     goes_on: bool
-    """Whether the same answer goes on in another turn."""
+    """Whether the same answer continues in another turn."""
     straddles: bool
-    """Whether its first token begins in the header, and is therefore not trained."""
+    """Whether its first token starts in the header, and is therefore not trained."""
     faults: tuple[str, ...]
-    """What is trained wrongly; empty for a good answer."""
+    """What is trained wrongly; empty for a correct answer."""
 
 
 class _Run(NamedTuple):
@@ -86,7 +86,7 @@ TextOf = Callable[[int, bool], str]
 
 
 class PlainCheck:
-    """The check of rows of one template; `turns` is a plain conversation, to learn its headers from."""
+    """Checks rows of one template; `turns` is a plain conversation from which to learn its headers."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class PlainCheck:
         self._control = np.array(list(tokenizer.control_ids.values()), dtype=np.uint32)
         self._source = "\n".join(sources).casefold()
         self.header = ""
-        """What the prompt for the first answer adds to the messages before it."""
+        """What the prompt for the first answer adds."""
         self._marks: tuple[str, ...] = ()
-        """Texts that only stand in headers."""
+        """Texts that occur only in headers."""
         self._openers: frozenset[str] = frozenset()
-        """Control tokens that stand in headers."""
+        """Control tokens that occur in headers."""
         self._ends = {name for name, id in tokenizer.control_ids.items() if id in self._stops}
         """Control tokens that end a turn."""
         try:
@@ -120,12 +120,12 @@ class PlainCheck:
         row = text_of(len(turns.messages), False)
         first, answer, second = (message.content.strip() for message in turns.messages[:3])
         before, gap = row.partition(first)[0], row.partition(answer)[2].partition(second)[0]
-        # The header of a user is what both of its turns have in front; a token that a turn ends with is none of it.
+        # The user header is what both user turns start with, without a token that ends the previous turn.
         of_user = self._without_ends(self._common_end(before, gap))
         self._ends |= {match[0] for match in self._tokens.find(gap[: len(gap) - len(of_user)])[-1:]}
         self.header = self._added(text_of(1, True), text_of(1, False))
         if not self.header.strip():
-            # A template may write the header whether it is asked for a prompt or not.
+            # The template may ignore add_generation_prompt and always write the header.
             tails = (text_of(count, False).rpartition(word)[2] for count, word in ((1, first), (2, answer)))
             self.header = self._without_ends(self._common_end(*tails))
         self._marks = tuple(filter(None, (self._opener(self.header), of_user.strip())))
@@ -139,7 +139,7 @@ class PlainCheck:
         return one[inside[0] if inside else start :]
 
     def _without_ends(self, header: str) -> str:
-        """A header behind the last token that ends a turn."""
+        """A header from after the last token that ends a turn."""
         return header[max((match.end() for match in self._tokens.find(header) if match[0] in self._ends), default=0) :]
 
     def _opener(self, header: str) -> str:
@@ -151,7 +151,7 @@ class PlainCheck:
         return header[: tokens[1].start() if len(tokens) > 1 else None].partition("\n")[0].rstrip()
 
     def answers(self, record: Record, rows: Rows, text_of: TextOf) -> list[CheckedAnswer]:
-        """The trained stretches of the one row of a record."""
+        """The trained runs of tokens of the one row of a record."""
         runs = list(self._runs(rows))
         text, marked = text_of(len(record.messages), False), "".join(run.marked for run in runs)
         decoded = marked.replace(MARK, "")
@@ -175,7 +175,7 @@ class PlainCheck:
                         relation, straddles = self._relation(record, run.message, before, after, token, text_of, exact)
                     if relation == "differs":
                         place = shown_end(before.replace(MARK, ""))
-                        faults.append(f"begins after {place}, where its prompt does not end")
+                        faults.append(f"starts after {place}, where its prompt does not end")
                     faults += self._faults(record, run, ids, token if straddles else "")
                     faults += self._cut_off(ids[-1], after[len(run.marked) :])
                     if run == of_message[-1] and run.message < len(record.messages):
@@ -196,12 +196,12 @@ class PlainCheck:
             yield _Run(None if of < 0 else of, start, stop, self._marked(rows.ids[start:stop]))
 
     def _marked(self, ids: Ids) -> str:
-        """The text of ids, with a mark behind each control token."""
+        """The text of ids, with a mark after each control token."""
         edges = [0, *(np.flatnonzero(np.isin(ids, self._control)) + 1).tolist()]
         parts = [self._tokenizer.decode(ids[start:stop].tolist()) for start, stop in pairwise(edges)]
         return "".join(part + MARK for part in parts) + self._tokenizer.decode(ids[edges[-1] :].tolist())
 
-    # Where an answer begins.
+    # Where an answer starts.
 
     def _relation(
         self, record: Record, message: int, before: str, after: str, token: str, text_of: TextOf, exact: bool
@@ -210,7 +210,7 @@ class PlainCheck:
         try:
             prompt = text_of(message, True)
         except RecordError:
-            # No server would ask for this answer; it begins as others do.
+            # The template refuses this prompt; the answer must start like others.
             own = self._mark(self.header)
             known = own.strip() and self._relate(before, after, own, own) != "differs"
             return "header_not_in_prompt" if known else "differs", False
@@ -229,8 +229,8 @@ class PlainCheck:
             return "header_not_in_prompt", False
         sides = (self._mark(prompt), self._mark(header))
         if not header.strip() or self._opener(own) not in header:
-            # No header of an answer: the turn goes on, as after the result of a tool in some templates.
-            sides = (self._mark(prompt), self._mark(_behind_words(prompt, record.messages[:message])))
+            # Not an assistant header: the turn continues, as after a tool result in some templates.
+            sides = (self._mark(prompt), self._mark(_after_words(prompt, record.messages[:message])))
             if _ends_alike(before, after, *sides):
                 return "space_before_header", False
         for cut in range(max(1, len(token))):
@@ -242,7 +242,7 @@ class PlainCheck:
         return "differs", False
 
     def _goes_on(self, before: str) -> Relation:
-        """Whether an answer goes on behind the header of another turn of its own."""
+        """Whether an answer continues after the header of a further turn."""
         opener = self._mark(self._opener(self.header))
         gap = before[before.rindex(opener) :] if opener and opener in before else None
         return "differs" if gap is None or _WORD.search(gap.removeprefix(opener)) else "several_turns"
@@ -263,27 +263,27 @@ class PlainCheck:
         return "differs"
 
     def _mark(self, text: str) -> str:
-        """Text that only the template writes, with a mark behind each control token."""
+        """Text that only the template writes, with a mark after each control token."""
         for match in reversed(self._tokens.find(text)):
             text = f"{text[: match.end()]}{MARK}{text[match.end() :]}"
         return text
 
     def _is_whole(self, header: str, size: int) -> bool:
-        """Whether the first characters of what a prompt ends with hold its header: all but what follows it."""
+        """Whether the first `size` characters of what a prompt adds contain the whole header of the role."""
         tokens = self._tokens.find(header)
         if not tokens or tokens[0].start():
-            behind = header[size:].replace(MARK, "").strip()
-            return not behind or behind.startswith("<") or any(match.start() == size for match in tokens)
+            after = header[size:].replace(MARK, "").strip()
+            return not after or after.startswith("<") or any(match.start() == size for match in tokens)
         inside = any(match.start() < size < match.end() for match in tokens)
         return size >= len(self._opener(header)) and not inside
 
     def _added(self, prompt: str, without: str) -> str:
-        """What a prompt adds to the messages; where both part inside a control token, all of that."""
+        """What a prompt adds; a control token in which both renderings diverge counts as added."""
         common = _common(prompt, without)
         split = [match.start() for match in self._tokens.find(prompt) if match.start() < common < match.end()]
         return prompt[split[0] if split else common :]
 
-    # What an answer holds.
+    # What an answer contains.
 
     def _faults(self, record: Record, run: _Run, ids: Sequence[int], straddling: str) -> Iterator[str]:
         assert run.message is not None
@@ -297,7 +297,7 @@ class PlainCheck:
             foreign = (word for field in _texts(other) for word in _LONG_WORD.findall(field.casefold()))
             stray = next((w for w in foreign if w in trained and w not in own_text and w not in self._source), None)
             if number != run.message and stray is not None:
-                yield f"holds {shown(stray)} of message {number} ({other.role})"
+                yield f"contains {shown(stray)} of message {number} ({other.role})"
         own = [match for word in set(_WORD.findall(own_text)) for match in re.finditer(re.escape(word), trained)]
         leading = trained[: min((match.start() for match in own), default=len(trained))]
         trailing = trained[max((match.end() for match in own), default=len(trained)) :]
@@ -308,10 +308,10 @@ class PlainCheck:
             trailing = trailing.removesuffix(end.casefold())
         for mark in self._marks:
             if mark.casefold() in leading or mark.casefold() in trailing:
-                yield f"holds the header {shown(mark)}"
+                yield f"contains the header {shown(mark)}"
         inner = next((id for id in ids[:-1] if id in (self._stops or ids[-1:])), None)
         if inner is not None and (self._stops or any(mark.casefold() in trained for mark in self._marks)):
-            yield f"goes on behind {shown(self._tokenizer.decode([inner]))}, which ends a turn"
+            yield f"continues after {shown(self._tokenizer.decode([inner]))}, which ends a turn"
 
     def _lost(self, message: Message, trained: str) -> Iterator[str]:
         """Words of an answer that are not trained: the last one of its content, and those of its tool calls."""
@@ -333,15 +333,15 @@ def _texts(message: Message) -> list[str]:
 
 
 def _ends_alike(before: str, after: str, prompt: str, tail: str) -> bool:
-    """Whether row and prompt end alike but for white space, which the row does not go on with."""
+    """Whether row and prompt end alike except for whitespace with which the row does not continue."""
     space, own = (text[len(text.rstrip()) :] for text in (prompt, before))
     goes_on = own + after[: len(after) - len(after.lstrip())]
     same = _common(space, goes_on) == len(own)
     return bool(tail.strip()) and same and _without_space(before).endswith(_without_space(tail))
 
 
-def _behind_words(prompt: str, messages: Sequence[Message]) -> str:
-    """What a prompt holds behind the last words of its messages."""
+def _after_words(prompt: str, messages: Sequence[Message]) -> str:
+    """The text of a prompt after the last word of its messages."""
     words = (word for message in reversed(messages) for word in reversed(_WORD.findall(message.content)))
     word = next((word for word in words if word in prompt), "")
     return prompt.rpartition(word)[2] if word else prompt

@@ -43,13 +43,13 @@ def history(seen: Observations) -> Finding:
     ]
     details = {"rewritten": len(places), "examples": places[:EXAMPLES]}
     if not places:
-        return Finding("history", Level.PASS, "answers stay as they were when they were the last", details)
-    what = f"answers are rewritten when more follows: {some(places)}"
+        return Finding("history", Level.PASS, "answers are written the same when more messages follow", details)
+    what = f"answers are rewritten when more messages follow: {some(places)}"
     return Finding("history", Level.WARN, f"{what}; --unroll trains each as it was prompted", details)
 
 
 def _is_rewritten(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> bool:
-    """Whether an answer has another text, apart from its end, when it is the last message."""
+    """Whether an answer has different text, apart from its end, when it is the last message."""
     if answer.message + 1 == len(probe.record.messages):
         return False
     record = probe.record
@@ -70,7 +70,7 @@ def system(seen: Observations) -> Finding:
 def tools(seen: Observations) -> Finding:
     if (fault := seen.faults.get(TOOL.id)) is not None:
         if fault.kind == "not_written":
-            what = f"the template has none: records with tool calls will be refused ({fault.what})"
+            what = f"not supported by the template: records with tool calls will be refused ({fault.what})"
             return Finding("tools", Level.SKIP, what, {"kind": fault.kind})
         return Finding("tools", Level.WARN, refused("with tool calls", fault), {"kind": fault.kind})
     probe = seen.good[TOOL.id]
@@ -99,21 +99,21 @@ def null_content(seen: Observations) -> Finding:
         return Finding("null", Level.SKIP, "no transformers to compare with")
     probe = seen.good.get(TOOL.id)
     if probe is None:
-        return Finding("null", Level.SKIP, "content is null beside tool calls only, which are refused")
+        return Finding("null", Level.SKIP, "content is null only next to tool calls, which are refused")
     theirs = list(seen.peer(probe.record, null_content=True))
     if theirs == probe.rows.ids.tolist():
-        return Finding("null", Level.PASS, 'content beside tool calls is written as ""')
+        return Finding("null", Level.PASS, 'content next to tool calls is written as ""')
     if not theirs:
-        what = f'content beside tool calls is written as ""; {seen.peer_name} refuses null'
+        what = f'content next to tool calls is written as ""; {seen.peer_name} refuses null'
         return Finding("null", Level.WARN, what)
     ours, other = probe.text, seen.renderer.encoder.tokenizer.decode(theirs)
     at = next((n for n, (a, b) in enumerate(zip(ours, other, strict=False)) if a != b), 0)
-    what = f'content beside tool calls is written as ""; {seen.peer_name} writes null as {shown(other[at:])}'
+    what = f'content next to tool calls is written as ""; {seen.peer_name} writes null as {shown(other[at:])}'
     return Finding("null", Level.WARN, what)
 
 
 def shapes(seen: Observations) -> Iterator[Finding]:
-    """One line for each reason for which shapes are refused that no other line is about."""
+    """One line for each reason to refuse shapes that no other line reports."""
     hidden = {SYSTEM.id, REASONING.id, *(record.id for record in PLAIN)}
     if TOOL.id in seen.faults:
         hidden |= {record.id for record in TOOL_SHAPES}
@@ -126,4 +126,4 @@ def shapes(seen: Observations) -> Iterator[Finding]:
         text = f"{', '.join(names)}: records of this shape will be refused: {faults[0][1].what}"
         yield Finding("shapes", Level.WARN, text, {"kind": kind, "refused": names})
     if not reasons:
-        yield Finding("shapes", Level.PASS, f"{len(seen.probes)} shapes of conversations are written")
+        yield Finding("shapes", Level.PASS, f"all {len(seen.probes)} shapes of conversations are written")

@@ -1,4 +1,4 @@
-"""Lines of a certificate about what is trained: ids, answers, their beginnings and ends."""
+"""Lines of a certificate about what is trained: ids, answers, their starts and ends."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from chatmill.format.template.probes import PLAIN, dialog, probe_record
 from chatmill.records import Record
 
 RELATIONS = {
-    "space_before_header": "has other white space before the header",
-    "parts_behind_header": "and row part behind the header",
+    "space_before_header": "has different whitespace before the header",
+    "parts_behind_header": "diverges from the row after the header",
     "header_not_in_prompt": "lacks the header that the row has",
-    "history_rewritten": "has another history than the row",
-    "several_turns": "is none where an answer goes on in another turn, whose header is not trained:",
+    "history_rewritten": "has a different history from the row",
+    "several_turns": "covers only the first of several turns of an answer, with headers that are not trained,",
 }
-"""What the line `prompt` says."""
+"""What the line `prompt` says, followed by the number of answers."""
 
 
 def _plain_refused(seen: Observations, line: str) -> Finding | None:
-    """The FAIL of a line for a plain conversation that is refused, if it is the line to say it."""
+    """The FAIL of a line that reports why a plain conversation is refused; None if it has none to report."""
     for record in PLAIN:
         if (fault := seen.faults.get(record.id)) is not None and line_of(fault) == line:
             details = {"refused": record.id, "kind": fault.kind}
@@ -35,7 +35,7 @@ def _plain_refused(seen: Observations, line: str) -> Finding | None:
 
 
 def reason(seen: Observations, record: Record, fault: RecordError) -> str:
-    """Why a probe is refused, and what would be right; with the line of the template that should end an answer."""
+    """Why a probe is refused and what to do, with the line of the template that should end the answer."""
     text = f"{fault.what}; {fault.right}"
     if fault.kind != "no_end_token":
         return text
@@ -51,14 +51,14 @@ def ids(seen: Observations) -> Finding:
     compared = sum(CONTROL_TEXT not in probe.notes for probe in seen.probes) + seen.own.compared
     details = {"compared": compared, "different": len(places), "examples": places[:EXAMPLES]}
     if places:
-        return Finding("ids", Level.FAIL, f"not those of {seen.peer_name}: {some(places)}", details)
+        return Finding("ids", Level.FAIL, f"differ from those of {seen.peer_name}: {some(places)}", details)
     return Finding("ids", Level.PASS, f"{compared} conversations have the ids of {seen.peer_name}", details)
 
 
 def answers(seen: Observations) -> Finding:
     if (refused := _plain_refused(seen, "answers")) is not None:
         return refused
-    # Generation tags say themselves what is trained.
+    # With generation tags, the template itself marks what is trained.
     is_derived = seen.renderer.mask == "derived"
     faults = [
         f"message {answer.message} of {probe.place} {text}"
@@ -74,9 +74,9 @@ def answers(seen: Observations) -> Finding:
     if all(answer.relation == "unknown" for _, answer in seen.answers):
         return Finding("answers", Level.SKIP, "the tokenizer does not give the text of its ids back", details)
     if not is_derived:
-        return Finding("answers", Level.PASS, f"{count} stretches between generation tags are trained", details)
-    what = f"{count} answers of {len(seen.probes) + seen.own.rendered} conversations are trained from where their"
-    return Finding("answers", Level.PASS, f"{what} prompt ends, and nothing of other messages", details)
+        return Finding("answers", Level.PASS, f"{count} spans between generation tags are trained", details)
+    what = f"{count} answers in {len(seen.probes) + seen.own.rendered} conversations start where their prompt ends"
+    return Finding("answers", Level.PASS, f"{what}; no text of other messages is trained", details)
 
 
 def terminator(seen: Observations) -> Finding:
@@ -103,7 +103,7 @@ def terminator(seen: Observations) -> Finding:
         is_last = not following or following[0].role == "tool"
         if is_last and stops is not None and answer.ids[-1] not in stops:
             listed = ", ".join(names.get(stop, str(stop)) for stop in stops)
-            what = f"{token} ends {where}, the model stops at {listed}; {_quote_end(seen, probe, answer)}"
+            what = f"{token} ends {where}, but the model stops at {listed}; {_quote_end(seen, probe, answer)}"
             return Finding("terminator", Level.FAIL, what, {"example": where, "end": token})
         (ends if is_last else earlier)[token] = None
     text = f"{' or '.join(ends)} is trained at the end of answers"
@@ -125,7 +125,7 @@ def _quote_end(seen: Observations, probe: Rendered, answer: CheckedAnswer) -> st
 
 
 def _quote(seen: Observations, record: Record, stop: int) -> str:
-    """The line of the template that wrote the text before a place."""
+    """The line of the template that wrote the text before `stop`."""
     template = seen.renderer.templates[bool(record.tools)]
     pieces = seen.renderer.derive(record).rendering.pieces
     ends = accumulate(len(piece.text) for piece in pieces)
@@ -140,14 +140,20 @@ def bos(seen: Observations) -> Finding:
         return Finding("bos", Level.SKIP, "the tokenizer has none")
     for probe in seen.probes:
         if probe.rows.ids[:2].tolist() == [id, id]:
-            return Finding("bos", Level.FAIL, f"{token} is doubled at the beginning of {probe.place}")
-    # A token may be BOS and end turns, too.
+            return Finding("bos", Level.FAIL, f"{token} is doubled at the start of {probe.place}")
+    # The same token may be BOS and end turns.
     inside = [(probe, answer) for probe, answer in seen.answers if id in answer.ids[:-1]]
     if inside:
         probe, answer = inside[0]
         return Finding("bos", Level.FAIL, f"{token} is trained in message {answer.message} of {probe.place}")
     counts = [int(np.sum(probe.rows.ids == id)) for probe in seen.probes]
-    often = f"for turns, {max(counts)} times in one row" if max(counts) > 1 else "once" if all(counts) else "nowhere"
+    often = (
+        f"in several turns, up to {max(counts)} times in one row"
+        if max(counts) > 1
+        else "once"
+        if all(counts)
+        else "nowhere"
+    )
     return Finding("bos", Level.PASS, f"{token} is written {often}", {"most": max(counts)})
 
 
@@ -157,23 +163,23 @@ def prompt(seen: Observations) -> Finding:
     counts = Counter(answer.relation for _, answer in seen.answers) + seen.own.relations
     details = {"counts": dict(counts)}
     if seen.renderer.mask == "tags":
-        return Finding("prompt", Level.SKIP, "generation tags say where answers begin", details)
+        return Finding("prompt", Level.SKIP, "generation tags mark where answers start", details)
     wrong = [(probe, answer) for probe, answer in seen.answers if answer.relation == "differs"]
     if wrong or counts["differs"]:
         where = f"message {wrong[0][1].message} of {wrong[0][0].place}" if wrong else seen.own.wrong[0]
-        return Finding("prompt", Level.FAIL, f"ends otherwise than the header in the row: {where}", details)
+        return Finding("prompt", Level.FAIL, f"does not end with the header of the row: {where}", details)
     total = sum(counts.values())
     texts = []
     for relation, text in RELATIONS.items():
         if counts[relation]:
             example = next((pair for pair in seen.answers if pair[1].relation == relation), None)
-            where = f", as message {example[1].message} of {example[0].place}" if example else ""
+            where = f", such as message {example[1].message} of {example[0].place}" if example else ""
             texts.append(f"{text} for {counts[relation]} of {total} answers{where}")
     if texts:
         return Finding("prompt", Level.WARN, "; ".join(texts), details)
     if counts["unknown"]:
         return Finding("prompt", Level.SKIP, "the tokenizer does not give the text of its ids back", details)
-    return Finding("prompt", Level.PASS, "always the beginning of the row", details)
+    return Finding("prompt", Level.PASS, "is always a prefix of the row", details)
 
 
 def borders(seen: Observations) -> Finding:
@@ -184,10 +190,10 @@ def borders(seen: Observations) -> Finding:
         details["of_records"] = {"straddling": seen.own.straddling, "answers": seen.own.answers}
         shares += [f"{seen.own.straddling} of {seen.own.answers} of your records"] if seen.own.straddling else []
     if not shares:
-        return Finding("borders", Level.PASS, "no token lies across the beginning of an answer", details)
-    what = f"the first token of {' and '.join(shares)} begins in the header, and so is not trained"
+        return Finding("borders", Level.PASS, "no token spans the start of an answer", details)
+    what = f"the first token of {' and '.join(shares)} starts in the header, and so is not trained"
     if seen.check.header.endswith(" "):
-        what += "; the header ends in a space: --strip-prompt-space prompts without it, as some servers do"
+        what += "; the header ends in a space: --strip-prompt-space trains it as part of the answer instead"
     return Finding("borders", Level.WARN, what, details)
 
 
@@ -198,7 +204,7 @@ def text_tokens(seen: Observations) -> Finding:
     from_text = seen.renderer.text_tokens.ids
     ids = {token: id for token, id in seen.renderer.encoder.ids.items() if token not in from_text}
     count = written = 0
-    # Some vocabularies have thousands, and the work for a text grows faster than the tokens in it.
+    # Some vocabularies have thousands, and the cost of a text grows faster than the number of tokens in it.
     for first in range(0, len(ids), TOKENS_IN_TEXT):
         text = " ".join(list(ids)[first : first + TOKENS_IN_TEXT])
         record = probe_record("control text", *dialog(f"Say {text} twice.", f"{text} and {text}."))
@@ -206,17 +212,17 @@ def text_tokens(seen: Observations) -> Finding:
             rows = seen.rendered(seen.renderer.lay_out(record)).rows
             pieces = seen.renderer.derive(record).rendering.pieces
         except RecordError as fault:
-            return Finding("text_tokens", Level.WARN, f"text that holds control tokens is refused: {fault.what}")
+            return Finding("text_tokens", Level.WARN, f"text that contains control tokens is refused: {fault.what}")
         count += int(np.isin(rows.ids, np.array(list(ids.values()), dtype=np.uint32)).sum())
         literals = "".join("\0" if piece.source is not None else piece.text for piece in pieces)
         written += sum(match[0] in ids for match in seen.renderer.control_tokens.find(literals))
     details = {"control_tokens": len(ids), "written": written, "in_row": count, "from_text": list(from_text)}
     if count != written:
-        what = f"{count} control tokens come out of a conversation for which the template writes {written}"
+        what = f"rows have {count} control tokens, but the template writes only {written}: text became control tokens"
         return Finding("text_tokens", Level.FAIL, what, details)
     what = f"all {len(ids)} control tokens are plain text inside messages"
     if from_text:
-        what += f"; tokens there as in transformers: {one_line(' '.join(from_text), 200)}"
+        what += f"; encoded as tokens, as in transformers: {one_line(' '.join(from_text), 200)}"
     return Finding("text_tokens", Level.PASS, what, details)
 
 
@@ -224,7 +230,7 @@ def sandbox(seen: Observations) -> Finding:
     if "seccomp" in seen.renderer.process.protections:
         what = "the template runs in a process without environment, files, network or other processes"
         return Finding("sandbox", Level.PASS, what)
-    what = "the template runs in a process with limits and no environment; the system filters no system calls"
+    what = "the template runs in a process with limits and no environment; no seccomp filter restricts its system calls"
     return Finding("sandbox", Level.WARN, what)
 
 
