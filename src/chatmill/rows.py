@@ -98,7 +98,7 @@ class Rule(IntEnum):
     VALUES_OFF = 13
     """A text of an appended entry, where these are not trained."""
     EARLIER_ROW = 14
-    """Trained in an earlier row of its conversation, which has one for each answer; here context for a later answer."""
+    """With --unroll: trained in an earlier row of its conversation; here context for a later answer."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)

@@ -27,8 +27,9 @@ def certify_command(
 ) -> None:
     """Certify a chat template: what training relies on, one line each: PASS, WARN, FAIL or SKIP.
 
-    It is held against a small conversation of each shape that records come in and, if given, against your own: the ids
-    against those of transformers, each trained answer against its prompt, its end against what the model stops at.
+    Renders a small conversation of each shape that records come in and, if given, your own records. Compares the ids
+    with those of transformers, each trained answer with its prompt, and its end with the tokens at which the model
+    stops.
 
     FAIL: something would be trained wrongly, or cannot be trained; the exit code is 1. WARN: it works, but you should
     know, as that records of some shape will be refused. SKIP: it was not checked, and why. Faulty records may be

@@ -36,9 +36,9 @@ class TemplateOptions:
     """The date for templates that print it, as YYYY-MM-DD; default: today."""
     text_tokens: TextTokens = "as-transformers"
     allow_no_end_token: bool = False
-    """Whether answers that the template ends with no token are trained; otherwise they are refused."""
+    """Whether to train answers that no token ends, instead of refusing them."""
     strip_prompt_space: bool = False
-    """Whether prompts lack the spaces that the assistant header ends in, which are then part of answers."""
+    """Whether the spaces that the assistant header ends in are part of answers instead of prompts."""
 
     def given(self) -> list[str]:
         """The command-line flags of the options that differ from their defaults."""

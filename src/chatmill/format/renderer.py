@@ -19,7 +19,7 @@ from chatmill.tokenizer import Tokenizer
 Mask = Literal["derived", "tags"]
 """How the mask of a chat template is made: derived from its output, or from its `{% generation %}` tags."""
 TextTokens = Literal["as-transformers", "never"]
-"""What becomes of added tokens in texts that are neither special nor of headers and ends, such as `<think>`."""
+"""How to encode added tokens in texts that are neither special nor used in headers or as ends, such as `<think>`."""
 OnReject = Callable[[RecordError], None]
 
 

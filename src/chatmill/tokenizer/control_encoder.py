@@ -197,7 +197,7 @@ class ControlEncoder:
                 return False
         ids = self.reference("a".join(["", *self.ids, ""])) or []
         control = {*self.ids.values()}
-        # A token whose text is normalized may be none inside of a text.
+        # A token whose text is normalized may not match inside a text.
         if [id for id in ids if id in control] != list(self.ids.values()):
             return False
         return all(self.tokenizer.encode(text) == self.reference(text) for text in texts)
@@ -234,7 +234,7 @@ class _WholeEncoder:
         aliased_start = np.cumsum([0, *map(len, aliased)])
         aliases_in_text = self._is_alias[engine_ids]
         if aliases_in_text.sum() < sum(is_token):
-            # Some tokens are none where they stand, as a single_word token inside of a word: there they are text.
+            # Some tokens do not match where they are, such as a single_word token inside a word: there they are text.
             tokens = np.flatnonzero(is_token)
             matched = tokens[np.searchsorted(aliased_start[tokens], ranges[aliases_in_text, 0])]
             return self.encode(parts, np.isin(np.arange(len(parts)), matched).tolist())

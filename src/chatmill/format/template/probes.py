@@ -1,6 +1,6 @@
 """Small conversations that show what a chat template does, one for each shape that records come in.
 
-Every message has words of its own, so that a stray word of one is seen in another.
+Every message has words of its own, so that a word of one message in another is noticed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WEATHER_CALL = ToolCall("weather", '{"city":"Lisbon"}', "call00001")
 SECOND_CALL = ToolCall("weather", '{"city":"Oslo"}', "call00002")
 WEATHER = result('{"sky":"clear"}', WEATHER_CALL)
 
-# What `ChatTemplate` finds the style of a template with.
+# Used by `ChatTemplate` to find the style of a template.
 QUESTION = probe_record("one turn", user("Which way is north?"), answer("Towards the pole star."))
 _ASKED = (user("Rain?"), answer("", "", WEATHER_CALL))
 CALL = probe_record("style", *_ASKED, WEATHER, answer("No."), tools=TOOLS)
@@ -51,7 +51,7 @@ SYSTEM = probe_record(
     "a system message", new_message("system", "Be short, zeta."), *dialog("Where are you?", "In a small room.")
 )
 SPACES = probe_record(
-    "white space around content", *dialog("\n  How far? ", "  A mile. \n", " And then?\n", "\n\nHome.  ")
+    "whitespace around content", *dialog("\n  How far? ", "  A mile. \n", " And then?\n", "\n\nHome.  ")
 )
 REASONING = probe_record(
     "reasoning",
@@ -77,7 +77,7 @@ SIXTEEN = probe_record(
 BASIC = (QUESTION, TURNS, SYSTEM, SPACES, REASONING, TOOL, TOOL_REASONING)
 """What most templates write."""
 PLAIN = (QUESTION, TURNS, SIXTEEN)
-"""What every template must write: anything else may be refused."""
+"""What every template must write; all other shapes may be refused."""
 TOOL_SHAPES = (
     TOOL,
     TOOL_REASONING,

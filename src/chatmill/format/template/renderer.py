@@ -42,7 +42,7 @@ MAX_CELLS = 2**20
 MAX_SHAPES = 2**17
 """Shapes that are remembered as met."""
 LAST_ONLY = b"\xfe"
-"""Ends the shape of conversations whose last answer alone is one, as no other shape does."""
+"""Suffix of the shapes of conversations of which only the last answer is derived; no other shape ends so."""
 ANSWER = "Yes."
 """Placeholder for an answer that is not there yet; any text would do."""
 
@@ -196,7 +196,7 @@ class TemplateRenderer:
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
         start = next(answer.start for answer in derived.answers if answer.message == len(record.messages))
-        # Without the answer, so that no token lies across its beginning.
+        # Without the answer, so that no token spans its start.
         before = replace(derived, rendering=derived.rendering.before(start), answers=(), contexts=(), steps=None)
         ids: list[int] = self.render([self.lay_out_derived(answered, before)]).ids.tolist()
         return ids
@@ -227,12 +227,12 @@ class TemplateRenderer:
         return without_prompt_space(derived) if self.strip_prompt_space else derived
 
     def check(self, record: Record, derived: DerivedAnswers) -> tuple[Note, ...]:
-        """Raise a `RecordError` unless the answers keep the invariant; notes for the ledger."""
+        """Raise a `RecordError` unless the answers keep the invariant; returns notes for the ledger."""
         turns = self.turn_marks(bool(record.tools))
         return check_answers(derived, self.control_tokens, turns, allow_no_end=self.allow_no_end)
 
     def turn_marks(self, with_tools: bool) -> TurnMarks:
-        """What the template for conversations with or without tools opens and ends turns with."""
+        """How the template for conversations with or without tools opens and ends turns."""
         number = self.templates[with_tools].number
         if number not in self._turn_marks:
 
@@ -302,7 +302,7 @@ class TemplateRenderer:
         return expected_answers(derived.contexts, self._header_ids, rewrites=rewrites, strips=strips)
 
     def _header_ids(self, text: str) -> tuple[list[int], list[bool], str]:
-        """The ids of a text of the template, which of them are control tokens, and the text behind the last one."""
+        """The ids of a text of the template, which of them are control tokens, and the text after the last one."""
         parts: list[tuple[str, bool]] = []
         start = 0
         for match in self.control_tokens.find(text):
@@ -329,7 +329,7 @@ class TemplateRenderer:
         return ids, is_control, tail
 
     def _row_check(self) -> RowCheck | None:
-        """What finished rows must hold, for the templates that have been used."""
+        """The check of finished rows, for the templates used so far; None for generation tags."""
         if self.mask == "tags":
             return None
         used = tuple(sorted(self._turn_marks))
@@ -347,7 +347,7 @@ class TemplateRenderer:
         return self._check[1]
 
     def _tokens_in(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Notes on texts that hold control tokens."""
+        """Notes on texts that contain control tokens."""
         if not self.control_tokens.any_in(texts):
             return ()
         matches = {match[0] for text in texts for match in self.control_tokens.find(text)}
@@ -369,7 +369,7 @@ class TemplateRenderer:
                 return self.text(record, messages, prompt=prompt)
             except RecordError as fault:
                 if fault.kind == "template_limit":
-                    raise DataError(f"{fault.what}, on a small conversation; mend it") from None
+                    raise DataError(f"{fault.what}, on a small conversation; fix the template") from None
                 return None
 
         unmarked = frozenset(self.control_tokens.ids.keys() - special)

@@ -11,7 +11,7 @@ from jinja2.utils import Namespace, missing
 
 
 class UndefinedVariableError(UndefinedError):
-    """A template needs a variable that nobody gave it."""
+    """A template needs the value of an undefined variable."""
 
     def __init__(self, variable: str, message: str) -> None:
         super().__init__(message)
@@ -19,7 +19,7 @@ class UndefinedVariableError(UndefinedError):
 
 
 class UndefinedValue(Undefined):
-    """Jinja's undefined, which is written as nothing; an attribute that is not for templates is an error there, too."""
+    """Jinja's undefined, which renders as nothing; attributes that templates may not use are errors on it, too."""
 
     __slots__ = ()
 
