@@ -39,8 +39,11 @@ def learn_turn_marks(
             derived[record.id] = derive(record)
         except RecordError:
             continue
-    headers = [header for header in (_user_header(render, tokens), _tool_header(render, tokens)) if header]
-    opening = (*headers, *(context.text for result in derived.values() for context in result.contexts if context.text))
+    user_header, tool_header = _user_header(render, tokens), _tool_header(render, tokens)
+    opening = (
+        *filter(None, (user_header, tool_header)),
+        *(context.text for result in derived.values() for context in result.contexts if context.text),
+    )
     ends = {*(stops or ()), *([eos] if eos in tokens.ids else [])}
     for record_id, result in derived.items():
         for answer in result.answers:
@@ -50,12 +53,31 @@ def learn_turn_marks(
             end = matches[-1][0]
             if record_id == TURNS.id:
                 ends.add(end)
-            elif stops is None and not end.startswith("</"):
-                # Its neighbours tell whether the last token of a tool call ends the turn or only the call.
+            elif stops is None and not _closes_tag(
+                end, [match[0] for match in matches[:-1] if match.start() >= answer.start]
+            ):
+                # What surrounds it tells whether the last token of a call ends the turn or only the call.
                 closes_call = len(matches) > 1 and matches[-2].end() == matches[-1].start()
                 if closes_call or result.rendering.text[answer.stop :].lstrip().startswith(opening):
                     ends.add(end)
-    return TurnMarks(tuple(dict.fromkeys(_without_ends(header, ends, tokens) for header in headers)), frozenset(ends))
+    # What also stands inside of a call opens no turn.
+    calling = derived.get(CALL.id)
+    calls = [calling.rendering.text[answer.start : answer.stop] for answer in calling.answers] if calling else []
+    tool = _without_ends(tool_header, ends, tokens) if tool_header else ""
+    headers = (
+        _without_ends(user_header, ends, tokens) if user_header else "",
+        tool if tool not in "".join(calls) else "",
+    )
+    return TurnMarks(tuple(dict.fromkeys(header for header in headers if header)), frozenset(ends))
+
+
+def _closes_tag(token: str, before: Collection[str]) -> bool:
+    """Whether a token closes what another one opens: `</tool_call>`, `<tool_call|>`, `<|tools_suffix|>`."""
+    return token.startswith("</") or _name(token) in map(_name, before)
+
+
+def _name(token: str) -> str:
+    return re.sub(r"begin|end|start|stop|prefix|suffix|[^a-z]", "", token.lower())
 
 
 def _without_ends(header: str, ends: Collection[str], tokens: ControlTokens) -> str:

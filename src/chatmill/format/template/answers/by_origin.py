@@ -63,6 +63,7 @@ def answers_by_origin(
     render_traced: RenderTraced,
     tokens: ControlTokens,
     ends: Collection[str],
+    eos: str | None = None,
     prompt_ends: PromptEnds | None = None,
 ) -> list[AnswerSpan]:
     """The answer of each of these messages; `ends` are the tokens that a server stops at, where they are known.
@@ -71,7 +72,7 @@ def answers_by_origin(
 
     With `prompt_ends`, the prompt of an answer that starts like an earlier one is not traced if it also ends like it.
     """
-    search = _OriginSearch(full, prompts, render_traced, tokens, ends, prompt_ends)
+    search = _OriginSearch(full, prompts, render_traced, tokens, ends, eos, prompt_ends)
     return [search.answer(message) for message in assistants]
 
 
@@ -85,10 +86,12 @@ class _OriginSearch:
         render_traced: RenderTraced,
         tokens: ControlTokens,
         ends: Collection[str],
+        eos: str | None,
         prompt_ends: PromptEnds | None,
     ) -> None:
         self.full, self.pieces, self.prompts = full, full.pieces, prompts
-        self.render_traced, self.tokens, self.ends, self.prompt_ends = render_traced, tokens, ends, prompt_ends
+        self.render_traced, self.tokens, self.prompt_ends = render_traced, tokens, prompt_ends
+        self.ends, self.eos = ends, eos
         self.places = list(accumulate((len(piece.text) for piece in full.pieces), initial=0))
         """The offset of each piece, and the length of the text."""
         self.fields = [at for at, piece in enumerate(full.pieces) if piece.source is not None]
@@ -228,14 +231,16 @@ class _OriginSearch:
         own = self._owned(message, begin, literals)
         closing = self._closing(message, start, literals) if own is None else self._own_closing(message, own)
         matches = self.tokens.find(closing) or self.tokens.find(own or "")
-        if own is not None and (matches[-1][0].startswith("</") if matches else not own.strip()):
-            # What the template writes after its loop, or for the next message, may close it. A tag does not.
+        is_tag = bool(matches) and matches[-1][0].startswith("</") and matches[-1][0] not in (*self.ends, self.eos)
+        if own is not None and (is_tag if matches else not own.strip()):
+            # What the template writes behind its loop, or for the next message, may close it. A tag does not.
             further = self.tokens.find(self._closing(message, start, literals))[len(matches) :]
             if further and not literals[len(own) : further[0].start()].strip():
                 matches = further[:1]
         if matches:
-            # The first token that a server stops at, or the last of all.
-            end = next((match for match in matches if match[0] in self.ends), matches[-1])
+            # The first token that a server stops at, or the first EOS, or the last of all.
+            stops = [match for match in matches if match[0] in self.ends]
+            end = (stops or [match for match in matches if match[0] == self.eos] or matches[-1:])[0]
             return begin + end.end(), True
         following = self.tokens.find(literals)
         between = literals[len(own or "") : following[0].start()] if following else ""

@@ -32,13 +32,13 @@ def answers_by_prefix(
     render_text: RenderText,
     tokens: Collection[str],
     ends: Collection[str],
+    eos: str | None = None,
 ) -> list[PrefixAnswer]:
     """The answer of each of these messages, where prefixes match; a server stops at the tokens `ends`.
 
     `prompts` are the message counts whose prompts may show the usual header.
     """
     token = token_pattern(tokens)
-    closing = re.compile(rf"(?:(?:{token.pattern})\s*)+\Z")
 
     def rendered(messages: int, prompt: bool) -> str | None:
         try:
@@ -71,6 +71,17 @@ def answers_by_prefix(
         lengths = [len(prefix) for prefix in (alone, body) if prefix is not None and text.startswith(prefix)]
         return min(lengths, default=None)
 
+    def closing_tokens(body: str) -> list[re.Match[str]]:
+        """The control tokens that a text ends with, between which there is only whitespace."""
+        closing: list[re.Match[str]] = []
+        end = len(body)
+        for match in reversed(list(token.finditer(body))):
+            if body[match.end() : end].strip():
+                break
+            closing.insert(0, match)
+            end = match.start()
+        return closing
+
     answers = []
     for message in assistants:
         prompt = rendered(message, True)
@@ -85,11 +96,9 @@ def answers_by_prefix(
                 continue
             start += len(usual)
         end = end_of(message, prompt)
-        run = closing.search(text[start:end]) if end is not None else None
-        stop = None
-        if run is not None:
-            matches = list(token.finditer(text[start:end], run.start()))
-            stop = start + next((match for match in matches if match[0] in ends), matches[-1]).end()
+        matches = closing_tokens(text[start:end]) if end is not None else []
+        stops = [match for match in matches if match[0] in ends] or [match for match in matches if match[0] == eos]
+        stop = start + (stops or matches[-1:])[0].end() if matches else None
         answers.append(PrefixAnswer(message, start, stop))
     return answers
 

@@ -54,7 +54,12 @@ def template_headers(plain: PlainText, words: Sequence[str], token: re.Pattern[s
     except (RecordError, IndexError):
         user = ""
     try:
-        header = _added(plain(1, True), plain(1, False), token)
+        prompt = plain(1, True)
+        header = _added(prompt, plain(1, False), token)
+        if words[0] in header:
+            # A prompt may differ before the messages, too: in its system message, say.
+            after_question, after_answer = prompt.rsplit(words[0], 1)[1], plain(2, True).rsplit(words[1], 1)[1]
+            header = _common_end(after_question, after_answer, token).lstrip()
         if not header:
             # The template may ignore add_generation_prompt and end every rendering with the header. Then what follows
             # the last answer does not precede the next message.
@@ -99,6 +104,9 @@ class ContextFinder:
         if not header:
             if self._is_context(usual := self.headers.assistant, size := self._before(usual, start), start):
                 return Context(usual[:size], usual[size:]), ("header_not_in_prompt",)
+            if not message and usual:
+                # An answer that comes first has no other turn to go on with.
+                raise self._mismatch(message, start, usual)
             return self._without_header(message, start, prompt, "", last_text)
         if not self._is_context(header, self._before(header, start), start) and not self._is_usual(header):
             # The turn continues, as after a tool result: what the prompt adds is not a header.
@@ -191,6 +199,9 @@ class ContextFinder:
         # Control tokens belong to the template, even if the message's text has the same characters.
         masked = self.token.sub(lambda match: "\0" * len(match[0]), prompt)
         at = masked.rfind(last_text) if last_text else -1
+        if not prompt and self.token.match(self.literals, start):
+            # Nothing asks for the answer, and it may not begin with a token of the template, such as BOS.
+            raise self._mismatch(message, start, "")
         tail = prompt[at + len(last_text) :] if at >= 0 else prompt
         tokens = list(self.token.finditer(tail))
         header = tail[tokens[-1].start() :] if tokens else tail.lstrip()

@@ -106,12 +106,12 @@ def derive(
     else:
         # The guards need the trace of every prompt; without them, a prompt that ends like another is not traced.
         skip = None if cacheable else prompt_ends
-        answers = answers_by_origin(full, assistants, prompts, render_traced, tokens, ends, skip)
+        answers = answers_by_origin(full, assistants, prompts, render_traced, tokens, ends, eos, skip)
         headers = template.headers(pattern)
         finder = ContextFinder(full, render_text, headers, token=pattern, text_tokens=text_tokens)
         answers = [_ended_by(eos, full, answer) for answer in answers]
         full, answers = _enter_fields(trace, full, answers, finder, pattern, text_tokens)
-        prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends)
+        prefixes = answers_by_prefix(text, assistants, prompts, render_text, tokens.ids, ends, eos)
         for answer, prefix in zip(answers, prefixes, strict=True):
             # In plain text, a control token quoted in a message looks like one that the template writes.
             quotes = tokens.any_in(_texts_of(record.messages[answer.message]))
