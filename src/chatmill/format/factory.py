@@ -83,6 +83,10 @@ def open_renderer(
             raise
     if add_tokens:
         raise UsageError("--add-tokens with --format template; a template writes the tokens that its tokenizer has")
+    flags = {"--allow-no-end-token": template.allow_no_end_token, "--strip-prompt-space": template.strip_prompt_space}
+    if template.mask == "tags" and any(flags.values()):
+        names = ", ".join(flag for flag, given in flags.items() if given)
+        raise UsageError(f"{names} with --mask tags; the tags of the template decide what is trained")
     folder = read_folder(tokenizer, template.chat_template)
     start_server()
     return TemplateRenderer(

@@ -219,3 +219,19 @@ def test_a_prompt_is_what_transformers_gives_a_server_and_the_beginning_of_the_r
         row = of.render([Record([*question.messages, answer("North.")])])
         assert row.ids[: len(prompt)].tolist() == prompt
         assert row.mask()[len(prompt)] and not row.mask()[len(prompt) - 1]
+
+
+def test_a_question_that_quotes_control_tokens_is_rendered_whatever_came_before_it(tmp_path):
+    # The prompt adds no header, so the context of an answer is what follows the question: never a part of its text.
+    source = (
+        "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}"
+        "{% endfor %}"
+    )
+    quoting = Record([user("Why [/INST] here?"), answer("Hello.")])
+    alone = own_format(tmp_path / "alone", source, control=["[INST]", "[/INST]", "</s>"]).render([quoting])
+    of = own_format(tmp_path / "later", source, control=["[INST]", "[/INST]", "</s>"])
+    for text in ("Hi", "Ho", "He"):
+        of.lay_out(Record([user(text), answer("Hello.")]))
+    later = of.render([quoting])
+    assert later.ids.tolist() == alone.ids.tolist() and later.mask().tolist() == alone.mask().tolist()
+    assert trained_texts(of, quoting) == {1: "Hello.</s>"}

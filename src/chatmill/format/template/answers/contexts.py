@@ -93,24 +93,18 @@ class ContextFinder:
         """The text with null characters in place of the fields of the conversation."""
         self.plain, self.headers, self.token, self.text_tokens = plain, headers, token, text_tokens
 
-    def context(self, message: int, start: int, last_text: str) -> tuple[Context, tuple[str, ...]]:
-        """The context of the answer that starts at `start`, and notes on how row and prompt differ.
-
-        `last_text` is the content of the message before it.
-        """
+    def context(self, message: int, start: int) -> tuple[Context, tuple[str, ...]]:
+        """The context of the answer that starts at `start`, and notes on how row and prompt differ."""
         prompt, header = self._prompt(message)
         if prompt is None:
             return self._common_with(header, message, start), ()
         if not header:
             if self._is_context(usual := self.headers.assistant, size := self._before(usual, start), start):
                 return Context(usual[:size], usual[size:]), ("header_not_in_prompt",)
-            if not message and usual:
-                # An answer that comes first has no other turn to go on with.
-                raise self._mismatch(message, start, usual)
-            return self._without_header(message, start, prompt, "", last_text)
+            return self._without_header(message, start, prompt, "")
         if not self._is_context(header, self._before(header, start), start) and not self._is_usual(header):
             # The turn continues, as after a tool result: what the prompt adds is not a header.
-            return self._without_header(message, start, prompt[: -len(header)], header, last_text)
+            return self._without_header(message, start, prompt[: -len(header)], header)
         context = self._common_with(header, message, start)
         notes = ["parts_behind_header"] if context.prompt_only else []
         before, prompted = self.text[: start - len(context.text)], prompt[: len(prompt) - len(header)]
@@ -189,32 +183,29 @@ class ContextFinder:
                 return match.end()
         return len(header)
 
-    def _without_header(
-        self, message: int, start: int, prompt: str, added: str, last_text: str
-    ) -> tuple[Context, tuple[str, ...]]:
+    def _without_header(self, message: int, start: int, prompt: str, added: str) -> tuple[Context, tuple[str, ...]]:
         """The context where a prompt adds no header: what follows the previous message, from its last token on.
 
-        `added` is what the prompt adds instead.
+        `added` is what the prompt adds instead. Only literals of the row are looked at: text of messages differs.
         """
-        # Control tokens belong to the template, even if the message's text has the same characters.
-        masked = self.token.sub(lambda match: "\0" * len(match[0]), prompt)
-        at = masked.rfind(last_text) if last_text else -1
-        if not prompt and self.token.match(self.literals, start):
-            # Nothing asks for the answer, and it may not begin with a token of the template, such as BOS.
-            raise self._mismatch(message, start, "")
-        tail = prompt[at + len(last_text) :] if at >= 0 else prompt
+        before = self.text[:start]
+        tail = before[self.literals.rfind(FIELD, 0, start) + 1 :]
+        first_field = self.literals.find(FIELD, start)
+        opening = self.literals[start : first_field if first_field >= 0 else len(self.literals)]
         tokens = list(self.token.finditer(tail))
         header = tail[tokens[-1].start() :] if tokens else tail.lstrip()
-        before = self.text[:start]
+        # They may diverge in whitespace at the end of the prompt.
+        ends_alike = prompt.endswith(header) or prompt.rstrip().endswith(header)
+        same = before == prompt or (bool(header) and ends_alike and _visible(prompt).endswith(_visible(tail)))
+        if not same or (not message and opening.strip() and (self.headers.assistant or not prompt)):
+            # A first answer continues no turn: what the template writes before its text is a header.
+            raise self._mismatch(message, start, prompt)
         if before == prompt:
             return Context(header, added), (("parts_behind_header",) if added else ())
-        # They may diverge in whitespace at the end of the prompt.
-        size = len(header) if before.endswith(header) else len(header.rstrip())
-        if not size or not before.endswith(header[:size]) or not _visible(before).endswith(_visible(tail)):
-            raise self._mismatch(message, start, tail)
-        notes = ["parts_behind_header"] if added or size < len(header) else []
+        space = "" if prompt.endswith(header) else prompt[len(prompt.rstrip()) :]
+        notes = ["parts_behind_header"] if added or space else []
         notes.append("space_before_header" if _visible(before) == _visible(prompt) else "history_rewritten")
-        return Context(header[:size], header[size:] + added), tuple(notes)
+        return Context(header, space + added), tuple(notes)
 
     def _mismatch(self, message: int, start: int, header: str) -> RecordError:
         before = one_line(self.text[max(0, start - 40) : start], 60)

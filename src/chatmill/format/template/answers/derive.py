@@ -121,7 +121,7 @@ def derive(
     contexts: list[Context] = []
     if finder is not None:
         answers = _split_turns(full, answers, finder, tokens)
-        contexts, differences = _contexts(record, answers, finder)
+        contexts, differences = _contexts(answers, finder)
         notes += differences
     if cacheable and mask == "derived":
         guard_prefixes(trace, full, render_traced, assistants, prompts, pattern)
@@ -233,9 +233,7 @@ def _split_turns(
     return split
 
 
-def _contexts(
-    record: Record, answers: Sequence[AnswerSpan], finder: ContextFinder
-) -> tuple[list[Context], tuple[Note, ...]]:
+def _contexts(answers: Sequence[AnswerSpan], finder: ContextFinder) -> tuple[list[Context], tuple[Note, ...]]:
     """The context that must precede each answer, and notes on how row and prompts differ."""
     contexts: list[Context] = []
     notes: set[str] = set()
@@ -245,8 +243,7 @@ def _contexts(
             contexts.append(finder.continued(answer.message, answer.start))
             notes.add("several_turns")
         else:
-            last = record.messages[answer.message - 1].content.strip() if answer.message else ""
-            context, differences = finder.context(answer.message, answer.start, last)
+            context, differences = finder.context(answer.message, answer.start)
             contexts.append(context)
             notes.update(differences)
         messages.add(answer.message)
