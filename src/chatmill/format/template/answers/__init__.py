@@ -2,5 +2,7 @@
 
 by_origin    from where each character came from
 by_prefix    from the prompts that a server would send, as plain text; shares no code with by_origin
-derive       both, which must agree; or the generation tags of the template; with the guards for other conversations
+contexts     what must precede each answer: the end of its prompt, from the assistant header on
+derive       both, which must agree; or the generation tags of the template
+guards       what keeps the result valid for other conversations
 """

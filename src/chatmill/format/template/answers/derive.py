@@ -2,10 +2,6 @@
 
 One derivation uses the origin of the characters, the other the prompts that a server would send. They share no code.
 Where both find an answer they must agree.
-
-A cacheable trace gets guards under which prefixes give the same result for every conversation that follows it. Whether
-one rendering is a prefix of another is mostly decided by their literals and slots; where it depends on the text in a
-slot, a guard is added.
 """
 
 from __future__ import annotations
@@ -15,20 +11,20 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 from chatmill.errors import RecordError
 from chatmill.format.template.answers.by_origin import (
     AnswerSpan,
-    RenderTraced,
     answers_by_origin,
     disputed,
     shown,
     shown_end,
 )
-from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, header_of, token_pattern
+from chatmill.format.template.answers.by_prefix import PrefixAnswer, answers_by_prefix, token_pattern
 from chatmill.format.template.answers.contexts import Context, ContextFinder
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
+from chatmill.format.template.answers.guards import guard_prefixes
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.template import ChatTemplate, traced_input
 from chatmill.format.template.template_input import TemplateInput, plain_input, shape_and_texts
@@ -36,11 +32,9 @@ from chatmill.format.template.tracing.trace import (
     OUTSIDE,
     FieldPath,
     Rendering,
-    TextItem,
     Trace,
     TracedPiece,
     common_length,
-    merge_literals,
 )
 from chatmill.format.template.tracing.traced_str import TracedStr
 from chatmill.records.record import Message, Record
@@ -360,112 +354,3 @@ def _check_written(
     if record.tools and (OUTSIDE, "tools") not in written:
         notes.append("tools_left_out")
     return tuple(notes)
-
-
-Items = list[TextItem]
-
-
-def guard_prefixes(
-    trace: Trace,
-    full: Rendering,
-    render_traced: RenderTraced,
-    assistants: Sequence[int],
-    prompts: Sequence[int],
-    token: re.Pattern[str],
-) -> None:
-    """Add guards for everything on which the result of `answers_by_prefix` depends, or mark the trace not cacheable."""
-    whole = _items(full)
-    usual = ""
-
-    def rendered(messages: int, prompt: bool) -> Items | None:
-        try:
-            return _items(render_traced(messages, prompt))
-        except RecordError:
-            return None
-
-    for messages in prompts:
-        if usual:
-            break
-        prompt, before = rendered(messages, True), rendered(messages, False)
-        if prompt is not None and before is not None:
-            (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
-            if head != head_before:
-                # The header depends on texts of the conversation: it may differ in others.
-                trace.cacheable = False
-                return
-            usual = header_of(end, end_before, token)
-    for message in assistants:
-        prompt, before = rendered(message, True), rendered(message, False)
-        if prompt is None or not trace.cacheable:
-            continue
-        _guard_prefix(trace, whole, prompt)
-        alone, next_prompt = rendered(message + 1, False), rendered(message + 1, True)
-        if alone is not None:
-            _guard_prefix(trace, whole, alone)
-        if before is None:
-            continue
-        (head, end), (head_before, end_before) = _split_end(prompt), _split_end(before)
-        if head != head_before or len(end) < len(usual):
-            trace.cacheable = False
-            return
-        header = usual if usual and end.endswith(usual) else header_of(end, end_before, token)
-        if usual and not header:
-            _guard_prefix(trace, whole, [*head, end + usual])
-        if header and next_prompt is not None:
-            body, next_end = _split_end(next_prompt)
-            if len(next_end) < len(header):
-                trace.cacheable = False
-            elif next_end.endswith(header):
-                _guard_prefix(trace, whole, [*body, *filter(None, [next_end[: -len(header)]])])
-
-
-def _split_end(items: Items) -> tuple[Items, str]:
-    """Items without the literal that they end in, and that literal."""
-    return (items[:-1], items[-1]) if items and isinstance(items[-1], str) else (items, "")
-
-
-def _items(rendering: Rendering) -> Items:
-    return list(merge_literals(piece.text if piece.slot is None else piece.slot for piece in rendering.pieces))
-
-
-def _guard_prefix(trace: Trace, whole: Items, prefix: Items) -> None:
-    """Guard whether `prefix` is a prefix of `whole`, unless their items decide it."""
-    whole, prefix = _without_common(whole, prefix)
-    if not prefix or not whole or (isinstance(whole[0], str) and isinstance(prefix[0], str)):
-        return
-    if isinstance(prefix[0], str) and not trace.evaluate(*_condition(whole, prefix[:1]), guard_true=False):
-        return
-    trace.evaluate(*_condition(whole, prefix), guard_true=True)
-
-
-def _condition(whole: Items, prefix: Items) -> tuple[Any, ...]:
-    """The arguments of `Trace.evaluate` for whether `whole` begins with `prefix`."""
-    literals = [item for item in prefix if isinstance(item, str)]
-    if len(literals) == len(prefix):
-        # Only as much of `whole` is needed as `prefix` has characters; no text in it is empty.
-        size = 0
-        for number, item in enumerate(whole):
-            size += len(item) if isinstance(item, str) else 1
-            if size >= sum(map(len, literals)):
-                whole = whole[: number + 1]
-                break
-    slots = tuple(item for item in (*whole, *prefix) if isinstance(item, int))
-    patterns = (tuple(None if isinstance(item, int) else item for item in items) for items in (whole, prefix))
-    return "begins_with", slots, *patterns
-
-
-def _without_common(whole: Items, prefix: Items) -> tuple[Items, Items]:
-    """Both without their common prefix."""
-    one, other = list(whole), list(prefix)
-    while one and other:
-        if one[0] == other[0]:
-            del one[0], other[0]
-        elif isinstance(one[0], str) and isinstance(other[0], str):
-            common = common_length(one[0], other[0])
-            one[0], other[0] = one[0][common:], other[0][common:]
-            if one[0] and other[0]:
-                break
-            one, other = one[not one[0] :], other[not other[0] :]
-        else:
-            break
-    return one, other
