@@ -18,9 +18,9 @@ BASE = {"errors", "rows", "ledger", "plain_file", "_exports"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_exports": set(),
-    "plain_file": set(),
+    "plain_file": {"errors"},
     "_native": set(),
-    "config": {"errors"},
+    "config": {"errors", "plain_file"},
     "rows": {"errors", "_native"},
     "ledger": {"errors"},
     "records": BASE | {"_native"},

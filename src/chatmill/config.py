@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.plain_file import local_path
 
 INHERITS = "inherits"
 SYSTEM_FAILURES = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -261,7 +262,7 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 def read_toml(path: Path, *, what: str, error: type[ChatmillError] = DataError) -> dict[str, Any]:
     """The table of a TOML file; `what` says in the error message which file is expected."""
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(local_path(path).read_text("utf-8"))
     except OSError as reason:
         raise error(f"{path}: cannot be read ({reason.strerror}); {what}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as reason:
@@ -284,7 +285,7 @@ def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        table = json.loads(path.read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
+        table = json.loads(local_path(path).read_bytes(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except OSError as error:
         # No fault of the command: the system lacks something.
         kind = DataError if error.errno in SYSTEM_FAILURES else UsageError
@@ -308,7 +309,7 @@ def _parent_path(parent: Any, child: Path) -> Path:
     """Where an inherited file lies: in the working directory, else in the folder of the file that names it."""
     if not isinstance(parent, str) or not parent:
         raise UsageError(f'{child}: "{INHERITS}" is {_shown(parent)}; expected the name of a file')
-    places = [Path(parent), child.parent / parent]
+    places = [local_path(parent), child.parent / parent]
     for place in places:
         if place.is_file():
             return place

@@ -1,4 +1,4 @@
-"""Open files that others wrote: plain files of a bounded size, without waiting for anyone.
+"""Paths of this machine, and files that others wrote: plain files of a bounded size, without waiting for anyone.
 
 Opening a FIFO waits for a writer, and reading a device may never end. Here both are an `OSError` at once.
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
 from pathlib import Path
+
+from chatmill.errors import UsageError
 
 JSON_LIMIT = 1 << 26
 """Bytes of a JSON file that are read at most."""
@@ -22,9 +25,26 @@ KINDS = {
 }
 
 
+_URL = re.compile("([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
+"""As in `s3://bucket/x`, or in `s3:/bucket/x`, which is what a `Path` makes of it. `c:/x` and `a:b` are local names."""
+
+
+def local_path(name: str | Path) -> Path:
+    """The path of a name that a user gave; `UsageError` for a URL, of which a folder `s3:` would be made or read.
+
+    A local path that begins with such a folder can be given as an absolute path.
+    """
+    if url := _URL.match(str(name)):
+        shown = name if isinstance(name, str) else f"{url[1]}://{str(name)[url.end() :]}"
+        raise UsageError(
+            f"{shown}: is a URL, and URLs are not supported yet; download or mount it, and give a local path"
+        )
+    return Path(name)
+
+
 def check_plain(path: Path) -> int:
     """The size of a plain file; `OSError` for anything else of that name, which is not opened."""
-    status = path.stat()
+    status = local_path(path).stat()
     _check(status.st_mode, path)
     return status.st_size
 

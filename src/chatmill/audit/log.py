@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from chatmill.errors import ChatmillError, DataError, one_line
-from chatmill.plain_file import check_plain, open_plain
+from chatmill.plain_file import check_plain, local_path, open_plain
 from chatmill.store import files
 
 START = "0" * 64
@@ -160,7 +160,7 @@ class AuditLog:
     @classmethod
     def create(cls, folder: str | Path, *, clock: Clock = now) -> AuditLog:
         """A new, empty log, named after the time."""
-        place = Path(folder)
+        place = local_path(folder)
         stamp = clock().astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
         try:
             files.make_folder(place)

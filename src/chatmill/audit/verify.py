@@ -20,6 +20,7 @@ from chatmill.load.batch_builder import BatchBuilder
 from chatmill.load.config import LoadConfig
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep
 from chatmill.load.source import open_sources
+from chatmill.plain_file import local_path
 from chatmill.rows import Index
 from chatmill.store.primer_cache import PrimerCache, verify_cache
 from chatmill.store.verify import verify_dataset
@@ -64,7 +65,8 @@ def verify_log(
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
     """
-    place = Path(log)
+    place = local_path(log)
+    local_path(dataset or "")
     lines = read_log(place)
     result = AuditResult(len(lines))
     checker = _Checker(dataset, progress, result)
@@ -324,7 +326,8 @@ def replay_step(log: str | Path, step: int, dataset: str | Path | None = None) -
 
         replay_step("logs/audit/audit_20260103T164419Z.log", step=7).batch
     """
-    place = Path(log)
+    place = local_path(log)
+    local_path(dataset or "")
     loaded: LogLine | None = None
     covered = 0
     for number, line in _current_lines(place):

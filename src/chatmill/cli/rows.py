@@ -9,6 +9,7 @@ import typer
 
 from chatmill.cli.options import AsJson, argument, echo_json, echo_line, print_table
 from chatmill.errors import UsageError, one_line
+from chatmill.plain_file import local_path
 from chatmill.show.order_view import step_previews
 
 RUNS = Path("checkpoints")
@@ -37,7 +38,8 @@ def rows_command(
     """
     from chatmill.train.run_dir import read_rows, rows_data
 
-    folder = run or newest_run(RUNS)
+    folder = local_path(run) if run else newest_run(RUNS)
+    local_path(dataset or "")
     losses = sorted(read_rows(folder, step), key=lambda row: (-row.loss, row.episode, row.segment))
     data = rows_data(folder, step)
     weight = sum(row.weight for row in losses)

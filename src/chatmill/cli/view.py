@@ -13,6 +13,7 @@ from chatmill.cli.options import AsJson, DatasetOrCache, echo_json, echo_line
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
+from chatmill.plain_file import local_path
 from chatmill.show.dataset import open_view
 from chatmill.show.order_view import audit_logs
 from chatmill.show.viewer import Viewer
@@ -60,13 +61,13 @@ def view(
     except ImportError as error:
         raise UsageError(f"the viewer needs {error.name}: pip install 'chatmill[view]'") from None
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cache = index or user_cache / "chatmill" / "view"
+    cache = local_path(index) if index else user_cache / "chatmill" / "view"
     viewer = Viewer(
         open_view(dataset, tokenizer),
         cache=cache,
         config=None if config is None else LoadConfig.of_run(config),
         logs=audit_logs(audit or []),
-        record_folders=records or [Path()],
+        record_folders=[local_path(folder) for folder in records or [Path()]],
     )
 
     def ready(url: str) -> None:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
+from chatmill.plain_file import local_path
 from chatmill.records import ROLES
 from chatmill.rows import Part, Rule, offsets
 from chatmill.tokenizer import Tokenizer
@@ -109,7 +110,7 @@ def load_format(spec: str | Path) -> ChatFormat:
     if str(spec) in PRESETS:
         text = resources.files(__package__).joinpath("presets", f"{spec}.toml").read_text("utf-8")
         return parse_format(text, where=str(spec))
-    path = Path(spec)
+    path = local_path(spec)
     if path.suffix != ".toml":
         raise UsageError(f'no format "{one_line(str(spec))}"; there are {", ".join(PRESETS)}, or give a .toml file')
     try:

@@ -16,6 +16,7 @@ import numpy as np
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MIX_SFT
+from chatmill.plain_file import local_path
 from chatmill.rows import NO_FILE, Index, Rows
 from chatmill.store.episodes import Episodes
 from chatmill.store.layout import INDEX, MASK, TOKENIZER_STATE
@@ -153,7 +154,7 @@ def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Dat
     The folder is a dataset, the cache of one source, or a root with the folders that `mix_sft` names. Sources are
     sorted by name.
     """
-    folder = Path(dataset_dir)
+    folder = local_path(dataset_dir)
     # A folder without episodes but with metadata is opened too, for the error that says what is wrong with it.
     if is_dataset(folder) or (folder.is_dir() and in_dataset_folder(folder, stored_metadata) is not None):
         sources: tuple[DataSource, ...] = (DataSource("", open_dataset(folder)),)

@@ -14,6 +14,7 @@ from typing import Any
 from chatmill.errors import DataError, RecordError
 from chatmill.format import Renderer
 from chatmill.ledger import Ledger
+from chatmill.plain_file import local_path
 from chatmill.prepare.assemble import StagedFile, assemble
 from chatmill.prepare.build_dir import BuildDir, build_dir
 from chatmill.prepare.engine import Engine, LocalEngine
@@ -62,7 +63,7 @@ def prepare_dataset(
     of the same job completed are used. Each rejected record goes to `on_fault`.
     """
     job.check()
-    target = Path(target)
+    target = local_path(target)
     check_target(target, overwrite=overwrite)
     inputs = InputFiles([source.inputs for source in job.sources])
     units = units_of(job, inputs, unit_bytes)

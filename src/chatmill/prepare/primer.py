@@ -17,6 +17,7 @@ from chatmill.errors import DataError, RecordError
 from chatmill.fit import truncate
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
+from chatmill.plain_file import local_path
 from chatmill.prepare.job import existing
 from chatmill.prepare.rejects import CountedRecords
 from chatmill.prepare.unit import trained_tokens
@@ -65,7 +66,7 @@ def build_cache(
 
     `progress` passes the records on and may count them.
     """
-    out, ledger = Path(config.out_dir), records.ledger
+    out, ledger = local_path(config.out_dir), records.ledger
     target = check_place(out, source, overwrite=overwrite)
     refuse_inside(target, [Path(config.path), *existing(tokenizer)])
     format = load_format("primer")

@@ -13,6 +13,7 @@ from typing import IO, Literal, Self
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.ledger import Ledger
+from chatmill.plain_file import local_path
 from chatmill.records.files import expand, shown
 from chatmill.records.read import read_records
 from chatmill.records.record import Record
@@ -42,7 +43,7 @@ class Rejects:
     def __init__(
         self, path: str | Path, *, reads: Sequence[Path] = (), output: Path | None = None, overwrite: bool = False
     ) -> None:
-        self.path, self._overwrite = Path(path), overwrite
+        self.path, self._overwrite = local_path(path), overwrite
         self.counts: Counter[str] = Counter()
         self._file: IO[bytes] | None = None
         self._is_device = self.path.exists() and stat.S_ISCHR(self.path.stat().st_mode)

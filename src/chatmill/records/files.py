@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from chatmill.errors import DataError, RecordError, one_line
+from chatmill.plain_file import local_path
 from chatmill.records.read_log import LoggedFile, ReadLog
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet")
@@ -27,7 +28,7 @@ def expand(inputs: Sequence[str | Path]) -> list[Path]:
     given = [inputs] if isinstance(inputs, str | Path) else inputs
     files: dict[Path, Path] = {}
     for name in given:
-        for path in _matches(Path(name)):
+        for path in _matches(local_path(name)):
             suffix(path)
             files.setdefault(path.resolve(), path)
     return list(files.values())

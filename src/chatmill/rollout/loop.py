@@ -23,6 +23,7 @@ import numpy as np
 from chatmill.errors import DataError, UsageError
 from chatmill.load.batch import collate
 from chatmill.load.order import make_order
+from chatmill.plain_file import local_path
 from chatmill.records.files import expand
 from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import Rollout, log_rollouts, read_truth
@@ -80,6 +81,7 @@ def train_rollouts(
     `resume` is `auto`, the newest checkpoint if there is one, or the folder of a checkpoint. `model` replaces the one
     that the config names, and `generator` the one that would answer.
     """
+    local_path(folder)
     with init_world(config.device) as world:
         if world.size > 1:
             raise UsageError(f"{world.size} processes; stage 2 runs in one")

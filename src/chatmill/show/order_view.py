@@ -17,6 +17,7 @@ from chatmill.load.batch import segments_from_end
 from chatmill.load.config import LoadConfig
 from chatmill.load.plan import WINDOW, Cursor, LoadPlan, datasets_hash
 from chatmill.load.source import conversation, open_sources
+from chatmill.plain_file import local_path
 from chatmill.show.dataset import dataset_text, tokenizer_metadata
 from chatmill.show.row_view import preview
 from chatmill.tokenizer import Tokenizer, open_tokenizer
@@ -88,7 +89,7 @@ def audit_logs(places: Sequence[Path]) -> list[Path]:
     """The logs in these files and folders."""
     logs: list[Path] = []
     for place in places:
-        here = sorted(place.glob("*.log")) if place.is_dir() else [place]
+        here = sorted(place.glob("*.log")) if local_path(place).is_dir() else [place]
         if not here or not all(log.is_file() for log in here):
             raise UsageError(f"{place}: is no audit log, and no folder that holds one")
         logs += here

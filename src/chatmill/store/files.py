@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from chatmill.errors import DataError
+from chatmill.plain_file import local_path
 
 BUFFER = 1 << 20
 HURRY = 1 << 22
@@ -156,7 +157,7 @@ def real(path: Path) -> Path:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents and sync them; nothing is done if it exists."""
-    if not path.is_dir():
+    if not local_path(path).is_dir():
         if path.parent != path:
             make_folder(path.parent)
         disk.make_folder(path)
@@ -179,7 +180,7 @@ def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) 
     Whatever `overwrite` says, it must not be one of the files that the command `reads`, nor lie in a folder that it
     reads, and what is replaced is a file: no link, no device.
     """
-    if path.is_dir():
+    if local_path(path).is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")
     for each in reads:
         if (path.exists() and each.exists() and path.samefile(each)) or real(each) in (real(path), *real(path).parents):

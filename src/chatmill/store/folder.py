@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from chatmill.errors import DataError
+from chatmill.plain_file import local_path
 from chatmill.store.mapped import MappedFile
 
 T = TypeVar("T")
@@ -133,7 +134,7 @@ def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
     """
     for _ in range(ATTEMPTS):
         try:
-            folder = OpenFolder(path)
+            folder = OpenFolder(local_path(path))
         except (OSError, ValueError) as error:
             # A ValueError is a name with a character that no name has.
             if isinstance(error, OSError) and error.errno not in GONE:

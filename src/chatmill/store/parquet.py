@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError, one_line
+from chatmill.plain_file import local_path
 from chatmill.rows import Rows, offsets
 from chatmill.store import files
 from chatmill.store.diff import is_padding
@@ -77,7 +78,7 @@ def export_parquet(
 ) -> dict[str, Exported]:
     """Write a dataset, or some splits of it, as Parquet; the folder appears whole, or not at all."""
     _pyarrow()
-    dataset, target = open_dataset(source), Path(target)
+    dataset, target = open_dataset(source), local_path(target)
     chosen = {name: dataset[name] for name in splits or dataset.splits}
     with building(target, "exporting", overwrite=overwrite, kind=EXPORT, source=dataset.path) as staging:
         files.make_folder(staging / DATA)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from chatmill.errors import DataError, UsageError, one_line
+from chatmill.plain_file import local_path
 from chatmill.store import files
 from chatmill.store.layout import METADATA, SPLITS, TOKENIZER_STATE
 from chatmill.store.metadata import manifest, read_metadata
@@ -116,7 +117,7 @@ def names_of(paths: Sequence[str]) -> str:
 
 def check_target(target: Path, *, overwrite: bool, kind: FolderKind = DATASET) -> None:
     """Raise, before any work is done, if nothing can be published at `target`."""
-    if target.name in ("", ".."):
+    if local_path(target).name in ("", ".."):
         raise UsageError(f"{target}: has no name of its own; give the folder of the {kind.name} as NAME or DIR/NAME")
     if target.is_symlink():
         raise DataError(f"{target}: a symbolic link; give the folder itself")

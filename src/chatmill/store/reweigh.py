@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError, UsageError
 from chatmill.ledger import Bucket, Ledger, LedgerEntry
+from chatmill.plain_file import local_path
 from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
 from chatmill.store.episodes import Episodes
@@ -72,7 +73,7 @@ def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn
             f"{source}: its rows are pieces of conversations, which do not say which answer is the last; "
             f"prepare it with --train-on {train_on} instead"
         )
-    with building(Path(target), "reweighing", overwrite=overwrite, source=dataset.path) as staging:
+    with building(local_path(target), "reweighing", overwrite=overwrite, source=dataset.path) as staging:
         work = _Reweigher(dataset, train_on)
         splits = {name: work.split(staging / name, name, info) for name, info in parent.splits.items()}
         changed_metadata = replace(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.plain_file import read_plain
+from chatmill.plain_file import local_path, read_plain
 from chatmill.tokenizer.backend import Backend, ByteLevel, faults_of, is_markup
 from chatmill.tokenizer.sentencepiece_model import SentencePiece
 from chatmill.tokenizer.tiktoken_ranks import RANK_LINE, load_ranks, load_tekken
@@ -50,7 +50,7 @@ def open_tokenizer(
         backend: Backend = ByteLevel()
         added: dict[str, int] = {}
     else:
-        path = Path(spec)
+        path = local_path(spec)
         name, place = one_line(path.name or str(path), 200), one_line(str(path), 300)
         backend, added = _open_path(path, place, wanted)
     known = {**backend.control, **added}

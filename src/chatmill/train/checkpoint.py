@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.plain_file import check_plain
+from chatmill.plain_file import check_plain, local_path
 from chatmill.store import files
 from chatmill.store.hashed import FileInfo
 from chatmill.store.publish import FolderKind, publish, recover, remove_folder
@@ -279,7 +279,7 @@ def choose(folder: Path, resume: str) -> Path | None:
     if resume == "auto":
         newest = list_checkpoints(folder)[-1:]
         return newest[0] if newest else None
-    path = Path(resume)
+    path = local_path(resume)
     if not path.is_dir():
         there = ", ".join(map(str, list_checkpoints(folder)))
         right = f"auto or one of {there}" if there else f"auto; {folder} holds no checkpoint yet"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.plain_file import read_plain
+from chatmill.plain_file import local_path, read_plain
 from chatmill.store.hashed import FileInfo, JsonObject
 
 VERSION = 1
@@ -50,7 +50,7 @@ def step_of(path: Path) -> int:
 
 def model_folder(path: str | Path) -> Path:
     """The folder of a model: the one given, that of a checkpoint, or that of a run's newest checkpoint."""
-    folder = Path(path)
+    folder = local_path(path)
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; expected a model, a checkpoint, or a run with checkpoints")
     for place in [folder, *reversed(list_checkpoints(folder))]:

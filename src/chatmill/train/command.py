@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 from chatmill.config import flag_spellings, from_environment, from_flags, keys_of, read_values
 from chatmill.errors import ChatmillError, UsageError, one_line
+from chatmill.plain_file import local_path
 from chatmill.train.checkpoint_files import step_name
 from chatmill.train.config import RunFlags, TrainConfig, layered, size_keys, with_bare_switches
 from chatmill.train.distributed import RankError
@@ -96,11 +96,11 @@ def run(flags: Mapping[str, str], *, open_text: OpenText | None = None) -> Train
     where = RunFlags(**{name: text for name, text in flags.items() if name in keys_of(RunFlags)})
     if where.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
-    out_dir = Path(where.out_dir)
+    out_dir = local_path(where.out_dir)
     stored = out_dir / where.model_name / CONFIG
     resumes = where.config_file is None and where.resume is not None and stored.is_file()
     file = str(stored) if resumes else where.config_file
-    base = {} if file is None else read_values(Path(file))
+    base = {} if file is None else read_values(local_path(file))
     given = from_flags(TrainConfig, {name: text for name, text in flags.items() if name in keys_of(TrainConfig)})
     values = layered(base, from_environment(TrainConfig, os.environ), given)
     shape = [name for name in given if name in size_keys()]

@@ -20,6 +20,7 @@ import torch
 
 from chatmill.errors import UsageError
 from chatmill.load.plan import Cursor
+from chatmill.plain_file import local_path
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.config import TrainConfig
 from chatmill.train.distributed import RankError, World, init_world
@@ -135,7 +136,10 @@ def train_model(
         raise UsageError(f"model_name is {model_name!r}; expected the name of a folder, printable and without slashes")
     if (chosen := dataset_dir or config.dataset_dir) is None:
         raise UsageError("dataset_dir is missing; expected the folder of a dataset")
-    folder, data = Path(out_dir) / model_name, Path(chosen)
+    folder, data = local_path(out_dir) / model_name, local_path(chosen)
+    for named in (config.init_from_model, config.audit_dir, resume):
+        # Before anything is written.
+        local_path(named or "")
     with init_world(config.device) as world:
         try:
             with open_run(config, data, folder, world, resume=resume, model=model) as state:

@@ -11,6 +11,7 @@ import msgspec
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.format.template.template_input import SPECIAL_NAMES
+from chatmill.plain_file import local_path
 
 TOOL_USE = "tool_use"
 """The name of a folder's template for conversations with tools."""
@@ -41,7 +42,7 @@ class HFFolder:
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
     """Everything but the vocabulary; `chat_template` is a file to use instead of the folder's template."""
-    path = Path(tokenizer)
+    path = local_path(tokenizer)
     is_folder = tokenizer != "bytes" and path.is_dir()
     files = [_json(path / name) for name in ("special_tokens_map.json", "tokenizer_config.json")] if is_folder else []
     config: dict[str, Any] = {key: value for file in files for key, value in file.items()}
@@ -49,7 +50,8 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
     templates = _templates(path, config) if is_folder else {}
     tokenizer_json = path / "tokenizer.json" if is_folder else path
     if chat_template is not None:
-        templates = {"default": TemplateSource(_shown(Path(chat_template)), _text(Path(chat_template)))}
+        file = local_path(chat_template)
+        templates = {"default": TemplateSource(_shown(file), _text(file))}
     if "default" not in templates:
         where = _shown(path)
         if templates:
