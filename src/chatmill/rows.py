@@ -99,6 +99,8 @@ class Rule(IntEnum):
     """A text of an appended entry, where these are not trained."""
     EARLIER_ROW = 14
     """With --unroll: trained in an earlier row of its conversation; here context for a later answer."""
+    RANGE = 15
+    """By the message's own `train_ranges`, which are about characters of its content."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)

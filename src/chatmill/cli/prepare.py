@@ -197,6 +197,7 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write; see --unroll",
         "messages_after_last_answer": "{rows:,} conversations go on after the last answer with a row; that is left out",
         "answer_without_row": "{rows:,} answers have a weight of 0, or never close, and so no row of their own",
+        "range_splits_token": "{tokens:,} tokens hold characters inside and outside of a range of train_ranges",
         "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
     }
     rendered = ledger.total("rendered").trained

@@ -30,6 +30,8 @@ class BodyPiece(NamedTuple):
     token: str | None
     """The key of the control token."""
     text: str
+    content_at: int = -1
+    """Where the content of the message begins in the text, if it is in it."""
 
 
 Body = list[BodyPiece]
@@ -39,12 +41,14 @@ def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> B
     """Reasoning, content and tool calls in the order in which a model writes them."""
     body: Body = []
 
-    def add(part: Part, *pieces: tuple[str | None, str]) -> None:
+    def add(part: Part, *pieces: tuple[str | None, str], is_content: bool = False) -> None:
         for token, text in pieces:
             if token is None and body and body[-1].token is None and body[-1].part == part:
-                body[-1] = body[-1]._replace(text=body[-1].text + text)
+                last = body[-1]
+                content_at = len(last.text) if is_content else last.content_at
+                body[-1] = last._replace(text=last.text + text, content_at=content_at)
             elif text:
-                body.append(BodyPiece(part, token, text))
+                body.append(BodyPiece(part, token, text, 0 if is_content else -1))
 
     def add_filled(part: Part, template: str, text: str) -> None:
         # Only the template may hold control tokens; `text` is data.
@@ -54,7 +58,7 @@ def body_of(message: Message, format: ChatFormat, prefix: str, suffix: str) -> B
     add(Part.CONTENT, (None, prefix))
     if message.reasoning:
         add_filled(Part.REASONING, format.body["reasoning"], message.reasoning)
-    add(Part.CONTENT, (None, message.content))
+    add(Part.CONTENT, (None, message.content), is_content=True)
     for number, call in enumerate(message.tool_calls):
         if message.content or number:
             add(Part.TOOL_CALL, (None, "\n"))
@@ -67,6 +71,18 @@ def text_runs(body: Body) -> list[str]:
     """The texts between the control tokens of a body, each of which is encoded as one."""
     runs = groupby(body, key=lambda piece: piece.token is None)
     return ["".join(piece.text for piece in pieces) for is_text, pieces in runs if is_text]
+
+
+def content_place(body: Body) -> tuple[int, int]:
+    """The text run that the content of a message is in, and where it begins there."""
+    runs = groupby(body, key=lambda piece: piece.token is None)
+    for number, pieces in enumerate([*pieces] for is_text, pieces in runs if is_text):
+        start = 0
+        for piece in pieces:
+            if piece.content_at >= 0:
+                return number, start + piece.content_at
+            start += len(piece.text)
+    raise ValueError("the body has no content")
 
 
 def record_texts(record: Record) -> Iterator[str]:
@@ -175,9 +191,9 @@ class MessageColumns:
     """By record: how many messages the format puts in front."""
     roles: NDArray[np.uint8]
     extended: list[int]
-    """Messages with tool calls, reasoning, a weight of their own, or without an end; few, as a rule."""
+    """Messages with tool calls, reasoning, a weight or ranges of their own, or without an end; few, as a rule."""
     bodies: dict[int, Body]
-    """The bodies of messages with tool calls or reasoning."""
+    """The bodies of messages with tool calls, reasoning or ranges."""
     texts: Sequence[str]
     text_of: Index
     """By message: which of the texts its body is."""
@@ -202,7 +218,11 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
     # The only pass over all messages: their role, and whether they are extended.
     listed = [
         ROLE_CODES[message.role]
-        if message.weight is None and not message.tool_calls and not message.reasoning and message.complete
+        if message.weight is None
+        and not message.tool_calls
+        and not message.reasoning
+        and message.complete
+        and not message.train_ranges
         else ROLE_CODES[message.role] + EXTENDED
         for message in messages
     ]
@@ -212,7 +232,7 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
     bodies = {
         at: body_of(message, format, compiled.prefix[roles[at]], compiled.suffix[roles[at]] if message.complete else "")
         for at in extended
-        if (message := messages[at]).tool_calls or message.reasoning
+        if (message := messages[at]).tool_calls or message.reasoning or message.train_ranges
     }
     texts = [message.content for message in messages]
     for code, (prefix, suffix) in enumerate(zip(compiled.prefix, compiled.suffix, strict=True)):

@@ -23,11 +23,36 @@ from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
 from chatmill.format.chat_format import AFTER, BEGIN, BODY, CLOSE, END, OPEN, PARTS, ChatFormat, CompiledFormat
-from chatmill.format.messages import MessageColumns, message_columns, split_bodies
+from chatmill.format.messages import MessageColumns, content_place, message_columns, split_bodies, text_runs
 from chatmill.format.renderer import OnReject, Renderer, origins_of
+from chatmill.format.train_ranges import (
+    REWRITES,
+    TokenWeights,
+    apply_ranges,
+    by_byte,
+    char_weights,
+    spelled_places,
+    token_weights,
+    vague,
+)
 from chatmill.ledger import Ledger
 from chatmill.records import ROLES, ChatColumns, Record
-from chatmill.rows import EMPTY, NO_MESSAGE, OWN_ID, SPAN, Index, Role, Rows, Rule, TrainOn, copy_tokens, offsets, weigh
+from chatmill.rows import (
+    EMPTY,
+    NO_MESSAGE,
+    OWN_ID,
+    SPAN,
+    Ids,
+    Index,
+    Role,
+    Rows,
+    Rule,
+    TrainOn,
+    copy_tokens,
+    offsets,
+    ragged_index,
+    weigh,
+)
 from chatmill.tokenizer import Tokenizer
 
 PIECES = len(PARTS)
@@ -83,7 +108,7 @@ class TurnRenderer:
     ) -> Rows:
         if not records:
             return EMPTY
-        return _rows(self, message_columns(records, self.format, self.compiled), train_on)
+        return _rows(self, message_columns(records, self.format, self.compiled), train_on, ledger)
 
     render_chunks = Renderer.render_chunks
 
@@ -93,10 +118,11 @@ class TurnRenderer:
         return ids[: len(ids) - end] + self.compiled.fixed("assistant", OPEN)
 
 
-def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn) -> Rows:
+def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, ledger: Ledger | None) -> Rows:
     """Encode the texts of all messages at once, and lay out the rows around them."""
     compiled = renderer.compiled
     flat, text_start = renderer.tokenizer.encode_batch(columns.texts)
+    by_range = _range_weights(columns, flat, text_start, renderer.tokenizer)
     roles, bodies, first_message, text_of = columns.roles, columns.bodies, columns.first_message, columns.text_of
     # The body of a message is one piece, of a message in `bodies` several.
     widths = np.full(len(roles), PIECES, dtype=np.int64)
@@ -172,7 +198,36 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn) ->
     weigh(spans, first_span, train_on)
     origins, files = origins_of(columns.records)
     ids = copy_tokens(flat, starts, lengths, np.concatenate([compiled.literals, pool]))
-    return Rows(ids, spans, first_span, origins, np.arange(len(columns.records) + 1, dtype=np.int64), files)
+    rows = Rows(ids, spans, first_span, origins, np.arange(len(columns.records) + 1, dtype=np.int64), files)
+    return rows if by_range is None else apply_ranges(rows, by_range.take(ragged_index(starts, lengths)), ledger)
+
+
+def _range_weights(columns: MessageColumns, flat: Ids, text_start: Index, tokenizer: Tokenizer) -> TokenWeights | None:
+    """What the ranges of messages say about the encoded tokens; None if no message has ranges.
+
+    A `RecordError` if the tokens of a message with ranges do not spell its text.
+    """
+    ranged = {at for at in columns.extended if columns.messages[at].train_ranges}
+    if not ranged:
+        return None
+    weights = TokenWeights.none(len(flat))
+    counts = {at: len(text_runs(body)) for at, body in columns.bodies.items()}
+    first_run = len(columns.texts) - sum(counts.values())
+    for at, body in columns.bodies.items():
+        if at in ranged:
+            number, offset = content_place(body)
+            run, message = first_run + number, columns.messages[at]
+            text, tokens = columns.texts[run], slice(text_start[run], text_start[run + 1])
+            of_text = np.full(len(text), np.nan, dtype=np.float32)
+            of_text[offset : offset + len(message.content)] = char_weights(message)
+            places = spelled_places(text, flat[tokens].tolist(), tokenizer)
+            if places is None:
+                row = int(np.searchsorted(columns.first_message, at, side="right")) - 1
+                number = at - int(columns.first_message[row] + columns.added[row])
+                raise vague(columns.records[row], number, *REWRITES)
+            weights.set(tokens, token_weights(by_byte(text, of_text), places))
+        first_run += counts[at]
+    return weights
 
 
 def _message_numbers(first_message: Index, added: Index) -> NDArray[np.uint32]:

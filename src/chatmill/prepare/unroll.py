@@ -97,7 +97,7 @@ def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_n
     trained = (spans["role"] == Role.ASSISTANT) & (message == answer)
     spans["weight"] = np.where(by_role, trained, spans["weight"])
     repeated = (first_new > 0) & (message < first_new)
-    by_message = by_role | (spans["rule"] == Rule.FLAG)
+    by_message = by_role | (spans["rule"] == Rule.FLAG) | (spans["rule"] == Rule.RANGE)
     # A template renderer does not record why an earlier answer is context.
     context = np.flatnonzero((message >= 0) & ((repeated & by_message) | (spans["rule"] == Rule.EARLIER_ROW)))
     spans["weight"][context] = 0

@@ -74,6 +74,8 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     """None leaves the choice to the format and `--train-on`; a number takes precedence over both."""
     complete: bool = True
     """False for a transcript span that never closed: rendered without its close, and never trained."""
+    train_ranges: tuple[tuple[int, int, float], ...] = ()
+    """(start, stop, weight): weights of characters of the content, which take precedence over that of the message."""
 
 
 class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):

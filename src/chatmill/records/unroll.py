@@ -28,7 +28,7 @@ class Unrolled:
     rows: Sequence[Record]
     """For each row, the messages up to and including its answer; shared with the record, not copied."""
     answers: Sequence[int]
-    """For each row, the message that it trains and ends with; -1 if it trains no answer."""
+    """For each row, the message that it trains and ends with; -1 if it trains none, or only ranges of it."""
     first_new: Sequence[int]
     """For each row, the first message that no earlier row has."""
     context_rules: Sequence[Rule]
@@ -52,8 +52,10 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
     since = _first_selected(messages, train_on)
     numbered = list(enumerate(messages))
     answers = [at for at, message in numbered if message.role == "assistant"]
-    trained = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
-    stops = [at + 1 for at in trained]
+    with_row = [at for at in answers if _is_trained(messages[at], by_role=at >= since)]
+    stops = [at + 1 for at in with_row]
+    # Of an answer that only its ranges train, no rule trains what they leave out.
+    trained = [at if at >= since or messages[at].weight is not None else -1 for at in with_row]
     # Keep a trailing message that its own weight trains, such as a user message, in a row without an answer.
     if not stops or any(_is_trained(message, by_role=False) for message in messages[stops[-1] :]):
         stops.append(len(messages))
@@ -68,7 +70,7 @@ def unroll_record(record: Record, train_on: TrainOn) -> Unrolled:
         trained,
         [0, *stops[:-1]],
         [_context_rule(message, by_role=message.role == "assistant" and at >= since) for at, message in numbered],
-        sum(messages[at].weight == 0 or not messages[at].complete for at in answers),
+        sum((messages[at].weight == 0 and at not in with_row) or not messages[at].complete for at in answers),
         len(messages) - stops[-1],
     )
 
@@ -82,7 +84,8 @@ def _first_selected(messages: Sequence[Message], train_on: TrainOn) -> int:
 
 
 def _is_trained(message: Message, *, by_role: bool) -> bool:
-    return message.complete and (by_role if message.weight is None else message.weight > 0)
+    by_itself = by_role if message.weight is None else message.weight > 0
+    return message.complete and (by_itself or any(weight > 0 for _, _, weight in message.train_ranges))
 
 
 def _context_rule(message: Message, *, by_role: bool) -> Rule:

@@ -126,6 +126,8 @@ def reason_for(span: SpanView, *, train_on: TrainOn | None) -> str:
     """Why a span has its weight, as a clause."""
     if span.rule == Rule.FLAG:
         return f"its message says so itself, with weight {span.weight:g}"
+    if span.rule == Rule.RANGE:
+        return f"the train_ranges of its message give these characters weight {span.weight:g}"
     if span.rule != Rule.ROLE:
         return REASONS[span.rule].format(part=PARTS[span.part])
     choice = "the dataset's choice of speakers" if train_on is None else f"train_on {train_on}"

@@ -22,6 +22,7 @@ NOTES = {
     Rule.EARLIER_WINDOW: "in part of the row before, and trained there",
     Rule.VALUES_OFF: "appended texts are not trained",
     Rule.EARLIER_ROW: "trained in an earlier row",
+    Rule.RANGE: "in part weighed by its train_ranges",
 }
 """Rules that a reader of a turn should know about."""
 

@@ -251,6 +251,9 @@ class TemplateRenderer:
     def lay_out(self, record: Record, *, last_only: bool = False) -> LaidOutRecord:
         """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
         try:
+            if any(message.train_ranges for message in record.messages):
+                what = "it has train_ranges, which chat templates do not support"
+                raise RecordError(what, "use a preset, or leave them out", kind="vague_range")
             laid_out = self._from_cache(record, last_only)
             if self.encoder.normalizes:
                 # Only encoding shows whether its borders are exact.

@@ -10,8 +10,11 @@ from chatmill.records.record import ROLES, Message, Role, ToolCall, new_message,
 from chatmill.records.shapes.decode import compact, decode, named
 
 Object = dict[str, Any]
+TrainRanges = tuple[tuple[int, int, float], ...]
 
 TEXT_ROLES: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
+RANGE_KEYS = ("train_ranges", "train_detail", "training_detail")
+"""chatmill's own, and the two names that Axolotl's docs and code have for theirs."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Weights are stored as 32-bit floats, in which a larger one is infinite and a smaller one 0.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
@@ -130,6 +133,98 @@ def weight(owner: str, fields: Object, role: Role) -> float | None:
         what = f"{owner} has a weight over 0 on a tool result"
         raise RecordError(what, "expected none, or train: false", kind="weight")
     return None if number is None else float(number)
+
+
+def train_ranges(
+    owner: str, fields: Object, role: Role, content: Any, weight: float | None
+) -> tuple[TrainRanges, float | None]:
+    """The ranges of `train_ranges`, or of Axolotl's `train_detail`, and the weight of the message with them.
+
+    `content` is the content as the record has it: ranges are about a text, not about parts.
+    """
+    given = [key for key in RANGE_KEYS if fields.get(key) is not None]
+    if not given:
+        return (), weight
+    key = given[0]
+    if len(given) > 1:
+        raise RecordError(f"{owner} has both {key} and {given[1]}", "expected one of them", kind="ranges")
+    entries = fields[key]
+    if type(entries) not in (list, tuple):
+        raise RecordError(f"{owner} has {named(entries)} as {key}", "expected a list of ranges", kind="ranges")
+    if role != "assistant" and entries:
+        what = f"{owner} has {key} on role {role}"
+        raise RecordError(what, "expected them on the assistant only", kind="ranges")
+    if type(content) is not str and entries:
+        what = f"{owner} has {key} and {named(content)} as content"
+        raise RecordError(what, "expected its content as one text", kind="ranges")
+    read = _range if key == "train_ranges" else _detail
+    ranges = sorted(read(f"{owner}, {key} {index}", entry) for index, entry in enumerate(entries))
+    for index, (start, stop, _) in enumerate(ranges):
+        where = f"{owner} has {key} of characters {start} to {stop - 1}"
+        if index and start < ranges[index - 1][1]:
+            raise RecordError(f"{where}, which others overlap", "expected ranges that do not overlap", kind="ranges")
+        if stop > len(content):
+            raise RecordError(where, f"its content has {len(content)} characters, the first is 0", kind="ranges")
+    if key == "train_ranges":
+        return tuple(ranges), weight
+    return _as_axolotl(ranges, len(content or ""), weight)
+
+
+def _range(owner: str, entry: Any) -> tuple[int, int, float]:
+    """[start, stop], [start, stop, weight], or the same by name, with weight or train."""
+    right = "expected [start, stop, weight]"
+    if type(entry) in (list, tuple):
+        if len(entry) not in (2, 3):
+            raise RecordError(f"{owner} has {len(entry)} values", right, kind="ranges")
+        start, stop, value = (*entry, 1.0)[:3]
+    elif type(entry) is dict:
+        only(owner, entry, ("start", "stop", "weight", "train"))
+        start, stop = required(owner, entry, "start"), required(owner, entry, "stop")
+        value = weight(owner, entry, "assistant")
+        value = 1.0 if value is None else value
+    else:
+        raise RecordError(f"{owner} is {named(entry)}", right, kind="ranges")
+    number = weight(owner, {"train" if type(value) is bool else "weight": value}, "assistant")
+    if number is None:
+        raise RecordError(f"{owner} has null as weight", right, kind="ranges")
+    return *_places(owner, start, stop), number
+
+
+def _detail(owner: str, entry: Any) -> tuple[int, int, float]:
+    """Axolotl's form: its `end_offset` is the last character."""
+    keys = ("begin_offset", "end_offset", "train")
+    if type(entry) is not dict:
+        raise RecordError(f"{owner} is {named(entry)}", f"expected an object with {listed(keys, 'and')}", kind="ranges")
+    only(owner, entry, keys)
+    begin, end, train = (required(owner, entry, key) for key in keys)
+    if type(train) is not bool:
+        raise RecordError(f"{owner} has {named(train)} as train", "expected true or false", kind="ranges")
+    return *_places(owner, begin, end + 1 if type(end) is int else end), float(train)
+
+
+def _places(owner: str, start: Any, stop: Any) -> tuple[int, int]:
+    for value in (start, stop):
+        if type(value) is not int:
+            raise RecordError(f"{owner} has {named(value)} as a place", "expected whole numbers", kind="ranges")
+    if not 0 <= start < stop:
+        what = f"{owner} holds no character"
+        raise RecordError(what, "expected its start from 0 up, and its stop after that", kind="ranges")
+    return start, stop
+
+
+def _as_axolotl(ranges: TrainRanges | list[Any], size: int, weight: float | None) -> tuple[TrainRanges, float | None]:
+    """Axolotl's rules: what no range trains is not trained, and nothing is if the message is not."""
+    if weight == 0:
+        return (), weight
+    if not ranges:
+        return (), 0.0 if weight is None else weight
+    out: list[tuple[int, int, float]] = []
+    at = 0
+    for start, stop, train in ranges:
+        out += [(at, start, 0.0)] if at < start else []
+        out.append((start, stop, train and (1.0 if weight is None else weight)))
+        at = stop
+    return tuple([*out, (at, size, 0.0)] if at < size else out), weight
 
 
 def reasoning(owner: str, fields: Object, role: Role) -> str:

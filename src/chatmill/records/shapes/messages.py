@@ -21,6 +21,7 @@ _ROLES: dict[str, Role] = {role: role for role in ROLES}
 _FIELDS = (
     *("role", "content", "reasoning", "reasoning_content", "thinking", "tool_calls", "name", "tool_call_id"),
     *("weight", "train", "complete", "function_call", "refusal", "audio", "annotations"),
+    *fields.RANGE_KEYS,
 )
 
 
@@ -153,6 +154,8 @@ def _message(owner: str, turn: Object) -> Message:
     fields.refuse(owner, turn, "function_call", right="expected tool_calls")
     fields.refuse(owner, turn, "refusal", "audio", right="expected its text as content")
     calls = _tool_calls(owner, turn, role)
+    weight = fields.weight(owner, turn, role)
+    ranges, weight = fields.train_ranges(owner, turn, role, turn.get("content"), weight)
     return new_message(
         role,
         _content(owner, turn, calls),
@@ -160,7 +163,8 @@ def _message(owner: str, turn: Object) -> Message:
         calls,
         fields.optional_text(owner, turn, "name"),
         fields.optional_text(owner, turn, "tool_call_id"),
-        fields.weight(owner, turn, role),
+        weight,
+        train_ranges=ranges,
     )
 
 

@@ -39,8 +39,10 @@ def _sharegpt_message(owner: str, turn: Object) -> Message:
     role = fields.role(owner, turn, "from", _SHAREGPT_ROLES)
     value, weight = fields.text(owner, turn, "value"), fields.weight(owner, turn, role)
     if turn["from"] == "function_call":
+        ranges, weight = fields.train_ranges(owner, turn, role, None, weight)
         return new_message(role, tool_calls=_calls(owner, value), weight=weight)
-    return new_message(role, value, weight=weight)
+    ranges, weight = fields.train_ranges(owner, turn, role, value, weight)
+    return new_message(role, value, weight=weight, train_ranges=ranges)
 
 
 def _calls(owner: str, value: str) -> tuple[ToolCall, ...]:
@@ -58,6 +60,7 @@ def _tool_message(owner: str, turn: Object) -> Message:
     role = fields.role(owner, turn, "role", TOOL_ROLES)
     fields.refuse(owner, turn, "tool_calls", "function_call", right='expected a turn of role "assistant_toolcall"')
     weight = fields.weight(owner, turn, role)
+    ranges, weight = fields.train_ranges(owner, turn, role, turn.get("content"), weight)
     if turn["role"] == "toolresult":
         content = fields.required(owner, turn, "content")
         text = content if type(content) is str else compact(content)
@@ -68,4 +71,4 @@ def _tool_message(owner: str, turn: Object) -> Message:
         text = fields.optional_text(owner, turn, "content") or ""
     else:
         calls, text = (), fields.text(owner, turn, "content")
-    return new_message(role, text, fields.reasoning(owner, turn, role), calls, weight=weight)
+    return new_message(role, text, fields.reasoning(owner, turn, role), calls, weight=weight, train_ranges=ranges)
