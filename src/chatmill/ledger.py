@@ -19,6 +19,9 @@ Bucket = Literal[
     "read", "rejected", "rendered", "repeated", "injected", "padding", "stored", "truncated", "dropped", "noted"
 ]
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
+MAX_REASONS = 1000
+"""Reasons of one bucket; some are keys of records, of which there may be any number. All others are `OTHER`."""
+OTHER = "other"
 # "noted" counts rows that were kept but deserve a look (an answer that was cut); it is not part of the balance.
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
     ("records", "rows", ("read",), ("rejected", "rendered")),
@@ -46,6 +49,8 @@ class Ledger:
         """Count rows and tokens in a bucket; `trained` is how many of the tokens have a weight over 0."""
         if min(rows, tokens, trained) < 0 or trained > tokens:
             raise ValueError(f"{bucket}: rows {rows}, tokens {tokens}, trained {trained} cannot be counted")
+        if (bucket, reason) not in self.entries and sum(key[0] == bucket for key in self.entries) >= MAX_REASONS:
+            reason = OTHER
         self.entries.setdefault((bucket, reason), LedgerEntry()).plus(rows, tokens, trained)
 
     def merge(self, other: Ledger) -> None:

@@ -315,7 +315,18 @@ def weigh(spans: Table, first_span: Index, train_on: TrainOn) -> None:
         # Without a user message all of them: the number is -1 then.
         of_user = (role == Role.USER) & (spans["message"] != NO_MESSAGE)
         trained &= spans["message"] > _last_message(spans, first_span, of_user)
-    spans["weight"] = np.where(decided, trained, spans["weight"])
+    spans["weight"] = np.where(decided, trained * _record_weights(spans, first_span, decided), spans["weight"])
+
+
+def _record_weights(spans: Table, first_span: Index, decided: NDArray[np.bool_]) -> NDArray[np.float32] | float:
+    """For each span the weight of its record, which is that of the spans of its segment that are trained by role."""
+    weight = np.where(decided, spans["weight"], np.float32(0))
+    if not np.any((weight != 0) & (weight != 1)):
+        return 1.0
+    counts = np.diff(first_span)
+    largest = np.zeros(len(counts), dtype=np.float32)
+    largest[counts > 0] = np.maximum.reduceat(weight, first_span[:-1][counts > 0])
+    return np.repeat(np.where(largest > 0, largest, np.float32(1)), counts)
 
 
 def _last_message(spans: Table, first_span: Index, chosen: NDArray[np.bool_]) -> Index:

@@ -113,7 +113,11 @@ def test_a_record_takes_messages_dicts_and_tool_definitions():
     assert Record([]).messages == []
     for turns, fault in (
         ([hello, "Hello"], "message 1 is a string; expected an object"),
-        ("Hi", "the record has a string as messages; expected a list of messages"),
+        (
+            "Hi",
+            "the record has a string as messages that is not JSON: invalid JSON at column 1 (invalid character); "
+            "expected a list of messages, or JSON text of one",
+        ),
     ):
         with pytest.raises(RecordError) as refused:
             Record(turns)

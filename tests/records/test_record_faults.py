@@ -67,12 +67,18 @@ RECORDS = {
         (turn(content=None), f"message 1 has null as content; {PARTS}"),
         (turn(content={"a": 1}), f"message 1 has an object as content; {PARTS}"),
         ({"messages": [{"role": "user"}]}, f"message 0 has no content; {PARTS}"),
-        (turn(content=["x"]), 'message 1, part 0 is a string; expected {"type": "text", "text": …}'),
+        (
+            turn(content=["x"]),
+            'message 1, part 0 is a string; expected {"type": "text", "text": …}, or the types reasoning and tool_call',
+        ),
         (
             turn(content=[{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "u"}]),
-            'message 1, part 1 has type "image_url"; expected {"type": "text", "text": …}',
+            'message 1, part 1 has type "image_url"; only text can be trained; leave these records out',
         ),
-        (turn(content=[{"text": "a"}]), 'message 1, part 0 has no type; expected {"type": "text", "text": …}'),
+        (
+            turn(content=[{"text": "a"}]),
+            'message 1, part 0 has no type; expected {"type": "text", "text": …}, or the types reasoning and tool_call',
+        ),
         (turn(content=[{"type": "text", "text": 1}]), "message 1, part 0 has a number as text; expected a string"),
         (turn(name=3), "message 1 has a number as name; expected a string"),
         (turn(tool_call_id=[]), "message 1 has a list as tool_call_id; expected a string"),
@@ -99,7 +105,10 @@ RECORDS = {
         ),
         (turn(function_call={"name": "f"}), 'message 1 has a "function_call"; expected tool_calls'),
         (turn(refusal="no"), 'message 1 has a "refusal"; expected its text as content'),
-        (turn(audio={"id": "x"}), 'message 1 has a "audio"; expected its text as content'),
+        (
+            turn(audio={"id": "x"}),
+            'message 1 has "audio", and only text can be trained; leave these records out, or take the key out of them',
+        ),
         (turn(tool_calls={}), "message 1 has an object as tool_calls; expected a list"),
         (turn(tool_calls=["f"]), "message 1, tool call 0 is a string; expected an object with name and arguments"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,8 +11,10 @@ from chatmill.records import SHAPES, Message, Record, ToolCall
 from chatmill.records.record import Role
 
 
-def record(*messages: Message, id: str | None = None, tools: tuple[str, ...] = (), line: int = 1) -> Record:
-    return Record(list(messages), id, tools, source="a", file="a.jsonl", line=line)
+def record(
+    *messages: Message, id: str | None = None, tools: tuple[str, ...] = (), line: int = 1, **others: Any
+) -> Record:
+    return Record(list(messages), id, tools, source="a", file="a.jsonl", line=line, **others)
 
 
 @pytest.fixture
@@ -81,6 +84,7 @@ def test_messages_with_all_that_a_message_can_carry(one):
             Message("assistant", "5", weight=1.0),
             Message("assistant", "6", weight=0.25),
             tools=('{"type":"function","function":{"name":"f","description":"ü"}}',),
+            unread_keys=("messages[].other",),
         )
     ]
 
@@ -93,8 +97,8 @@ def test_numbers_in_arguments_keep_their_digits(one):
     assert found == record(Message("assistant", tool_calls=calls))
 
 
-def test_an_escaped_nul_and_a_repeated_key_are_legal_json(read_bytes):
-    data = b'{"messages": [], "messages": [{"role": "bot", "role": "user", "content": "a\\u0000b"}]}'
+def test_an_escaped_nul_is_legal_json(read_bytes):
+    data = b'{"messages": [{"role": "user", "content": "a\\u0000b"}]}'
     assert read_bytes(data, shape="messages") == ([record(user("a\0b"))], [])
 
 
@@ -162,8 +166,8 @@ def test_dolly_joins_context_below_the_instruction(one):
         {"instruction": "Who?", "context": "", "response": "?", "category": 1},
     )
     assert found == [
-        record(user("Who?\n\nAnn came."), assistant("Ann")),
-        record(user("Who?"), assistant("?"), line=2),
+        record(user("Who?\n\nAnn came."), assistant("Ann"), unread_keys=("category",)),
+        record(user("Who?"), assistant("?"), line=2, unread_keys=("category",)),
     ]
 
 

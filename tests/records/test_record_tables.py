@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
@@ -25,8 +26,8 @@ def table(tmp_path, monkeypatch):
     return write
 
 
-def found(*messages: Message, id: str | None = None, line: int = 1) -> Record:
-    return Record(list(messages), id, source="a", file="a.parquet", line=line)
+def found(*messages: Message, id: str | None = None, line: int = 1, unread_keys: tuple[str, ...] = ()) -> Record:
+    return Record(list(messages), id, source="a", file="a.parquet", line=line, unread_keys=unread_keys)
 
 
 def test_rows_are_records_with_their_row_numbers(table):
@@ -37,16 +38,43 @@ def test_rows_are_records_with_their_row_numbers(table):
     ]
     table(
         [
-            {"id": 5, "messages": turns, "image": b"\xff", "score": math.nan},
-            {"id": None, "messages": turns[:1], "image": None, "score": 1.0},
+            {"id": 5, "messages": turns, "embedding": b"\xff", "score": math.nan},
+            {"id": None, "messages": turns[:1], "embedding": None, "score": 1.0},
         ],
         row_group_size=1,
     )
-    calls = (ToolCall("f", '{"x":1}', "c"),)
+    calls, unread_keys = (ToolCall("f", '{"x":1}', "c"),), ("score", "embedding")
+    answer = Message("assistant", tool_calls=calls, weight=0.5)
     assert list(read_records(["a.parquet"])) == [
-        found(Message("user", "é"), Message("assistant", tool_calls=calls, weight=0.5), id="5"),
-        found(Message("user", "é"), line=2),
+        found(Message("user", "é"), answer, id="5", unread_keys=unread_keys),
+        found(Message("user", "é"), line=2, unread_keys=unread_keys),
     ]
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_rows_with_images_are_refused_and_rows_without_are_read(table, empty):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    images = [empty, [{"bytes": b"\x89PNG", "path": "a.png"}], empty] * 9
+    table([{"messages": turns, "images": each} for each in images])
+    faults: list[str] = []
+    records = list(read_records(["a.parquet"], on_error="skip", on_reject=lambda fault: faults.append(str(fault))))
+    assert [record.line for record in records] == [at for at in range(1, 28) if at % 3 != 2]
+    assert {record.unread_keys for record in records} == {()}
+    assert len(faults) == 9
+    assert faults[0].startswith('a.parquet:2: the record has "images", and only text can be trained; leave')
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    column = pyarrow.array([[{"role": "user", "content": "a"}]])
+    parquet.write_table(pyarrow.Table.from_arrays([column, column], ["messages", "messages"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match='two columns "messages"; expected each name once'):
+        list(read_records([tmp_path / "a.parquet"], shape="messages"))
+
+
+def test_messages_as_json_text_in_a_table(table):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    table([{"messages": json.dumps(turns), "id": "1"}])
+    assert list(read_records(["a.parquet"])) == [found(Message("user", "q"), Message("assistant", "a"), id="1")]
 
 
 def test_many_rows_come_in_order(table):

@@ -9,8 +9,8 @@ import pytest
 from chatmill.records import Message, Record
 
 
-def record(*messages: Message, id: str, line: int = 1) -> Record:
-    return Record(list(messages), id, source="a", file="a.jsonl", line=line)
+def record(*messages: Message, id: str, line: int = 1, unread_keys: tuple[str, ...] = ()) -> Record:
+    return Record(list(messages), id, source="a", file="a.jsonl", line=line, unread_keys=unread_keys)
 
 
 def user(content: str) -> Message:
@@ -67,7 +67,10 @@ def flat(tree, id, parent=None):
 
 def test_oasst1_takes_the_best_ranked_standing_reply_of_a_tree(read_bytes):
     data = lines([{"message_tree_id": "t1", "tree_state": "ready", "prompt": TREE}])
-    assert read_bytes(data, shape="oasst1") == ([record(*BEST, id="t1")], [])
+    assert read_bytes(data, shape="oasst1") == (
+        [record(*BEST, id="t1", unread_keys=("tree_state",))],
+        [],
+    )
 
 
 def test_oasst1_groups_flat_messages_by_tree(read_bytes):

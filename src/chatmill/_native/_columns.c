@@ -342,7 +342,78 @@ static PyObject *columns(PyObject *module, PyObject *args) {
     return found;
 }
 
-static PyMethodDef methods[] = {{"columns", columns, METH_VARARGS, columns_doc}, {NULL, NULL, 0, NULL}};
+/* Keys that are given twice. */
+
+#define MAX_DEPTH 64
+#define MAX_KEYS 64 /* of one object: they are compared pairwise */
+
+typedef struct {
+    const uint8_t *name;
+    size_t size;
+} Key;
+
+/* Behind the string that begins before `at`, or NULL if it does not end; `escaped` is set if it holds a backslash. */
+static const uint8_t *skip_string(const uint8_t *at, const uint8_t *end, int *escaped) {
+    for (; at < end && *at != '"'; at++)
+        if (*at == '\\') {
+            *escaped = 1;
+            at++;
+        }
+    return at < end ? at + 1 : NULL;
+}
+
+/* Whether an object in JSON text may have the same key twice. 1 also for objects with many keys or keys with escapes,
+   for deep nesting and for text that is not JSON: then Python has to look. */
+static int may_repeat_key(const uint8_t *at, const uint8_t *end) {
+    Key keys[MAX_DEPTH * 8]; /* of all open objects, the innermost last */
+    size_t first[MAX_DEPTH], count = 0, depth = 0;
+    uint64_t is_object = 0; /* a bit for each level */
+    int expects_key = 0;
+    while (at < end) {
+        uint8_t c = *at++;
+        if (c == '"') {
+            int escaped = 0;
+            const uint8_t *name = at;
+            if (!(at = skip_string(at, end, &escaped))) return 1;
+            if (!expects_key) continue;
+            size_t size = at - 1 - name, from = first[depth - 1];
+            if (escaped || count - from >= MAX_KEYS || count == COUNT(keys)) return 1;
+            for (size_t n = from; n < count; n++)
+                if (keys[n].size == size && !memcmp(keys[n].name, name, size)) return 1;
+            keys[count++] = (Key){name, size};
+            expects_key = 0;
+        } else if (c == '{' || c == '[') {
+            if (depth == MAX_DEPTH) return 1;
+            expects_key = c == '{';
+            is_object = (is_object & ~(1ull << depth)) | (uint64_t)expects_key << depth;
+            first[depth++] = count;
+        } else if (c == '}' || c == ']') {
+            if (!depth) return 1;
+            count = first[--depth];
+            expects_key = 0;
+        } else if (c == ',') {
+            expects_key = depth && is_object >> (depth - 1) & 1;
+        }
+    }
+    return 0;
+}
+
+PyDoc_STRVAR(may_repeat_key_doc,
+             "may_repeat_key(text: bytes) -> bool\n\n"
+             "False if no object in this JSON text, or lines of it, has a key twice; True if it has, or if only a\n"
+             "parser can tell.");
+
+static PyObject *may_repeat_key_of(PyObject *module, PyObject *text) {
+    (void)module;
+    char *data;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(text, &data, &size)) return NULL;
+    return PyBool_FromLong(may_repeat_key((uint8_t *)data, (uint8_t *)data + size));
+}
+
+static PyMethodDef methods[] = {{"columns", columns, METH_VARARGS, columns_doc},
+                                {"may_repeat_key", may_repeat_key_of, METH_O, may_repeat_key_doc},
+                                {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_columns", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__columns(void) { return PyModule_Create(&definition); }

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from chatmill.errors import one_line
 from chatmill.ledger import Ledger
+from chatmill.prepare.rejects import UNREAD_KEY
 
 T = TypeVar("T")
 
@@ -43,9 +44,17 @@ OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace the fi
 def print_losses(ledger: Ledger, *, err: bool = False) -> None:
     """Say what was cut, dropped, repeated or noted, one line for each reason."""
     for bucket, reason, entry in ledger:
-        if bucket in ("repeated", "truncated", "dropped", "noted"):
+        if reason.startswith(UNREAD_KEY):
+            typer.echo(f"look: {unread_key(reason, entry.rows)}", err=err)
+        elif bucket in ("repeated", "truncated", "dropped", "noted"):
             rows = f"{entry.rows:,} rows, " if entry.rows else ""
             typer.echo(f"  {bucket} {reason}: {rows}{entry.tokens:,} tokens", err=err)
+
+
+def unread_key(reason: str, rows: int) -> str:
+    """What to say about a key of records that is not read."""
+    noun = "record has" if rows == 1 else "records have"
+    return f'{rows:,} {noun} the key "{reason.removeprefix(UNREAD_KEY)}", which is not read'
 
 
 def print_ledger(ledger: Ledger) -> None:

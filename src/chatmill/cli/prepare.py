@@ -14,14 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from chatmill.cli.expand import key_options
 from chatmill.cli.guard import guarded
-from chatmill.cli.options import AsJson, echo_json, echo_line, print_ledger, progress_on_stderr, share
+from chatmill.cli.options import AsJson, echo_json, echo_line, print_ledger, progress_on_stderr, share, unread_key
 from chatmill.cli.record_options import Inputs, RejectsFile, Shape
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job, load_recipe
 from chatmill.prepare.pipeline import BuildProgress, prepare_dataset
-from chatmill.prepare.rejects import Rejects, rejects_path
+from chatmill.prepare.rejects import UNREAD_KEY, Rejects, rejects_path
 from chatmill.records import expand
 from chatmill.store.metadata import Metadata
 
@@ -199,6 +199,8 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "answer_without_row": "{rows:,} answers have a weight of 0, or never close, and so no row of their own",
         "range_splits_token": "{tokens:,} tokens hold characters inside and outside of a range of train_ranges",
         "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
+        "record_weight": "{rows:,} records have a weight of their own, which multiplies that of their trained tokens",
+        "template_kwargs_unused": "{rows:,} records have chat_template_kwargs, which only --format template reads",
     }
     rendered = ledger.total("rendered").trained
     for bucket, reason, entry in ledger:
@@ -207,6 +209,8 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
             yield f"{lost}; raise --max-tokens, or use --fit windows"
         if bucket in ("noted", "dropped") and reason in reasons:
             yield reasons[reason].format(rows=entry.rows, tokens=entry.tokens)
+        if reason.startswith(UNREAD_KEY):
+            yield unread_key(reason, entry.rows)
 
 
 def script(shape: str, doc: str) -> None:

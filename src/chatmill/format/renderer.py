@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from chatmill.errors import RecordError
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Record
-from chatmill.rows import ORIGIN, File, Rows, TrainOn
+from chatmill.rows import ORIGIN, File, Index, Rows, Rule, Table, TrainOn
 from chatmill.tokenizer import Tokenizer
 
 Mask = Literal["derived", "tags"]
@@ -82,6 +82,16 @@ class Renderer(Protocol):
 
     def prompt_ids(self, record: Record) -> list[int]:
         """The ids that precede the next answer: the same in training and in inference."""
+
+
+def apply_record_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
+    """Multiply the weights of each row by the weight of its record."""
+    if isinstance(records, ChatColumns) or all(record.weight == 1 for record in records):
+        return
+    factor = np.repeat(np.array([record.weight for record in records], dtype=np.float32), np.diff(first_span))
+    spans["weight"] *= factor
+    # A record that is not trained stays so if other roles are trained later.
+    spans["rule"][(factor == 0) & (spans["rule"] == Rule.ROLE)] = Rule.FLAG
 
 
 def origins_of(records: Sequence[Record]) -> tuple[NDArray[np.void], tuple[File, ...]]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from chatmill.errors import RecordError
 from chatmill.format.chat_format import AFTER, BEGIN, BODY, CLOSE, END, OPEN, PARTS, ChatFormat, CompiledFormat
 from chatmill.format.messages import MessageColumns, content_place, message_columns, split_bodies, text_runs
-from chatmill.format.renderer import OnReject, Renderer, origins_of
+from chatmill.format.renderer import OnReject, Renderer, apply_record_weights, origins_of
 from chatmill.format.train_ranges import (
     REWRITES,
     TokenWeights,
@@ -108,7 +108,13 @@ class TurnRenderer:
     ) -> Rows:
         if not records:
             return EMPTY
-        return _rows(self, message_columns(records, self.format, self.compiled), train_on, ledger)
+        if ledger is not None and not isinstance(records, ChatColumns):
+            unused = sum(bool(record.template_kwargs) for record in records)
+            if unused:
+                ledger.add("noted", "template_kwargs_unused", rows=unused)
+        rows = _rows(self, message_columns(records, self.format, self.compiled), train_on, ledger)
+        apply_record_weights(records, rows.spans, rows.first_span)
+        return rows
 
     render_chunks = Renderer.render_chunks
 

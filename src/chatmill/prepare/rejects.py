@@ -7,7 +7,7 @@ import shutil
 import stat
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Literal, Self
 
@@ -22,6 +22,19 @@ from chatmill.store import files
 
 KEYS = ("file", "line", "id", "kind", "reason", "raw")
 """The keys of a line, in order."""
+
+
+UNREAD_KEY = "unread_key "
+"""Before the name of a key that the reader does not know: the reason of an entry in the ledger."""
+
+
+def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
+    """Note the keys of records that are not read, and records that have a weight of their own."""
+    for record in records:
+        for name in record.unread_keys:
+            ledger.add("noted", UNREAD_KEY + name, rows=1)
+        if record.weight != 1:
+            ledger.add("noted", "record_weight", rows=1)
 
 
 def rejects_path(output: Path | None) -> Path:
@@ -136,6 +149,7 @@ class CountedRecords:
     def __iter__(self) -> Iterator[Record]:
         for record in self._records:
             self.ledger.add("read", rows=1)
+            note_keys(self.ledger, (record,))
             yield record
 
     def reject(self, fault: RecordError) -> None:

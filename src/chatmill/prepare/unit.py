@@ -16,6 +16,7 @@ from chatmill.fit import truncate_with_sources
 from chatmill.format import Renderer, TemplateOptions, open_renderer
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
+from chatmill.prepare.rejects import note_keys
 from chatmill.prepare.staging import Staged, save
 from chatmill.prepare.unroll import render_unrolled, unrolled
 from chatmill.records import BytesRead, ChatColumns, FilePart, ReadLog, Record, Unrolled, keys_of, read_blocks
@@ -164,6 +165,8 @@ class _Records:
                 self._unit.part, on_fault=self._fault, on_end=partial(setattr, self, "lines"), log=self.log
             )
             for block in blocks:
+                if not isinstance(block, ChatColumns):
+                    note_keys(self.ledger, block)
                 if isinstance(block, ChatColumns) and not self._job.unroll and self._renderer.renders_columns(block):
                     if waiting:
                         yield waiting

@@ -95,7 +95,8 @@ def _train_answers(rows: Rows, batch: Sequence[Unrolled], answer: Index, first_n
     message = np.where(spans["message"] == NO_MESSAGE, -1, spans["message"].astype(np.int64))
     by_role = spans["rule"] == Rule.ROLE
     trained = (spans["role"] == Role.ASSISTANT) & (message == answer)
-    spans["weight"] = np.where(by_role, trained, spans["weight"])
+    weight = np.array([row.weight for each in batch for row in each.rows], dtype=np.float32)
+    spans["weight"] = np.where(by_role, trained * np.repeat(weight, spans_of_row), spans["weight"])
     repeated = (first_new > 0) & (message < first_new)
     by_message = by_role | (spans["rule"] == Rule.FLAG) | (spans["rule"] == Rule.RANGE)
     # A template renderer does not record why an earlier answer is context.

@@ -95,6 +95,12 @@ class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
     source: str = ""
     file: str = ""
     line: int = 0
+    weight: float = 1.0
+    """Multiplies the loss weight of every trained token."""
+    template_kwargs: str = ""
+    """Variables for the chat template, from `chat_template_kwargs`, as compact JSON."""
+    unread_keys: tuple[str, ...] = ()
+    """Keys that the reader does not know, such as `score` or `messages[].lang`."""
 
 
 new_message: Callable[..., Message] = MethodType(_construct, Message)

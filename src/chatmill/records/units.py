@@ -16,11 +16,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from chatmill.errors import DataError, RecordError
+from chatmill.errors import DataError, RecordError, one_line
 from chatmill.records.files import Units, open_bytes, shown
 from chatmill.records.read_log import ReadLog
 from chatmill.records.shapes import RAW_BYTES
 from chatmill.records.shapes.decode import decode
+from chatmill.records.shapes.fields import MEDIA_KEYS
 from chatmill.records.shapes.transcript import EOS
 
 _CHUNK = 1 << 18
@@ -29,7 +30,8 @@ BLOCK = 1 << 18
 WIDE_BLOCK = 1 << 20
 """The same for columns, which are compact, and cheaper per row the more rows they have."""
 TABLE_ROWS = 256
-"""Rows of a table that are decoded together."""
+"""Rows of a table that are decoded together; fewer where they hold images."""
+BYTES = "(bytes)"
 _SPACE = b" \t\r\n"
 _STRING = rb'(?:[^"\\]++|\\.)*+("?)'
 _STRING_END = re.compile(_STRING, re.DOTALL)
@@ -240,30 +242,49 @@ def _is_json(line: bytes) -> bool:
 def table_rows(path: Path, *, log: ReadLog | None = None) -> Units:
     """The rows of a Parquet file, each as one JSON object, with their numbers, from 1.
 
-
-    A missing number, which is NaN in a table, becomes null. Columns of bytes are not read: no field of a conversation
-    has that type.
+    A missing number, which is NaN in a table, becomes null. Bytes become the text `BYTES`: no field of a conversation
+    has that type, but whether a record has images decides whether it is refused.
     """
     try:
         import pyarrow
-        from pyarrow import parquet
+        from pyarrow import compute, parquet
     except ImportError:
         raise DataError(f"{shown(path)}: Parquet needs pyarrow; pip install 'chatmill[parquet]'") from None
     number = 0
     with open_bytes(path, log=log) as file:
         try:
             table = parquet.ParquetFile(file)
-            columns = [field.name for field in table.schema_arrow if not _holds_bytes(field.type, pyarrow.types)]
-            for batch in table.iter_batches(TABLE_ROWS, columns=columns, use_threads=False):
-                for row in batch.to_pylist():
+            names = table.schema_arrow.names
+            if repeated := [name for at, name in enumerate(names) if name in names[:at]]:
+                what = f'the table has two columns "{one_line(repeated[0])}"'
+                raise RecordError(what, "expected each name once", kind="duplicate_key")
+            of_bytes = [field.name for field in table.schema_arrow if _holds_bytes(field.type, pyarrow.types)]
+            media = [name for name in of_bytes if name in MEDIA_KEYS]
+            others = {name: BYTES for name in of_bytes if name not in media}
+            columns = [name for name in names if name not in others]
+            size = TABLE_ROWS // 16 if media else TABLE_ROWS
+            for batch in table.iter_batches(size, columns=columns, use_threads=False):
+                present = {name: _is_present(batch.column(name), compute, pyarrow.types) for name in media}
+                for at, row in enumerate(batch.drop_columns(media).to_pylist()):
                     number += 1
-                    yield number, _ENCODER.encode(row)
+                    marks = {name: BYTES if values[at] else None for name, values in present.items()}
+                    yield number, _ENCODER.encode({**row, **marks, **others})
             if number != table.metadata.num_rows:
                 raise ValueError("rows are missing")
+        except RecordError:
+            raise
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError):
             fault = RecordError("the Parquet file is corrupt", "expected a whole file; copy it again", kind="parquet")
             fault.line = number + 1
             raise fault from None
+
+
+def _is_present(column: Any, compute: Any, types: Any) -> list[bool]:
+    """By row: whether a column holds anything, where an empty list is nothing."""
+    if types.is_list(column.type) or types.is_large_list(column.type):
+        return [bool(length) for length in compute.list_value_length(column).to_pylist()]
+    present: list[bool] = column.is_valid().to_pylist()
+    return present
 
 
 def _holds_bytes(kind: Any, types: Any) -> bool:

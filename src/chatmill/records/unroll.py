@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from chatmill.errors import RecordError
-from chatmill.records.record import Message, Record, new_record
+from chatmill.records.record import Message, Record
 from chatmill.rows import Rule, TrainOn
 
 MAX_ROWS = 1024
@@ -97,4 +99,4 @@ def _context_rule(message: Message, *, by_role: bool) -> Rule:
 def _prefix(record: Record, stop: int) -> Record:
     if stop == len(record.messages):
         return record
-    return new_record(record.messages[:stop], record.id, record.tools, record.source, record.file, record.line)
+    return msgspec.structs.replace(record, messages=record.messages[:stop])

@@ -18,9 +18,9 @@ import msgspec
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import MAX_LINE_BYTES, Record
 from chatmill.records.files import expand, shown, source_name
-from chatmill.records.shapes import messages
+from chatmill.records.shapes import messages, parsed_record
 from chatmill.records.shapes.decode import decode_object, named
-from chatmill.records.shapes.fields import record_id
+from chatmill.records.shapes.fields import KeyReader, record_id
 from chatmill.records.units import lines
 
 
@@ -51,9 +51,9 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
         id = None
         try:
             record = decode_object(data)
-            id = record_id(record)
-            turns, _, tools = messages.parse(record)
+            id = record_id(KeyReader("the record", "", record, {}))
             objects = record.get("objects")
+            parsed = messages.parse({key: value for key, value in record.items() if key != "objects"})
             if id is None:
                 raise RecordError("the record has no id", 'expected "id", which rollouts name it by', kind="id")
             if id in seen:
@@ -64,7 +64,7 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
             for number, thing in enumerate(objects):
                 if not isinstance(thing, dict):
                     raise RecordError(f"object {number} is {named(thing)}", "expected an object", kind="objects")
-            if turns[-1].role == "assistant":
+            if parsed.messages[-1].role == "assistant":
                 right = "expected a question at the end: the answer is the model's, the truth is in objects"
                 raise RecordError("the last message is an answer", right, kind="answered")
         except RecursionError:
@@ -73,7 +73,7 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
         except RecordError as fault:
             raise fault.at(name, line, id) from None
         seen[id] = line
-        yield GroundTruth(Record(turns, id, tools, source, name, line), tuple(objects))
+        yield GroundTruth(parsed_record(parsed, source, name, line), tuple(objects))
 
 
 def _one(path: str | Path) -> Path:

@@ -11,9 +11,10 @@ from itertools import chain
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from chatmill.errors import DataError, RecordError, UsageError
-from chatmill.format.renderer import Mask, OnReject, Renderer
+from chatmill.format.renderer import Mask, OnReject, Renderer, apply_record_weights
 from chatmill.format.template.answer_check import check_answers, without_prompt_space
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.control_tokens import ControlTokens
@@ -29,7 +30,7 @@ from chatmill.format.template.tracing.trace import ReadyStep, fill_slots, merge_
 from chatmill.format.template.turn_marks import TurnMarks, learn_turn_marks
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Message, Record
-from chatmill.rows import Rows, TrainOn
+from chatmill.rows import Rows, TrainOn, concat
 from chatmill.tokenizer import Tokenizer
 from chatmill.tokenizer.control_encoder import ControlEncoder, unmarked_tokens, with_declared
 
@@ -41,6 +42,8 @@ MAX_CELLS = 2**20
 """Cells and steps of all cached traces together."""
 MAX_SHAPES = 2**17
 """Shapes that are remembered as met."""
+MAX_KWARGS = 16
+"""Different `chat_template_kwargs` of records; each has traces and a process of its own."""
 LAST_ONLY = b"\xfe"
 """Suffix of the shapes of conversations of which only the last answer is derived; no other shape ends so."""
 ANSWER = "Yes."
@@ -74,11 +77,17 @@ class TemplateRenderer:
         text_tokens: Collection[str] | None = None,
         allow_no_end: bool = False,
         strip_prompt_space: bool = False,
+        kwargs: str = "",
     ) -> None:
-        """`text_tokens`: the added tokens that may come from text; None: as transformers, learned from the template."""
+        """`text_tokens`: the added tokens that may come from text; None: as transformers, learned from the template.
+
+        `kwargs`: the `chat_template_kwargs` of the records that it renders, which are among the arguments.
+        """
         self.folder, self.mask, self.now = folder, mask, now
         self.allow_no_end, self.strip_prompt_space = allow_no_end, strip_prompt_space
         self.arguments = dict(arguments or {})
+        self._kwargs = kwargs
+        self._variants: dict[str, TemplateRenderer] = {}
         raw = None if folder.tokenizer_json is None else folder.tokenizer_json.read_bytes()
         if raw is not None:
             raw = with_declared(raw, folder.declared, tokenizer.control_ids)
@@ -183,12 +192,51 @@ class TemplateRenderer:
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
     ) -> Rows:
         batch = [record if isinstance(record, LaidOutRecord) else self.lay_out(record) for record in records]
-        tags = self.mask == "tags"
-        return self._encode(batch, train_on=train_on, tags=tags, ledger=ledger or Ledger())
+        options: dict[str, Any] = {"train_on": train_on, "tags": self.mask == "tags", "ledger": ledger or Ledger()}
+        renderers = [self._for_record(record) for record in batch] if any(map(_kwargs, batch)) else []
+        if not renderers:
+            rows = self._encode(batch, **options)
+            apply_record_weights(batch, rows.spans, rows.first_span)
+            return rows
+        # Rows of one renderer together, then in the order of the records.
+        order: list[int] = []
+        parts = []
+        for renderer in dict.fromkeys(renderers):
+            chosen = [at for at, each in enumerate(renderers) if each is renderer]
+            parts.append(renderer._encode([batch[at] for at in chosen], **options))
+            order += chosen
+        rows = concat(parts).take(np.argsort(order))
+        apply_record_weights(batch, rows.spans, rows.first_span)
+        return rows
 
     render_chunks = Renderer.render_chunks
 
+    def _for_record(self, record: Record) -> TemplateRenderer:
+        """The renderer with the variables of the record's `chat_template_kwargs`; this one if it has none."""
+        if record.template_kwargs == self._kwargs:
+            return self
+        if record.template_kwargs not in self._variants:
+            if len(self._variants) == MAX_KWARGS:
+                what = f"more than {MAX_KWARGS} different chat_template_kwargs in the records"
+                raise RecordError(
+                    what, "expected a few, such as enable_thinking true and false", kind="template_kwargs"
+                )
+            self._variants[record.template_kwargs] = TemplateRenderer(
+                self.folder,
+                self._tokenizer,
+                arguments={**self.arguments, **msgspec.json.decode(record.template_kwargs)},
+                mask=self.mask,
+                now=self.now,
+                text_tokens=self.text_tokens.ids,
+                allow_no_end=self.allow_no_end,
+                strip_prompt_space=self.strip_prompt_space,
+                kwargs=record.template_kwargs,
+            )
+        return self._variants[record.template_kwargs]
+
     def prompt_ids(self, record: Record) -> list[int]:
+        if (renderer := self._for_record(record)) is not self:
+            return renderer.prompt_ids(record)
         answered = msgspec.structs.replace(record, messages=[*record.messages, Message("assistant", ANSWER)])
         try:
             derived = self.derive(answered, mask="derived")
@@ -251,6 +299,8 @@ class TemplateRenderer:
     def lay_out(self, record: Record, *, last_only: bool = False) -> LaidOutRecord:
         """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
         try:
+            if (renderer := self._for_record(record)) is not self:
+                return renderer.lay_out(record, last_only=last_only)
             if any(message.train_ranges for message in record.messages):
                 what = "it has train_ranges, which chat templates do not support"
                 raise RecordError(what, "use a preset, or leave them out", kind="vague_range")
@@ -396,8 +446,12 @@ class TemplateRenderer:
             raise RecordError(what, "leave it out", kind="not_alike")
 
 
+def _kwargs(record: Record) -> str:
+    return record.template_kwargs
+
+
 def _laid_out(
     record: Record, layout: TokenLayout, slots: list[str], notes: tuple[str, ...], expected: ExpectedAnswers | None
 ) -> LaidOutRecord:
-    fields = (record.messages, record.id, record.tools, record.source, record.file, record.line)
-    return LaidOutRecord(*fields, layout=layout, slots=slots, notes=notes, expected=expected)
+    fields = {name: getattr(record, name) for name in Record.__struct_fields__}
+    return LaidOutRecord(**fields, layout=layout, slots=slots, notes=notes, expected=expected)

@@ -72,7 +72,7 @@ class ShapeParser:
             if len(data) > self.limit:
                 what = f"the record is longer than {self.limit} bytes"
                 raise RecordError(what, "expected at most that, or a higher limit", kind="too_long")
-            return [new_record(turns, id, tools, self.source, self.file, line) for turns, id, tools in self.read(data)]
+            return [parsed_record(parsed, self.source, self.file, line) for parsed in self.read(data)]
         except RecursionError:
             fault = RecordError("the record is nested too deeply", "expected fewer levels", kind="nesting")
         except RecordError as error:
@@ -84,10 +84,17 @@ class ShapeParser:
         """The records of a block of lines that can be decoded at once; none if it cannot."""
         parsed = self.decode_lines(block) if self.decode_lines is not None and len(block) <= self.limit else None
         source, file = self.source, self.file
+        # Only the common form is decoded so, and it has no other keys.
         return [
-            new_record(turns, id, tools, source, file, line)
-            for line, (turns, id, tools) in enumerate(parsed or (), first_line)
+            new_record(each.messages, each.id, each.tools, source, file, line)
+            for line, each in enumerate(parsed or (), first_line)
         ]
+
+
+def parsed_record(parsed: ParsedRecord, source: str, file: str, line: int) -> Record:
+    """The record of what was parsed on a line."""
+    turns, id, tools, *others = parsed
+    return new_record(turns, id, tools, source, file, line, *others)
 
 
 def parser(shape: str, *, file: str, source: str, limit: int) -> ShapeParser:

@@ -8,7 +8,15 @@ from typing import Any
 
 import msgspec
 
-from chatmill.errors import RecordError
+from chatmill.errors import RecordError, one_line
+
+try:
+    from chatmill._native._columns import may_repeat_key as may_repeat_key
+except ImportError:  # pragma: no cover
+
+    def may_repeat_key(text: bytes, /) -> bool:
+        return True
+
 
 _DECODER = msgspec.json.Decoder()
 # An escaped high surrogate without its low one, or a low one without its high one; `\\ud800` is plain text.
@@ -20,11 +28,42 @@ _REASON = re.compile(r"JSON is malformed: (.*) \(byte (\d+)\)")
 
 
 def decode(data: bytes) -> Any:
-    """The JSON value of `data`. A `RecursionError` from nesting that is too deep is left to the caller."""
+    """The JSON value of `data`, in which no object has a key twice.
+
+    A `RecursionError` from nesting that is too deep is left to the caller.
+    """
     try:
-        return _DECODER.decode(data)
+        value = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _diagnose(data, str(error)) from None
+    if (key := repeated_key(data)) is not None:
+        what = f'the key "{one_line(key)}" is given twice in one object'
+        raise RecordError(what, "expected each key once", kind="duplicate_key")
+    return value
+
+
+class _RepeatedKeyError(Exception):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise _RepeatedKeyError(key)
+        seen.add(key)
+
+
+def repeated_key(data: bytes) -> str | None:
+    """A key that an object in `data`, which is valid JSON, has twice; None if there is none."""
+    if not may_repeat_key(data):
+        return None
+    try:
+        # Numbers stay text: only keys matter, and Python limits the digits of a number.
+        json.loads(data, object_pairs_hook=_unique, parse_int=str, parse_float=str)
+    except _RepeatedKeyError as error:
+        return str(error)
+    return None
 
 
 def decode_object(data: bytes) -> dict[str, Any]:

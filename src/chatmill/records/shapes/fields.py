@@ -1,4 +1,7 @@
-"""Checked access to the fields that several shapes share; a fault names its owner (`message 3`, counted from 0)."""
+"""Read the keys of a record one by one, with checks; keys that are not read are reported.
+
+A fault names the owner of a key (`message 3`, counted from 0).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,31 @@ from chatmill.records.record import ROLES, Message, Role, ToolCall, new_message,
 from chatmill.records.shapes.decode import compact, decode, named
 
 Object = dict[str, Any]
-TrainRanges = tuple[tuple[int, int, float], ...]
 
 TEXT_ROLES: dict[str, Role] = {role: role for role in ROLES if role != "tool"}
-RANGE_KEYS = ("train_ranges", "train_detail", "training_detail")
-"""chatmill's own, and the two names that Axolotl's docs and code have for theirs."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+FLAG_KEYS = ("train", "training", "loss", "masked")
+"""Booleans by which a message is trained or not; `training` is Axolotl's, `loss` ms-swift's, `masked` torchtune's."""
+WEIGHT_KEYS = ("weight", "loss_weight", "loss_scale")
+"""Numbers; `loss_weight` is LLaMA-Factory's, `loss_scale` ms-swift's."""
+ANSWER_KEYS = ("loss", "loss_weight", "loss_scale")
+"""Keys of trainers that train no message but the assistant's, whatever these say."""
 # Weights are stored as 32-bit floats, in which a larger one is infinite and a smaller one 0.
 _MIN_WEIGHT, _MAX_WEIGHT = 1.1754943508222875e-38, 3.4028234663852886e38
+
+MEDIA_KEYS = ("images", "image", "videos", "video", "audios", "audio")
+PREFERENCE_KEYS = (
+    *("chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response"),
+    *("preferred_output", "non_preferred_output"),
+)
+LABEL_KEYS = ("label", "kto_tag")
+"""Booleans that say whether an answer is wanted, as in data for KTO."""
+RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
+"""Arguments of `apply_chat_template` that are not for the template, or that chatmill gives itself."""
+
+MAX_UNREAD = 64
+"""Names of unread keys that are kept for one record; all others together are `OTHER_KEYS`."""
+OTHER_KEYS = "(other keys)"
 
 
 class ParsedRecord(NamedTuple):
@@ -26,6 +46,130 @@ class ParsedRecord(NamedTuple):
     messages: list[Message]
     id: str | None = None
     tools: tuple[str, ...] = ()
+    weight: float = 1.0
+    template_kwargs: str = ""
+    unread_keys: tuple[str, ...] = ()
+
+
+class KeyReader:
+    """The keys of one JSON object, each taken once. `finish` adds those that were not taken to the unread keys.
+
+    >>> turn = KeyReader("message 0", "messages[].", {"role": "user", "content": "Hi", "lang": "en"}, unread := {})
+    >>> turn.text("role"), turn.text("content")
+    ('user', 'Hi')
+    >>> turn.finish()
+    >>> list(unread)
+    ['messages[].lang']
+    """
+
+    __slots__ = ("_given", "_path", "_unread", "_values", "owner")
+
+    def __init__(self, owner: str, path: str, values: Object, unread: dict[str, None]) -> None:
+        self.owner = owner
+        self._path, self._given, self._values, self._unread = path, values, dict(values), unread
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def child(self, owner: str, path: str, values: Object) -> KeyReader:
+        """An object inside of this one; its unread keys go to the same place."""
+        return KeyReader(owner, self._path + path, values, self._unread)
+
+    def finish(self) -> None:
+        for key in self._values:
+            if len(self._unread) >= MAX_UNREAD:
+                self._unread[OTHER_KEYS] = None
+                return
+            self._unread[one_line(self._path + key)] = None
+
+    # Values of any type.
+
+    def take(self, key: str) -> Any:
+        """The value under `key`; None where it is null or missing."""
+        return self._values.pop(key, None)
+
+    def peek(self, key: str) -> Any:
+        return self._values.get(key)
+
+    def required(self, key: str) -> Any:
+        """The value under `key`, null included; a missing key is a fault."""
+        if key not in self._values:
+            keys = keys_shown(list(self._given)) or "none"
+            what = f'{self.owner} has no "{key}"'
+            raise RecordError(what, f"expected it among its keys ({keys})", kind="missing")
+        return self._values.pop(key)
+
+    def text(self, key: str) -> str:
+        """The string under `key`."""
+        value = self.required(key)
+        if type(value) is not str:
+            raise RecordError(f"{self.owner} has {named(value)} as {key}", "expected a string", kind="content")
+        return value
+
+    def optional_text(self, key: str) -> str | None:
+        """The string under `key`; None where it is null or missing."""
+        if self.peek(key) is None:
+            self.take(key)
+            return None
+        return self.text(key)
+
+    def role(self, key: str, roles: Mapping[str, Role]) -> Role:
+        """The role to which `roles` maps the name under `key`."""
+        right = f"expected {listed(tuple(roles))}"
+        if key not in self:
+            raise RecordError(f"{self.owner} has no {key}", right, kind="role")
+        value = self.take(key)
+        if type(value) is not str:
+            raise RecordError(f"{self.owner} has {named(value)} as {key}", right, kind="role")
+        if value not in roles:
+            raise RecordError(f"{self.owner} has {key} {quoted(value)}", right, kind="role")
+        return roles[value]
+
+    # Keys that are refused.
+
+    def refuse(self, *keys: str, right: str) -> None:
+        """Fault where one of `keys` is set, because its content would be lost without notice."""
+        for key in keys:
+            if self.take(key) is not None:
+                raise RecordError(f'{self.owner} has a "{key}"', right, kind="keys")
+
+    def refuse_media(self) -> None:
+        """Fault where there are images, videos or audio; an empty list of them is read as none."""
+        for key in MEDIA_KEYS:
+            if self.take(key) not in (None, [], "", {}):
+                what = f'{self.owner} has "{key}", and only text can be trained'
+                raise RecordError(what, "leave these records out, or take the key out of them", kind="media")
+
+    def refuse_preferences(self) -> None:
+        """Fault where there is more than the one answer to train on: pairs for DPO, labels for KTO."""
+        for key in PREFERENCE_KEYS:
+            if self.take(key) is not None:
+                what = f'{self.owner} has "{key}": it is preference data (DPO), with a better and a worse answer'
+                right = "expected one answer; --columns completion=chosen trains the better one"
+                raise RecordError(what, right, kind="preference")
+        for key in LABEL_KEYS:
+            if type(value := self.peek(key)) is bool:
+                what = f'{self.owner} has {named(value)} as "{key}": it is preference data (KTO), with unwanted answers'
+                right = "keep the records that are labelled true, and take the key out of them"
+                raise RecordError(what, right, kind="preference")
+            if value is None:
+                self.take(key)
+
+    def refuse_masks(self) -> None:
+        """Fault where another trainer would take from the record which messages to train."""
+        if type(self.peek("mask")) is str:
+            what = f'{self.owner} has "mask", by which NeMo trains all roles but those'
+            raise RecordError(what, "expected train: true or false in the messages", kind="keys")
+        if self.peek("only_last") is True:
+            what = f'{self.owner} has "only_last"'
+            raise RecordError(what, "take the key out, and train with --train-on last", kind="keys")
+
+    def only(self, known: Sequence[str]) -> None:
+        """Fault where there is any key besides the known ones."""
+        if unknown := [key for key in self._values if key not in known]:
+            noun = "key" if len(unknown) == 1 else "keys"
+            what = f"{self.owner} has the unknown {noun} {keys_shown(unknown)}"
+            raise RecordError(what, f"expected only {listed(known, 'and')}", kind="keys")
 
 
 def quoted(text: str) -> str:
@@ -38,30 +182,48 @@ def listed(words: Sequence[str], last: str = "or") -> str:
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def required(owner: str, fields: Object, key: str) -> Any:
-    """The value under `key`, null included; a missing key is a fault."""
-    if key not in fields:
-        keys = keys_shown(list(fields)) or "none"
-        raise RecordError(f'{owner} has no "{key}"', f"expected it among its keys ({keys})", kind="missing")
-    return fields[key]
+def keys_shown(keys: Sequence[str]) -> str:
+    """The first few keys, for a fault."""
+    return ", ".join(quoted(key) for key in keys[:6]) + (", …" if len(keys) > 6 else "")
 
 
-def text(owner: str, fields: Object, key: str) -> str:
-    """The string under `key`."""
-    value = required(owner, fields, key)
-    if type(value) is not str:
-        raise RecordError(f"{owner} has {named(value)} as {key}", "expected a string", kind="content")
-    return value
+# Records.
 
 
-def optional_text(owner: str, fields: Object, key: str) -> str | None:
-    """The string under `key`; None where it is null or missing."""
-    return text(owner, fields, key) if fields.get(key) is not None else None
+def read_record(
+    values: Object, read_messages: Callable[[KeyReader], list[Message]], *, id_key: str = "id"
+) -> ParsedRecord:
+    """The conversation of a record: its messages, and the keys that every shape has in common."""
+    unread: dict[str, None] = {}
+    record = KeyReader("the record", "", values, unread)
+    record.refuse_media()
+    record.refuse_preferences()
+    record.refuse_masks()
+    turns = read_messages(record)
+    weight = read_weight(record)
+    if weight is not None and any(turn.weight and weight * turn.weight > _MAX_WEIGHT for turn in turns):
+        raise RecordError("the weights of the record and a message are too large", "expected less", kind="weight")
+    parsed = ParsedRecord(
+        turns, record_id(record, id_key), tools(record), 1.0 if weight is None else weight, template_kwargs(record)
+    )
+    record.finish()
+    return parsed._replace(unread_keys=tuple(unread)) if unread else parsed
 
 
-def messages(fields: Object, key: str) -> list[Any]:
+def messages(record: KeyReader, key: str, read_message: Callable[[KeyReader], Message]) -> list[Message]:
+    """The messages in the list under `key`, which is not empty and may be given as JSON text."""
+    return [
+        read_turn(record, f"message {index}", f"{key}[].", turn, read_message)
+        for index, turn in enumerate(message_list(record, key))
+    ]
+
+
+def message_list(record: KeyReader, key: str) -> list[Any]:
     """The list of messages under `key`, at least one: objects, or `Message` where Python code gives them."""
-    turns = required("the record", fields, key)
+    turns = record.required(key)
+    if type(turns) is str:
+        what = f"the record has a string as {key} that is not JSON"
+        turns = json_value(turns, what, "expected a list of messages, or JSON text of one", kind="type")
     if type(turns) not in (list, tuple):
         raise RecordError(f"the record has {named(turns)} as {key}", "expected a list of messages", kind="type")
     if not turns:
@@ -72,40 +234,25 @@ def messages(fields: Object, key: str) -> list[Any]:
     return list(turns)
 
 
-def system(fields: Object) -> list[Message]:
+def read_turn(
+    record: KeyReader, owner: str, path: str, values: Object, read_message: Callable[[KeyReader], Message]
+) -> Message:
+    turn = record.child(owner, path, values)
+    turn.refuse_media()
+    message = read_message(turn)
+    turn.finish()
+    return message
+
+
+def system(record: KeyReader) -> list[Message]:
     """The message that a top-level `system` text stands for; none if it is missing or empty."""
-    text = optional_text("the record", fields, "system")
+    text = record.optional_text("system")
     return [new_message("system", text)] if text else []
 
 
-def conversation(
-    fields: Object,
-    key: str,
-    parse_message: Callable[[str, Object], Message],
-    head: Callable[[Object], list[Message]] = lambda fields: [],
-) -> ParsedRecord:
-    """The conversation of a record with `id`, `tools`, and a list of messages under `key`, after those of `head`."""
-    turns = enumerate(messages(fields, key))
-    body = [*head(fields), *(parse_message(f"message {index}", turn) for index, turn in turns)]
-    return ParsedRecord(body, record_id(fields), tools(fields))
-
-
-def role(owner: str, fields: Object, key: str, roles: Mapping[str, Role]) -> Role:
-    """The role to which `roles` maps the name under `key`."""
-    right = f"expected {listed(tuple(roles))}"
-    if key not in fields:
-        raise RecordError(f"{owner} has no {key}", right, kind="role")
-    value = fields[key]
-    if type(value) is not str:
-        raise RecordError(f"{owner} has {named(value)} as {key}", right, kind="role")
-    if value not in roles:
-        raise RecordError(f"{owner} has {key} {quoted(value)}", right, kind="role")
-    return roles[value]
-
-
-def record_id(fields: Object, key: str = "id") -> str | None:
+def record_id(record: KeyReader, key: str = "id") -> str | None:
     """The id of a record: a string, or a whole number as text."""
-    value = fields.get(key)
+    value = record.take(key)
     if value is None or type(value) is str:
         return value
     if type(value) is int:
@@ -113,171 +260,9 @@ def record_id(fields: Object, key: str = "id") -> str | None:
     raise RecordError(f"the record has {named(value)} as {key}", "expected a string or a whole number", kind="type")
 
 
-def weight(owner: str, fields: Object, role: Role) -> float | None:
-    """The weight that `train` or `weight` sets; None where neither is given. Tool results are never trained."""
-    train, number = fields.get("train"), fields.get("weight")
-    if train is not None and number is not None:
-        raise RecordError(f"{owner} has both train and weight", "expected one of them", kind="weight")
-    if train is not None:
-        if type(train) is not bool:
-            raise RecordError(f"{owner} has {named(train)} as train", "expected true or false", kind="weight")
-        number = train
-    elif number is not None:
-        if type(number) not in (int, float):
-            raise RecordError(f"{owner} has {named(number)} as weight", "expected a number from 0 up", kind="weight")
-        if number != 0 and not _MIN_WEIGHT <= number <= _MAX_WEIGHT:
-            what = f"{owner} has weight {one_line(str(number))}"
-            right = "expected 0 instead" if 0 < number < 1 else "expected a finite number from 0 up"
-            raise RecordError(what, right, kind="weight")
-    if number and role == "tool":
-        what = f"{owner} has a weight over 0 on a tool result"
-        raise RecordError(what, "expected none, or train: false", kind="weight")
-    return None if number is None else float(number)
-
-
-def train_ranges(
-    owner: str, fields: Object, role: Role, content: Any, weight: float | None
-) -> tuple[TrainRanges, float | None]:
-    """The ranges of `train_ranges`, or of Axolotl's `train_detail`, and the weight of the message with them.
-
-    `content` is the content as the record has it: ranges are about a text, not about parts.
-    """
-    given = [key for key in RANGE_KEYS if fields.get(key) is not None]
-    if not given:
-        return (), weight
-    key = given[0]
-    if len(given) > 1:
-        raise RecordError(f"{owner} has both {key} and {given[1]}", "expected one of them", kind="ranges")
-    entries = fields[key]
-    if type(entries) not in (list, tuple):
-        raise RecordError(f"{owner} has {named(entries)} as {key}", "expected a list of ranges", kind="ranges")
-    if role != "assistant" and entries:
-        what = f"{owner} has {key} on role {role}"
-        raise RecordError(what, "expected them on the assistant only", kind="ranges")
-    if type(content) is not str and entries:
-        what = f"{owner} has {key} and {named(content)} as content"
-        raise RecordError(what, "expected its content as one text", kind="ranges")
-    read = _range if key == "train_ranges" else _detail
-    ranges = sorted(read(f"{owner}, {key} {index}", entry) for index, entry in enumerate(entries))
-    for index, (start, stop, _) in enumerate(ranges):
-        where = f"{owner} has {key} of characters {start} to {stop - 1}"
-        if index and start < ranges[index - 1][1]:
-            raise RecordError(f"{where}, which others overlap", "expected ranges that do not overlap", kind="ranges")
-        if stop > len(content):
-            raise RecordError(where, f"its content has {len(content)} characters, the first is 0", kind="ranges")
-    if key == "train_ranges":
-        return tuple(ranges), weight
-    return _as_axolotl(ranges, len(content or ""), weight)
-
-
-def _range(owner: str, entry: Any) -> tuple[int, int, float]:
-    """[start, stop], [start, stop, weight], or the same by name, with weight or train."""
-    right = "expected [start, stop, weight]"
-    if type(entry) in (list, tuple):
-        if len(entry) not in (2, 3):
-            raise RecordError(f"{owner} has {len(entry)} values", right, kind="ranges")
-        start, stop, value = (*entry, 1.0)[:3]
-    elif type(entry) is dict:
-        only(owner, entry, ("start", "stop", "weight", "train"))
-        start, stop = required(owner, entry, "start"), required(owner, entry, "stop")
-        value = weight(owner, entry, "assistant")
-        value = 1.0 if value is None else value
-    else:
-        raise RecordError(f"{owner} is {named(entry)}", right, kind="ranges")
-    number = weight(owner, {"train" if type(value) is bool else "weight": value}, "assistant")
-    if number is None:
-        raise RecordError(f"{owner} has null as weight", right, kind="ranges")
-    return *_places(owner, start, stop), number
-
-
-def _detail(owner: str, entry: Any) -> tuple[int, int, float]:
-    """Axolotl's form: its `end_offset` is the last character."""
-    keys = ("begin_offset", "end_offset", "train")
-    if type(entry) is not dict:
-        raise RecordError(f"{owner} is {named(entry)}", f"expected an object with {listed(keys, 'and')}", kind="ranges")
-    only(owner, entry, keys)
-    begin, end, train = (required(owner, entry, key) for key in keys)
-    if type(train) is not bool:
-        raise RecordError(f"{owner} has {named(train)} as train", "expected true or false", kind="ranges")
-    return *_places(owner, begin, end + 1 if type(end) is int else end), float(train)
-
-
-def _places(owner: str, start: Any, stop: Any) -> tuple[int, int]:
-    for value in (start, stop):
-        if type(value) is not int:
-            raise RecordError(f"{owner} has {named(value)} as a place", "expected whole numbers", kind="ranges")
-    if not 0 <= start < stop:
-        what = f"{owner} holds no character"
-        raise RecordError(what, "expected its start from 0 up, and its stop after that", kind="ranges")
-    return start, stop
-
-
-def _as_axolotl(ranges: TrainRanges | list[Any], size: int, weight: float | None) -> tuple[TrainRanges, float | None]:
-    """Axolotl's rules: what no range trains is not trained, and nothing is if the message is not."""
-    if weight == 0:
-        return (), weight
-    if not ranges:
-        return (), 0.0 if weight is None else weight
-    out: list[tuple[int, int, float]] = []
-    at = 0
-    for start, stop, train in ranges:
-        out += [(at, start, 0.0)] if at < start else []
-        out.append((start, stop, train and (1.0 if weight is None else weight)))
-        at = stop
-    return tuple([*out, (at, size, 0.0)] if at < size else out), weight
-
-
-def reasoning(owner: str, fields: Object, role: Role) -> str:
-    """The text of `reasoning_content`, `reasoning` or `thinking`; empty where none is given."""
-    if fields.keys().isdisjoint(_REASONING):
-        return ""
-    given = {text for key in _REASONING if (text := optional_text(owner, fields, key))}
-    if len(given) > 1:
-        what = f"{owner} has a reasoning and another reasoning_content"
-        raise RecordError(what, "expected one of them", kind="content")
-    if given and role != "assistant":
-        raise RecordError(f"{owner} has reasoning on role {role}", "expected it on the assistant only", kind="content")
-    return given.pop() if given else ""
-
-
-def refuse(owner: str, fields: Object, *keys: str, right: str) -> None:
-    """Fault where one of `keys` is set, because its content would be lost without notice."""
-    for key in keys:
-        if fields.get(key) is not None:
-            raise RecordError(f'{owner} has a "{key}"', right, kind="keys")
-
-
-def only(owner: str, fields: Object, known: Sequence[str]) -> None:
-    """Fault where there is any key besides the known ones."""
-    if unknown := [key for key in fields if key not in known]:
-        noun = "key" if len(unknown) == 1 else "keys"
-        what = f"{owner} has the unknown {noun} {keys_shown(unknown)}"
-        raise RecordError(what, f"expected only {listed(known, 'and')}", kind="keys")
-
-
-def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
-    """A value that may be given as JSON text, decoded; what is not JSON is the fault `what`."""
-    try:
-        return decode(value.encode()) if type(value) is str else value
-    except RecordError as fault:
-        raise RecordError(f"{what}: {fault.what}", right, kind=kind) from None
-
-
-def tool_call(owner: str, fields: Any, id: str | None = None) -> ToolCall:
-    """A call from `{"name": …, "arguments": …}`, with arguments as an object or as JSON text of one."""
-    if type(fields) is not dict:
-        raise RecordError(f"{owner} is {named(fields)}", "expected an object with name and arguments", kind="arguments")
-    name, given, right = text(owner, fields, "name"), required(owner, fields, "arguments"), "expected a JSON object"
-    raw = given if type(given) is str else ""
-    given = json_value(given, f"{owner} has arguments that are not JSON", right, kind="arguments")
-    if type(given) is not dict:
-        raise RecordError(f"{owner} has {named(given)} as arguments", right, kind="arguments")
-    return ToolCall(name, compact(given), id, "" if not raw or raw == spaced_json(given) else raw)
-
-
-def tools(fields: Object) -> tuple[str, ...]:
+def tools(record: KeyReader) -> tuple[str, ...]:
     """The definitions under `tools`, a list of objects or JSON text of one, each as compact JSON."""
-    given, right = fields.get("tools"), "expected a list of tool definitions"
+    given, right = record.take("tools"), "expected a list of tool definitions"
     if given is None or (type(given) is str and not given.strip()):
         return ()
     given = json_value(given, "tools is not JSON", right, kind="tools")
@@ -291,6 +276,89 @@ def tools(fields: Object) -> tuple[str, ...]:
     return tuple(compact(tool) for tool in given)
 
 
-def keys_shown(keys: Sequence[str]) -> str:
-    """The first few keys, for a fault."""
-    return ", ".join(quoted(key) for key in keys[:6]) + (", …" if len(keys) > 6 else "")
+def template_kwargs(record: KeyReader) -> str:
+    """The variables for the chat template under `chat_template_kwargs`, as compact JSON; empty if there are none."""
+    given, right = record.take("chat_template_kwargs"), 'expected an object such as {"enable_thinking": false}'
+    given = json_value(given, "chat_template_kwargs is not JSON", right, kind="template_kwargs")
+    if given is None or given == {}:
+        return ""
+    if type(given) is not dict:
+        what = f"the record has {named(given)} as chat_template_kwargs"
+        raise RecordError(what, right, kind="template_kwargs")
+    for name in given:
+        if not name.isidentifier() or name in RESERVED_KWARGS:
+            what = f"chat_template_kwargs has {quoted(name)}"
+            raise RecordError(what, "expected names of variables of the template", kind="template_kwargs")
+    # Tables hold the names of all records in each, with null where a record does not have them.
+    given = {name: value for name, value in sorted(given.items()) if value is not None}
+    return compact(given) if given else ""
+
+
+# Messages.
+
+
+def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
+    """The weight that one of `FLAG_KEYS` or `WEIGHT_KEYS` sets; None where none is given.
+
+    Tool results are never trained.
+    """
+    given = {key: value for key in (*FLAG_KEYS, *WEIGHT_KEYS) if (value := fields.take(key)) is not None}
+    if not given:
+        return None
+    owner, (key, number) = fields.owner, next(iter(given.items()))
+    if len(given) > 1:
+        raise RecordError(f"{owner} has both {' and '.join(given)}", "expected one of them", kind="weight")
+    if key in FLAG_KEYS:
+        if type(number) is not bool:
+            raise RecordError(f"{owner} has {named(number)} as {key}", "expected true or false", kind="weight")
+        number = number != (key == "masked")
+    elif type(number) not in (int, float):
+        raise RecordError(f"{owner} has {named(number)} as {key}", "expected a number from 0 up", kind="weight")
+    elif number != 0 and not _MIN_WEIGHT <= number <= _MAX_WEIGHT:
+        right = "expected 0 instead" if 0 < number < 1 else "expected a finite number from 0 up"
+        raise RecordError(f"{owner} has {key} {one_line(str(number))}", right, kind="weight")
+    if number and key in ANSWER_KEYS and role not in (None, "assistant"):
+        what = f"{owner} has {key} on role {role}, which is never trained where that key comes from"
+        raise RecordError(what, "expected weight or train, if it is to be trained", kind="weight")
+    if number and role == "tool":
+        what = f"{owner} has a weight over 0 on a tool result"
+        raise RecordError(what, "expected none, or train: false", kind="weight")
+    return float(number)
+
+
+def reasoning(turn: KeyReader, role: Role) -> str:
+    """The text of `reasoning_content`, `reasoning` or `thinking`; empty where none is given."""
+    given = {text for key in REASONING_KEYS if key in turn and (text := turn.optional_text(key))}
+    if len(given) > 1:
+        what = f"{turn.owner} has a reasoning and another reasoning_content"
+        raise RecordError(what, "expected one of them", kind="content")
+    if given and role != "assistant":
+        what = f"{turn.owner} has reasoning on role {role}"
+        raise RecordError(what, "expected it on the assistant only", kind="content")
+    return given.pop() if given else ""
+
+
+def json_value(value: Any, what: str, right: str, *, kind: str) -> Any:
+    """A value that may be given as JSON text, decoded; what is not JSON is the fault `what`."""
+    try:
+        return decode(value.encode()) if type(value) is str else value
+    except RecordError as fault:
+        raise RecordError(f"{what}: {fault.what}", right, kind=kind) from None
+
+
+def tool_call(call: KeyReader, id: str | None = None) -> ToolCall:
+    """A call from `{"name": …, "arguments": …}`, with arguments as an object or as JSON text of one."""
+    owner, right = call.owner, "expected a JSON object"
+    name, given = call.text("name"), call.required("arguments")
+    raw = given if type(given) is str else ""
+    given = json_value(given, f"{owner} has arguments that are not JSON", right, kind="arguments")
+    if type(given) is not dict:
+        raise RecordError(f"{owner} has {named(given)} as arguments", right, kind="arguments")
+    return ToolCall(name, compact(given), id, "" if not raw or raw == spaced_json(given) else raw)
+
+
+def call_fields(turn: KeyReader, owner: str, path: str, value: Any) -> KeyReader:
+    """The keys of a tool call, which is an object."""
+    if type(value) is not dict:
+        raise RecordError(f"{owner} is {named(value)}", "expected an object with name and arguments", kind="arguments")
+    return turn.child(owner, path, value)

@@ -6,31 +6,33 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Message, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import named
-from chatmill.records.shapes.fields import Object, ParsedRecord
+from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
 
 
 def alpaca(record: Object) -> ParsedRecord:
     """`system` if given, the pairs of `history`, then instruction with input, and output."""
-    turns = fields.system(record) + _history(record) + _exchange(record, "input", "output")
-    return ParsedRecord(turns, fields.record_id(record))
+    return fields.read_record(record, _alpaca_messages)
 
 
 def dolly(record: Object) -> ParsedRecord:
-    """instruction with context, and response; `category` is not read."""
-    return ParsedRecord(_exchange(record, "context", "response"), fields.record_id(record))
+    """instruction with context, and response."""
+    return fields.read_record(record, lambda record: _exchange(record, "context", "response"))
 
 
-def _exchange(record: Object, context_key: str, answer_key: str) -> list[Message]:
+def _alpaca_messages(record: KeyReader) -> list[Message]:
+    return fields.system(record) + _history(record) + _exchange(record, "input", "output")
+
+
+def _exchange(record: KeyReader, context_key: str, answer_key: str) -> list[Message]:
     """The instruction, with its context below it after a blank line, and the answer."""
-    instruction = fields.text("the record", record, "instruction")
-    context = fields.optional_text("the record", record, context_key)
+    instruction = record.text("instruction")
+    context = record.optional_text(context_key)
     question = "\n\n".join(part for part in (instruction, context) if part)
-    answer = fields.text("the record", record, answer_key)
-    return [new_message("user", question), new_message("assistant", answer)]
+    return [new_message("user", question), new_message("assistant", record.text(answer_key))]
 
 
-def _history(record: Object) -> list[Message]:
-    history = record.get("history")
+def _history(record: KeyReader) -> list[Message]:
+    history = record.take("history")
     if history is None:
         return []
     right = "expected a list of [question, answer]"

@@ -14,15 +14,16 @@ import numpy as np
 from chatmill.errors import RecordError
 from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, new_message, new_record
 from chatmill.records.shapes import fields
-from chatmill.records.shapes.decode import named
-from chatmill.records.shapes.fields import Object, ParsedRecord, quoted
+from chatmill.records.shapes.decode import may_repeat_key, named, repeated_key
+from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, quoted
+from chatmill.records.shapes.ranges import read_ranges
 
 _ROLES: dict[str, Role] = {role: role for role in ROLES}
-_FIELDS = (
-    *("role", "content", "reasoning", "reasoning_content", "thinking", "tool_calls", "name", "tool_call_id"),
-    *("weight", "train", "complete", "function_call", "refusal", "audio", "annotations"),
-    *fields.RANGE_KEYS,
-)
+# Newer servers call the system message the developer's.
+_DEVELOPER: dict[str, Role] = {"developer": "system"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING_PARTS = ("reasoning", "thinking")
+_CALL_PARTS = ("tool_call", "function_call")
 
 
 class _CommonMessage(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -66,7 +67,7 @@ def decode(data: bytes, decoder: msgspec.json.Decoder[Any] = _DECODER) -> Parsed
         record = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return _conversation(record) if record.messages else None
+    return _conversation(record) if record.messages and repeated_key(data) is None else None
 
 
 def decode_primer(data: bytes) -> ParsedRecord | None:
@@ -77,7 +78,7 @@ def decode_primer(data: bytes) -> ParsedRecord | None:
 def decode_lines(block: bytes) -> list[ParsedRecord] | None:
     """The conversations of a block of lines, if every line is one record in the common form."""
     count = _object_lines(block)
-    if not count:
+    if not count or may_repeat_key(block):
         return None
     try:
         records = _DECODER.decode_lines(block)
@@ -109,108 +110,178 @@ def _conversation(record: _CommonRecord | _PrimerRecord) -> ParsedRecord:
 
 def parse(record: Object) -> ParsedRecord:
     """The conversation of one record in any of the accepted forms."""
-    fields.refuse("the record", record, "system", right='expected it as the first message, or shape "tool"')
-    fields.refuse("the record", record, "functions", right="expected tools and tool_calls")
-    return fields.conversation(record, "messages", _message)
+    return fields.read_record(record, _messages)
+
+
+def _messages(record: KeyReader) -> list[Message]:
+    record.refuse("system", right='expected it as the first message, or shape "tool"')
+    record.refuse("functions", right="expected tools and tool_calls")
+    return fields.messages(record, "messages", read_message)
 
 
 def parse_primer(record: Object) -> ParsedRecord:
     """The conversation of one primer record: exactly `messages`, each exactly `role` and `content`."""
-    turns = fields.messages(record, "messages")
-    fields.only("the record", record, ("messages",))
-    return ParsedRecord([_primer_message(f"message {index}", turn) for index, turn in enumerate(turns)])
+    whole = KeyReader("the record", "", record, {})
+    whole.only(("messages",))
+    turns = fields.message_list(whole, "messages")
+    return ParsedRecord(
+        [_primer_message(KeyReader(f"message {index}", "", turn, {})) for index, turn in enumerate(turns)]
+    )
 
 
-def _primer_message(owner: str, turn: Object) -> Message:
-    role, content = fields.role(owner, turn, "role", fields.TEXT_ROLES), fields.text(owner, turn, "content")
-    fields.only(owner, turn, ("role", "content"))
-    return new_message(role, content)
+def _primer_message(turn: KeyReader) -> Message:
+    turn.only(("role", "content"))
+    return new_message(turn.role("role", fields.TEXT_ROLES), turn.text("content"))
 
 
 def message_from_fields(given: Object, owner: str = "the message") -> Message:
-    """The message of these fields, as `parse` reads it; an unknown field is a fault."""
-    fields.only(owner, given, _FIELDS)
-    message = _message(owner, given)
-    return message if given.get("complete", True) else msgspec.structs.replace(message, complete=False)
+    """The message of these fields, as `parse` reads it; a field that it does not read is a fault."""
+    turn = KeyReader(owner, "", given, {})
+    complete = turn.take("complete")
+    turn.refuse_media()
+    message = read_message(turn)
+    turn.take("annotations")
+    turn.only(Message.__struct_fields__)
+    return message if complete in (None, True) else msgspec.structs.replace(message, complete=False)
 
 
 def record_from_fields(given: Object) -> Record:
     """The record of these fields, with messages as `Message` or as dicts of their fields; there may be none."""
-    fields.only("the record", given, Record.__struct_fields__)
-    turns = [] if given.get("messages") == [] else fields.messages(given, "messages")
+    record = KeyReader("the record", "", given, {})
+    record.only(Record.__struct_fields__)
+    turns = [] if given.get("messages") == [] else fields.message_list(record, "messages")
     messages = [
         turn if isinstance(turn, Message) else message_from_fields(turn, f"message {index}")
         for index, turn in enumerate(turns)
     ]
     tools = given.get("tools", ())
     if not isinstance(tools, tuple) or not all(isinstance(tool, str) for tool in tools):
-        tools = fields.tools(given)
-    return new_record(**{**given, "messages": messages, "id": fields.record_id(given), "tools": tools})
+        tools = fields.tools(record)
+    checked = {"messages": messages, "id": fields.record_id(record), "tools": tools}
+    if given.get("weight") is not None:
+        checked["weight"] = fields.read_weight(record)
+    return new_record(**{**given, **checked})
 
 
-def _message(owner: str, turn: Object) -> Message:
-    # Newer servers call the system message the developer's.
-    role = "system" if turn.get("role") == "developer" else fields.role(owner, turn, "role", _ROLES)
-    fields.refuse(owner, turn, "function_call", right="expected tool_calls")
-    fields.refuse(owner, turn, "refusal", "audio", right="expected its text as content")
-    calls = _tool_calls(owner, turn, role)
-    weight = fields.weight(owner, turn, role)
-    ranges, weight = fields.train_ranges(owner, turn, role, turn.get("content"), weight)
+def read_message(turn: KeyReader) -> Message:
+    """One message of OpenAI's form."""
+    role = turn.role("role", _ROLES if turn.peek("role") != "developer" else _DEVELOPER)
+    turn.refuse("function_call", right="expected tool_calls")
+    turn.refuse("refusal", right="expected its text as content")
+    weight = fields.read_weight(turn, role)
+    ranges, weight = read_ranges(turn, role, turn.peek("content"), weight)
+    calls = _tool_calls(turn, role)
+    content, reasoning, calls = _content(turn, role, calls)
     return new_message(
         role,
-        _content(owner, turn, calls),
-        fields.reasoning(owner, turn, role),
+        content,
+        reasoning,
         calls,
-        fields.optional_text(owner, turn, "name"),
-        fields.optional_text(owner, turn, "tool_call_id"),
+        turn.optional_text("name"),
+        turn.optional_text("tool_call_id"),
         weight,
         train_ranges=ranges,
     )
 
 
-def _content(owner: str, turn: Object, calls: tuple[ToolCall, ...]) -> str:
-    content = turn.get("content")
+def _content(turn: KeyReader, role: Role, calls: tuple[ToolCall, ...]) -> tuple[str, str, tuple[ToolCall, ...]]:
+    """The text, reasoning and calls of a message, of which its content parts may give any."""
+    reasoning = fields.reasoning(turn, role)
+    has_content, content = "content" in turn, turn.take("content")
     if type(content) is str:
-        return content
-    if content is None and calls:
-        return ""
+        return content, reasoning, calls
+    if content is None and (calls or reasoning):
+        return "", reasoning, calls
     if type(content) is not list:
-        what = f"{owner} has {named(content)} as content" if "content" in turn else f"{owner} has no content"
+        what = f"{turn.owner} has {named(content)} as content" if has_content else f"{turn.owner} has no content"
         raise RecordError(what, "expected a string or a list of text parts", kind="content")
-    return "".join(_text_part(f"{owner}, part {index}", part) for index, part in enumerate(content))
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls_of_parts: list[ToolCall] = []
+    for index, part in enumerate(content):
+        owner = f"{turn.owner}, part {index}"
+        if type(part) is not dict:
+            raise RecordError(f"{owner} is {named(part)}", _PART, kind="content")
+        _read_part(turn.child(owner, "content[].", part), role, texts, thoughts, calls_of_parts)
+    if thoughts and reasoning:
+        what = f"{turn.owner} has reasoning as a part of its content and as a key"
+        raise RecordError(what, "expected it once", kind="content")
+    if calls and calls_of_parts:
+        what = f"{turn.owner} has tool calls as parts of its content and as tool_calls"
+        raise RecordError(what, "expected them once", kind="arguments")
+    return "".join(texts), reasoning or "".join(thoughts), calls or tuple(calls_of_parts)
 
 
-def _text_part(owner: str, part: Any) -> str:
-    right = 'expected {"type": "text", "text": …}'
-    if type(part) is not dict:
-        raise RecordError(f"{owner} is {named(part)}", right, kind="content")
-    if part.get("type") != "text":
-        given = f"type {quoted(part['type'])}" if type(part.get("type")) is str else "no type"
-        raise RecordError(f"{owner} has {given}", right, kind="content")
-    return fields.text(owner, part, "text")
+_PART = 'expected {"type": "text", "text": …}, or the types reasoning and tool_call'
 
 
-def _tool_calls(owner: str, turn: Object, role: Role) -> tuple[ToolCall, ...]:
-    calls = turn.get("tool_calls")
+def _read_part(part: KeyReader, role: Role, texts: list[str], thoughts: list[str], calls: list[ToolCall]) -> None:
+    """Add one content part to its list. A message is written as reasoning, text, calls; no other order is read."""
+    kind = part.take("type")
+    if kind in _TEXT_PARTS:
+        key = next((key for key in ("value", "content") if key in part), "text")
+        if calls and role == "assistant":
+            raise RecordError(f"{part.owner} is text after a tool call", "expected the text first", kind="content")
+        texts.append(part.text(key))
+    elif kind in _REASONING_PARTS and role == "assistant":
+        key = next((key for key in (kind, "text") if key in part), "value")
+        if texts or calls:
+            what = f"{part.owner} is reasoning after text or a call"
+            raise RecordError(what, "expected the reasoning first", kind="content")
+        thoughts.append(part.text(key))
+    elif kind in _CALL_PARTS and role == "assistant":
+        if "value" in part:
+            given, right = part.take("value"), "expected an object with name and arguments"
+            given = fields.json_value(given, f"{part.owner} is not JSON", right, kind="arguments")
+            listed = given if type(given) is list else [given]
+            calls += [_tool_call(part, f"{part.owner}, call {n}", "value.", call) for n, call in enumerate(listed)]
+        else:
+            calls.append(_call_of(part))
+    else:
+        given = f"type {quoted(kind)}" if type(kind) is str else "no type"
+        is_media = type(kind) is str and any(word in kind for word in ("image", "audio", "video", "file"))
+        right = "only text can be trained; leave these records out" if is_media else _PART
+        raise RecordError(f"{part.owner} has {given}", right, kind="media" if is_media else "content")
+    part.finish()
+
+
+def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:
+    calls = turn.take("tool_calls")
     if calls is None:
         return ()
+    if type(calls) is str:
+        right = "expected a list of calls, or JSON text of one"
+        calls = fields.json_value(calls, f"{turn.owner} has tool_calls that are not JSON", right, kind="arguments")
+        calls = [] if calls is None else calls
     if type(calls) not in (list, tuple):
-        raise RecordError(f"{owner} has {named(calls)} as tool_calls", "expected a list", kind="arguments")
+        raise RecordError(f"{turn.owner} has {named(calls)} as tool_calls", "expected a list", kind="arguments")
     if calls and role != "assistant":
-        what = f"{owner} has tool_calls on role {role}"
+        what = f"{turn.owner} has tool_calls on role {role}"
         raise RecordError(what, "expected them on the assistant only", kind="arguments")
-    return tuple(_tool_call(f"{owner}, tool call {index}", call) for index, call in enumerate(calls))
+    numbered = enumerate(calls)
+    return tuple(
+        _tool_call(turn, f"{turn.owner}, tool call {index}", "tool_calls[].", call) for index, call in numbered
+    )
 
 
-def _tool_call(owner: str, call: Any) -> ToolCall:
+def _tool_call(turn: KeyReader, owner: str, path: str, call: Any) -> ToolCall:
     """One call, nested under `function` as servers write it, or flat."""
     if type(call) is ToolCall:
         return call
-    if type(call) is not dict:
-        return fields.tool_call(owner, call)
-    kind = call.get("type")
-    if kind not in (None, "function"):
+    return _call_of(fields.call_fields(turn, owner, path, call))
+
+
+def _call_of(call: KeyReader) -> ToolCall:
+    kind = call.take("type")
+    if kind not in (None, "function", *_CALL_PARTS):
         given = quoted(kind) if type(kind) is str else named(kind)
-        raise RecordError(f"{owner} has type {given}", 'expected "function"', kind="arguments")
-    function = call if call.get("function") is None else call["function"]
-    return fields.tool_call(owner, function, fields.optional_text(owner, call, "id"))
+        raise RecordError(f"{call.owner} has type {given}", 'expected "function"', kind="arguments")
+    id, function = call.optional_text("id"), call.take("function")
+    if function is None:
+        made = fields.tool_call(call, id)
+    else:
+        nested = fields.call_fields(call, call.owner, "function.", function)
+        made = fields.tool_call(nested, id)
+        nested.finish()
+    call.finish()
+    return made

@@ -16,9 +16,11 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import named
-from chatmill.records.shapes.fields import Object, ParsedRecord, quoted
+from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, quoted
 
 _ROLES: dict[str, Role] = {"prompter": "user", "assistant": "assistant"}
+_READ = ("message_id", "message_tree_id", "parent_id", "role", "text", "rank", "deleted", "replies")
+"""The keys of a message that are read."""
 
 
 class _FlatMessage(msgspec.Struct, gc=False):
@@ -35,16 +37,33 @@ _DECODER = msgspec.json.Decoder(_FlatMessage)
 def parse(record: Any) -> ParsedRecord:
     """The conversation of one tree, from an object with `prompt` or a list of flat messages."""
     if type(record) is list and record and all(type(message) is dict for message in record):
-        root, replies = _flat_tree(record)
-        tree = fields.record_id(record[0], "message_tree_id")
-    elif type(record) is not dict:
+        tree = {"message_tree_id": record[0].get("message_tree_id")}
+        return _conversation(tree, *_flat_tree(record), messages=record)
+    if type(record) is not dict:
         raise RecordError(f"the record is {named(record)}", "expected one JSON object", kind="object")
-    elif "prompt" in record:
-        root, replies, tree = record["prompt"], {}, fields.record_id(record, "message_tree_id")
-    else:
+    if "prompt" not in record:
         right = 'expected "prompt", or the strings "message_id" and "message_tree_id"'
         raise RecordError("the record is neither a message tree nor a message of one", right, kind="missing")
-    return ParsedRecord(_best_path(root, replies), tree)
+    tree = {key: value for key, value in record.items() if key != "prompt"}
+    return _conversation(tree, record["prompt"], {}, messages=[record["prompt"]])
+
+
+def _conversation(tree: Object, root: Any, replies: dict[str, list[Object]], *, messages: list[Object]) -> ParsedRecord:
+    """The conversation along the best replies; keys of other messages are reported, too, if they are not read."""
+
+    def read_messages(record: KeyReader) -> list[Message]:
+        path = _best_path(root, replies)
+        others = list(messages)
+        while others:
+            message = others.pop()
+            if type(message) is dict:
+                unread = {key: None for key in message if key not in _READ}
+                record.child("a message", "messages[].", unread).finish()
+                below = message.get("replies")
+                others += below if type(below) is list else []
+        return path
+
+    return fields.read_record(tree, read_messages, id_key="message_tree_id")
 
 
 def grouped(units: Iterable[tuple[int, bytes]], *, limit: int) -> Generator[tuple[int, bytes], None, None]:
@@ -82,14 +101,14 @@ def _flat_tree(messages: list[Object]) -> tuple[Object, dict[str, list[Object]]]
     """The root of a group of flat messages, and the replies to each message."""
     replies: dict[str, list[Object]] = {}
     for index, message in enumerate(messages):
-        name = fields.text(f"message {index}", message, "message_id")
+        name = _fields(f"message {index}", message).text("message_id")
         if name in replies:
             what = f"message {index} has message_id {quoted(name)} a second time"
             raise RecordError(what, "expected each message once", kind="tree")
         replies[name] = []
     roots = []
     for index, message in enumerate(messages):
-        parent = fields.optional_text(f"message {index}", message, "parent_id")
+        parent = _fields(f"message {index}", message).optional_text("parent_id")
         if parent is None:
             roots.append(message)
         elif parent in replies:
@@ -109,7 +128,8 @@ def _best_path(root: Any, replies: dict[str, list[Object]]) -> list[Message]:
     while choice:
         owner = f"message {len(path)}"
         best = min(choice, key=lambda reply: math.inf if reply.get("rank") is None else reply["rank"])
-        path.append(new_message(fields.role(owner, best, "role", _ROLES), fields.text(owner, best, "text")))
+        message = _fields(owner, best)
+        path.append(new_message(message.role("role", _ROLES), message.text("text")))
         below = replies[best["message_id"]] if replies else best.get("replies") or []
         if type(below) is not list:
             raise RecordError(f"{owner} has {named(below)} as replies", "expected a list of messages", kind="type")
@@ -117,6 +137,10 @@ def _best_path(root: Any, replies: dict[str, list[Object]]) -> list[Message]:
     if not path:
         raise RecordError("the prompt of the tree is deleted", "expected a prompt that stands", kind="empty")
     return path
+
+
+def _fields(owner: str, message: Object) -> KeyReader:
+    return KeyReader(owner, "", message, {})
 
 
 def _undeleted(owner: str, messages: list[Any]) -> list[Object]:

@@ -10,7 +10,9 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role, ToolCall, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import compact
-from chatmill.records.shapes.fields import Object, ParsedRecord
+from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
+from chatmill.records.shapes.messages import read_message
+from chatmill.records.shapes.ranges import read_ranges
 
 _SHAREGPT_ROLES: dict[str, Role] = {
     "system": "system",
@@ -27,48 +29,63 @@ TOOL_ROLES: dict[str, Role] = {**fields.TEXT_ROLES, "assistant_toolcall": "assis
 
 def sharegpt(record: Object) -> ParsedRecord:
     """The conversation of one record; a top-level `system` becomes its first message."""
-    return fields.conversation(record, "conversations", _sharegpt_message, fields.system)
+    return fields.read_record(record, _sharegpt_messages)
+
+
+def _sharegpt_messages(record: KeyReader) -> list[Message]:
+    return fields.system(record) + fields.messages(record, "conversations", _sharegpt_message)
 
 
 def tool(record: Object) -> ParsedRecord:
     """The conversation of one record; a top-level `system` becomes its first message."""
-    return fields.conversation(record, "messages", _tool_message, fields.system)
+    return fields.read_record(record, _tool_messages)
 
 
-def _sharegpt_message(owner: str, turn: Object) -> Message:
-    role = fields.role(owner, turn, "from", _SHAREGPT_ROLES)
-    value, weight = fields.text(owner, turn, "value"), fields.weight(owner, turn, role)
-    if turn["from"] == "function_call":
-        ranges, weight = fields.train_ranges(owner, turn, role, None, weight)
-        return new_message(role, tool_calls=_calls(owner, value), weight=weight)
-    ranges, weight = fields.train_ranges(owner, turn, role, value, weight)
-    return new_message(role, value, weight=weight, train_ranges=ranges)
+def _tool_messages(record: KeyReader) -> list[Message]:
+    return fields.system(record) + fields.messages(record, "messages", _tool_message)
 
 
-def _calls(owner: str, value: str) -> tuple[ToolCall, ...]:
+def _sharegpt_message(turn: KeyReader) -> Message:
+    if "from" not in turn and "role" in turn:
+        # Many sets of this name hold messages of OpenAI's form.
+        return read_message(turn)
+    name = turn.peek("from")
+    role = turn.role("from", _SHAREGPT_ROLES)
+    value, weight = turn.text("value"), fields.read_weight(turn, role)
+    ranges, weight = read_ranges(turn, role, None if name == "function_call" else value, weight)
+    if name == "function_call":
+        return new_message(role, tool_calls=_calls(turn, value), weight=weight)
+    return new_message(role, value, fields.reasoning(turn, role), weight=weight, train_ranges=ranges)
+
+
+def _calls(turn: KeyReader, value: str) -> tuple[ToolCall, ...]:
     """The calls of a turn: JSON text of one call or of a list of calls."""
-    right = "expected an object with name and arguments"
+    owner, right = turn.owner, "expected an object with name and arguments"
     calls = fields.json_value(value, f"{owner} has a function_call that is not JSON", right, kind="arguments")
     if calls == []:
         what = f"{owner} has an empty list as function_call"
         raise RecordError(what, "expected at least one call", kind="arguments")
-    numbered = enumerate(calls if type(calls) is list else [calls])
-    return tuple(fields.tool_call(f"{owner}, tool call {index}", call) for index, call in numbered)
+    made = []
+    for index, value in enumerate(calls if type(calls) is list else [calls]):
+        call = fields.call_fields(turn, f"{owner}, tool call {index}", "value.", value)
+        made.append(fields.tool_call(call))
+        call.finish()
+    return tuple(made)
 
 
-def _tool_message(owner: str, turn: Object) -> Message:
-    role = fields.role(owner, turn, "role", TOOL_ROLES)
-    fields.refuse(owner, turn, "tool_calls", "function_call", right='expected a turn of role "assistant_toolcall"')
-    weight = fields.weight(owner, turn, role)
-    ranges, weight = fields.train_ranges(owner, turn, role, turn.get("content"), weight)
-    if turn["role"] == "toolresult":
-        content = fields.required(owner, turn, "content")
+def _tool_message(turn: KeyReader) -> Message:
+    name_of_role = turn.peek("role")
+    role = turn.role("role", TOOL_ROLES)
+    turn.refuse("tool_calls", "function_call", right='expected a turn of role "assistant_toolcall"')
+    ranges, weight = read_ranges(turn, role, turn.peek("content"), fields.read_weight(turn, role))
+    if name_of_role == "toolresult":
+        content = turn.required("content")
         text = content if type(content) is str else compact(content)
-        name, call_id = (fields.optional_text(owner, turn, key) for key in ("name", "tool_call_id"))
+        name, call_id = (turn.optional_text(key) for key in ("name", "tool_call_id"))
         return new_message(role, text, name=name, tool_call_id=call_id, weight=weight)
-    if turn["role"] == "assistant_toolcall":
-        calls: tuple[ToolCall, ...] = (fields.tool_call(owner, turn, fields.optional_text(owner, turn, "id")),)
-        text = fields.optional_text(owner, turn, "content") or ""
+    if name_of_role == "assistant_toolcall":
+        calls: tuple[ToolCall, ...] = (fields.tool_call(turn, turn.optional_text("id")),)
+        text = turn.optional_text("content") or ""
     else:
-        calls, text = (), fields.text(owner, turn, "content")
-    return new_message(role, text, fields.reasoning(owner, turn, role), calls, weight=weight, train_ranges=ranges)
+        calls, text = (), turn.text("content")
+    return new_message(role, text, fields.reasoning(turn, role), calls, weight=weight, train_ranges=ranges)

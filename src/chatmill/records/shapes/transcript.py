@@ -11,7 +11,7 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import decode, decode_object, decode_text
-from chatmill.records.shapes.fields import ParsedRecord, quoted
+from chatmill.records.shapes.fields import KeyReader, ParsedRecord, quoted
 
 EOS = b"<|EOS|>"
 _OPENERS: dict[str, Role] = {"SYSTEM": "system", "USER": "user", "ASSISTANT": "assistant"}
@@ -25,12 +25,14 @@ def from_line(data: bytes) -> list[ParsedRecord]:
     begin = data.lstrip()[:1]
     if begin not in (b'"', b"{"):
         return conversations(decode_text(data))
+    unread: dict[str, None] = {}
     if begin == b'"':
         text, name = str(decode(data)), None
     else:
-        record = decode_object(data)
-        text, name = fields.text("the record", record, "text"), fields.record_id(record)
-    records = [ParsedRecord(turns, name) for turns, _, _ in conversations(text)]
+        record = KeyReader("the record", "", decode_object(data), unread)
+        text, name = record.text("text"), fields.record_id(record)
+        record.finish()
+    records = [each._replace(id=name, unread_keys=tuple(unread)) for each in conversations(text)]
     if not records:
         raise RecordError("the transcript has no spans", f"expected {_EXPECTED}", kind="empty")
     return records

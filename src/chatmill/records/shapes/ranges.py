@@ -1,0 +1,108 @@
+"""Ranges of characters of an answer that are trained or not: `train_ranges`, and Axolotl's `train_detail`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chatmill.errors import RecordError
+from chatmill.records.record import Role
+from chatmill.records.shapes.decode import named
+from chatmill.records.shapes.fields import KeyReader, listed, read_weight
+
+TrainRanges = tuple[tuple[int, int, float], ...]
+
+RANGE_KEYS = ("train_ranges", "train_detail", "training_detail")
+"""chatmill's own, and the two names that Axolotl's docs and code have for theirs."""
+_DETAIL_KEYS = ("begin_offset", "end_offset", "train")
+
+
+def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None) -> tuple[TrainRanges, float | None]:
+    """The ranges of `train_ranges`, or of Axolotl's `train_detail`, and the weight of the message with them.
+
+    `content` is the content as the record has it: ranges are about a text, not about parts.
+    """
+    given = {key: entries for key in RANGE_KEYS if (entries := turn.take(key)) is not None}
+    if not given:
+        return (), weight
+    owner, (key, entries) = turn.owner, next(iter(given.items()))
+    if len(given) > 1:
+        raise RecordError(f"{owner} has both {' and '.join(given)}", "expected one of them", kind="ranges")
+    if type(entries) not in (list, tuple):
+        raise RecordError(f"{owner} has {named(entries)} as {key}", "expected a list of ranges", kind="ranges")
+    if role != "assistant" and entries:
+        what = f"{owner} has {key} on role {role}"
+        raise RecordError(what, "expected them on the assistant only", kind="ranges")
+    if type(content) is not str and entries:
+        what = f"{owner} has {key} and {named(content)} as content"
+        raise RecordError(what, "expected its content as one text", kind="ranges")
+    read = _range if key == "train_ranges" else _detail
+    ranges = sorted(read(turn, f"{owner}, {key} {index}", entry) for index, entry in enumerate(entries))
+    for index, (start, stop, _) in enumerate(ranges):
+        where = f"{owner} has {key} of characters {start} to {stop - 1}"
+        if index and start < ranges[index - 1][1]:
+            raise RecordError(f"{where}, which others overlap", "expected ranges that do not overlap", kind="ranges")
+        if stop > len(content):
+            raise RecordError(where, f"its content has {len(content)} characters, the first is 0", kind="ranges")
+    if key == "train_ranges":
+        return tuple(ranges), weight
+    return _as_axolotl(ranges, len(content or ""), weight)
+
+
+def _range(turn: KeyReader, owner: str, entry: Any) -> tuple[int, int, float]:
+    """[start, stop], [start, stop, weight], or the same by name, with weight or train."""
+    right = "expected [start, stop, weight]"
+    if type(entry) in (list, tuple):
+        if len(entry) not in (2, 3):
+            raise RecordError(f"{owner} has {len(entry)} values", right, kind="ranges")
+        start, stop, value = (*entry, 1.0)[:3]
+        key = "train" if type(value) is bool else "weight"
+        number = read_weight(turn.child(owner, "", {key: value}), "assistant")
+        if number is None:
+            raise RecordError(f"{owner} has null as weight", right, kind="ranges")
+    elif type(entry) is dict:
+        keys = turn.child(owner, "", entry)
+        keys.only(("start", "stop", "weight", "train"))
+        start, stop, number = keys.required("start"), keys.required("stop"), read_weight(keys, "assistant")
+    else:
+        raise RecordError(f"{owner} is {named(entry)}", right, kind="ranges")
+    return *_places(owner, start, stop), 1.0 if number is None else number
+
+
+def _detail(turn: KeyReader, owner: str, entry: Any) -> tuple[int, int, float]:
+    """Axolotl's form: its `end_offset` is the last character."""
+    if type(entry) is not dict:
+        right = f"expected an object with {listed(_DETAIL_KEYS, 'and')}"
+        raise RecordError(f"{owner} is {named(entry)}", right, kind="ranges")
+    keys = turn.child(owner, "", entry)
+    keys.only(_DETAIL_KEYS)
+    begin, end, train = (keys.required(key) for key in _DETAIL_KEYS)
+    if type(train) is not bool:
+        raise RecordError(f"{owner} has {named(train)} as train", "expected true or false", kind="ranges")
+    return *_places(owner, begin, end + 1 if type(end) is int else end), float(train)
+
+
+def _places(owner: str, start: Any, stop: Any) -> tuple[int, int]:
+    for value in (start, stop):
+        if type(value) is not int:
+            raise RecordError(f"{owner} has {named(value)} as a place", "expected whole numbers", kind="ranges")
+    if not 0 <= start < stop:
+        what = f"{owner} holds no character"
+        raise RecordError(what, "expected its start from 0 up, and its stop after that", kind="ranges")
+    return start, stop
+
+
+def _as_axolotl(
+    ranges: list[tuple[int, int, float]], size: int, weight: float | None
+) -> tuple[TrainRanges, float | None]:
+    """Axolotl's rules: what no range trains is not trained, and nothing is if the message is not."""
+    if weight == 0:
+        return (), weight
+    if not ranges:
+        return (), 0.0 if weight is None else weight
+    out: list[tuple[int, int, float]] = []
+    at = 0
+    for start, stop, train in ranges:
+        out += [(at, start, 0.0)] if at < start else []
+        out.append((start, stop, train and (1.0 if weight is None else weight)))
+        at = stop
+    return tuple([*out, (at, size, 0.0)] if at < size else out), weight
