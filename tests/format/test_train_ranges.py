@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import tokenizers
+from range_oracle import expected_weights, pairs_of_bytes, random_ranges, random_text
 
 from chatmill.errors import RecordError
 from chatmill.format import PRESETS, TurnRenderer, load_format
@@ -15,34 +16,12 @@ from chatmill.ledger import Ledger
 from chatmill.records import Message, Record, ToolCall
 from chatmill.rows import Part, Rule
 from chatmill.tokenizer import open_tokenizer, train_bpe
-from tests.tokenizer.tokenizer_fixtures import PATTERNS, pre_tokenizer_of, tokenizer_of_pairs
-
-PIECES = (
-    *(
-        "The answer",
-        " is",
-        " 4",
-        ".\n\n",
-        "naïve",
-        "e\u0301",
-        "中文",
-        "私は",
-        "😀",
-        "👩‍👩‍👧‍👦",
-        "👍🏽",
-        "\u200b",
-        "\t",
-        "  ",
-    ),
-    *("<|im_end|>", "<|eot|>", "don't", "1234", "हूँ", "\ufeff", "ﬁ", "🇩🇪"),
-)
 
 
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory):
-    """A byte-level BPE that merges most pairs of bytes: characters of several tokens, tokens across characters."""
     path = tmp_path_factory.mktemp("pairs") / "tokenizer.json"
-    path.write_bytes(tokenizer_of_pairs(pre_tokenizer_of(PATTERNS["qwen2"])))
+    path.write_bytes(pairs_of_bytes())
     return path
 
 
@@ -50,35 +29,6 @@ def tokenizer_file(tmp_path_factory):
 def renderers(tokenizer_file):
     formats = [load_format(name) for name in PRESETS]
     return [TurnRenderer(f, open_tokenizer(tokenizer_file, control=f.tokens, add_tokens=True)) for f in formats]
-
-
-def random_text(rng: random.Random) -> str:
-    return "".join(rng.choice(PIECES) for _ in range(rng.randrange(1, 12)))
-
-
-def random_ranges(rng: random.Random, size: int) -> list[list]:
-    cuts = sorted(rng.sample(range(size + 1), min(size + 1, 2 * rng.randrange(1, 4))))
-    return [[a, b, rng.choice([0, 0, 1, 0.5, 2])] for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
-
-
-def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> tuple[list[float], int]:
-    """By token, from its characters one by one; and how many tokens hold characters of several weights."""
-    chars: list[float | None] = [None] * size
-    for start, stop, weight in ranges:
-        for at in range(start, stop):
-            chars[at] = weight
-    out, split = [], 0
-    for begin, end in offsets:
-        held = set(chars[begin:end])
-        split += len(held) > 1
-        given = {weight for weight in held if weight is not None}
-        if not given:
-            out.append(own)
-        elif None not in held or 0 in given:
-            out.append(min(given))
-        else:
-            out.append(min(own, *given) if flagged else own)
-    return out, split
 
 
 def test_every_token_has_the_weight_of_its_characters_in_every_preset(renderers, tokenizer_file):

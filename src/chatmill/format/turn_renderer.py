@@ -80,24 +80,32 @@ class TurnRenderer:
     def renderable(
         self, records: Iterable[Record], on_reject: OnReject | None = None, *, last_only: bool = False
     ) -> Iterator[Record]:
-        turns = self.format.turns
-        if turns.keys() >= set(ROLES):
-            yield from records
-            return
+        writes_all = self.format.turns.keys() >= set(ROLES)
         for record in records:
-            for number, message in enumerate(record.messages):
-                if message.role not in turns:
-                    fault = RecordError(
-                        f"message {number} has role {message.role}, which the format {self.format.name} cannot write",
-                        f"it writes {', '.join(turns)}; add [{message.role}] to the format",
-                        kind="role_not_in_format",
-                    ).at(record.file, record.line, record.id)
-                    if on_reject is None:
-                        raise fault
-                    on_reject(fault)
-                    break
+            try:
+                if not writes_all:
+                    self._check_roles(record)
+                for message in record.messages:
+                    if message.train_ranges:
+                        # Only encoding shows whether ranges can be told in tokens.
+                        self.render([record])
+                        break
+            except RecordError as fault:
+                if on_reject is None:
+                    raise
+                on_reject(fault)
             else:
                 yield record
+
+    def _check_roles(self, record: Record) -> None:
+        turns = self.format.turns
+        for number, message in enumerate(record.messages):
+            if message.role not in turns:
+                raise RecordError(
+                    f"message {number} has role {message.role}, which the format {self.format.name} cannot write",
+                    f"it writes {', '.join(turns)}; add [{message.role}] to the format",
+                    kind="role_not_in_format",
+                ).at(record.file, record.line, record.id)
 
     def renders_columns(self, columns: ChatColumns) -> bool:
         has_turn = np.array([role in self.format.turns for role in ROLES])

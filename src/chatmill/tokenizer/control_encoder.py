@@ -125,6 +125,10 @@ class ControlEncoder:
 
         Text tokens are parts of texts, and become tokens there.
         """
+        return self._whole.encode(parts, is_token)[:2]
+
+    def whole_places(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets, Offsets]:
+        """Like `encode_whole`, and the character at which each id ends."""
         return self._whole.encode(parts, is_token)
 
     def reference(self, text: str) -> list[int] | None:
@@ -226,22 +230,29 @@ class _WholeEncoder:
         self._is_alias = np.zeros(len(self._real_ids), dtype=bool)
         self._is_alias[[vocabulary[alias] for alias in self._aliases.values()]] = True
 
-    def encode(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets]:
-        aliased = [self._aliases[part] if token else part for part, token in zip(parts, is_token, strict=True)]
-        encoding = self._engine.encode("".join(aliased), add_special_tokens=False)
+    def encode(self, parts: Sequence[str], is_token: Sequence[bool]) -> tuple[Ids, Offsets, Offsets]:
+        """The ids, and the characters at which each of them begins and ends."""
+        texts = [self._aliases[part] if token else part for part, token in zip(parts, is_token, strict=True)]
+        encoding = self._engine.encode("".join(texts), add_special_tokens=False)
         engine_ids = np.array(encoding.ids, dtype=np.int64)
         ranges = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        aliased_start = np.cumsum([0, *map(len, aliased)])
+        aliased_start = np.cumsum([0, *map(len, texts)])
         aliases_in_text = self._is_alias[engine_ids]
         if aliases_in_text.sum() < sum(is_token):
             # Some tokens do not match where they are, such as a single_word token inside a word: there they are text.
             tokens = np.flatnonzero(is_token)
             matched = tokens[np.searchsorted(aliased_start[tokens], ranges[aliases_in_text, 0])]
             return self.encode(parts, np.isin(np.arange(len(parts)), matched).tolist())
-        begins = ranges[:, 0]
+        begins, ends = ranges[:, 0], ranges[:, 1]
         if len(parts):
             start = np.cumsum([0, *map(len, parts)])
-            part = np.clip(np.searchsorted(aliased_start, begins, side="right") - 1, 0, len(parts) - 1)
-            inside = np.where(np.asarray(is_token, dtype=bool)[part], 0, begins - aliased_start[part])
-            begins = start[part] + inside
-        return self._real_ids[engine_ids], begins
+            aliased = np.asarray(is_token, dtype=bool)
+
+            def part_of(character: Offsets) -> Offsets:
+                return np.clip(np.searchsorted(aliased_start, character, side="right") - 1, 0, len(parts) - 1)
+
+            part = part_of(begins)
+            last = np.where(ends > begins, part_of(ends - 1), part)
+            ends = np.where(aliased[last], start[last + 1], start[last] + ends - aliased_start[last])
+            begins = start[part] + np.where(aliased[part], 0, begins - aliased_start[part])
+        return self._real_ids[engine_ids], begins, ends

@@ -16,8 +16,10 @@ from chatmill.errors import RecordError
 from chatmill.format.renderer import origins_of
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.layout import TokenLayout, split_text_tokens
+from chatmill.format.template.ranges import section_weights, whole_weights
 from chatmill.format.template.row_check import RowCheck
 from chatmill.format.template.tracing.trace import fill_slots
+from chatmill.format.train_ranges import REWRITES, TokenWeights, apply_ranges, vague
 from chatmill.ledger import Ledger
 from chatmill.records import Record
 from chatmill.rows import EMPTY, Ids, Index, Rows, Rule, TrainOn, concat, copy_tokens, joined, offsets, weigh
@@ -34,6 +36,8 @@ class LaidOutRecord(Record, frozen=True, kw_only=True):
     """Reasons for entries in the ledger."""
     expected: Any
     """The `ExpectedAnswers` of its row; None if its answers are between generation tags."""
+    char_weights: Any = None
+    """The weights that `train_ranges` give to characters of its rendering; None if it has no ranges."""
 
 
 Batch = Sequence[LaidOutRecord]
@@ -66,6 +70,7 @@ def encode_rows(
     out = parts[0] if len(parts) == 1 else concat(parts)
     if check is not None:
         check.check(out, batch, [record.expected for record in batch])
+    by_range = rows_encoder.range_weights(batch, out)
     spans = joined([out.spans])
     _apply_weights(batch, spans, out.first_span)
     weigh(spans, out.first_span, train_on)
@@ -74,7 +79,8 @@ def encode_rows(
         ledger.add("noted", note, rows=count)
     if rows_encoder.straddling:
         ledger.add("noted", "straddling_token", tokens=rows_encoder.straddling)
-    return Rows(out.ids, spans, out.first_span, origins, out.first_segment, files)
+    rows = Rows(out.ids, spans, out.first_span, origins, out.first_segment, files)
+    return rows if by_range is None else apply_ranges(rows, by_range, ledger)
 
 
 def _apply_weights(batch: Batch, spans: NDArray[np.void], first_span: Index) -> None:
@@ -179,14 +185,44 @@ class _RowEncoder:
         self.straddling += int(straddles.sum())
         return np.where(straddles, position - 1, position) if self.tags else position, exact
 
+    def range_weights(self, batch: Batch, rows: Rows) -> TokenWeights | None:
+        """What ranges say about the tokens of the rows; None if no record has ranges."""
+        ranged = [at for at, record in enumerate(batch) if record.char_weights is not None]
+        if not ranged:
+            return None
+        out = TokenWeights.none(len(rows.ids))
+        for at in ranged:
+            tokens = slice(rows.row_start[at], rows.row_start[at + 1])
+            weights = self._range_weights(batch[at], rows.ids[tokens])
+            if weights is None:
+                number = next(n for n, message in enumerate(batch[at].messages) if message.train_ranges)
+                raise vague(batch[at], number, *REWRITES)
+            out.set(tokens, weights)
+        return out
+
+    def _range_weights(self, record: LaidOutRecord, ids: Ids) -> TokenWeights | None:
+        if self.encoder.by_sections:
+            ((split,), _, whole) = self._with_text_tokens([record])
+            if not whole[0]:
+                weights = section_weights(record.char_weights, split.layout, split.slots, ids, self.encoder)
+                if weights is not None:
+                    return weights
+        if not self.encoder.can_encode_whole:
+            return None
+        return whole_weights(record.char_weights, *self._parts(record), ids, self.encoder)
+
+    def _parts(self, record: LaidOutRecord) -> tuple[list[str], list[bool]]:
+        """The texts of all cells, and which of them are control tokens that no text becomes."""
+        texts = [fill_slots(text, record.slots) for text in record.layout.texts]
+        return texts, [token is not None and token not in self.text_tokens.ids for token in record.layout.tokens]
+
     def as_whole(self, record: LaidOutRecord) -> Rows:
         """One row, encoded as one text, with the offsets that `tokenizers` reports."""
         if not self.encoder.can_encode_whole:
             what = "where its tokens begin cannot be told: the tokenizer rewrites its text"
             raise RecordError(what, "use a tokenizer.json, or leave it out", kind="vague_border")
         layout: TokenLayout = record.layout
-        texts = [fill_slots(text, record.slots) for text in layout.texts]
-        is_control = [token is not None and token not in self.text_tokens.ids for token in layout.tokens]
+        texts, is_control = self._parts(record)
         ids, begins = self.encoder.encode_whole(texts, is_control)
         starts = offsets(np.array([len(text) for text in texts]))
         places = np.searchsorted(begins, starts)

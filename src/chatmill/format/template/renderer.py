@@ -23,6 +23,7 @@ from chatmill.format.template.hf_folder import HFFolder
 from chatmill.format.template.layout import TokenLayout, token_layout
 from chatmill.format.template.probes import QUESTION
 from chatmill.format.template.process.client import TemplateProcess
+from chatmill.format.template.ranges import rendered_weights
 from chatmill.format.template.row_check import ExpectedAnswers, RowCheck, expected_answers, header_ids
 from chatmill.format.template.template_input import TemplateInput, plain_input, shape_and_texts
 from chatmill.format.template.text_tokens import tokens_of_turns
@@ -301,11 +302,8 @@ class TemplateRenderer:
         try:
             if (renderer := self._for_record(record)) is not self:
                 return renderer.lay_out(record, last_only=last_only)
-            if any(message.train_ranges for message in record.messages):
-                what = "it has train_ranges, which chat templates do not support"
-                raise RecordError(what, "use a preset, or leave them out", kind="vague_range")
             laid_out = self._from_cache(record, last_only)
-            if self.encoder.normalizes:
+            if self.encoder.normalizes or laid_out.char_weights is not None:
                 # Only encoding shows whether its borders are exact.
                 self._encode([laid_out], train_on="assistant", tags=False, ledger=Ledger())
         except RecordError as fault:
@@ -318,14 +316,16 @@ class TemplateRenderer:
         shape, texts = shape_and_texts(record, self.templates[with_tools].style)
         shape += LAST_ONLY if last_only else b""
         notes = self._tokens_in((*texts, *record.tools))
-        traces = self._cache.get((with_tools, shape), [])
+        # A cached trace does not say which characters of a text it writes.
+        has_ranges = any(message.train_ranges for message in record.messages)
+        traces = [] if has_ranges else self._cache.get((with_tools, shape), [])
         for trace in traces:
             slots = replay(trace.steps, texts.copy())
             if slots is not None:
                 self._confirm(record, trace, slots)
                 return _laid_out(record, trace.layout, slots, notes + trace.notes, trace.expected)
         cacheable = len(record.messages) <= MAX_MESSAGES and self._may_recur(with_tools, shape)
-        cacheable = cacheable and len(traces) < MAX_TRACES and self._cached_cells < MAX_CELLS
+        cacheable = cacheable and not has_ranges and len(traces) < MAX_TRACES and self._cached_cells < MAX_CELLS
         derived = self.derive(record, cacheable=cacheable, last_only=last_only)
         derived = replace(derived, notes=derived.notes + self.check(record, derived))
         if derived.steps is None:
@@ -345,7 +345,8 @@ class TemplateRenderer:
     def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOutRecord:
         """A record with the layout of its own derivation."""
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens)
-        return _laid_out(record, layout, [], notes + derived.notes, self._expected(derived))
+        laid_out = _laid_out(record, layout, [], notes + derived.notes, self._expected(derived))
+        return msgspec.structs.replace(laid_out, char_weights=rendered_weights(record, derived))
 
     def _expected(self, derived: DerivedAnswers) -> ExpectedAnswers | None:
         if not derived.contexts:

@@ -170,8 +170,8 @@ def _enter_fields(
             piece = pieces[at]
             slot = None if piece.slot is None else trace.value("sliced", (piece.slot,), inside, None)
             pieces[at : at + 1] = [
-                piece._replace(text=piece.text[:inside], slot=None),
-                piece._replace(text=piece.text[inside:], slot=slot),
+                piece.sliced(0, inside)._replace(slot=None),
+                piece.sliced(inside, len(piece.text))._replace(slot=slot),
             ]
     return Rendering(tuple(pieces)), entered
 

@@ -148,6 +148,16 @@ class TracedPiece(NamedTuple):
     """Whether literals and fields are mixed in it inseparably."""
     owner: int = OUTSIDE
     """The message of the innermost loop that the template was in when it wrote the piece."""
+    start: int = 0
+    """The character of the field at which its text begins; -1 if it is not a slice of the field."""
+
+    def sliced(self, start: int, stop: int) -> TracedPiece:
+        """Some of its characters."""
+        return self._replace(text=self.text[start:stop], start=-1 if self.start < 0 else self.start + start)
+
+    def changed(self, text: str) -> TracedPiece:
+        """Another text that was made of it."""
+        return self if text == self.text else self._replace(text=text, start=-1)
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,7 @@ def fill_slots(items: Iterable[TextItem], slots: Sequence[str]) -> str:
 def cut(pieces: Sequence[TracedPiece], ranges: Sequence[Range]) -> list[list[tuple[int, TracedPiece]]]:
     """For each range of characters the pieces inside of it, each with its index."""
     return [
-        [(at, pieces[at]._replace(text=pieces[at].text[start:stop])) for at, start, stop in inside]
+        [(at, pieces[at].sliced(start, stop)) for at, start, stop in inside]
         for inside in cut_ranges([len(piece.text) for piece in pieces], ranges)
     ]
 

@@ -90,10 +90,10 @@ def mapped(text: TracedStr, function: str, *args: Any) -> TracedStr:
     """The result of a function of `STEP_FUNCTIONS` that maps every character by itself."""
     call = STEP_FUNCTIONS[function].call
     if text.trace is None:
-        return made([piece._replace(text=call(piece.text, *args)) for piece in text.pieces], None)
+        return made([piece.changed(call(piece.text, *args)) for piece in text.pieces], None)
     if len(text.pieces) == 1:
         piece = text.pieces[0]
         assert piece.slot is not None
         slot = text.trace.value(function, (piece.slot,), *args)
-        return made([piece._replace(text=call(piece.text, *args), slot=slot)], text.trace)
+        return made([piece.changed(call(piece.text, *args))._replace(slot=slot)], text.trace)
     return joined([mapped(made([piece], text.trace), function, *args) for piece in text.pieces])

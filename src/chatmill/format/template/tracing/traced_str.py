@@ -167,7 +167,7 @@ class TracedStr(str):
             piece = self.pieces[0]
             slots = slots_of_slices(trace, _slot(self, trace), name, args, len(ranges))
             return [
-                made([piece._replace(text=piece.text[start:stop], slot=slot)], trace)
+                made([piece.sliced(start, stop)._replace(slot=slot)], trace)
                 for (start, stop), slot in zip(ranges, slots, strict=True)
             ]
         cuts = cut(self.pieces, ranges)
@@ -189,9 +189,9 @@ class TracedStr(str):
         if len(self.pieces) == 1 and self.trace is not None:
             piece = self.pieces[0]
             slot = self.trace.value(name, (_slot(self, self.trace),))
-            return made([piece._replace(text=method(piece.text), slot=slot)], self.trace)
+            return made([piece.changed(method(piece.text))._replace(slot=slot)], self.trace)
         if self.trace is None and (len(self.pieces) <= 1 or (name in ("lower", "upper") and self.isascii())):
-            return made([piece._replace(text=method(piece.text)) for piece in self.pieces], None)
+            return made([piece.changed(method(piece.text)) for piece in self.pieces], None)
         return opaque(method(self.plain()), self)
 
     def _own_literal(self, text: str) -> TracedStr:
@@ -247,7 +247,7 @@ def opaque(text: str, inputs: Any) -> TracedStr:
     if not sources:
         return made([TracedPiece(text, pieces[0].line if pieces else 0)], None)
     has_literals = any(piece.text and piece.source is None for piece in pieces)
-    return made([TracedPiece(text, source=sources[0], mixed=has_literals)], None)
+    return made([TracedPiece(text, source=sources[0], mixed=has_literals, start=-1)], None)
 
 
 def texts_in(value: Any) -> Iterator[TracedStr]:
