@@ -30,7 +30,8 @@ from chatmill.store import files
 from chatmill.train.checkpoint_files import list_checkpoints, model_folder
 from chatmill.train.gpt import GPT
 from chatmill.train.load_model import open_model
-from chatmill.train.loop import OutOfMemoryError, StepRecord, train_model
+from chatmill.train.loop import StepRecord, train_model
+from chatmill.train.out_of_memory import OutOfMemoryError
 from chatmill.train.run_dir import read_metrics, read_rows
 from chatmill.train.score import score_model
 from chatmill.train.step import NotFiniteError, Stepper

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from chatmill.errors import DataError
 from chatmill.train.plot import HEIGHT, MOST, WIDTH, loss_plot
-from chatmill.train.run_dir import MetricsLog, TrainProgress, read_metrics, rewind
+from chatmill.train.progress import TrainProgress
+from chatmill.train.run_dir import MetricsLog, read_metrics, rewind
 
 
 class Terminal(io.StringIO):

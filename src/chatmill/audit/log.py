@@ -154,6 +154,8 @@ class AuditLog:
         """The hash of the last line, which stands for all lines before it."""
         self._fd: int | None = fd
         self._clock = clock
+        self._made: list[Path] = []
+        """The folders that were made for this log, innermost first."""
         self._line_break = b""
         """The line break that a crash left out after the last line; written before the next one."""
 
@@ -162,6 +164,7 @@ class AuditLog:
         """A new, empty log, named after the time."""
         place = local_path(folder)
         stamp = clock().astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
+        made = files.missing_folders(place)
         try:
             files.make_folder(place)
             names = (f"audit_{stamp}{f'_{number}' if number else ''}.log" for number in count())
@@ -169,8 +172,11 @@ class AuditLog:
             fd = files.disk.create(path)
             files.disk.sync(place)
         except OSError as error:
+            files.remove_all(made)
             raise AuditError(f"{place}: the audit log cannot be made there ({error.strerror})") from None
-        return cls(path, fd, head=START, clock=clock)
+        log = cls(path, fd, head=START, clock=clock)
+        log._made = made
+        return log
 
     @classmethod
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
@@ -237,6 +243,11 @@ class AuditLog:
         if self._fd is not None:
             files.disk.close(self._fd)
             self._fd = None
+
+    def remove(self) -> None:
+        """Remove a log that `create` made, and the folders that were made for it."""
+        self.close()
+        files.remove_all([self.path, *self._made])
 
 
 def _next_line(raw: bytes, last: LogLine) -> LogLine | None:

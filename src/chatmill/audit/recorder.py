@@ -147,6 +147,14 @@ class Audit:
         if self._log is not None:
             self._log.close()
 
+    def discard(self) -> None:
+        """End the log of a run that trained nothing: a new one is removed, one that was continued is closed."""
+        if self._log is not None:
+            if self._state is None:
+                self._log.remove()
+            else:
+                self._log.close()
+
     def _flush(self) -> None:
         if not self._pending:
             return

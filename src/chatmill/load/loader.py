@@ -109,7 +109,8 @@ class EpisodeLoader(IterableDataset):
             if not HAS_TORCH:
                 raise UsageError("tensors are asked for, and torch is not installed; pip install 'chatmill[train]'")
             self._options["output"] = Tensors(device, pin_memory=pin_memory)
-        self._ahead, self._listener = ahead, listener
+        self._ahead = ahead
+        self._listener: Listener | None = None
         self._plans: dict[str, LoadPlan] = {}
         self._cursors: dict[str, Cursor] = {}
         self._counts: dict[str, BatchCounts] = {}
@@ -121,7 +122,12 @@ class EpisodeLoader(IterableDataset):
         if epochs is not None and order.length is None:
             raise UsageError(f"epochs is {epochs}, and the order {order.name} has none; leave it out")
         if listener is not None:
-            listener.loaded(self)
+            self.listen(listener)
+
+    def listen(self, listener: Listener) -> None:
+        """Tell a listener of every batch from now on; before the first batch."""
+        self._listener = listener
+        listener.loaded(self)
 
     def _check_world(self) -> None:
         size, steps = self.config.batch_size, self.config.gradient_accumulation_steps

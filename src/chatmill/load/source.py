@@ -265,7 +265,7 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
     longest = source.longest(split)
     short = len(source.short(split, config.episode_min_tokens))
     count = len(episodes) - short
-    total = _trained(source, split) if by_mask else episodes.num_tokens
+    total = marked_tokens(source, split) if by_mask else episodes.num_tokens
     if by_mask or short or longest is None or longest > config.block_size + 1:
         total -= sum(_lost(source, split, shard, config, by_mask=by_mask) for shard in range(len(episodes.shards)))
     if config.mix_by == "trained_tokens" and not by_mask:
@@ -273,7 +273,7 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
     return Fraction(total, max(1, count))
 
 
-def _trained(source: DataSource, split: str) -> int:
+def marked_tokens(source: DataSource, split: str) -> int:
     """Tokens of a split that the mask marks."""
     dataset = source.dataset
     if isinstance(dataset, PrimerCache):

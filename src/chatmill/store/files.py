@@ -164,6 +164,18 @@ def make_folder(path: Path) -> None:
         disk.sync(path.parent)
 
 
+def missing_folders(path: Path) -> list[Path]:
+    """The folders that `make_folder` would make, innermost first."""
+    return [each for each in (path, *path.parents) if not os.path.lexists(each)]
+
+
+def remove_all(paths: Iterable[Path]) -> None:
+    """Remove what this process has just made: files, and folders that are empty. What cannot be removed stays."""
+    for path in paths:
+        with suppress(OSError):
+            _remove_if_there(path)
+
+
 def sync_tree(folder: Path) -> None:
     """Sync every file of a folder and the folders themselves, innermost first."""
     for path in sorted(folder.iterdir()):

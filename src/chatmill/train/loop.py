@@ -8,32 +8,28 @@ batches are a function of the loader's cursor, the learning rate and all random 
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from chatmill.errors import UsageError
 from chatmill.load.plan import Cursor
 from chatmill.plain_file import local_path
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.config import TrainConfig
-from chatmill.train.distributed import RankError, World, init_world
+from chatmill.train.distributed import init_world
 from chatmill.train.evaluate import Evaluation, Samples, TokenText, evaluate, raise_unknown
 from chatmill.train.loss import LossFunction
 from chatmill.train.model import CausalModel
+from chatmill.train.out_of_memory import memory_errors
 from chatmill.train.preflight import about_model
 from chatmill.train.run_dir import RowsData, RunDir, stop_on_signal
 from chatmill.train.setup import TrainState, open_run
 from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step, unknown_id
 
-HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
-"""Parts of torch's messages when the host is out of memory; torch has no error class for it."""
 SHOWN_EPISODES = 20
 """An error names at most this many episodes."""
 
@@ -65,10 +61,6 @@ OpenText = Callable[[Path], TokenText | None]
 """Opens what turns the tokens of a dataset into text, to show sample answers; None if it has no tokenizer."""
 
 
-class OutOfMemoryError(RankError):
-    """A GPU or the host is out of memory, perhaps on one rank alone."""
-
-
 @dataclass(frozen=True)
 class TrainResult:
     """The result of a run."""
@@ -91,6 +83,8 @@ class TrainResult:
     cut_tokens: int
     skipped_steps: int
     """Steps of post-training without a trained token."""
+    non_answer_tokens: int
+    """Tokens of the train split that are trained and are no answers, because use_loss_mask is false."""
     seconds: float
     """Of the steps of this process, without evaluations and checkpoints."""
     data_wait: float
@@ -115,18 +109,21 @@ def train_model(
     watch: OnStep | None = None,
     on_eval: OnEval | None = None,
     open_text: OpenText | None = None,
+    notes: Sequence[str] = (),
     quiet: bool = False,
 ) -> TrainResult:
     """Train a model on a dataset, by default that of the config, and write the run to out_dir/model_name.
 
     `resume` is `auto`, the newest checkpoint if there is one, or the folder of a checkpoint. `model` replaces the one
     that the config would make, and `loss` the weighted cross entropy. `watch` is called after every step, `on_eval`
-    after every evaluation. Sample answers are shown if
-    `open_text` gives what turns their tokens into text. `quiet` prints nothing.
+    after every evaluation. Sample answers are shown if `open_text` gives what turns their tokens into text. `notes` are
+    printed when the run starts. `quiet` prints nothing.
+
+    A run that fails before its first step is finished leaves neither a folder nor an audit log.
 
     >>> from chatmill import InputSource, Job, TrainConfig, prepare_dataset, train_model
     >>> _ = prepare_dataset(Job((InputSource(("data/conversations.jsonl",)),), tokenizer="bytes"), "sft")
-    >>> tiny = {"n_layer": 1, "n_embd": 16, "n_head": 2, "max_iters": 2, "eval_interval": 0, "device": "cpu"}
+    >>> tiny = {"n_layer": 1, "n_embd": 16, "n_head": 2, "max_iters": 2, "eval_interval": 0, "use_loss_mask": True}
     >>> result = train_model(TrainConfig(**tiny), model_name="mine", dataset_dir="sft", quiet=True)
     >>> result.step, str(result.checkpoint)
     (2, 'checkpoints/mine/step_00000002')
@@ -140,18 +137,16 @@ def train_model(
     for named in (config.init_from_model, config.audit_dir, resume):
         # Before anything is written.
         local_path(named or "")
-    with init_world(config.device) as world:
-        try:
-            with open_run(config, data, folder, world, resume=resume, model=model) as state:
-                if loss is not None:
-                    state.stepper.model.loss = loss
-                return _Loop(state, _run_dir(state, folder, data, quiet=quiet), watch, on_eval, open_text).run()
-        except torch.OutOfMemoryError:
-            raise _out_of_memory(config, world, on_gpu=True) from None
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not any(part in str(error) for part in HOST_MEMORY_ERRORS):
-                raise
-            raise _out_of_memory(config, world, on_gpu=False) from None
+    with (
+        init_world(config.device) as world,
+        memory_errors(config, world),
+        open_run(config, data, folder, world, resume=resume, model=model) as state,
+    ):
+        if loss is not None:
+            state.stepper.model.loss = loss
+        state.notes += notes
+        run_dir = _run_dir(state, folder, data, quiet=quiet)
+        return _Loop(state, run_dir, watch, on_eval, open_text).run()
 
 
 def _run_dir(state: TrainState, folder: Path, dataset_dir: Path, *, quiet: bool) -> RunDir:
@@ -159,9 +154,7 @@ def _run_dir(state: TrainState, folder: Path, dataset_dir: Path, *, quiet: bool)
     data = RowsData(str(dataset_dir), state.stage.dataset_sha256, state.loader.config.mix_sft)
     rows = data if state.config.log_rows else None
     run_dir = RunDir(folder, config, state.world, step=state.step, total=state.stage.stop, quiet=quiet, rows=rows)
-    later = [f"a later checkpoint stays as {path}; it is not used any more" for path in run_dir.set_aside]
-    for note in state.notes + later:
-        run_dir.print(note)
+    state.notes += [f"a later checkpoint stays as {path}; it is not used any more" for path in run_dir.set_aside]
     return run_dir
 
 
@@ -198,6 +191,8 @@ class _Loop:
         """Take all remaining steps, or those before a signal; save, and return the result."""
         state, config, began = self.state, self.state.config, self.state.step
         try:
+            for note in state.notes:
+                self.run_dir.print(note)
             with stop_on_signal() as request:
                 self.ended = time.perf_counter()
                 stop = False
@@ -219,6 +214,10 @@ class _Loop:
                 self.run_dir.plot()
             early = stop and state.step < state.stage.stop
             return self._result((request.by or "a signal to another rank") if early else None)
+        except BaseException:
+            if not state.has_trained:
+                self.run_dir.discard()
+            raise
         finally:
             self.run_dir.close()
 
@@ -263,8 +262,9 @@ class _Loop:
         if launched is None:
             return
         counts, totals = launched.counts, self.state.totals
-        totals.add(counts)
         result = None if launched.pending is None else launched.pending.read()
+        self.state.has_trained = True
+        totals.add(counts)
         now = time.perf_counter()
         seconds, self.ended = now - self.ended, now
         self.seconds += seconds
@@ -288,7 +288,8 @@ class _Loop:
             data_wait=launched.data_wait,
         )
         speed = {"tokens_per_second": record.tokens / seconds, "trained_per_second": record.trained / seconds}
-        self.run_dir.log({**record._asdict(), **speed})
+        first = {} if record.step > 1 or self.state.non_answers is None else self.state.non_answers.to_metrics()
+        self.run_dir.log({**record._asdict(), **speed, **first})
         self.run_dir.log_rows(record.step, result.rows)
         self.run_dir.show_step(record.step, loss=loss, seconds=seconds, tokens=record.tokens, trained=record.trained)
         if self.watch is not None:
@@ -369,28 +370,8 @@ class _Loop:
             val_loss=evaluation and evaluation.loss,
             val_perplexity=evaluation and evaluation.perplexity,
             **asdict(state.totals),
+            non_answer_tokens=0 if state.non_answers is None else state.non_answers.non_answers,
             seconds=self.seconds,
             data_wait=self.data_wait,
             stopped_by=stopped_by,
         )
-
-
-def _out_of_memory(config: TrainConfig, world: World, *, on_gpu: bool) -> OutOfMemoryError:
-    rank = f"rank {world.rank}: " if world.size > 1 else ""
-    rows = config.batch_size // world.size // config.gradient_accumulation_steps
-    load = f"with {rows} rows of {config.block_size} tokens at a time"
-    if not on_gpu:
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        return OutOfMemoryError(
-            f"{rank}the host is out of memory (it has {size:.1f} GiB) {load}; "
-            "lower batch_size, block_size or max_positions, or take a smaller model"
-        )
-    taken = ""
-    if world.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(world.device)
-        taken = f" ({(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken)"
-    lower = "lower batch_size or block_size" if config.activation_checkpointing else "set activation_checkpointing"
-    return OutOfMemoryError(
-        f"{rank}the GPU is out of memory{taken} {load}; "
-        f"raise gradient_accumulation_steps from {config.gradient_accumulation_steps}, or {lower}"
-    )

@@ -11,13 +11,12 @@ Progress goes to standard error, written by hand because training needs nothing 
 from __future__ import annotations
 
 import json
+import os
 import signal
-import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.plain_file import check_plain, open_plain
@@ -27,20 +26,18 @@ from chatmill.train.checkpoint import Checkpoint
 from chatmill.train.checkpoint_files import list_checkpoints
 from chatmill.train.distributed import World
 from chatmill.train.plot import loss_plot
+from chatmill.train.progress import TrainProgress
 from chatmill.train.step import RowLoss
 
 CONFIG, PLOT = "config.json", "loss.svg"
 METRICS = "metrics.jsonl"
 ROWS = "rows"
 """The folder of the losses of conversations, a file for each rank."""
+TENSORBOARD = "tensorboard"
+WRITTEN = (CONFIG, METRICS, PLOT, ROWS, TENSORBOARD)
+"""The names of what a run writes besides its checkpoints."""
 COLUMNS = ("episodes", "segments", "losses", "weights")
 """The fields of `RowLoss` in a line."""
-WIDTH = 24
-"""Characters of the progress bar."""
-SECONDS = 0.2
-"""The bar is redrawn this often at most."""
-DECAY = 0.95
-"""Decay of the moving averages of speed."""
 
 
 def open_resumed(
@@ -113,8 +110,12 @@ class RunDir:
         self._data = rows
         self.set_aside: list[Path] = []
         """Checkpoints later than `step`, under the names that they were given."""
+        self._new_folders: list[Path] | None = None
+        """Of a run that is new: the folders that were made for it, innermost first."""
 
         def begin() -> None:
+            if not any(os.path.lexists(folder / name) for name in WRITTEN):
+                self._new_folders = files.missing_folders(folder)
             if config.get("tensorboard"):
                 # First: if it is not installed, nothing has been changed.
                 self._metrics.append(TensorBoardLog(folder))
@@ -135,7 +136,7 @@ class RunDir:
             if rows is not None:
                 self._rows = MetricsLog(folder / ROWS / f"rank_{world.rank:05d}.jsonl")
         except BaseException:
-            self.close()
+            self.discard()
             raise
         if world.is_first and not quiet:
             self._progress = TrainProgress(step, total, every=config["log_interval"])
@@ -172,6 +173,14 @@ class RunDir:
         for each in [*self._metrics, self._rows, self._progress]:
             if each is not None:
                 each.close()
+
+    def discard(self) -> None:
+        """Close the logs of a run that trained nothing, and remove what it wrote if the folder held no run before."""
+        self.close()
+        if self._new_folders is not None:
+            written = [self.folder / name for name in WRITTEN]
+            within = [path for folder in written if folder.is_dir() for path in folder.iterdir()]
+            files.remove_all([*within, *written, *self._new_folders])
 
 
 # Line logs.
@@ -284,8 +293,8 @@ class TensorBoardLog:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UsageError("tensorboard is true, and it is not installed; pip install tensorboard") from None
-        files.make_folder(folder / "tensorboard")
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        files.make_folder(folder / TENSORBOARD)
+        self._writer = SummaryWriter(str(folder / TENSORBOARD))
 
     def add(self, line: Mapping[str, Any]) -> None:
         for name, value in line.items():
@@ -295,67 +304,6 @@ class TensorBoardLog:
 
     def close(self) -> None:
         self._writer.close()
-
-
-# Progress.
-
-
-class TrainProgress:
-    """Shows steps as they end: a bar in a terminal, a line now and then elsewhere."""
-
-    def __init__(self, first: int, total: int, *, every: int, stream: TextIO | None = None) -> None:
-        self._at, self._total, self._every = first, total, every
-        self._stream = stream or sys.stderr
-        self._is_terminal = self._stream.isatty()
-        self._shown = 0.0
-        # Exponential moving averages, each divided by that of ones to correct the bias of the first steps.
-        self._means = dict.fromkeys(("seconds", "tokens", "trained", "ones"), 0.0)
-
-    def step(self, step: int, *, loss: float | None, seconds: float, tokens: float, trained: float) -> None:
-        for name, value in (("seconds", seconds), ("tokens", tokens), ("trained", trained), ("ones", 1.0)):
-            self._means[name] = DECAY * self._means[name] + (1 - DECAY) * value
-        self._at = step
-        now = time.monotonic()
-        if self._is_terminal:
-            if now - self._shown >= SECONDS or step == self._total:
-                self._shown = now
-                done = int(WIDTH * step / max(1, self._total))
-                self._stream.write(f"\r\x1b[K[{'=' * done}{' ' * (WIDTH - done)}] {self._line(loss)}")
-                self._stream.flush()
-        elif step % self._every == 0 or step == self._total:
-            print(self._line(loss), file=self._stream, flush=True)
-
-    def _line(self, loss: float | None) -> str:
-        seconds = self._means["seconds"] or 1e-9
-        speed, trained = self._means["tokens"] / seconds, self._means["trained"] / seconds
-        remaining = (self._total - self._at) * seconds / self._means["ones"]
-        shown_loss = "-" if loss is None else f"{loss:.4f}"
-        return (
-            f"step {self._at:,}/{self._total:,}  loss {shown_loss}  {_short(speed)} tokens/s  "
-            f"{_short(trained)} trained/s  {_clock(remaining)} left"
-        )
-
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        print(f"\r\x1b[K{text}" if self._is_terminal else text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        if self._is_terminal and self._shown:
-            print(file=self._stream, flush=True)
-
-
-def _short(value: float) -> str:
-    for unit in ("", "k", "M"):
-        if value < 1000:
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g}G" if value < 1000 else f"{value:.0f}G"
-
-
-def _clock(duration: float) -> str:
-    minutes, seconds = divmod(round(duration), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 # Signals.

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from chatmill.train.preflight import (
     weights_hash,
 )
 from chatmill.train.run_dir import METRICS, config_changes, open_resumed
+from chatmill.train.start_notes import NonAnswers, cache_lengths, count_non_answers
 from chatmill.train.step import LRSchedule, StepCounts, Stepper
 
 
@@ -101,6 +101,10 @@ class TrainState:
     """On rank 0, of a run that trains adapters: the folder of the base model, and the hash of its weights."""
     notes: list[str] = field(default_factory=list)
     """Messages to the user who starts the run."""
+    non_answers: NonAnswers | None = None
+    """What it trains besides answers, if the data has a loss mask that is not used."""
+    has_trained: bool = False
+    """Whether a step of this process is finished."""
     data_check: DataCheck | None = None
     """Checks the hashes of the data, if the config says so."""
 
@@ -126,14 +130,18 @@ class TrainState:
 def open_run(
     config: TrainConfig, dataset_dir: Path, folder: Path, world: World, *, resume: str | None, model: CausalModel | None
 ) -> Iterator[TrainState]:
-    """Open data and model, both as the checkpoint left them if the run resumes."""
+    """Open data and model, both as the checkpoint left them if the run resumes.
+
+    The audit log is opened last, and removed if no step is finished: a run that is refused leaves none.
+    """
     checkpoint = open_resumed(folder, resume, world, otherwise="another --model_name")
     if checkpoint is not None and "stage" not in checkpoint.state:
         raise UsageError(
             f"{checkpoint.path}: was written by chatmill rollout train, which goes on with it; "
             f"to train its model, give --init_from_model {checkpoint.path}"
         )
-    loader, audit, same_data = _open_data(config, dataset_dir, world, checkpoint)
+    loader, same_data = _open_data(config, dataset_dir, world, checkpoint)
+    state: TrainState | None = None
     succeeded = False
     data_check = DataCheck(loader) if config.verify else None
     try:
@@ -145,22 +153,30 @@ def open_run(
         length, left_out = world.together(lambda: _steps(config, loader))
         schedule = LRSchedule.of(config, warmup=config.warmup_steps(length), total=length)
         stage = Stage(start, length, schedule, loader.sha256, config.post_training, left_out)
-        state = TrainState(config, world, loader, audit, stepper, stage, base=base, data_check=data_check)
+        state = TrainState(config, world, loader, None, stepper, stage, base=base, data_check=data_check)
         if checkpoint is not None:
             state.step, state.saved = checkpoint.step, checkpoint.path
             state.totals = Totals(**checkpoint.state["totals"])
+        state.non_answers = world.together(lambda: count_non_answers(loader) if world.is_first else None)
+        # First: it is what most runs without use_loss_mask did not mean.
+        state.notes += [] if state.non_answers is None else [str(state.non_answers)]
         state.notes += _notes(state, checkpoint, folder, same_data=same_data)
+        state.notes += cache_lengths(loader)
         if config.eval_interval and "val" not in loader.splits:
             state.notes.append(f"{dataset_dir} has no episodes in val: nothing is evaluated")
+        state.audit = _open_audit(config, loader, world, checkpoint if same_data else None)
         yield state
         succeeded = True
     finally:
         if data_check is not None:
             data_check.close()
         loader.close()
-        # Closing it synchronizes all ranks, which is not possible after one of them failed.
-        if audit is not None and (succeeded or world.size == 1):
-            audit.close()
+        if state is not None and state.audit is not None:
+            if not succeeded and not state.has_trained:
+                state.audit.discard()
+            elif succeeded or world.size == 1:
+                # Closing it synchronizes all ranks, which is not possible after one of them failed.
+                state.audit.close()
 
 
 def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, same_data: bool) -> Iterator[str]:
@@ -188,29 +204,38 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
 
 def _open_data(
     config: TrainConfig, dataset_dir: Path, world: World, checkpoint: Checkpoint | None
-) -> tuple[EpisodeLoader, Audit | None, bool]:
+) -> tuple[EpisodeLoader, bool]:
     """The loader, at the checkpoint's position if the stage is the same; and whether it is."""
     pin = world.device.type == "cuda"
-    open_loader = partial(EpisodeLoader, dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)
-    loader = world.together(open_loader)
+    loader = world.together(
+        lambda: EpisodeLoader(dataset_dir, config, rank=world.rank, world_size=world.size, pin_memory=pin)
+    )
     saved = {} if checkpoint is None else checkpoint.state
     stage = {"dataset_sha256": loader.sha256, "post_training": config.post_training}
     same = bool(saved) and all(saved["stage"][name] == value for name, value in stage.items())
     if same:
-        # Before the log is opened: a config that differs is named as such.
         world.together(lambda: loader.load_state_dict(saved["loader"]))
-    audit = None
-    if config.audit_dir is not None:
-        if same and saved.get("audit") is None:
+        if config.audit_dir is not None and saved.get("audit") is None:
             raise UsageError(
                 f"audit_dir is {config.audit_dir}, and the run began without an audit log; set it to null to go on"
             )
-        reduce = world.add if world.size > 1 else None
-        audit = Audit(config.audit_dir, state=saved.get("audit") if same else None, reduce=reduce)
-        loader = world.together(partial(open_loader, listener=audit))
-        if same:
-            world.together(lambda: loader.load_state_dict(saved["loader"]))
-    return loader, audit, same
+    return loader, same
+
+
+def _open_audit(
+    config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None
+) -> Audit | None:
+    """The audit log, which records what the loader returns from now on; that of the checkpoint is continued."""
+    if config.audit_dir is None:
+        return None
+    state = None if checkpoint is None else checkpoint.state["audit"]
+    audit = Audit(config.audit_dir, state=state, reduce=world.add if world.size > 1 else None)
+    try:
+        world.together(lambda: loader.listen(audit))
+    except BaseException:
+        audit.discard()
+        raise
+    return audit
 
 
 def _open_model(

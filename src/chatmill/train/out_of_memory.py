@@ -1,0 +1,53 @@
+"""A GPU or a host that is out of memory, as one line that says what to lower."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from chatmill.train.config import TrainConfig
+from chatmill.train.distributed import RankError, World
+
+HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
+"""Parts of torch's messages when the host is out of memory; torch has no error class for it."""
+
+
+class OutOfMemoryError(RankError):
+    """A GPU or the host is out of memory, perhaps on one rank alone."""
+
+
+@contextmanager
+def memory_errors(config: TrainConfig, world: World) -> Iterator[None]:
+    """Raise `OutOfMemoryError` for what torch and Python raise when memory is out."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise _out_of_memory(config, world, on_gpu=True) from None
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(part in str(error) for part in HOST_MEMORY_ERRORS):
+            raise
+        raise _out_of_memory(config, world, on_gpu=False) from None
+
+
+def _out_of_memory(config: TrainConfig, world: World, *, on_gpu: bool) -> OutOfMemoryError:
+    rank = f"rank {world.rank}: " if world.size > 1 else ""
+    rows = config.batch_size // world.size // config.gradient_accumulation_steps
+    load = f"with {rows} rows of {config.block_size} tokens at a time"
+    if not on_gpu:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        return OutOfMemoryError(
+            f"{rank}the host is out of memory (it has {size:.1f} GiB) {load}; "
+            "lower batch_size, block_size or max_positions, or take a smaller model"
+        )
+    taken = ""
+    if world.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
+        taken = f" ({(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken)"
+    lower = "lower batch_size or block_size" if config.activation_checkpointing else "set activation_checkpointing"
+    return OutOfMemoryError(
+        f"{rank}the GPU is out of memory{taken} {load}; "
+        f"raise gradient_accumulation_steps from {config.gradient_accumulation_steps}, or {lower}"
+    )

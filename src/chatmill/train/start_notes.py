@@ -1,0 +1,65 @@
+"""What a run says of its data and settings before the first step, besides errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.source import marked_tokens
+from chatmill.store.primer_cache import PrimerCache
+
+
+class NonAnswers(NamedTuple):
+    """How much of the train split is trained without being an answer, because use_loss_mask is false."""
+
+    non_answers: int
+    """Trained tokens that the loss mask does not mark."""
+    trained: int
+    """All trained tokens: every token but the first of each episode, which nothing predicts."""
+
+    def __str__(self) -> str:
+        share = f"{self.non_answers / self.trained:.0%}"
+        return (
+            f"trains {self.non_answers:,} tokens of train that are not answers ({share} of all): "
+            "use_loss_mask is false; add --use_loss_mask to train answers only"
+        )
+
+    def to_metrics(self) -> Mapping[str, Any]:
+        return {"non_answer_tokens": self.non_answers, "train_tokens": self.trained}
+
+
+def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
+    """What an epoch over all sources trains besides answers; None if that is nothing, or no source has a mask.
+
+    The metadata has the counts; the masks of datasets without metadata are read.
+    """
+    sources = [source for source in loader.sources if source.has_mask]
+    if loader.config.use_loss_mask or not sources:
+        return None
+    splits = [source.episodes(loader.split) for source in sources]
+    trained = sum(split.num_tokens - len(split) for split in splits)
+    non_answers = trained - sum(marked_tokens(source, loader.split) for source in sources)
+    return NonAnswers(non_answers, trained) if non_answers > 0 else None
+
+
+def cache_lengths(loader: EpisodeLoader) -> Iterator[str]:
+    """Caches whose rows were cut to another length than the rows of a batch have, and what that changes."""
+    block_size = loader.config.block_size
+    caches = [source.dataset for source in loader.sources if isinstance(source.dataset, PrimerCache)]
+    others = [cache for cache in caches if cache.meta.T_max != block_size]
+    if not others:
+        return
+    lengths = np.concatenate([cache[loader.split].lengths for cache in others]).astype(np.int64)
+    # A row of block_size + 1 tokens fits: its last token is only predicted.
+    cut = np.maximum(lengths - (block_size + 1), 0)
+    effect = "no row is cut"
+    if rows := int(np.count_nonzero(cut)):
+        effect = (
+            f"{rows:,} of {len(lengths):,} rows lose {int(cut.sum()):,} tokens at their beginning; "
+            f"set block_size to {max(cache.meta.T_max for cache in others)}, or build with --t-max {block_size}"
+        )
+    built = ", ".join(f"{cache.path} has T_max {cache.meta.T_max}" for cache in others)
+    yield f"block_size is {block_size}, {built}: {effect}"

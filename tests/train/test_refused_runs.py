@@ -1,0 +1,192 @@
+"""A run that is refused before its first step is finished leaves no audit log and no folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from train_fixtures import SMALL, prepare, write_files
+
+from chatmill.cli.main import main as chatmill
+from chatmill.errors import ChatmillError
+from chatmill.store import files
+from chatmill.train.config import TrainConfig
+from chatmill.train.distributed import World
+from chatmill.train.loop import train_model
+from chatmill.train.run_dir import RunDir
+from chatmill.train.step import Pending, Stepper
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory, sums_data):
+    """Data of several kinds, in one folder, and runs that stand there already."""
+    folder = tmp_path_factory.mktemp("inputs")
+    shutil.copytree(sums_data, folder / "sums")
+    shutil.copytree(sums_data, folder / "damaged")
+    (folder / "damaged/train/shard_00000/tokens.bin").write_bytes(b"")
+    shutil.copytree(sums_data, folder / "changed")
+    with (folder / "changed/train/shard_00000/tokens.bin").open("r+b") as tokens:
+        tokens.write(b"\0")
+    write_files(folder / "foreign", [[1, 2, 3]] * 8, [[0, 1, 1]] * 8)
+    shutil.copytree(folder / "foreign", folder / "maskless")
+    (folder / "maskless/train/shard_00000/mask.bin").unlink()
+    prepare(folder, "blocks", "--format", "primer")
+    (folder / "empty").mkdir()
+    (folder / "caches/other").mkdir(parents=True)
+    (folder / "file").write_text("")
+    (folder / "small.json").write_text(json.dumps({**SMALL, "audit_dir": "logs/audit"}))
+    (folder / "unknown.json").write_text('{"batch_sise": 3}')
+    (folder / "circle.json").write_text('{"inherits": "circle.json"}')
+    (folder / "text.json").write_text("no json")
+    big = TrainConfig.from_mapping({**SMALL, "max_iters": 1})
+    train_model(big, model_name="there", dataset_dir=folder / "sums", out_dir=folder / "runs", quiet=True)
+    return folder
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+REFUSALS = {
+    "no name": ["--config_file", "small.json"],
+    "a bad name": ["--model_name", "a/b"],
+    "an unknown flag": ["--bogus", "1"],
+    "a wrong value": ["--grad_clip", "-1"],
+    "a config that is not there": ["--config_file", "none.json"],
+    "a config with an unknown key": ["--config_file", "unknown.json"],
+    "a config that inherits from itself": ["--config_file", "circle.json"],
+    "a config that is no JSON": ["--config_file", "text.json"],
+    "keys that conflict": ["--warmup_pct", "0.1", "--warmup_iters", "3"],
+    "a shape that no model has": ["--n_embd", "15"],
+    "no such dataset": ["--dataset_dir", "none"],
+    "a folder without a dataset": ["--dataset_dir", "empty"],
+    "caches that are not built": ["--dataset_dir", "caches"],
+    "a damaged dataset": ["--dataset_dir", "damaged"],
+    "a changed dataset": ["--dataset_dir", "changed", "--verify"],
+    "a dataset without a mask": ["--dataset_dir", "maskless"],
+    "no end token": ["--dataset_dir", "foreign"],
+    "a padding that the data cannot have": ["--pad_token_id", "100000"],
+    "one dataset and a mix": ["--mix_sft", '{"a": 1}'],
+    "rows longer than the model": ["--block_size", "65"],
+    "an order without a pass": ["--batch_sampling_mode", "random", "--max_iters", "null"],
+    "a pass that fills no batch": ["--batch_size", "64", "--max_iters", "null"],
+    "a model that is not there": ["--init_from_model", "none"],
+    "a model that is none": ["--init_from_model", "empty"],
+    "data with more ids than the model": ["--init_from_model", "runs/there", "--dataset_dir", "more"],
+    "another tokenizer than the model's": ["--init_from_model", "runs/there", "--dataset_dir", "other_tokenizer"],
+    "adapters without a model": ["--lora", "{}"],
+    "too large a model": ["--n_embd", "1000000000", "--n_head", "1000"],
+    "no GPU": ["--device", "cuda"],
+    "a checkpoint that is not there": ["--resume", "none"],
+    "a run that is there": ["--model_name", "there", "--out_dir", "runs"],
+    "an audit folder that is a file": ["--audit_dir", "file"],
+    "an audit folder in a file": ["--audit_dir", "file/logs"],
+    "an output folder that is a file": ["--out_dir", "file"],
+    "an output folder in a file": ["--out_dir", "file/runs"],
+    "tensorboard that is not installed": ["--tensorboard"],
+    "a settings file with an unknown key": ["--settings"],
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS)
+def test_a_refused_run_leaves_everything_as_it_was(inputs, tmp_path, monkeypatch, capsys, refusal):
+    place = tmp_path / "place"
+    shutil.copytree(inputs, place)
+    monkeypatch.chdir(place)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("chatmill.train.preflight.available_memory", lambda: 1e9)
+    args = list(REFUSALS[refusal])
+    if args == ["--settings"]:
+        Path("chatmill.toml").write_text("training.sed = 1\n")
+        args = []
+    if "more" in args:
+        write_files(place / "more", [[1, 2, 9999]] * 8, [[0, 1, 1]] * 8)
+        args += ["--pad_token_id", "0"]
+    if "other_tokenizer" in args:
+        shutil.copytree(place / "blocks", place / "other_tokenizer")
+        training = place / "runs/there/step_00000001/model/training.json"
+        training.write_text(json.dumps({**json.loads(training.read_text()), "tokenizer_sha256": "0" * 64}))
+    for name, value in {"--model_name": "mine", "--config_file": "small.json", "--dataset_dir": "sums"}.items():
+        if name not in args and not (refusal == "no name" and name == "--model_name"):
+            args += [name, value]
+    before = everything(place)
+    monkeypatch.setattr(sys, "argv", ["chatmill", "train", *args])
+    with pytest.raises(SystemExit) as ended:
+        chatmill()
+    err = capsys.readouterr().err
+    assert ended.value.code in (1, 2), err
+    assert (err.count("\n"), err[:10]) == (1, "chatmill: ")
+    assert everything(place) == before
+
+
+# Faults that come later, up to the end of the first step.
+
+
+def full(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def broken(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+LATE = {
+    "the first step does not fit": (Stepper, "step", full),
+    "the result of the first step does not come": (Pending, "read", full),
+    "the first batch cannot be read": (World, "alone", broken),
+    "the config cannot be written": (files, "write_file", broken),
+    "the progress cannot be shown": (RunDir, "print", broken),
+}
+
+
+@pytest.mark.parametrize("fault", LATE)
+@pytest.mark.parametrize("kept", [[], ["out"], ["out", "out/mine", "logs"]])
+def test_a_run_that_finishes_no_step_leaves_nothing(sums_data, tmp_path, monkeypatch, fault, kept):
+    for name in kept:
+        (tmp_path / name).mkdir()
+    if kept:
+        (tmp_path / kept[-1] / "notes.txt").write_text("mine")
+    before = everything(tmp_path)
+    changes = {"audit_dir": str(tmp_path / "logs/audit"), "log_rows": True, "use_loss_mask": False}
+    config = TrainConfig.from_mapping({**SMALL, **changes})
+    monkeypatch.setattr(*LATE[fault])
+    with pytest.raises((ChatmillError, OSError)):
+        train_model(config, model_name="mine", dataset_dir=sums_data, out_dir=tmp_path / "out")
+    assert everything(tmp_path) == before
+
+
+def test_a_run_that_fails_after_its_first_step_keeps_its_log_and_its_folder(sums_data, tmp_path):
+    def fail_after_two(record):
+        if record.step == 2:
+            raise ChatmillError("enough")
+
+    config = TrainConfig.from_mapping({**SMALL, "audit_dir": str(tmp_path / "logs")})
+    with pytest.raises(ChatmillError, match="enough"):
+        train_model(
+            config, model_name="mine", dataset_dir=sums_data, out_dir=tmp_path, watch=fail_after_two, quiet=True
+        )
+    assert len((tmp_path / "mine/metrics.jsonl").read_text().splitlines()) == 2
+    assert len(list((tmp_path / "logs").glob("audit_*.log"))) == 1
+
+
+def test_a_resumed_run_that_is_refused_keeps_what_it_had(sums_data, tmp_path, monkeypatch):
+    config = TrainConfig.from_mapping({**SMALL, "max_iters": 4, "audit_dir": str(tmp_path / "logs")})
+    train_model(config, model_name="mine", dataset_dir=sums_data, out_dir=tmp_path, quiet=True)
+    longer = TrainConfig.from_mapping({**SMALL, "max_iters": 8, "audit_dir": str(tmp_path / "logs")})
+    before = everything(tmp_path)
+    monkeypatch.setattr(Stepper, "step", full)
+    with pytest.raises(ChatmillError):
+        train_model(longer, model_name="mine", dataset_dir=sums_data, out_dir=tmp_path, resume="auto", quiet=True)
+    after = everything(tmp_path)
+    (log,) = (tmp_path / "logs").glob("audit_*.log")
+    assert after[str(log)].startswith(before[str(log)])
+    assert {name for name in before if before[name] != after[name]} == {str(log), str(tmp_path / "mine/config.json")}
+    monkeypatch.undo()
+    again = train_model(longer, model_name="mine", dataset_dir=sums_data, out_dir=tmp_path, resume="auto", quiet=True)
+    assert np.isfinite(again.loss)
