@@ -12,9 +12,10 @@ from chatmill.cli.guard import guarded
 
 
 def train() -> None:
+    from chatmill.cli.tokenizer_hash import tokenizer_sha256
     from chatmill.train.command import main
 
-    main()
+    main(tokenizer_sha256=tokenizer_sha256)
 
 
 if __name__ == "__main__":

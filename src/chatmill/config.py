@@ -60,6 +60,11 @@ def one_of(*options: str) -> ValueCheck:
     return ValueCheck(" or ".join(f'"{option}"' for option in options), lambda value: value in options)
 
 
+def named(what: str) -> ValueCheck:
+    """Texts that are not empty: the name of a file, a folder, …"""
+    return ValueCheck(f"the name of a {what}", lambda value: isinstance(value, str) and value != "")
+
+
 def optional(check: ValueCheck) -> ValueCheck:
     """The same values, or None."""
     return ValueCheck(f"{check.expected}, or null", lambda value: value is None or check.accepts(value))
@@ -69,8 +74,9 @@ SHARE = ValueCheck(
     "a share from 0 to 1, such as 0.03 for 3 percent", lambda value: _is_number(value) and 0 <= value <= 1
 )
 BELOW_ONE = ValueCheck("a number from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
+SWITCH = ValueCheck("true or false", lambda value: type(value) is bool)
 _OF_TYPE = {
-    bool: ValueCheck("true or false", lambda value: type(value) is bool),
+    bool: SWITCH,
     int: ValueCheck("a whole number", lambda value: type(value) is int),
     float: ValueCheck("a number", lambda value: _is_number(value) and abs(value) <= LARGEST),
     str: ValueCheck("a text", lambda value: isinstance(value, str) and value != ""),

@@ -243,16 +243,16 @@ def test_all_faults_of_settings_and_flags_are_one_line(run):
     )
     code, out, err = run("build-sft-primer", "--t-max", "1")
     known = (
-        "data.caches.sft_token_cache, data.dolly15k.path, data.dolly15k.val_frac, data.oasst1.path, "
-        "data.oasst1.val_frac, data.primer.path, data.primer.val_frac, model.T, training.seed"
+        "data.caches.sft_token_cache, data.dolly15k.path, data.dolly15k.val_frac, data.mix_sft, data.oasst1.path, "
+        "data.oasst1.val_frac, data.primer.path, data.primer.val_frac, model.T, tokenizer.add_tokens, tokenizer.path, "
+        "training.seed"
     )
     assert (code, out) == (2, "")
     assert err == (
         "chatmill: chatmill.toml: model.T is 'long', expected a whole number from 2 to 2147483648; "
-        "chatmill.toml: training.seed is True, expected a whole number from 0 on; "
-        f'chatmill.toml: unknown key "training.sed" (known: {known}); '
+        "chatmill.toml: training.seed is True, expected a whole number from 0 to 2147483648; "
         "chatmill.toml: data.primer.val_frac is 1, expected a number from 0 to below 1; "
-        f'chatmill.toml: unknown key "data.caches" (known: {known}); '
+        f'chatmill.toml: unknown key "training.sed", unknown key "data.caches" (known: {known}); '
         "--t-max is 1, expected a whole number from 2 to 2147483648\n"
     )
 

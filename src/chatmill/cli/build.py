@@ -1,13 +1,12 @@
 """`chatmill build-sft-primer` and its kin: one file of conversations to the cache of one source.
 
-`chatmill.toml` has settings for what no flag gives:
-
-data.primer.val_frac = 0.2       or as tables: [data.primer] val_frac = 0.2
+What no flag gives comes from `chatmill.toml`, which training reads too: see `chatmill.settings`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,20 +16,23 @@ import typer
 
 from chatmill.cli.expand import OptionGroup, option_parameter
 from chatmill.cli.options import AsJson, echo_json, echo_line, print_losses, progress
-from chatmill.cli.record_options import AddTokens, OnError, ReadOptions, RejectsFile, TokenizerName, print_rejects
-from chatmill.config import keys_of, read_toml
+from chatmill.cli.record_options import OnError, ReadOptions, RejectsFile, print_rejects
+from chatmill.config import keys_of
 from chatmill.errors import UsageError, one_line
+from chatmill.load.mix import MIX_SFT
 from chatmill.prepare.job import existing
 from chatmill.prepare.primer import SHAPES, CacheConfig, build_cache
+from chatmill.settings import ADD_TOKENS, CACHE_ROOT, CONTEXT, FILE, MIXED, SEED, TOKENIZER, read_settings
 from chatmill.store.primer_cache import cache_folder
 
-FILE = Path("chatmill.toml")
 NAMES = {
     "path": "data.{source}.path",
     "val_frac": "data.{source}.val_frac",
-    "out_dir": "data.caches.sft_token_cache",
-    "seed": "training.seed",
-    "t_max": "model.T",
+    "out_dir": CACHE_ROOT,
+    "seed": SEED,
+    "t_max": CONTEXT,
+    "tokenizer": TOKENIZER,
+    "add_tokens": ADD_TOKENS,
 }
 """What the keys of `CacheConfig` are called in the file."""
 DEFAULT_PATHS = {"primer": "data/primer.jsonl"}
@@ -45,7 +47,8 @@ def setting_flags() -> OptionGroup:
     options = []
     for name, each in keys_of(CacheConfig).items():
         if name != "path":
-            otherwise = f"[{NAMES[name].format(source='SOURCE')}, else {each.default}]"
+            default = each.default if isinstance(each.default, str) else json.dumps(each.default)
+            otherwise = f"[{NAMES[name].format(source='SOURCE')}, else {default}]"
             kind: Any = each.type | None
             options.append(option_parameter(name, Annotated[kind, typer.Option(help=f"{each.help} {otherwise}")], None))
     return OptionGroup(options)
@@ -57,45 +60,21 @@ def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> C
     `flags` are the keys of `CacheConfig`, None where no flag is given.
     """
     keys = keys_of(CacheConfig)
-    stored, faults = _read_settings()
+    settings, faults = read_settings()
     for name, value in flags.items():
         if value is not None and not keys[name].check.accepts(value):
             flag = input_flag if name == "path" else f"--{name.replace('_', '-')}"
             faults.append(f"{flag} is {one_line(str(value))}, expected {keys[name].check.expected}")
-    of_file = {name: stored.get(dotted.format(source=source)) for name, dotted in NAMES.items()}
+    of_file = {name: settings.get(dotted.format(source=source)) for name, dotted in NAMES.items()}
     values: dict[str, Any] = {"path": DEFAULT_PATHS.get(source)}
     values |= {name: value for layer in (of_file, flags) for name, value in layer.items() if value is not None}
     if values["path"] is None:
         faults.append(f"no input; give {input_flag}, or data.{source}.path in {FILE}")
     if faults:
         raise UsageError("; ".join(faults))
+    if source not in (mix := settings.get(MIXED, MIX_SFT)):
+        typer.echo(f"{FILE}: {MIXED} names {', '.join(map(one_line, mix))}: training leaves {source} out", err=True)
     return CacheConfig(**values)
-
-
-def _read_settings() -> tuple[dict[str, Any], list[str]]:
-    """The settings of the file, if there is one, by their dotted names; and what is wrong with them."""
-    if not FILE.exists():
-        return {}, []
-    keys = keys_of(CacheConfig)
-    known = {dotted.format(source=source): keys[name] for name, dotted in NAMES.items() for source in SHAPES}
-    stored, faults = {}, []
-    for dotted, value in _flat(read_toml(FILE, what="expected a TOML file", error=UsageError)):
-        if dotted not in known:
-            faults.append(f'{FILE}: unknown key "{one_line(dotted)}" (known: {", ".join(sorted(known))})')
-        elif not known[dotted].check.accepts(value):
-            faults.append(f"{FILE}: {dotted} is {one_line(repr(value))}, expected {known[dotted].check.expected}")
-        else:
-            stored[dotted] = value
-    return stored, faults
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no table, by its dotted name; an empty table is a value, so that its name is checked."""
-    for name, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 # Commands.
@@ -105,8 +84,6 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 class BuildOptions:
     """The options that all of these commands share besides; see `cli/expand.py`."""
 
-    tokenizer: TokenizerName = "bytes"
-    add_tokens: AddTokens = False
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the cache and the rejects, if they are there.")
     ] = False
@@ -169,13 +146,11 @@ def _build(source: str, config: CacheConfig, options: BuildOptions, read: ReadOp
     """Build the cache and print the summary."""
     target = cache_folder(Path(config.out_dir), source)
     options_of_source = replace(read or ReadOptions(), shape=SHAPES[source], overwrite=options.overwrite)
-    records = options_of_source.records([config.path], reads=existing(options.tokenizer), output=target)
+    records = options_of_source.records([config.path], reads=existing(config.tokenizer), output=target)
     meta = build_cache(
         source,
         config,
         records,
-        tokenizer=options.tokenizer,
-        add_tokens=options.add_tokens,
         overwrite=options.overwrite,
         progress=partial(progress, what="records"),
     )

@@ -35,10 +35,14 @@ def key_options(config: type[Any]) -> OptionGroup:
     return OptionGroup(options, lambda **values: values | {name: tuple(values[name] or ()) for name in tuples})
 
 
-def text_flags(*configs: type[Any]) -> OptionGroup:
-    """Marks a parameter that gets the flags of configurations that are given, as text, in both spellings."""
+def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
+    """Marks a parameter that gets the flags of configurations that are given, as text, in both spellings.
+
+    The help shows the key `first` before all others.
+    """
     options = []
-    for each in (each for config in configs for each in keys_of(config).values()):
+    keys = [each for config in configs for each in keys_of(config).values()]
+    for each in sorted(keys, key=lambda each: each.name != first):
         shown = each.default is not None or "null" in each.help
         help = f"{each.help}  [default: {json.dumps(each.default)}]" if shown else each.help
         flag = typer.Option(*flag_spellings(each.name), metavar=each.metavar or "VALUE", help=help)

@@ -11,8 +11,9 @@ from typer.core import TyperCommand
 
 from chatmill.cli.expand import text_flags
 from chatmill.cli.options import AsJson
+from chatmill.cli.tokenizer_hash import tokenizer_sha256
 from chatmill.show.dataset import dataset_text
-from chatmill.train.config import RunFlags, TrainConfig, with_bare_switches
+from chatmill.train.config import FIRST_FLAG, RunFlags, TrainConfig, with_bare_switches
 
 
 class TrainCommand(TyperCommand):
@@ -27,12 +28,15 @@ COMMAND = {"cls": TrainCommand, "context_settings": {"allow_extra_args": True, "
 
 
 def train(
-    context: typer.Context, flags: Annotated[dict[str, str], text_flags(RunFlags, TrainConfig)], as_json: AsJson = False
+    context: typer.Context,
+    flags: Annotated[dict[str, str], text_flags(RunFlags, TrainConfig, first=FIRST_FLAG)],
+    as_json: AsJson = False,
 ) -> None:
     """Train a model on a dataset, a cache, or a folder of caches that are mixed.
 
     `python train.py` is the same command. Every key of a config file is a flag, as --batch_size 8 or --batch-size 8; a
-    flag wins over the file. Values are JSON or plain text, and a flag of a true-or-false key without a value is true.
+    flag wins over the file, and the file over chatmill.toml in the current folder, from which caches are built too.
+    Values are JSON or plain text, and a flag of a true-or-false key without a value is true.
 
     \b
     Examples:
@@ -42,7 +46,14 @@ def train(
     from chatmill.train.command import errors_of_first_rank, run_and_print
 
     with errors_of_first_rank():
-        run_and_print(flags, context.args, prog="chatmill train", as_json=as_json, open_text=_decoder)
+        run_and_print(
+            flags,
+            context.args,
+            prog="chatmill train",
+            as_json=as_json,
+            open_text=_decoder,
+            tokenizer_sha256=tokenizer_sha256,
+        )
 
 
 def _decoder(dataset: Path) -> Callable[[Sequence[int]], str] | None:

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from chatmill.config import BELOW_ONE, LONGEST, Config, ValueCheck, integer, key, required
+from chatmill.config import BELOW_ONE, LONGEST, Config, ValueCheck, integer, key, keys_of, named, required
 from chatmill.errors import DataError, RecordError
 from chatmill.fit import truncate
 from chatmill.format import TurnRenderer, load_format
 from chatmill.ledger import Ledger
 from chatmill.plain_file import local_path
-from chatmill.prepare.job import existing
+from chatmill.prepare.job import Job, existing
 from chatmill.prepare.rejects import CountedRecords
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records import Record, shuffle_split
 from chatmill.rows import Rows, concat
-from chatmill.store.primer_cache import CacheMeta, check_place, write_cache
+from chatmill.store.primer_cache import CACHES, CacheMeta, check_place, write_cache
 from chatmill.store.publish import refuse_inside
 from chatmill.tokenizer import open_tokenizer
 
@@ -33,16 +33,12 @@ LEAST_TOKENS = 2
 CHUNK = 4096
 
 
-def _named(what: str) -> ValueCheck:
-    return ValueCheck(f"the name of a {what}", lambda value: isinstance(value, str) and value != "")
-
-
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(Config):
-    """What decides the bytes of a cache, besides its tokenizer."""
+    """What decides the bytes of a cache."""
 
-    path: str = required("The file to read.", _named("file"))
-    out_dir: str = key("data/cache/sft", "Where caches lie, a folder a source.", _named("folder"))
+    path: str = required("The file to read.", named("file"))
+    out_dir: str = key(CACHES, "Where caches lie, a folder a source.", named("folder"))
     seed: int = key(
         42,
         "The seed of the shuffle that splits and orders.",
@@ -50,6 +46,8 @@ class CacheConfig(Config):
     )
     val_frac: float = key(0.1, "The share of examples for validation, 0 for none.", BELOW_ONE)
     t_max: int = key(1024, "Tokens a row at most: of a longer one the last stay.", integer(2, LONGEST))
+    tokenizer: str = key("bytes", keys_of(Job)["tokenizer"].help, named("tokenizer"))
+    add_tokens: bool = key(False, keys_of(Job)["add_tokens"].help)
 
 
 def build_cache(
@@ -57,8 +55,6 @@ def build_cache(
     config: CacheConfig,
     records: CountedRecords,
     *,
-    tokenizer: str = "bytes",
-    add_tokens: bool = False,
     overwrite: bool = False,
     progress: Callable[[Iterable[Record]], Iterable[Record]] = iter,
 ) -> CacheMeta:
@@ -68,9 +64,11 @@ def build_cache(
     """
     out, ledger = local_path(config.out_dir), records.ledger
     target = check_place(out, source, overwrite=overwrite)
-    refuse_inside(target, [Path(config.path), *existing(tokenizer)])
+    refuse_inside(target, [Path(config.path), *existing(config.tokenizer)])
     format = load_format("primer")
-    renderer = TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
+    renderer = TurnRenderer(
+        format, open_tokenizer(config.tokenizer, control=format.tokens, add_tokens=config.add_tokens)
+    )
     with records:
         rows = concat(list(renderer.render_chunks(_answered(progress(records), records.reject))))
     if not len(rows):

@@ -37,6 +37,8 @@ from chatmill.store.read import Dataset
 from chatmill.store.verify import SplitCounts, Verified, ledger_faults
 
 META = "meta.json"
+CACHES = "data/cache/sft"
+"""The folder of all caches, unless another is given."""
 EXPECTED = "the cache of a source"
 SCHEMA, SCHEMA_VERSION = "chatmill-cache", 1
 TOTALS = ("num_examples", "num_tokens", "num_label_tokens")

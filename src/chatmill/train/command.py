@@ -8,15 +8,20 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
 
 from chatmill.config import flag_spellings, from_environment, from_flags, keys_of, read_values
 from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.plain_file import local_path
+from chatmill.settings import CACHE_ROOT, FILE
+from chatmill.store.primer_cache import CACHES
 from chatmill.train.checkpoint_files import step_name
-from chatmill.train.config import RunFlags, TrainConfig, layered, size_keys, with_bare_switches
+from chatmill.train.config import FIRST_FLAG, RunFlags, TrainConfig, layered, size_keys, with_bare_switches
 from chatmill.train.distributed import RankError
 from chatmill.train.loop import OpenText, TrainResult, train_model
+from chatmill.train.project import TokenizerHash, compare_tokenizer, project_keys, project_settings
 from chatmill.train.run_dir import CONFIG
 
 EXAMPLES = """\
@@ -27,16 +32,22 @@ examples:
   torchrun --nproc-per-node 8 train.py --model_name mine --config_file configs/sft1/150M.json \
       --dataset_dir data/chat_sft --parallel fsdp
 
-Every key of a config file is a flag, which wins over the file; values are JSON or plain text.
+Every key of a config file is a flag, which wins over the file, and the file over chatmill.toml in the current folder;
+values are JSON or plain text.
 """
 
 
-def main(args: Sequence[str] | None = None, *, prog: str = "python train.py") -> None:
-    """Train as the flags say."""
+def main(
+    args: Sequence[str] | None = None,
+    *,
+    prog: str = "python train.py",
+    tokenizer_sha256: TokenizerHash | None = None,
+) -> None:
+    """Train as the flags say; `tokenizer_sha256` opens the tokenizer of chatmill.toml, if it is given."""
     with errors_of_first_rank():
         given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))
         flags = {name: text for name, text in vars(given).items() if isinstance(text, str)}
-        run_and_print(flags, unknown, prog=prog, as_json=given.json)
+        run_and_print(flags, unknown, prog=prog, as_json=given.json, tokenizer_sha256=tokenizer_sha256)
 
 
 @contextmanager
@@ -70,28 +81,45 @@ def parser(prog: str) -> argparse.ArgumentParser:
         epilog=EXAMPLES.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
-    for title, config in (("the run", RunFlags), ("keys of the config", TrainConfig)):
+    run_keys, keys = keys_of(RunFlags), dict(keys_of(TrainConfig))
+    first = keys.pop(FIRST_FLAG)
+    for title, declared in (
+        ("what is trained", [first]),
+        ("the run", run_keys.values()),
+        ("keys of the config", keys.values()),
+    ):
         group = made.add_argument_group(title)
-        for each in keys_of(config).values():
+        for each in declared:
             text = f"{each.help} ({json.dumps(each.default)})".replace("%", "%%")
             group.add_argument(*flag_spellings(each.name), dest=each.name, metavar=each.metavar or "V", help=text)
-    made.add_argument("--json", action="store_true", help="print the result as JSON")
+    output = made.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print the result as JSON")
+    output.add_argument("-h", "--help", action="help", help="show this message and exit")
     return made
 
 
 def run_and_print(
-    flags: Mapping[str, str], unknown: Sequence[str], *, prog: str, as_json: bool, open_text: OpenText | None = None
+    flags: Mapping[str, str],
+    unknown: Sequence[str],
+    *,
+    prog: str,
+    as_json: bool,
+    open_text: OpenText | None = None,
+    tokenizer_sha256: TokenizerHash | None = None,
 ) -> None:
     """Train as the flags say and print the result; sample answers are shown if `open_text` is given."""
     if unknown:
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; see {prog} --help")
-    result = run(flags, open_text=open_text)
+    result = run(flags, open_text=open_text, tokenizer_sha256=tokenizer_sha256)
     if _is_first_rank():
         print(json.dumps(result.to_json()) if as_json else summary(result))
 
 
-def run(flags: Mapping[str, str], *, open_text: OpenText | None = None) -> TrainResult:
+def run(
+    flags: Mapping[str, str], *, open_text: OpenText | None = None, tokenizer_sha256: TokenizerHash | None = None
+) -> TrainResult:
     """The run that these flags ask for, given as text by their names."""
     where = RunFlags(**{name: text for name, text in flags.items() if name in keys_of(RunFlags)})
     if where.model_name is None:
@@ -102,15 +130,40 @@ def run(flags: Mapping[str, str], *, open_text: OpenText | None = None) -> Train
     file = str(stored) if resumes else where.config_file
     base = {} if file is None else read_values(local_path(file))
     given = from_flags(TrainConfig, {name: text for name, text in flags.items() if name in keys_of(TrainConfig)})
-    values = layered(base, from_environment(TrainConfig, os.environ), given)
+    settings = project_settings()
+    stated = layered(base, from_environment(TrainConfig, os.environ), given)
+    if stated.get("dataset_dir") is None:
+        stated.pop("dataset_dir", None)
+    project = project_keys(settings, stated.get("dataset_dir"))
+    values = layered(project, stated)
     shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:
         raise UsageError(
             f"the flags: {', '.join(shape)} would shape a fresh model, and init_from_model is "
             f"{one_line(str(values['init_from_model']), 300)}, which has its shape; leave them out"
         )
+    notes = [f"{FILE}: {', '.join(used)}"] if (used := _shown(project, stated)) else []
     config = TrainConfig.from_mapping(values, place=file or "the flags")
-    return train_model(config, model_name=where.model_name, out_dir=out_dir, resume=where.resume, open_text=open_text)
+    if config.dataset_dir is None:
+        if not Path(CACHES).is_dir():
+            raise UsageError(
+                f"dataset_dir is missing; expected the folder of a dataset, or {CACHE_ROOT} in {FILE}, or {CACHES}"
+            )
+        config = replace(config, dataset_dir=CACHES)
+        notes.append(f"trains on {CACHES}, where caches lie by default; --dataset_dir trains on something else")
+    return train_model(
+        config,
+        model_name=where.model_name,
+        out_dir=out_dir,
+        resume=where.resume,
+        open_text=open_text,
+        notes=[*notes, *compare_tokenizer(settings, config, tokenizer_sha256)],
+    )
+
+
+def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
+    """The keys that chatmill.toml decides, because neither the config file nor a flag states them."""
+    return [f"{name} {one_line(json.dumps(value), 300)}" for name, value in project.items() if name not in stated]
 
 
 def summary(result: TrainResult) -> str:

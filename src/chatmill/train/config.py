@@ -1,6 +1,6 @@
 """The configuration of a training run: what is loaded, the model, the optimizer, and what is written when.
 
-    defaults  <  config file  <  POST_TRAINING and WARMUP_PCT  <  flags
+    defaults  <  chatmill.toml  <  config file  <  POST_TRAINING and WARMUP_PCT  <  flags
 
 Every key is also a flag of `train.py` and of `chatmill train`. Importing this module needs no torch.
 """
@@ -28,9 +28,12 @@ from chatmill.config import (
 )
 from chatmill.errors import DataError, UsageError
 from chatmill.load.config import LoadConfig
+from chatmill.store.primer_cache import CACHES
 
 WARMUP = 0.03
 """The default share of a run that warms up."""
+FIRST_FLAG = "use_loss_mask"
+"""The flag that help shows first: left out, a run trains the questions too."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
 """What post_training sets: train what the mask marks, and all of one pass."""
 
@@ -183,7 +186,11 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     30
     """
 
-    dataset_dir: str | None = key(None, "what to train on: a dataset, a cache, or a folder of caches to mix")
+    dataset_dir: str | None = key(
+        None,
+        "what to train on: a dataset, a cache, or a folder of caches to mix; "
+        f"null: data.caches.sft_token_cache of chatmill.toml, else {CACHES}",
+    )
     lora: Mapping[str, Any] | None = key(
         None, "train LoRA adapters on a Hugging Face model, whose own weights stay as they are", optional(LORA)
     )

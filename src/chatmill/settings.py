@@ -1,0 +1,87 @@
+"""Project settings: `chatmill.toml` in the current folder, which building caches and training on them both read.
+
+flags  >  config file  >  chatmill.toml  >  defaults
+
+[tokenizer]
+path = "tokenizer.json"
+[training]
+seed = 42
+[model]
+T = 1024
+[data]
+caches.sft_token_cache = "data/cache/sft"
+mix_sft = {primer = 0.1, oasst1 = 0.7, dolly15k = 0.2}
+primer = {path = "data/primer.jsonl", val_frac = 0.1}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from chatmill.config import BELOW_ONE, LONGEST, SWITCH, ValueCheck, integer, named, read_toml
+from chatmill.errors import ChatmillError, UsageError, one_line
+from chatmill.load.config import MIX
+from chatmill.load.mix import MIX_SFT, shares
+
+FILE = Path("chatmill.toml")
+TOKENIZER, ADD_TOKENS = "tokenizer.path", "tokenizer.add_tokens"
+SEED, CONTEXT, MIXED = "training.seed", "model.T", "data.mix_sft"
+CACHE_ROOT = "data.caches.sft_token_cache"
+SOURCES = tuple(MIX_SFT)
+"""The sources that have a build command of their own."""
+BARE = re.compile(r"[A-Za-z0-9_-]+\Z")
+
+
+KEYS: Mapping[str, ValueCheck] = {
+    TOKENIZER: named("tokenizer"),
+    ADD_TOKENS: SWITCH,
+    # One seed splits the caches, orders the batches and initializes the weights, so it is in the range of all three.
+    SEED: integer(0, LONGEST),
+    CONTEXT: integer(2, LONGEST),
+    CACHE_ROOT: named("folder"),
+    MIXED: MIX,
+    **{f"data.{source}.path": named("file") for source in SOURCES},
+    **{f"data.{source}.val_frac": BELOW_ONE for source in SOURCES},
+}
+"""The keys of the file by their dotted names, each with the values that it accepts."""
+
+
+def read_settings() -> tuple[dict[str, Any], list[str]]:
+    """The settings of the file, if there is one, by their dotted names; and all that is wrong with it."""
+    if not FILE.exists():
+        return {}, []
+    settings, unknown, faults = {}, [], []
+    for path, value in _leaves(read_toml(FILE, what="expected a TOML file of settings", error=UsageError)):
+        name = _dotted(path)
+        if name not in KEYS:
+            unknown.append(f'unknown key "{one_line(name)}"')
+        elif not KEYS[name].accepts(value):
+            faults.append(f"{name} is {one_line(repr(value))}, expected {KEYS[name].expected}")
+        else:
+            settings[name] = value
+    if MIXED in settings:
+        try:
+            shares(settings[MIXED])
+        except ChatmillError as error:
+            faults.append(f"data.{error}")
+    if unknown:
+        faults.append(f"{', '.join(unknown)} (known: {', '.join(sorted(KEYS))})")
+    return settings, [f"{FILE}: {fault}" for fault in faults]
+
+
+def _leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value with the names that lead to it; an empty table is a value, so that its name is checked."""
+    for name, value in table.items():
+        here = (*path, name)
+        if isinstance(value, dict) and value and _dotted(here) != MIXED:
+            yield from _leaves(value, here)
+        else:
+            yield here, value
+
+
+def _dotted(path: tuple[str, ...]) -> str:
+    """A key as TOML writes it: a name with other characters is quoted, so that it is not taken for two."""
+    return ".".join(name if BARE.match(name) else f"'{name}'" for name in path)
