@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -220,3 +221,33 @@ def test_a_script_that_fails_says_so_in_one_line(place):
     )
     flags = "--input data/conversations.jsonl --output_dir x --val_split 1"
     assert script(f"prepare_chat_sft.py {flags}", code=2).stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", ["", "--workers 2", "--split shuffle --seed 7", "--dedupe"])
+def test_an_empty_val_names_the_smallest_share_that_fills_it(place, monkeypatch, capsys, flags):
+    def refused(command: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["chatmill", *shlex.split(command)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1
+        return capsys.readouterr().err
+
+    command = f"prepare data/primer.jsonl -o x {flags} --val-split"
+    line = refused(f"{command} 0.0001")
+    share, *others = re.findall(r"--val-split ([0-9.]+)", line)
+    assert line.startswith(f"chatmill: the split val would be empty; the smallest that fills it is --val-split {share}")
+    assert "the split val would be empty" in refused(f"{command} {float(share) * 0.98:.6g}")
+    assert "x/val: 1 episodes" in run(monkeypatch, capsys, f"{command} {share}")
+    if not others:
+        assert "shuffle" in flags
+        return
+    assert f"; --split shuffle --seed 42 splits exactly, from --val-split {others[0]} on" in line
+    exact = f"prepare data/primer.jsonl -o y --split shuffle --seed 42 --val-split {others[0]}"
+    assert "y/val: 1 episodes" in run(monkeypatch, capsys, exact)
+
+
+def test_the_scripts_name_their_own_flags_for_an_empty_val(place):
+    line = script("prepare_chat_sft.py --input data/primer.jsonl --output_dir x --val_split 0.0001", code=1)
+    share, exact = re.findall(r"--val_split ([0-9.]+)", line.stderr)
+    assert f"--seed 42 splits exactly, from --val_split {exact} on" in line.stderr and "--split " not in line.stderr
+    assert f"the smallest that fills it is --val_split {share};" in line.stderr

@@ -71,7 +71,7 @@ FLAGS = {
     ),
     "chat.jsonl -o new/deep/x --val-split 0.00001": (
         1,
-        "the split val would be empty; give more records, or a larger --val-split",
+        "the split val would be empty; the smallest that fills it is --val-split 0.",
     ),
     "chat.jsonl -o x --val-split 0.99999": (1, "the split train would be empty; give more records, or a smaller --val"),
     "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is below 0; give a whole number from 0 on"),

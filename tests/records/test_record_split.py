@@ -1,11 +1,13 @@
-"""The split of the primer specification."""
+"""The split of the primer specification, and the smallest shares that keep a record for validation."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.errors import UsageError
 from chatmill.records import shuffle_split
+from chatmill.records.split import smallest_hash_share, smallest_shuffle_share
 
 
 def test_the_order_of_a_seed_is_pinned():
@@ -31,3 +33,34 @@ def test_the_share_is_rounded_down_as_floating_point_has_it(count, val_frac, val
 def test_what_cannot_be_split_is_an_error(count, val_frac, seed):
     with pytest.raises(UsageError):
         shuffle_split(count, val_frac, seed=seed)
+
+
+@given(st.lists(st.integers(0, 2**53 - 1), min_size=1, max_size=20))
+def test_the_smallest_share_by_hash_keeps_the_first_record_and_leaves_the_last(numbers):
+    places = [number * 2.0**-53 for number in numbers]
+    share = smallest_hash_share(min(places), max(places))
+    if share is None:
+        # Nothing of at most 17 digits is between them.
+        assert max(places) - min(places) < 1e-6
+        return
+    assert min(places) < share <= max(places)
+    digits = 10.0 ** np.floor(np.log10(share) - 2)
+    assert share - min(places) <= 2.1 * digits or min(places) == 0
+
+
+def test_one_conversation_alone_has_no_share():
+    assert smallest_hash_share(0.25, 0.25) is None
+    assert smallest_shuffle_share(np.array([False, True, False]), seed=1) is None
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=400), st.integers(0, 99))
+def test_the_smallest_share_by_shuffle_reaches_the_first_record_with_rows(flags, seed):
+    has_rows = np.array(flags)
+    share = smallest_shuffle_share(has_rows, seed=seed)
+    if has_rows.sum() < 2:
+        assert share is None
+        return
+    val = shuffle_split(len(flags), share, seed=seed).val
+    assert [flags[record] for record in val] == [False] * (len(val) - 1) + [True]
+    # The next smaller share of three digits does not reach it.
+    assert len(shuffle_split(len(flags), share * 0.99, seed=seed).val) < len(val)

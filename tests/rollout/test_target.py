@@ -228,9 +228,28 @@ def test_entries_are_separated_and_numbered_and_polygons_are_pairs():
     assert serialize_append([polygon, polygon], 9, "{") == f'"object_9": {entry}, "object_10": {entry}}}'
 
 
-@pytest.mark.parametrize("prefix", ["{", "}", ","])
+@pytest.mark.parametrize("prefix", ["{", "}"])
 def test_no_objects_give_the_closing_brace(prefix):
     assert serialize_append([], 1, prefix) == "}"
+
+
+@pytest.mark.parametrize("prefix", [",", '{"object_1": {}, ', '{"object_1": {},\n'])
+def test_no_objects_after_a_comma_are_an_error(prefix):
+    with pytest.raises(DataError, match=r"^a prefix that ends in a comma needs an object to append; cut it before the"):
+        serialize_append([], 1, prefix)
+
+
+@pytest.mark.parametrize("comma", [",", ", ", ",\n", ' , "object_2"', ', "object_2": {"desc'])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_comma_after_the_last_object_is_trimmed_and_nothing_before_it_changes(comma, fused):
+    toy = Toy()
+    kept = f"{{{FOUND_CAT}"
+    before = toy.rollout(kept[:-1])
+    ids = [*before, *([toy.token(f"}}{comma}".encode())] if fused else toy.rollout(f"}}{comma}"))]
+    found = build_target(ids, [CAT], tokenizer=toy)
+    assert found.prefix_ids[: len(before)] == before
+    assert (found.prefix_text, found.appended_text, found.missed) == (kept, "}", ())
+    assert found.target_is_json and found.fallback is None
 
 
 @pytest.mark.parametrize("prefix", ["", " ", "]", '{"a": 1', "{x"])

@@ -16,7 +16,7 @@ from chatmill.cli.expand import key_options
 from chatmill.cli.guard import guarded
 from chatmill.cli.options import AsJson, echo_json, echo_line, print_ledger, progress_on_stderr, share, unread_key
 from chatmill.cli.record_options import Inputs, RejectsFile, Shape
-from chatmill.errors import ChatmillError, UsageError
+from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job, load_recipe
@@ -239,5 +239,13 @@ def script(shape: str, doc: str) -> None:
     )
 
     options = {"overwrite": args.overwrite, "resume": args.resume, "as_json": args.verbose}
-    guarded(lambda: run(job, args.output_dir, engine=LocalEngine(), rejects=None, **options))
+
+    def build() -> None:
+        try:
+            run(job, args.output_dir, engine=LocalEngine(), rejects=None, **options)
+        except DataError as error:
+            # The names that these flags have here.
+            raise DataError(str(error).replace("--val-split", "--val_split").replace("--split shuffle ", "")) from None
+
+    guarded(build)
     sys.exit(0)

@@ -19,7 +19,7 @@ from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.staging import Staged
 from chatmill.prepare.unit import trained_tokens
-from chatmill.records import shuffle_split
+from chatmill.records.split import hash_places, shuffle_split, smallest_hash_share, smallest_shuffle_share
 from chatmill.rows import ORIGIN, SPAN, File, Index, Part, Rows, as_bytes, copy_ranges, offsets
 from chatmill.store.metadata import SplitInfo
 from chatmill.store.write import SplitWriter
@@ -76,15 +76,38 @@ def assemble(
             splits[name] = writer.close()
     for name, split in splits.items():
         if split.num_episodes == 0:
-            raise DataError(f"the split {name} would be empty; {_why_empty(name, splits, job, ledger)}")
+            raise DataError(f"the split {name} would be empty; {_why_empty(name, splits, staged, job, ledger)}")
     return splits
 
 
-def _why_empty(name: str, splits: Mapping[str, SplitInfo], job: Job, ledger: Ledger) -> str:
+def _why_empty(
+    name: str, splits: Mapping[str, SplitInfo], staged: Sequence[StagedFile], job: Job, ledger: Ledger
+) -> str:
     if any(split.num_episodes for split in splits.values()) and job.val_split:
+        if name == "val" and (shares := _smallest_shares(staged, job)) is not None:
+            by_hash, exact = (f"--val-split {share:.16g}" for share in shares)
+            if job.split == "shuffle":
+                return f"the smallest that fills it is {exact}"
+            shuffle = f"--split shuffle --seed {job.seed} splits exactly, from {exact} on"
+            return f"the smallest that fills it is {by_hash}; {shuffle}"
         return f"give more records, or a {'larger' if name == 'val' else 'smaller'} --val-split"
     lost = [f"{entry.rows} {reason}" for bucket, reason, entry in ledger if bucket in ("rejected", "dropped")]
     return f"of its records none is left to be trained on ({', '.join(lost) or 'there are none'})"
+
+
+def _smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, float] | None:
+    """The smallest shares that give both splits a record, by hash and by shuffle; None if no share does."""
+    first, last, before = 1.0, 0.0, 0
+    has_rows = np.zeros(sum(file.open().extra["records"] for file in staged), dtype=bool)
+    for file in staged:
+        unit = file.open()
+        has_rows[before + unit.record] = True
+        before += unit.extra["records"]
+        if len(unit):
+            places = hash_places(unit.origins["key"][:, 0])
+            first, last = min(first, places.min()), max(last, places.max())
+    by_hash, exact = smallest_hash_share(first, last), smallest_shuffle_share(has_rows, seed=job.seed)
+    return None if by_hash is None or exact is None else (by_hash, exact)
 
 
 def _split(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> dict[str, list[Chosen]]:
@@ -100,8 +123,7 @@ def _split(staged: Sequence[StagedFile], job: Job, ledger: Ledger) -> dict[str, 
         elif shuffled is not None:
             val = shuffled[first + unit.record]
         else:
-            # The upper 53 bits of the key as a number in [0, 1).
-            val = (unit.origins["key"][:, 0] >> np.uint64(11)) * 2.0**-53 < job.val_split
+            val = hash_places(unit.origins["key"][:, 0]) < job.val_split
         kept = np.ones(len(unit), dtype=bool)
         if duplicate is not None:
             begins = _begins(unit)

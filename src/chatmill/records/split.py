@@ -1,10 +1,14 @@
-"""The validation split of the primer specification: by position in a seeded shuffle."""
+"""Validation splits: by a hash of each record, or, as in the primer specification, by place in a seeded shuffle."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chatmill.errors import UsageError
 
@@ -31,3 +35,39 @@ def shuffle_split(count: int, val_frac: float, *, seed: int) -> Split:
     random.Random(seed).shuffle(order)
     stop = math.floor(count * val_frac)
     return Split(train=order[stop:], val=order[:stop])
+
+
+def hash_places(keys: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """The place of each record in [0, 1), by half of its key; it is for validation if the share is over it."""
+    # The upper 53 bits, which a float holds exactly.
+    return np.asarray((keys >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
+
+
+def smallest_hash_share(first: float, last: float) -> float | None:
+    """The smallest share, of three digits or more, that keeps a record for validation, and leaves one for training.
+
+    `first` and `last` are the smallest and the largest place of a record. None if no share does.
+    """
+    return _rounded_up(first, lambda share: first < share <= last)
+
+
+def smallest_shuffle_share(has_rows: NDArray[np.bool_], *, seed: int) -> float | None:
+    """The same for `shuffle_split`; by record, whether it has rows."""
+    count = len(has_rows)
+    order = shuffle_split(count, 0.0, seed=seed).train
+    size = next((at + 1 for at, record in enumerate(order) if has_rows[record]), 0)
+    if has_rows.sum() < 2:
+        return None
+    return _rounded_up(size / count, lambda share: math.floor(count * share) == size)
+
+
+def _rounded_up(number: float, fits: Callable[[float], bool]) -> float | None:
+    """The number with as few digits as fit, at least three, rounded up."""
+    first = 2 - math.floor(math.log10(number)) if number > 0 else 3
+    for digits in range(first, first + 15):
+        scale: int = 10**digits
+        whole = math.ceil(number * scale)
+        for share in (whole / scale, (whole + 1) / scale):
+            if 0 < share < 1 and fits(share):
+                return share
+    return None

@@ -165,6 +165,7 @@ def serialize_append(
     """What follows a prefix to name these objects and close the answer; `DataError` if the prefix cannot go on.
 
     {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
+    After a comma there must be an object, or the answer would be no JSON.
     """
     pieces = append_pieces([schema.check(thing) for thing in objects], start_index, prefix_text, schema)
     return "".join(piece.text for piece in pieces)
@@ -178,6 +179,8 @@ def append_pieces(objects: Sequence[Object], start_index: int, prefix_text: str,
         raise DataError(
             f"a prefix that ends in {shown} cannot be appended to; expected its end to be {{, a comma or }}"
         )
+    if last == "," and not objects:
+        raise DataError("a prefix that ends in a comma needs an object to append; cut it before the comma")
     before = ", " if last == "}" else ""
     pieces: list[AppendPiece] = []
     for number, thing in enumerate(objects, start=start_index):
