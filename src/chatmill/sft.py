@@ -5,7 +5,8 @@
     pair  = pack_sft_ids_and_mask(ids, mask, S=T + 1, pad_id=eot, **special)
     x, y, loss_mask = collate_sft_batch([pair, …], T=T, device="cpu")
 
-The tokenizer needs only `encode(text)` and `special_token_ids()` with the keys sys, usr, asst and eot.
+The tokenizer is one of chatmill, a `tokenizers.Tokenizer` or a tokenizer of transformers that knows the four control
+tokens, or any object with `encode(text)` and `special_token_ids()` with the keys sys, usr, asst and eot.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from chatmill.load import collate
 from chatmill.records import Message, Record
 from chatmill.rows import Ids, Index, Role, Rows, offsets, rows_from_mask
 from chatmill.tokenizer import TextTokenizer
+from chatmill.tokenizer.adapt import text_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +59,10 @@ class ChatExample(TypedDict):
     messages: list[ChatMsg]
 
 
-def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer, default_system_text: str) -> list[int]:
+def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer | Any, default_system_text: str) -> list[int]:
     """The whole chat as ids, the system turn first: the given one, or one with the default text.
+
+    A tokenizer of `tokenizers` or transformers needs the control tokens of the format `ngpt`, or else of `primer`.
 
     >>> tokenizer = open_tokenizer("bytes", control=load_format("ngpt").tokens)
     >>> chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
@@ -132,9 +136,11 @@ def collate_sft_batch(
 
 
 def render_chat_sft(
-    tokenizer: TextTokenizer, messages: list[dict[str, Any]], *, add_final_eot: bool = True
+    tokenizer: TextTokenizer | Any, messages: list[dict[str, Any]], *, add_final_eot: bool = True
 ) -> tuple[list[int], list[int]]:
     """Ids and labels of a chat, rendered in its own order; labels are -100 outside assistant turns.
+
+    A tokenizer of `tokenizers` or transformers needs the control tokens of the format `primer`, or else of `ngpt`.
 
     >>> tokenizer = open_tokenizer("bytes", control=load_format("primer").tokens)
     >>> render_chat_sft(tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}])
@@ -167,9 +173,11 @@ def _messages(messages: object) -> list[Message]:
     return out
 
 
-def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokenizer) -> Rows:
+def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokenizer | Any) -> Rows:
+    families = [format.tokens, *(load_format(name).tokens for name in ("ngpt", "primer"))]
     # Rendering uses no more of a tokenizer than this adapter has.
-    return TurnRenderer(format, _TextTokenizerAdapter(tokenizer)).render([Record(messages)])  # type: ignore[arg-type]
+    adapter: Any = _TextTokenizerAdapter(text_tokenizer(tokenizer, *families))
+    return TurnRenderer(format, adapter).render([Record(messages)])
 
 
 class _TextTokenizerAdapter:
