@@ -268,10 +268,13 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 def read_toml(path: Path, *, what: str, error: type[ChatmillError] = DataError) -> dict[str, Any]:
     """The table of a TOML file; `what` says in the error message which file is expected."""
     try:
-        return tomllib.loads(local_path(path).read_text("utf-8"))
+        table = tomllib.loads(local_path(path).read_text("utf-8"))
+        # Numbers and nesting that Python cannot write could not be reported either.
+        repr(table)
+        return table
     except OSError as reason:
         raise error(f"{path}: cannot be read ({reason.strerror}); {what}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as reason:
+    except (ValueError, RecursionError) as reason:
         raise error(f"{path}: not TOML: {one_line(str(reason))}") from None
 
 

@@ -72,14 +72,15 @@ def read_settings() -> tuple[dict[str, Any], list[str]]:
     return settings, [f"{FILE}: {fault}" for fault in faults]
 
 
-def _leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every value with the names that lead to it; an empty table is a value, so that its name is checked."""
-    for name, value in table.items():
-        here = (*path, name)
-        if isinstance(value, dict) and value and _dotted(here) != MIXED:
-            yield from _leaves(value, here)
+    pending: list[tuple[tuple[str, ...], Any]] = [((), table)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, dict) and (value or not path) and _dotted(path) != MIXED:
+            pending += [((*path, name), each) for name, each in reversed(value.items())]
         else:
-            yield here, value
+            yield path, value
 
 
 def _dotted(path: tuple[str, ...]) -> str:

@@ -467,6 +467,23 @@ def test_a_full_gpu_says_what_to_lower(sums_data, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("changes", [{}, {"block_size": 65}])
+def test_two_ranks_that_finish_no_step_leave_neither_a_folder_nor_an_audit_log(sums_data, tmp_path, changes):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def refused(rank: int) -> bool:
+        Stepper.step = full
+        try:
+            trained(sums_data, tmp_path / "out", audit_dir=str(tmp_path / "logs"), log_rows=True, **changes)
+        except ChatmillError:
+            return True
+        return False
+
+    assert ranks(2, refused) == [True, True]
+    assert list(tmp_path.iterdir()) == []
+
+
 HOST_IS_FULL = (
     "the host is out of memory (it has N GiB) with 4 rows of 48 tokens at a time; "
     "lower batch_size, block_size or max_positions, or take a smaller model\n"

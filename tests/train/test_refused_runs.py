@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_fixtures import SMALL, prepare, write_files
+from train_fixtures import SMALL, write_files
 
-from chatmill.cli.main import main as chatmill
+from chatmill.cli.guard import guarded
 from chatmill.errors import ChatmillError
 from chatmill.store import files
+from chatmill.train.command import main
 from chatmill.train.config import TrainConfig
 from chatmill.train.distributed import World
 from chatmill.train.loop import train_model
@@ -35,16 +36,21 @@ def inputs(tmp_path_factory, sums_data):
     write_files(folder / "foreign", [[1, 2, 3]] * 8, [[0, 1, 1]] * 8)
     shutil.copytree(folder / "foreign", folder / "maskless")
     (folder / "maskless/train/shard_00000/mask.bin").unlink()
-    prepare(folder, "blocks", "--format", "primer")
     (folder / "empty").mkdir()
-    (folder / "caches/other").mkdir(parents=True)
+    shutil.copytree(sums_data, folder / "caches/primer")
     (folder / "file").write_text("")
     (folder / "small.json").write_text(json.dumps({**SMALL, "audit_dir": "logs/audit"}))
     (folder / "unknown.json").write_text('{"batch_sise": 3}')
     (folder / "circle.json").write_text('{"inherits": "circle.json"}')
     (folder / "text.json").write_text("no json")
-    big = TrainConfig.from_mapping({**SMALL, "max_iters": 1})
-    train_model(big, model_name="there", dataset_dir=folder / "sums", out_dir=folder / "runs", quiet=True)
+    small = TrainConfig.from_mapping({**SMALL, "max_iters": 1})
+    train_model(small, model_name="there", dataset_dir=folder / "sums", out_dir=folder / "runs", quiet=True)
+    shutil.copytree(folder / "runs/there/step_00000001/model", folder / "other_model")
+    training = folder / "other_model/training.json"
+    training.write_text(json.dumps({**json.loads(training.read_text()), "tokenizer_sha256": "0" * 64}))
+    write_files(folder / "more", [[1, 2, 9999]] * 8, [[0, 1, 1]] * 8)
+    (folder / "settings").mkdir()
+    (folder / "settings/chatmill.toml").write_text("training.sed = 1\n")
     return folder
 
 
@@ -77,8 +83,15 @@ REFUSALS = {
     "a pass that fills no batch": ["--batch_size", "64", "--max_iters", "null"],
     "a model that is not there": ["--init_from_model", "none"],
     "a model that is none": ["--init_from_model", "empty"],
-    "data with more ids than the model": ["--init_from_model", "runs/there", "--dataset_dir", "more"],
-    "another tokenizer than the model's": ["--init_from_model", "runs/there", "--dataset_dir", "other_tokenizer"],
+    "data with more ids than the model": [
+        "--init_from_model",
+        "runs/there",
+        "--dataset_dir",
+        "more",
+        "--pad_token_id",
+        "0",
+    ],
+    "another tokenizer than the model's": ["--init_from_model", "other_model"],
     "adapters without a model": ["--lora", "{}"],
     "too large a model": ["--n_embd", "1000000000", "--n_head", "1000"],
     "no GPU": ["--device", "cuda"],
@@ -89,40 +102,27 @@ REFUSALS = {
     "an output folder that is a file": ["--out_dir", "file"],
     "an output folder in a file": ["--out_dir", "file/runs"],
     "tensorboard that is not installed": ["--tensorboard"],
-    "a settings file with an unknown key": ["--settings"],
+    "a settings file with an unknown key": ["--config_file", "../small.json", "--dataset_dir", "../sums"],
 }
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_a_refused_run_leaves_everything_as_it_was(inputs, tmp_path, monkeypatch, capsys, refusal):
-    place = tmp_path / "place"
-    shutil.copytree(inputs, place)
-    monkeypatch.chdir(place)
+def test_a_refused_run_leaves_everything_as_it_was(inputs, monkeypatch, capsys, refusal):
+    monkeypatch.chdir(inputs / "settings" if refusal.startswith("a settings file") else inputs)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("chatmill.train.preflight.available_memory", lambda: 1e9)
     args = list(REFUSALS[refusal])
-    if args == ["--settings"]:
-        Path("chatmill.toml").write_text("training.sed = 1\n")
-        args = []
-    if "more" in args:
-        write_files(place / "more", [[1, 2, 9999]] * 8, [[0, 1, 1]] * 8)
-        args += ["--pad_token_id", "0"]
-    if "other_tokenizer" in args:
-        shutil.copytree(place / "blocks", place / "other_tokenizer")
-        training = place / "runs/there/step_00000001/model/training.json"
-        training.write_text(json.dumps({**json.loads(training.read_text()), "tokenizer_sha256": "0" * 64}))
     for name, value in {"--model_name": "mine", "--config_file": "small.json", "--dataset_dir": "sums"}.items():
-        if name not in args and not (refusal == "no name" and name == "--model_name"):
+        if name not in args and (name, refusal) != ("--model_name", "no name"):
             args += [name, value]
-    before = everything(place)
-    monkeypatch.setattr(sys, "argv", ["chatmill", "train", *args])
+    before = everything(inputs)
     with pytest.raises(SystemExit) as ended:
-        chatmill()
+        guarded(lambda: main(args))
     err = capsys.readouterr().err
     assert ended.value.code in (1, 2), err
     assert (err.count("\n"), err[:10]) == (1, "chatmill: ")
-    assert everything(place) == before
+    assert everything(inputs) == before
 
 
 # Faults that come later, up to the end of the first step.

@@ -259,6 +259,19 @@ def test_a_wrong_value_is_one_line_in_both(run, line, fault):
     assert sorted(path.name for path in Path().iterdir()) == ["chatmill.toml", "data", "dolly.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "content", ["model.T = " + "9" * 5000, "model.T = 0x" + "f" * 5000, "a." * 5000 + "b = 1", "x = " + "[" * 3000]
+)
+def test_what_python_cannot_read_or_write_is_one_line(run, content):
+    Path("chatmill.toml").write_text(content)
+    for args in (["build-sft-primer"], ["train", "--model_name", "x", "--dataset_dir", "y"]):
+        code, out, err = run(*args)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        # Deep nesting that a version of Python can write is an unknown key.
+        assert err.startswith(("chatmill: chatmill.toml: not TOML: ", 'chatmill: chatmill.toml: unknown key "a.a.a.'))
+        assert len(err) < 1000
+
+
 # Caches of other settings.
 
 

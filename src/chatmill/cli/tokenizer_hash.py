@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 
 def tokenizer_sha256(path: str) -> str | None:
     """The hash that a cache built with this tokenizer has; None where the packages to open it are not installed."""
@@ -10,5 +12,8 @@ def tokenizer_sha256(path: str) -> str | None:
         from chatmill.tokenizer import open_tokenizer
     except ModuleNotFoundError:
         return None
-    # A cache has the control tokens, so those that the tokenizer lacks were added.
-    return open_tokenizer(path, control=load_format("primer").tokens, add_tokens=True).sha256
+    with warnings.catch_warnings():
+        # What a tokenizer warns of was said when the cache was built.
+        warnings.simplefilter("ignore")
+        # A cache has the control tokens, so those that the tokenizer lacks were added.
+        return open_tokenizer(path, control=load_format("primer").tokens, add_tokens=True).sha256
