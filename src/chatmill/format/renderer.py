@@ -86,9 +86,12 @@ class Renderer(Protocol):
 
 def apply_record_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
     """Multiply the weights of each row by the weight of its record."""
-    if isinstance(records, ChatColumns) or all(record.weight == 1 for record in records):
+    if isinstance(records, ChatColumns):
         return
-    factor = np.repeat(np.array([record.weight for record in records], dtype=np.float32), np.diff(first_span))
+    weights = list(map(attrgetter("weight"), records))
+    if weights.count(1.0) == len(weights):
+        return
+    factor = np.repeat(np.array(weights, dtype=np.float32), np.diff(first_span))
     spans["weight"] *= factor
     # A record that is not trained stays so if other roles are trained later.
     spans["rule"][(factor == 0) & (spans["rule"] == Rule.ROLE)] = Rule.FLAG

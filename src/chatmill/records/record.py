@@ -20,10 +20,10 @@ class _FromFields(msgspec.StructMeta):
     """Makes `Message(**fields)` and `Record(**fields)` check and convert their fields as the reader does."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:  # noqa: N805
-        from chatmill.records.shapes.messages import message_from_fields, record_from_fields
-
         if cls not in (Message, Record):
             return _construct(cls, *args, **fields)
+        from chatmill.records.shapes.messages import message_from_fields, record_from_fields
+
         names = cls.__struct_fields__[: len(args)]
         if len(args) > len(names) or not fields.keys().isdisjoint(names):
             raise TypeError(f"{cls.__name__}() takes each of {', '.join(cls.__struct_fields__)} at most once")

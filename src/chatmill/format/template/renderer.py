@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -49,6 +50,8 @@ LAST_ONLY = b"\xfe"
 """Suffix of the shapes of conversations of which only the last answer is derived; no other shape ends so."""
 ANSWER = "Yes."
 """Placeholder for an answer that is not there yet; any text would do."""
+_FIELDS = attrgetter(*Record.__struct_fields__)
+_KWARGS, _RANGES = attrgetter("template_kwargs"), attrgetter("train_ranges")
 
 
 @dataclass
@@ -194,7 +197,7 @@ class TemplateRenderer:
     ) -> Rows:
         batch = [record if isinstance(record, LaidOutRecord) else self.lay_out(record) for record in records]
         options: dict[str, Any] = {"train_on": train_on, "tags": self.mask == "tags", "ledger": ledger or Ledger()}
-        renderers = [self._for_record(record) for record in batch] if any(map(_kwargs, batch)) else []
+        renderers = [self._for_record(record) for record in batch] if any(map(_KWARGS, batch)) else []
         if not renderers:
             rows = self._encode(batch, **options)
             apply_record_weights(batch, rows.spans, rows.first_span)
@@ -317,7 +320,7 @@ class TemplateRenderer:
         shape += LAST_ONLY if last_only else b""
         notes = self._tokens_in((*texts, *record.tools))
         # A cached trace does not say which characters of a text it writes.
-        has_ranges = any(message.train_ranges for message in record.messages)
+        has_ranges = any(map(_RANGES, record.messages))
         traces = [] if has_ranges else self._cache.get((with_tools, shape), [])
         for trace in traces:
             slots = replay(trace.steps, texts.copy())
@@ -447,12 +450,7 @@ class TemplateRenderer:
             raise RecordError(what, "leave it out", kind="not_alike")
 
 
-def _kwargs(record: Record) -> str:
-    return record.template_kwargs
-
-
 def _laid_out(
     record: Record, layout: TokenLayout, slots: list[str], notes: tuple[str, ...], expected: ExpectedAnswers | None
 ) -> LaidOutRecord:
-    fields = {name: getattr(record, name) for name in Record.__struct_fields__}
-    return LaidOutRecord(**fields, layout=layout, slots=slots, notes=notes, expected=expected)
+    return LaidOutRecord(*_FIELDS(record), layout=layout, slots=slots, notes=notes, expected=expected)
