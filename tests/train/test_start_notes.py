@@ -44,12 +44,19 @@ def folders(tmp_path_factory, sums_data):
     (root / "primer.jsonl").write_bytes((ROOT / "data/primer.jsonl").read_bytes())
     run_chatmill("build-sft-primer", "--primer-jsonl", str(root / "primer.jsonl"), "--out-dir", str(root / "caches"))
     prepare(root / "caches", "sums", "--format", "primer")
+    packed = prepare(root, "packed", "--pack", "64")
     episodes = [[1, 2, 3, 4, 5], [6, 7, 8]]
     write_files(root / "foreign", episodes, [[0, 0, 1, 1, 0], [0, 1, 0]])
-    return {"dataset": sums_data, "cache": root / "caches/primer", "mix": root / "caches", "foreign": root / "foreign"}
+    return {
+        "dataset": sums_data,
+        "packed": packed,
+        "cache": root / "caches/primer",
+        "mix": root / "caches",
+        "foreign": root / "foreign",
+    }
 
 
-@pytest.mark.parametrize("kind", ["dataset", "cache", "mix", "foreign"])
+@pytest.mark.parametrize("kind", ["dataset", "packed", "cache", "mix", "foreign"])
 def test_the_count_is_that_of_the_batches_of_an_epoch(folders, kind):
     mix = {"primer": 1, "sums": 2} if kind == "mix" else None
     pad = 9 if kind == "foreign" else None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chatmill.load.loader import EpisodeLoader
-from chatmill.load.source import marked_tokens
+from chatmill.load.source import DataSource, marked_tokens
 from chatmill.store.primer_cache import PrimerCache
 
 
@@ -18,7 +18,7 @@ class NonAnswers(NamedTuple):
     non_answers: int
     """Trained tokens that the loss mask does not mark."""
     trained: int
-    """All trained tokens: every token but the first of each episode, which nothing predicts."""
+    """All trained tokens: every token but the first of each conversation, which nothing predicts."""
 
     def __str__(self) -> str:
         share = f"{self.non_answers / self.trained:.0%}"
@@ -39,10 +39,17 @@ def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
     sources = [source for source in loader.sources if source.has_mask]
     if loader.config.use_loss_mask or not sources:
         return None
-    splits = [source.episodes(loader.split) for source in sources]
-    trained = sum(split.num_tokens - len(split) for split in splits)
+    trained = sum(source.episodes(loader.split).num_tokens - _conversations(source, loader.split) for source in sources)
     non_answers = trained - sum(marked_tokens(source, loader.split) for source in sources)
     return NonAnswers(non_answers, trained) if non_answers > 0 else None
+
+
+def _conversations(source: DataSource, split: str) -> int:
+    """Conversations of a split, of which an episode has several where rows were packed."""
+    metadata = source.dataset.metadata
+    if metadata is None:
+        return len(source.episodes(split))
+    return sum(shard.num_segments for shard in metadata.splits[split].shards)
 
 
 def cache_lengths(loader: EpisodeLoader) -> Iterator[str]:
