@@ -25,7 +25,9 @@ def test_check_counts_what_is_there(run):
     Path("chat.jsonl").write_text(CHAT * 3)
     assert run("check", "chat.jsonl") == (
         0,
-        "3 records, 3 of them with an assistant turn\nmessages: 3 assistant, 3 user\nsources:  3 chat\n",
+        "3 records, 3 of them with an assistant turn\nmessages: 3 assistant, 3 user\nsources:  3 chat\n"
+        'shape:    messages: its records have "messages"\n'
+        'first:    chat.jsonl:1 (id=c1)\n  user      "hi"\n  assistant "yo"\n',
         "",
     )
     code, out, _ = run("check", "chat.jsonl", "--json")
@@ -37,8 +39,78 @@ def test_check_counts_what_is_there(run):
             "messages": {"assistant": 3, "user": 3},
             "sources": {"chat": 3},
             "rejected": {},
+            "files": [{"file": "chat.jsonl", "shape": "messages", "why": 'its records have "messages"'}],
+            "first": {
+                "id": "c1",
+                "source": "chat",
+                "file": "chat.jsonl",
+                "line": 1,
+                "tools": [],
+                "weight": 1.0,
+                "template_kwargs": "",
+                "unread_keys": [],
+                "is_text": False,
+                "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}],
+            },
+            "noted": {},
         },
     )
+
+
+def test_check_shows_the_first_record_and_names_what_is_not_read(run):
+    call = {"name": "f", "arguments": {"x": 1}}
+    answer = {"role": "assistant", "content": "no", "thinking": "hm", "tool_calls": [call], "train": False, "mood": 1}
+    turns = [{"role": "user", "content": "hi\n\x1b[2J"}, answer]
+    record = {"messages": turns, "tools": [{"name": "f"}], "weight": 0.5, "score": 3}
+    Path("chat.json").write_text(json.dumps([record, {**record, "score": 4}]))
+    Path("text.jsonl").write_text('{"text": "abc"}')
+    code, out, err = run("check", "chat.json", "text.jsonl")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[3:] == [
+        'shape:    messages: its records have "messages" (chat.json)',
+        'shape:    text: its records have "text" (text.jsonl)',
+        "first:    chat.json:1",
+        "  tools: 1, weight: 0.5",
+        '  user      "hi\\n\\x1b[2J"',
+        '  assistant reasoning "hm" "no" calls f({"x":1}) [weight 0]',
+        "  noted record_weight: 2 rows, 0 tokens",
+        'look: 2 records have the key "messages[].mood", which is not read',
+        'look: 2 records have the key "score", which is not read',
+    ]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_keys_that_are_not_read_are_in_the_summary_and_the_metadata(run, workers):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "mood": 1}]
+    Path("chat.jsonl").write_text("".join(json.dumps({"messages": turns, "n": n}) + "\n" for n in range(5)) + CHAT)
+    code, out, err = run("prepare", "chat.jsonl", "-o", "out", "--workers", workers)
+    assert (code, err) == (0, "")
+    assert [line for line in out.splitlines() if line.startswith("look:")] == [
+        'look: 5 records have the key "messages[].mood", which is not read',
+        'look: 5 records have the key "n", which is not read',
+    ]
+    noted = open_dataset(Path("out")).metadata.ledger.to_json()["noted"]
+    assert {reason: entry["rows"] for reason, entry in noted.items()} == {
+        "unread_key messages[].mood": 5,
+        "unread_key n": 5,
+    }
+
+
+def test_columns_and_texts_go_through_prepare(run):
+    Path("qa.jsonl").write_text('{"q": "one?", "a": "two"}\n')
+    code, _, _ = run("prepare", "qa.jsonl", "-o", "qa", "--columns", "prompt=q,completion=a")
+    assert code == 0
+    assert open_dataset(Path("qa")).metadata.config["sources"][0]["columns"] == "prompt=q,completion=a"
+    Path("text.jsonl").write_text('{"text": "Q: one? A: two"}\n')
+    code, _, err = run("prepare", "text.jsonl", "-o", "no", "--format", "chatml")
+    assert (code, err) == (
+        1,
+        "chatmill: text.jsonl:1: the record is one text, without turns; write it with --format text\n",
+    )
+    code, _, err = run("prepare", "text.jsonl", "-o", "text", "--format", "text", "--response-template", "A:")
+    assert (code, err) == (0, "")
+    rows = open_dataset(Path("text"))["train"].rows([0])
+    assert bytes(rows.ids[rows.mask()][:-1].astype("u1")) == b" two"
 
 
 def test_a_faulty_record_stops_with_one_line_and_exit_code_1(run):

@@ -21,9 +21,10 @@ TREE = {"message_tree_id": "t", "prompt": {"text": "q", "role": "prompter"}}
 FLAT = {"message_id": "a", "parent_id": None, "message_tree_id": "t", "text": "q", "role": "prompter"}
 TEXT = {"text": "<|USER|>q<|END|>"}
 HINT = (
-    "name it with --shape: messages, sharegpt, alpaca, dolly, oasst1, tool, primer, "
+    "name it with --shape: messages, sharegpt, alpaca, dolly, prompt-completion, text, tool, primer, oasst1, "
     "transcript, transcript-lines, transcript-stream"
 )
+COLUMNS = "or name the keys with --columns"
 
 
 @pytest.fixture
@@ -58,6 +59,10 @@ def shape_of(tmp_path, monkeypatch):
         ([b"{", {"other": 1}, b"[]", 3, ALPACA], "alpaca"),
         ([*[PLAIN] * 16, ALPACA], "messages"),
         ([*[b"{"] * 500, ALPACA], "alpaca"),
+        ([{"text": "plain"}], "text"),
+        ([{"prompt": "q", "completion": "a"}], "prompt-completion"),
+        ([PLAIN["messages"]], "messages"),
+        ([SHAREGPT["conversations"]], "sharegpt"),
     ],
 )
 def test_records_tell_their_shape(shape_of, values, shape):
@@ -97,9 +102,13 @@ def test_faults_alone_tell_nothing_and_are_left_to_reading(read_bytes):
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ([{"a": 1, "b\n": 2}], f'a.jsonl: no shape is told by records with the keys "a", "b\\n"; {HINT}'),
-        ([{}], f"a.jsonl: no shape is told by records with the keys none; {HINT}"),
-        ([{"text": "plain"}], f'a.jsonl: no shape is told by records with the keys "text"; {HINT}'),
+        ([{"a": 1, "b\n": 2}], f'a.jsonl: no shape is told by records with the keys "a", "b\\n"; {HINT}, {COLUMNS}'),
+        ([{}], f"a.jsonl: no shape is told by records with the keys none; {HINT}, {COLUMNS}"),
+        (
+            [{"question": "a", "answer": "b"}],
+            f'a.jsonl: no shape is told by records with the keys "question", "answer"; {HINT}, or name the keys: '
+            "--columns prompt=question,completion=answer",
+        ),
         ([{**ALPACA, "response": "b"}], f"a.jsonl: its records can be alpaca or dolly; {HINT}"),
         (
             [PLAIN, b"", ALPACA],

@@ -39,7 +39,7 @@ BYTES = [
     (b"[" * 100_000 + b"]" * 100_000, "the record is nested too deeply; expected fewer levels"),
     (b"3", f"the record is a number; {JSON}"),
     (b'"text"', f"the record is a string; {JSON}"),
-    (b"[{}]", f"the record is a list; {JSON}"),
+    (b"[[3]]", f"the record is a list; {JSON}"),
     (b"null", f"the record is null; {JSON}"),
 ]
 

@@ -39,7 +39,7 @@ def assistant(content: str) -> Message:
 
 def test_the_shapes_are_these():
     assert (
-        *("messages", "sharegpt", "alpaca", "dolly", "oasst1", "tool", "primer"),
+        *("messages", "sharegpt", "alpaca", "dolly", "prompt-completion", "text", "tool", "primer", "oasst1"),
         *("transcript", "transcript-lines", "transcript-stream"),
     ) == SHAPES
 

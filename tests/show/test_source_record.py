@@ -21,7 +21,8 @@ def record_of(shown, number: int, *folders, segment: int = 0):
     row = shown.row("train", number)
     file, at, _ = origin_of(row, segment)
     key = row.origins[segment]["key"].tolist()
-    return source_record(file, at, shape=shown.shape_of(file), key=key, folders=folders)
+    shape, options = shown.shape_of(file)
+    return source_record(file, at, shape=shape, options=options, key=key, folders=folders)
 
 
 def test_every_record_is_found_by_its_line_and_says_what_it_said(tmp_path):

@@ -124,7 +124,7 @@ def _command(source: str, summary: str, example: str) -> Callable[..., None]:
         options: BuildOptions,
     ) -> None:
         config = cache_config(source, {"path": input, **flags}, input_flag="--input")
-        _build(source, config, options, ReadOptions(None, on_error, rejects))
+        _build(source, config, options, ReadOptions(on_error=on_error, rejects=rejects))
 
     build.__doc__ = f"{summary}\n\n{FROM_FILE}\n\n\b\nExample:\n  {example}"
     return build

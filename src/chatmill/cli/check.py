@@ -3,37 +3,100 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import typer
 
-from chatmill.cli.options import AsJson, echo_json, progress
+from chatmill.cli.options import AsJson, echo_json, echo_line, print_losses, progress
 from chatmill.cli.record_options import Inputs, ReadOptions, print_rejects
-from chatmill.errors import DataError
+from chatmill.errors import DataError, one_line
+from chatmill.records import FilePart, Message, Record
+
+SHOWN_FILES = 5
+SHOWN_MESSAGES = 12
 
 
 def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
-    """Read conversations and say what they hold. The first fault stops with its file and line.
+    """Read conversations and say what they hold, and how they were understood. The first fault stops with its line.
 
     \b
     Examples:
       chatmill check data/conversations.jsonl
       chatmill check 'data/*.jsonl' --on-error skip --rejects faults.jsonl
+      chatmill check chat.json --columns messages=dialog,role=speaker,content=text,user=Q,assistant=A
     """
     roles, sources, trainable = Counter[str](), Counter[str](), 0
+    first: Record | None = None
     with read.records(inputs) as records:
         for record in progress(records, "records"):
+            first = first or record
             sources[record.source] += 1
             roles.update(message.role for message in record.messages)
             trainable += any(message.role == "assistant" for message in record.messages)
     good = sum(sources.values())
     if not good and not records.ledger.total("rejected").rows:
         raise DataError(f"{', '.join(inputs)}: holds no record; expected at least one")
+    files = records.files()
     if as_json:
         reasons = {reason: entry.rows for bucket, reason, entry in records.ledger if bucket == "rejected"}
         counts = {"messages": dict(sorted(roles.items())), "sources": dict(sources), "rejected": reasons}
-        echo_json({"records": good, "with_assistant": trainable, **counts})
+        shapes = [{"file": str(part.path), "shape": part.shape, "why": part.why} for part in files]
+        understood = None if first is None else msgspec.to_builtins(first)
+        noted = records.ledger.to_json().get("noted", {})
+        echo_json(
+            {"records": good, "with_assistant": trainable, **counts}
+            | {"files": shapes, "first": understood, "noted": noted}
+        )
         return
     typer.echo(f"{good:,} records, {trainable:,} of them with an assistant turn")
     typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(roles.items())))
     typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in sources.items()))
+    for line in _shapes(files):
+        echo_line(line)
+    if first is not None:
+        echo_line(f"first:    {first.file}:{first.line}" + (f" (id={first.id})" if first.id is not None else ""))
+        for line in _understood(first):
+            echo_line(f"  {line}")
+    print_losses(records.ledger)
     print_rejects(records)
+
+
+def _shapes(files: list[FilePart]) -> Iterator[str]:
+    """The shape of each file and why; files of one shape and reason together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for part in files:
+        groups.setdefault((part.shape, part.why), []).append(str(part.path))
+    for (shape, why), names in groups.items():
+        others = f" and {len(names) - SHOWN_FILES} others" if len(names) > SHOWN_FILES else ""
+        of_files = f" ({', '.join(names[:SHOWN_FILES])}{others})" if len(groups) > 1 else ""
+        yield f"shape:    {shape}: {why}{of_files}"
+
+
+def _understood(record: Record) -> Iterator[str]:
+    """The record as it was read, a line for each message."""
+    facts: dict[str, Any] = {
+        "tools": len(record.tools) or None,
+        "weight": record.weight if record.weight != 1 else None,
+        "chat_template_kwargs": record.template_kwargs or None,
+    }
+    if any(facts.values()) or record.weight != 1:
+        yield ", ".join(f"{name}: {value}" for name, value in facts.items() if value is not None)
+    for message in record.messages[:SHOWN_MESSAGES]:
+        yield f"{'text' if record.is_text else message.role:<9} {_message(message)}"
+    if len(record.messages) > SHOWN_MESSAGES:
+        yield f"… and {len(record.messages) - SHOWN_MESSAGES} more messages"
+
+
+def _message(message: Message) -> str:
+    pieces = [f'reasoning "{one_line(message.reasoning)}"'] if message.reasoning else []
+    if message.content or not (message.tool_calls or pieces):
+        pieces.append(f'"{one_line(message.content)}"')
+    pieces += [f"calls {one_line(call.name)}({one_line(call.arguments)})" for call in message.tool_calls]
+    if message.weight is not None:
+        pieces.append(f"[weight {message.weight:g}]")
+    if message.train_ranges:
+        ranges = ", ".join(f"{start}-{stop}: {weight:g}" for start, stop, weight in message.train_ranges[:4])
+        pieces.append(f"[characters {ranges}{', …' if len(message.train_ranges) > 4 else ''}]")
+    return " ".join(pieces)

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,14 +16,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from chatmill.cli.expand import key_options
 from chatmill.cli.guard import guarded
 from chatmill.cli.options import AsJson, echo_json, echo_line, print_ledger, progress_on_stderr, share, unread_key
-from chatmill.cli.record_options import Inputs, RejectsFile, Shape
+from chatmill.cli.record_options import Columns, Inputs, InstructionTemplate, RejectsFile, ResponseTemplate, Shape
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job, load_recipe
 from chatmill.prepare.pipeline import BuildProgress, prepare_dataset
 from chatmill.prepare.rejects import UNREAD_KEY, Rejects, rejects_path
-from chatmill.records import expand
+from chatmill.records import ShapeOptions, expand
+from chatmill.records.shapes import NO_OPTIONS
 from chatmill.store.metadata import Metadata
 
 
@@ -38,6 +40,9 @@ def prepare_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")],
     keys: Annotated[dict[str, Any], key_options(Job)],
     shape: Shape = None,
+    columns: Columns = None,
+    response_template: ResponseTemplate = None,
+    instruction_template: InstructionTemplate = None,
     val_file: Annotated[list[str] | None, typer.Option(help="Files that are all for validation.")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; as many as there are cores if left out.")
@@ -67,19 +72,24 @@ def prepare_command(
       chatmill prepare recipe.toml -o data/v4
     """
     if len(inputs) == 1 and inputs[0].endswith(".toml"):
-        of_recipe = [each for each in context.command.params if each.name in {*keys, "shape", "val_file"}]
+        of_source = {"shape", "columns", "response_template", "instruction_template", "val_file"}
+        of_recipe = [each for each in context.command.params if each.name in {*keys, *of_source}]
         if flags := [each.opts[0] for each in of_recipe if _was_given(context, str(each.name))]:
             raise UsageError(f"{', '.join(flags)} with a recipe; write it into {inputs[0]} instead")
         job = load_recipe(Path(inputs[0]))
     else:
-        job = Job(_sources(inputs, val_file, shape), **keys)
+        options = ShapeOptions(columns, response_template, instruction_template)
+        job = Job(_sources(inputs, val_file, shape, options), **keys)
     chosen = _engine(engine, workers, address)
     run(job, output, engine=chosen, rejects=rejects, overwrite=overwrite, resume=resume, as_json=as_json)
 
 
-def _sources(inputs: Sequence[str], val_files: Sequence[str] | None, shape: str | None) -> tuple[InputSource, ...]:
-    only_val = [InputSource(tuple(val_files), shape, only_val=True)] if val_files else []
-    return (InputSource(tuple(inputs), shape), *only_val)
+def _sources(
+    inputs: Sequence[str], val_files: Sequence[str] | None, shape: str | None, options: ShapeOptions = NO_OPTIONS
+) -> tuple[InputSource, ...]:
+    named: dict[str, Any] = asdict(options)
+    only_val = [InputSource(tuple(val_files), shape, only_val=True, **named)] if val_files else []
+    return (InputSource(tuple(inputs), shape, **named), *only_val)
 
 
 def _was_given(context: typer.Context, name: str) -> bool:

@@ -13,9 +13,9 @@ from chatmill.cli.expand import option
 from chatmill.cli.options import argument
 from chatmill.errors import one_line
 from chatmill.format import Mask, TemplateOptions, TextTokens
-from chatmill.prepare.job import Job
+from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.rejects import CountedRecords
-from chatmill.records import SHAPES
+from chatmill.records import SHAPES, ShapeOptions
 from chatmill.rows import TrainOn
 
 Inputs = Annotated[list[str], argument("INPUT...", "Files or globs: .jsonl .json .txt, each also .gz; .parquet.")]
@@ -23,6 +23,9 @@ Shape = Annotated[
     str | None,
     typer.Option(help=f"How the records look: {', '.join(SHAPES)}. Left out, it is detected from the first records."),
 ]
+Columns = Annotated[str | None, option(InputSource, "columns")]
+ResponseTemplate = Annotated[str | None, option(InputSource, "response_template")]
+InstructionTemplate = Annotated[str | None, option(InputSource, "instruction_template")]
 OnError = Annotated[
     Literal["stop", "skip"],
     typer.Option(help="At a faulty record: stop with its line, or skip it and write it to the rejects."),
@@ -48,6 +51,9 @@ class ReadOptions:
     """The options of commands that read records; see `cli/expand.py`."""
 
     shape: Shape = None
+    columns: Columns = None
+    response_template: ResponseTemplate = None
+    instruction_template: InstructionTemplate = None
     on_error: OnError = "stop"
     rejects: RejectsFile = None
     overwrite: OverwriteFiles = False
@@ -57,6 +63,7 @@ class ReadOptions:
         return CountedRecords(
             inputs,
             shape=self.shape,
+            options=ShapeOptions(self.columns, self.response_template, self.instruction_template),
             on_error=self.on_error,
             rejects=self.rejects,
             reads=reads,

@@ -86,6 +86,11 @@ class ChatFormat:
         return pieces
 
     @property
+    def has_turns(self) -> bool:
+        """Whether it marks turns: all formats but that of plain texts."""
+        return any(turn.open for turn in self.turns.values())
+
+    @property
     def eot(self) -> str:
         """The key of the token that ends an assistant turn."""
         return next(key for key, _ in self.split(self.turns["assistant"].close) if key is not None)

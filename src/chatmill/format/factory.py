@@ -16,6 +16,7 @@ from chatmill.format.renderer import Mask, TextTokens
 from chatmill.format.template.hf_folder import HFFolder, TemplateSource, declared_tokens, has_template, read_folder
 from chatmill.format.template.process.client import start_server
 from chatmill.format.template.renderer import TemplateRenderer
+from chatmill.format.text_format import TEXT, text_format
 from chatmill.format.turn_renderer import TurnRenderer
 from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 
@@ -74,7 +75,7 @@ def open_renderer(
     if name != TEMPLATE:
         if used := template.given():
             raise UsageError(f"{', '.join(used)} is for chat templates; add --format template")
-        format = load_format(name)
+        format = text_format(tokenizer) if name == TEXT else load_format(name)
         try:
             return TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
         except MissingTokensError as error:

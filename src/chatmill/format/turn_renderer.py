@@ -25,6 +25,7 @@ from chatmill.errors import RecordError
 from chatmill.format.chat_format import AFTER, BEGIN, BODY, CLOSE, END, OPEN, PARTS, ChatFormat, CompiledFormat
 from chatmill.format.messages import MessageColumns, content_place, message_columns, split_bodies, text_runs
 from chatmill.format.renderer import OnReject, Renderer, apply_record_weights, origins_of
+from chatmill.format.text_format import text_fault
 from chatmill.format.train_ranges import (
     REWRITES,
     TokenWeights,
@@ -83,8 +84,8 @@ class TurnRenderer:
         writes_all = self.format.turns.keys() >= set(ROLES)
         for record in records:
             try:
-                if not writes_all:
-                    self._check_roles(record)
+                if record.is_text or not writes_all:
+                    self._check(record)
                 for message in record.messages:
                     if message.train_ranges:
                         # Only encoding shows whether ranges can be told in tokens.
@@ -97,7 +98,10 @@ class TurnRenderer:
             else:
                 yield record
 
-    def _check_roles(self, record: Record) -> None:
+    def _check(self, record: Record) -> None:
+        """Raise a `RecordError` where the format cannot write the record."""
+        if fault := text_fault(record, self.format):
+            raise fault.at(record.file, record.line, record.id)
         turns = self.format.turns
         for number, message in enumerate(record.messages):
             if message.role not in turns:
@@ -109,7 +113,8 @@ class TurnRenderer:
 
     def renders_columns(self, columns: ChatColumns) -> bool:
         has_turn = np.array([role in self.format.turns for role in ROLES])
-        return self.format.default_system is None and bool(has_turn[columns.roles].all())
+        is_plain = self.format.default_system is None and self.format.has_turns
+        return is_plain and bool(has_turn[columns.roles].all())
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None

@@ -29,6 +29,7 @@ from typing import Any, Literal, get_args
 from chatmill.config import LONGEST, key, keys_of, misfits, read_toml, required
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.format import Mask, TextTokens
+from chatmill.records import ShapeOptions
 from chatmill.rows import TrainOn
 
 Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]
@@ -51,6 +52,20 @@ class InputSource:
     name: str | None = key(None, "Name of the source; left out, that of each file.")
     train_on: TrainOn | None = key(None, "Whose turns are trained in these files; left out, as the job says.")
     only_val: bool = key(False, "Use all of these files for validation, whatever the split.")
+    columns: str | None = key(
+        None,
+        "The names that the files have for keys and roles: messages=conversations,role=from,content=value,user=human.",
+        metavar="NAME=COLUMN,...",
+    )
+    response_template: str | None = key(
+        None, "With records of one text: train only what follows this text.", metavar="TEXT"
+    )
+    instruction_template: str | None = key(
+        None, "With --response-template: the text at which an answer ends and a question begins.", metavar="TEXT"
+    )
+
+    def options(self) -> ShapeOptions:
+        return ShapeOptions(self.columns, self.response_template, self.instruction_template)
 
 
 @dataclass(frozen=True)

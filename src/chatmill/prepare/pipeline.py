@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def units_of(job: Job, inputs: InputFiles, unit_bytes: int) -> list[Unit]:
     parts = [
         (part, source)
         for source, files in zip(job.sources, inputs.groups, strict=True)
-        for part in plan(files, shape=source.shape, source=source.name)
+        for part in plan(files, shape=source.shape, source=source.name, options=source.options())
     ]
     seen = {part.path.resolve() for part, source in parts if not source.only_val}
     for part, source in parts:
@@ -235,7 +235,14 @@ def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
     if not job.unroll:
         # As in datasets from before there was this key, so that their bytes stay the same.
         del config["unroll"]
-    read = dict.fromkeys((unit.name, unit.part.shape, unit.part.source, unit.train_on, unit.only_val) for unit in units)
+    read = dict.fromkeys(
+        (unit.name, unit.part.shape, unit.part.source, unit.train_on, unit.only_val, unit.part.options)
+        for unit in units
+    )
     names = ("file", "shape", "source", "train_on", "only_val")
-    config["sources"] = [dict(zip(names, values, strict=True)) for values in read]
+    config["sources"] = [
+        dict(zip(names, values, strict=True))
+        | {name: value for name, value in asdict(options).items() if value is not None}
+        for *values, options in read
+    ]
     return config

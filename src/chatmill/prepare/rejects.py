@@ -15,8 +15,9 @@ from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.ledger import Ledger
 from chatmill.plain_file import local_path
 from chatmill.records.files import expand, shown
-from chatmill.records.read import read_records
+from chatmill.records.read import FilePart, plan, read_records
 from chatmill.records.record import Record
+from chatmill.records.shapes import ShapeOptions
 from chatmill.records.shapes.decode import json_line
 from chatmill.store import files
 
@@ -122,6 +123,7 @@ class CountedRecords:
         inputs: list[str],
         *,
         shape: str | None = None,
+        options: ShapeOptions | None = None,
         on_error: Literal["stop", "skip"] = "stop",
         rejects: Path | None = None,
         reads: Sequence[Path] = (),
@@ -129,7 +131,7 @@ class CountedRecords:
         overwrite: bool = False,
     ) -> None:
         """`reads` is what the command reads besides the inputs, `output` what it writes; see `Rejects`."""
-        self._inputs, self._shape, self.ledger = inputs, shape, Ledger()
+        self._inputs, self._shape, self._options, self.ledger = inputs, shape, options or ShapeOptions(), Ledger()
         self.rejects = None
         if on_error == "skip":
             path, reads = rejects or rejects_path(output), [*expand(inputs), *reads]
@@ -139,7 +141,9 @@ class CountedRecords:
     def __enter__(self) -> Self:
         if self.rejects is not None:
             self.rejects.__enter__()
-        self._records = read_records(self._inputs, shape=self._shape, on_error="skip", on_reject=self._reject_unread)
+        self._records = read_records(
+            self._inputs, shape=self._shape, options=self._options, on_error="skip", on_reject=self._reject_unread
+        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -151,6 +155,10 @@ class CountedRecords:
             self.ledger.add("read", rows=1)
             note_keys(self.ledger, (record,))
             yield record
+
+    def files(self) -> list[FilePart]:
+        """The files that are read, with their shapes."""
+        return plan(self._inputs, shape=self._shape, options=self._options)
 
     def reject(self, fault: RecordError) -> None:
         """Reject a record that was read: raise its fault, or write it to the rejects."""

@@ -2,7 +2,7 @@
 
 Record, Message, ToolCall    a conversation; they also take the dicts of OpenAI and Hugging Face
 read_records                 all records of files and globs, in order
-SHAPES                       the shapes of records that are read, detected from the first records of a file
+SHAPES, ShapeOptions         the shapes of records that are read, detected from the first records of a file
 plan, FilePart, read_part, read_blocks, ChatColumns    the same in parts and blocks, for workers
 unroll_record, Unrolled      a conversation as one row per answer
 InputFiles, ReadLog, BytesRead                         whether files changed while they were read
@@ -37,6 +37,7 @@ if _TYPE_CHECKING:
     from chatmill.records.record import ToolCall as ToolCall
     from chatmill.records.record import record_key as record_key
     from chatmill.records.shapes import SHAPES as SHAPES
+    from chatmill.records.shapes import ShapeOptions as ShapeOptions
     from chatmill.records.split import Split as Split
     from chatmill.records.split import shuffle_split as shuffle_split
     from chatmill.records.unroll import Unrolled as Unrolled

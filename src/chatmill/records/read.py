@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -19,7 +19,16 @@ from chatmill.records.columns import COMPILED, ChatColumns
 from chatmill.records.input_files import InputFiles
 from chatmill.records.read_log import ReadLog
 from chatmill.records.record import Record
-from chatmill.records.shapes import SHAPES, ShapeParser, detect, oasst, parser, transcript
+from chatmill.records.shapes import (
+    NO_OPTIONS,
+    SHAPES,
+    ShapeOptions,
+    ShapeParser,
+    detect,
+    oasst,
+    parser,
+    transcript,
+)
 
 MAX_LINE_BYTES = 64 * 2**20
 MIN_COLUMN_BYTES = 2**17
@@ -39,6 +48,11 @@ class FilePart:
     source: str
     start: int = 0
     stop: int | None = None
+    options: ShapeOptions = NO_OPTIONS
+    is_array: bool = False
+    """A file that is one JSON array although its name promises lines."""
+    why: str = field(default="", compare=False)
+    """Why it has this shape, for the user."""
 
     def cut(self, size: int, *, end: int | None = None) -> list[FilePart]:
         """Parts of at least `size` bytes with the same records in the same order, of a file of `end` bytes.
@@ -56,6 +70,7 @@ def read_records(
     *,
     shape: str | None = None,
     source: str | None = None,
+    options: ShapeOptions = NO_OPTIONS,
     on_error: OnError = "stop",
     on_reject: OnReject | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
@@ -73,7 +88,7 @@ def read_records(
     before = InputFiles([[inputs] if isinstance(inputs, str | Path) else inputs])
 
     def planned() -> list[FilePart]:
-        return plan(before.groups[0], shape=shape, source=source, max_line_bytes=max_line_bytes)
+        return plan(before.groups[0], shape=shape, source=source, options=options, max_line_bytes=max_line_bytes)
 
     return _read_all(planned(), before, planned, on_fault=on_fault, max_line_bytes=max_line_bytes)
 
@@ -102,15 +117,21 @@ def plan(
     *,
     shape: str | None = None,
     source: str | None = None,
+    options: ShapeOptions = NO_OPTIONS,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[FilePart]:
     """One part per file, in reading order; a `shape` of None is detected from the first records of each file."""
     if shape is not None and shape not in SHAPES:
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
-    return [
-        FilePart(path, _shape(path, shape, max_line_bytes), files.source_name(path) if source is None else source)
-        for path in files.expand(inputs)
-    ]
+    options.column_map()
+    options.templates()
+    return [_planned(path, shape, source, options, max_line_bytes) for path in files.expand(inputs)]
+
+
+def _planned(path: Path, shape: str | None, source: str | None, options: ShapeOptions, limit: int) -> FilePart:
+    name = files.source_name(path) if source is None else source
+    is_array = files.suffix(path).removesuffix(".gz") == ".jsonl" and units.is_array(path, limit=limit)
+    return _with_shape(FilePart(path, "messages", name, options=options, is_array=is_array), shape, limit)
 
 
 def read_part(
@@ -182,7 +203,7 @@ def _parsed(
     part: FilePart, limit: int, *, as_columns: bool, log: ReadLog | None
 ) -> Generator[tuple[int, ParsedItems], None, None]:
     """Records and faults, some at a time, with the number of the last line read."""
-    parse = parser(part.shape, file=str(part.path), source=part.source, limit=limit)
+    parse = parser(part.shape, file=str(part.path), source=part.source, limit=limit, options=part.options)
     if not _is_of_lines(part):
         for line, data in _units(part, limit, log):
             yield line, parse(line, data)
@@ -228,7 +249,7 @@ def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[in
 def _is_of_lines(part: FilePart) -> bool:
     """Whether every record is one line of a text file."""
     ending = files.suffix(part.path).removesuffix(".gz")
-    return ending in (".jsonl", ".txt") and part.shape not in ("oasst1", "transcript-stream")
+    return ending in (".jsonl", ".txt") and not part.is_array and part.shape not in ("oasst1", "transcript-stream")
 
 
 def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Units:
@@ -237,15 +258,16 @@ def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Unit
         numbered = units.table_rows(part.path, log=log)
     elif part.shape == "transcript-stream":
         numbered = units.conversations(part.path, limit=limit, log=log)
-    elif ending == ".json":
+    elif ending == ".json" or part.is_array:
         numbered = units.elements(part.path, limit=limit, log=log)
     else:
         numbered = units.lines(part.path, limit=limit, log=log)
     return oasst.grouped(numbered, limit=limit) if part.shape == "oasst1" else numbered
 
 
-def _shape(path: Path, shape: str | None, limit: int) -> str:
-    """The shape of a file: the given or detected one, with transcripts told apart as lines or stream."""
+def _with_shape(part: FilePart, shape: str | None, limit: int) -> FilePart:
+    """The part with the given or detected shape, transcripts told apart as lines or stream, and why."""
+    path = part.path
     ending = files.suffix(path).removesuffix(".gz")
     if ending == ".parquet" and shape == "transcript-stream":
         raise UsageError(f"{files.shown(path)}: a table is no stream; expected shape transcript-lines")
@@ -254,11 +276,13 @@ def _shape(path: Path, shape: str | None, limit: int) -> str:
             first = next(_readable(numbered), (0, b'"'))[1]
         # Objects in a text file are JSON Lines under another name.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
-            return "transcript-lines" if transcript.is_line_a_record(first) else "transcript-stream"
+            shape = "transcript-lines" if transcript.is_line_a_record(first) else "transcript-stream"
+            return replace(part, shape=shape, why="by its first line")
+    why = "as --shape says"
     if shape is None:
-        with closing(_units(FilePart(path, "messages", ""), limit)) as numbered:
-            shape = detect(files.shown(path), _readable(numbered))
-    return "transcript-lines" if shape == "transcript" else shape
+        with closing(_units(part, limit)) as numbered:
+            shape, why = detect(files.shown(path), _readable(numbered), part.options.column_map())
+    return replace(part, shape="transcript-lines" if shape == "transcript" else shape, why=why)
 
 
 def _readable(numbered: files.Units) -> Iterator[tuple[int, bytes]]:

@@ -101,6 +101,8 @@ class Record(msgspec.Struct, frozen=True, metaclass=_FromFields):
     """Variables for the chat template, from `chat_template_kwargs`, as compact JSON."""
     unread_keys: tuple[str, ...] = ()
     """Keys that the reader does not know, such as `score` or `messages[].lang`."""
+    is_text: bool = False
+    """One text without roles, in a message of the assistant; only `--format text` writes it."""
 
 
 new_message: Callable[..., Message] = MethodType(_construct, Message)

@@ -153,6 +153,23 @@ def _skip_line(file: BinaryIO) -> int:
 # The elements of an array are located by brackets and quotes and decoded later: a broken element is one fault.
 
 
+def is_array(path: Path, *, limit: int) -> bool:
+    """Whether a file of lines is one JSON array instead: its first line does not end it, or is all there is."""
+    with closing(lines(path, limit=limit)) as numbered:
+        try:
+            _, first = next(numbered, (0, b""))
+            if not first.lstrip(_SPACE).startswith(b"["):
+                return False
+            if not _is_json(first):
+                return True
+            # A single line may also be one record, the list of its messages.
+            items = decode(first)
+            is_record = all(isinstance(item, dict) and not {"role", "from"}.isdisjoint(item) for item in items)
+            return not (items and is_record) and next(numbered, None) is None
+        except (RecordError, RecursionError):
+            return False
+
+
 def elements(path: Path, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
     """The records of a `.json` file with the line each begins on: elements of an array, one object, or lines."""
     with open_bytes(path, log=log) as file:

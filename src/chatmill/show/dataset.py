@@ -11,6 +11,7 @@ from typing import Any, get_args
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.format import load_format
 from chatmill.ledger import Ledger
+from chatmill.records import ShapeOptions
 from chatmill.rows import Rows, TrainOn
 from chatmill.show.text import TokenText
 from chatmill.store.episodes import Episodes
@@ -60,9 +61,14 @@ class DatasetView:
             raise UsageError(f"{self.path}: no episode {episode} in {split}; {right}")
         return episodes.rows([episode])
 
-    def shape_of(self, file: str) -> str | None:
-        """The record shape that a file was read with."""
-        return next((str(entry["shape"]) for entry in self._sources(file) if "shape" in entry), None)
+    def shape_of(self, file: str) -> tuple[str | None, ShapeOptions]:
+        """The record shape that a file was read with, and its options."""
+        for entry in self._sources(file):
+            if "shape" in entry:
+                names = ("columns", "response_template", "instruction_template")
+                options = {name: str(entry[name]) for name in names if isinstance(entry.get(name), str)}
+                return str(entry["shape"]), ShapeOptions(**options)
+        return None, ShapeOptions()
 
     def train_on(self, file: str | None) -> TrainOn | None:
         """The `train_on` that the records of a file were prepared with, if the metadata has it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, DataError, RecordError
-from chatmill.records import FilePart, Record, read_part, record_key
+from chatmill.records import MAX_LINE_BYTES, FilePart, Record, ShapeOptions, read_part, record_key
 from chatmill.records.files import open_bytes, suffix
+from chatmill.records.units import is_array
 from chatmill.show.text import visible
 
 MAX_CHARACTERS = 200_000
@@ -42,17 +43,26 @@ class SourceRecord:
 
 
 def source_record(
-    name: str, line: int, *, shape: str | None, key: Sequence[int], folders: Sequence[Path]
+    name: str,
+    line: int,
+    *,
+    shape: str | None,
+    options: ShapeOptions | None = None,
+    key: Sequence[int],
+    folders: Sequence[Path],
 ) -> SourceRecord:
     """The record at a line of a file, which is looked for in these folders; `DataError` if it cannot be read."""
-    path = _file(name, folders)
+    path, options = _file(name, folders), options or ShapeOptions()
     has_lines = suffix(path).removesuffix(".gz") in LINE_SUFFIXES and shape not in MULTILINE_SHAPES
     try:
+        in_array = has_lines and is_array(path, limit=MAX_LINE_BYTES)
+        has_lines = has_lines and not in_array
         if has_lines:
             raw, start = _line(path, line)
-            records = _parsed_line(path, shape, line, raw, start)
+            records = _parsed_line(FilePart(path, shape, "", options=options), line, raw, start) if shape else []
         else:
-            records = [_parsed(FilePart(path, shape or "messages", ""), line)]
+            part = FilePart(path, shape or "messages", "", options=options, is_array=in_array)
+            records = [_parsed(part, line)]
             raw = msgspec.json.encode(records[0])
     except RecordError as fault:
         raise DataError(f"{name}:{line}: cannot be read any more ({fault.what})") from None
@@ -77,14 +87,12 @@ def _file(name: str, folders: Sequence[Path]) -> Path:
     raise DataError(f"{name}: is not here; start chatmill where it lies, or name that folder")
 
 
-def _parsed_line(path: Path, shape: str | None, line: int, raw: bytes, start: int | None) -> list[Record]:
-    """The records of a line; none if its shape is not known or it does not parse."""
-    if shape is None:
-        return []
+def _parsed_line(part: FilePart, line: int, raw: bytes, start: int | None) -> list[Record]:
+    """The records of a line of a file; none if it does not parse."""
     with suppress(ChatmillError):
         if start is None:
-            return [_parsed(FilePart(path, shape, ""), line)]
-        return list(read_part(FilePart(path, shape, "", start=start, stop=start + len(raw)), on_fault=_raise))
+            return [_parsed(part, line)]
+        return list(read_part(replace(part, start=start, stop=start + len(raw)), on_fault=_raise))
     return []
 
 

@@ -226,7 +226,8 @@ class Viewer:
         if file is None or line is None:
             raise UsageError("the dataset does not say where this came from")
         key = row.origins[segment]["key"].tolist()
-        record = source_record(file, line, shape=self._view.shape_of(file), key=key, folders=self._folders)
+        shape, options = self._view.shape_of(file)
+        record = source_record(file, line, shape=shape, options=options, key=key, folders=self._folders)
         return {"place": f"{one_line(file, 300)}:{line}", **asdict(record)}
 
     # Order and audit logs.

@@ -71,6 +71,13 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
     )
 
 
+def special_tokens(folder: Path) -> dict[str, str]:
+    """`bos_token`, `eos_token` and the like that a folder names."""
+    files = [_json(folder / name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
+    config: dict[str, Any] = {key: value for file in files for key, value in file.items()}
+    return {name: token for name in SPECIAL_NAMES if (token := _token(config.get(name))) is not None}
+
+
 def has_template(tokenizer: str) -> bool:
     """Whether this is a folder that has a chat template."""
     path = Path(tokenizer)

@@ -303,6 +303,9 @@ class TemplateRenderer:
     def lay_out(self, record: Record, *, last_only: bool = False) -> LaidOutRecord:
         """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
         try:
+            if record.is_text:
+                what = "the record is one text, without turns"
+                raise RecordError(what, "write it with --format text", kind="text_record")
             if (renderer := self._for_record(record)) is not self:
                 return renderer.lay_out(record, last_only=last_only)
             laid_out = self._from_cache(record, last_only)

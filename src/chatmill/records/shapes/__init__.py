@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from chatmill.errors import DataError, RecordError
+from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records.record import Record, new_record
-from chatmill.records.shapes import instruct, messages, oasst, tool_turns, transcript
+from chatmill.records.shapes import instruct, messages, oasst, plain_text, tool_turns, transcript
+from chatmill.records.shapes.column_map import ColumnMap, parse_columns
 from chatmill.records.shapes.decode import decode, decode_object, decode_text
-from chatmill.records.shapes.fields import Object, ParsedRecord, keys_shown
+from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, keys_shown, quoted
+from chatmill.records.shapes.plain_text import TextTemplates
 
 Shape = Callable[[bytes], list[ParsedRecord]]
 DecodeLines = Callable[[bytes], list[ParsedRecord] | None]
@@ -23,33 +26,96 @@ DecodeLines = Callable[[bytes], list[ParsedRecord] | None]
 RAW_BYTES = 4096
 
 
-def _shape(
-    parse: Callable[[Object], ParsedRecord], decode: Callable[[bytes], ParsedRecord | None] = lambda data: None
-) -> Shape:
-    """The shape of JSON objects that `parse` reads, if `decode`, which is faster, cannot."""
-    return lambda data: [decode(data) or parse(decode_object(data))]
-
-
-_READERS: dict[str, Shape] = {
-    "messages": _shape(messages.parse, messages.decode),
-    "sharegpt": _shape(tool_turns.sharegpt),
-    "alpaca": _shape(instruct.alpaca),
-    "dolly": _shape(instruct.dolly),
+_OBJECTS: dict[str, Callable[[Object], ParsedRecord]] = {
+    "messages": messages.parse,
+    "sharegpt": tool_turns.sharegpt,
+    "alpaca": instruct.alpaca,
+    "dolly": instruct.dolly,
+    "prompt-completion": plain_text.prompt_completion,
+    "text": plain_text.text,
+    "tool": tool_turns.tool,
+    "primer": messages.parse_primer,
+}
+"""Shapes whose records are JSON objects."""
+_DECODERS: dict[str, Callable[[bytes], ParsedRecord | None]] = {
+    "messages": messages.decode,
+    "primer": messages.decode_primer,
+}
+"""The same for records in the common form, faster; None for all others."""
+_OTHERS: dict[str, Shape] = {
     "oasst1": lambda data: [oasst.parse(decode(data))],
-    "tool": _shape(tool_turns.tool),
-    "primer": _shape(messages.parse_primer, messages.decode_primer),
     "transcript": transcript.from_line,
     "transcript-lines": transcript.from_line,
     "transcript-stream": lambda data: transcript.conversations(decode_text(data)),
 }
-SHAPES = tuple(_READERS)
+SHAPES = (*_OBJECTS, *_OTHERS)
 """The names of all shapes."""
 _RECORDS = 16
 _UNITS = 1000
+_PAIRS = (("question", "answer"), ("query", "response"), ("input", "output"), ("prompt", "response"))
+"""Names of a question and its answer that are common, but too general to be read without being named."""
 _HINT = f"name it with --shape: {', '.join(SHAPES)}"
 
 _DECODE_LINES: dict[str, DecodeLines] = {"messages": messages.decode_lines}
 """Shapes that can decode many lines at once; most data is of this shape."""
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """What else decides how records are read."""
+
+    columns: str | None = None
+    """The names of keys and roles in the file, as `messages=conversations,role=from`."""
+    response_template: str | None = None
+    """With `text` records: the text before each answer."""
+    instruction_template: str | None = None
+    """With `text` records: the text before each question."""
+
+    def column_map(self) -> ColumnMap | None:
+        return None if self.columns is None else parse_columns(self.columns)
+
+    def templates(self) -> TextTemplates | None:
+        if self.response_template is None:
+            if self.instruction_template is not None:
+                raise UsageError("--instruction-template without --response-template; give both")
+            return None
+        if "" in (self.response_template, self.instruction_template):
+            raise UsageError("--response-template and --instruction-template must not be empty")
+        return TextTemplates(self.response_template, self.instruction_template)
+
+
+NO_OPTIONS = ShapeOptions()
+
+
+def _reader(shape: str, options: ShapeOptions) -> Shape:
+    """How the records of a shape are read."""
+    columns, templates = options.column_map(), options.templates()
+    if shape in _OTHERS or shape == "primer":
+        if columns is not None:
+            raise UsageError(f"--columns with records of shape {shape}, which have fixed names; leave it out")
+        if shape in _OTHERS:
+            return _OTHERS[shape]
+    parse, decode_common = _OBJECTS[shape], _DECODERS.get(shape)
+    if shape == "text":
+        parse = partial(plain_text.text, templates=templates)
+    if columns is None:
+        key = _MESSAGE_KEYS.get(shape)
+        return lambda data: [(decode_common and decode_common(data)) or parse(_object(data, key))]
+
+    def read_renamed(data: bytes) -> list[ParsedRecord]:
+        values, left_out = columns.renamed(_object(data, _MESSAGE_KEYS.get(shape)))
+        return [columns.reported(parse(values), left_out)]
+
+    return read_renamed
+
+
+def _object(data: bytes, key: str | None) -> Object:
+    """The JSON object of a record; a list of objects is that of the messages under `key`."""
+    if key is not None and data.lstrip()[:1] == b"[":
+        value = decode(data)
+        if type(value) is list and value and all(type(turn) is dict for turn in value):
+            return {key: value}
+    return decode_object(data)
 
 
 @dataclass(frozen=True)
@@ -97,8 +163,9 @@ def parsed_record(parsed: ParsedRecord, source: str, file: str, line: int) -> Re
     return new_record(turns, id, tools, source, file, line, *others)
 
 
-def parser(shape: str, *, file: str, source: str, limit: int) -> ShapeParser:
-    return ShapeParser(file, source, limit, _READERS[shape], _DECODE_LINES.get(shape))
+def parser(shape: str, *, file: str, source: str, limit: int, options: ShapeOptions = NO_OPTIONS) -> ShapeParser:
+    decode_lines = _DECODE_LINES.get(shape) if options.columns is None else None
+    return ShapeParser(file, source, limit, _reader(shape, options), decode_lines)
 
 
 def _id(data: bytes) -> str | None:
@@ -118,73 +185,118 @@ def _id(data: bytes) -> str | None:
 # The shape of a file, from the keys of its first records.
 
 
-def detect(file: str, units: Iterable[tuple[int, bytes]]) -> str:
-    """The one shape that the first records of a file have in common; several or none is an error.
+def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | None = None) -> tuple[str, str]:
+    """The one shape that the first records of a file have in common, and why; several or none is an error.
 
     `primer` is never detected, because all of its records are also `messages`.
     """
-    possible: set[str] | None = None
-    unknown: Object | None = None
+    possible: dict[str, str] | None = None
+    unknown: tuple[int, Object] | None = None
     seen = 0
     for line, data in islice(units, _UNITS):
         record = _value(data)
         if record is None:
             continue
+        if columns is not None and isinstance(record, dict):
+            record, _ = columns.renamed(record)
         votes = shapes_of(record)
         if votes:
-            if possible is not None and not possible & votes:
+            if possible is not None and not possible.keys() & votes.keys():
                 both = " and ".join(" or ".join(sorted(names)) for names in (possible, votes))
                 raise DataError(f"{file}:{line}: records of shape {both} in one file; split it or {_HINT}")
-            possible = votes if possible is None else possible & votes
+            possible = {name: why for name, why in (possible or votes).items() if name in votes}
         elif isinstance(record, dict):
-            unknown = record if unknown is None else unknown
+            unknown = (line, record) if unknown is None else unknown
         seen += 1
         if seen == _RECORDS:
             break
     if possible is None and unknown is not None:
-        keys = keys_shown(list(unknown)) or "none"
-        raise DataError(f"{file}: no shape is told by records with the keys {keys}; {_HINT}")
-    if possible is None or "messages" in possible:
+        line, record = unknown
+        _refuse_other_data(file, line, record)
+        keys = keys_shown(list(record)) or "none"
+        pair = next((pair for pair in _PAIRS if all(type(record.get(key)) is str for key in pair)), None)
+        columns_hint = " with --columns" if pair is None else f": --columns prompt={pair[0]},completion={pair[1]}"
+        raise DataError(
+            f"{file}: no shape is told by records with the keys {keys}; {_HINT}, or name the keys{columns_hint}"
+        )
+    if possible is None:
         # If no record is an object, every shape reports the same faults.
-        return "messages"
+        return "messages", "no record tells another shape"
+    if "messages" in possible:
+        return "messages", possible["messages"]
     if len(possible) > 1:
         raise DataError(f"{file}: its records can be {' or '.join(sorted(possible))}; {_HINT}")
-    return possible.pop()
+    return possible.popitem()
 
 
-def shapes_of(record: Any) -> set[str]:
-    """The shapes that a decoded record can have, by its keys; none if they are unknown."""
+def _refuse_other_data(file: str, line: int, record: Object) -> None:
+    """Raise where the keys tell that the data is no text to train on: images, pairs of answers, token ids."""
+    keys = KeyReader("the record", "", record, {})
+    try:
+        keys.refuse_media()
+        keys.refuse_preferences()
+    except RecordError as fault:
+        raise fault.at(file, line) from None
+    if "input_ids" in record:
+        what = 'the record has "input_ids": it is tokenized already'
+        raise RecordError(what, "expected the conversations that it was made of", kind="keys").at(file, line)
+
+
+def shapes_of(record: Any) -> dict[str, str]:
+    """The shapes that a decoded record can have, by its keys, and why; none if they are unknown."""
     if isinstance(record, str):
-        return {"transcript"} if _has_marker(record) else set()
+        return {"transcript": "its text has <|USER|> or <|ASSISTANT|>"} if _has_marker(record) else {}
     if not isinstance(record, dict):
-        return set()
+        return _list_shapes(record) if isinstance(record, list) else {}
     keys = {key for key, value in record.items() if value is not None}
-    shapes = set()
+    shapes: dict[str, str] = {}
     if "messages" in keys:
         shapes |= _chat_shapes(record)
-    if "conversations" in keys:
-        shapes.add("sharegpt")
-    if {"instruction", "output"} <= keys:
-        shapes.add("alpaca")
-    if {"instruction", "response"} <= keys:
-        shapes.add("dolly")
-    if isinstance(record.get("prompt"), dict) or {"message_id", "message_tree_id", "text"} <= keys:
-        shapes.add("oasst1")
-    elif _has_marker(record.get("text")):
-        shapes.add("transcript")
+    for shape, wanted in _KEYS_OF_SHAPES.items():
+        if keys.issuperset(wanted):
+            shapes[shape] = f"its records have {' and '.join(map(quoted, wanted))}"
+    if isinstance(record.get("prompt"), dict):
+        shapes["oasst1"] = 'its records have an object as "prompt"'
+        shapes.pop("prompt-completion", None)
+    elif "oasst1" not in shapes and isinstance(record.get("text"), str):
+        if _has_marker(record["text"]):
+            shapes["transcript"] = 'the "text" of its records has <|USER|> or <|ASSISTANT|>'
+        elif not shapes:
+            shapes["text"] = 'its records have "text"'
     return shapes
 
 
-def _chat_shapes(record: Object) -> set[str]:
+def _list_shapes(turns: list[Any]) -> dict[str, str]:
+    """The shapes of a record that is the list of its messages."""
+    for shape, key in (("messages", "role"), ("sharegpt", "from")):
+        if turns and all(isinstance(turn, dict) and key in turn for turn in turns):
+            return {shape: f"its records are lists of messages with {quoted(key)}"}
+    return {}
+
+
+_MESSAGE_KEYS = {"messages": "messages", "sharegpt": "conversations"}
+"""Shapes whose records may be the list of messages alone, and the key that it is read as."""
+_KEYS_OF_SHAPES = {
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "dolly": ("instruction", "response"),
+    "oasst1": ("message_id", "message_tree_id", "text"),
+    "prompt-completion": ("prompt", "completion"),
+}
+
+
+def _chat_shapes(record: Object) -> dict[str, str]:
     """`messages`, `tool`, or both: they share plain turns and differ in roles and keys."""
+    as_messages = {"messages": 'its records have "messages"'}
+    as_tool = {"tool": 'its records have "messages" and "system", or the roles assistant_toolcall and toolresult'}
     turns = record["messages"] if isinstance(record["messages"], list) else []
     turns = [turn for turn in turns if isinstance(turn, dict)]
     roles = {turn.get("role") for turn in turns if isinstance(turn.get("role"), str)}
     if record.get("system") is not None or roles & {"assistant_toolcall", "toolresult"}:
-        return {"tool"}
+        return as_tool
     if roles - set(tool_turns.TOOL_ROLES) or any(isinstance(turn.get("content"), list) for turn in turns):
-        return {"messages"}
-    return {"messages"} if any(turn.get("tool_calls") for turn in turns) else {"messages", "tool"}
+        return as_messages
+    return as_messages if any(turn.get("tool_calls") for turn in turns) else as_messages | as_tool
 
 
 def _value(data: bytes) -> Any:

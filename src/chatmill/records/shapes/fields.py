@@ -49,6 +49,7 @@ class ParsedRecord(NamedTuple):
     weight: float = 1.0
     template_kwargs: str = ""
     unread_keys: tuple[str, ...] = ()
+    is_text: bool = False
 
 
 class KeyReader:
@@ -148,16 +149,18 @@ class KeyReader:
                 right = "expected one answer; --columns completion=chosen trains the better one"
                 raise RecordError(what, right, kind="preference")
         for key in LABEL_KEYS:
-            if type(value := self.peek(key)) is bool:
+            if type(value := self.peek(key)) in (bool, list) or (key == "kto_tag" and value is not None):
                 what = f'{self.owner} has {named(value)} as "{key}": it is preference data (KTO), with unwanted answers'
-                right = "keep the records that are labelled true, and take the key out of them"
+                right = "keep the records with wanted answers, and take the key out of them"
                 raise RecordError(what, right, kind="preference")
             if value is None:
                 self.take(key)
 
     def refuse_masks(self) -> None:
         """Fault where another trainer would take from the record which messages to train."""
-        if type(self.peek("mask")) is str:
+        if type(mask := self.peek("mask")) is str and mask.lower() == "user":
+            self.take("mask")
+        elif type(mask) is str:
             what = f'{self.owner} has "mask", by which NeMo trains all roles but those'
             raise RecordError(what, "expected train: true or false in the messages", kind="keys")
         if self.peek("only_last") is True:

@@ -6,6 +6,7 @@ anything else; `parse` reads every accepted form and names every fault. Where bo
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -171,78 +172,100 @@ def read_message(turn: KeyReader) -> Message:
     weight = fields.read_weight(turn, role)
     ranges, weight = read_ranges(turn, role, turn.peek("content"), weight)
     calls = _tool_calls(turn, role)
-    content, reasoning, calls = _content(turn, role, calls)
+    parts = _content(turn, role, calls, weight)
     return new_message(
         role,
-        content,
-        reasoning,
-        calls,
+        parts.text,
+        parts.reasoning,
+        tuple(parts.calls),
         turn.optional_text("name"),
         turn.optional_text("tool_call_id"),
         weight,
-        train_ranges=ranges,
+        train_ranges=ranges or tuple(parts.ranges),
     )
 
 
-def _content(turn: KeyReader, role: Role, calls: tuple[ToolCall, ...]) -> tuple[str, str, tuple[ToolCall, ...]]:
+def _content(turn: KeyReader, role: Role, calls: tuple[ToolCall, ...], weight: float | None) -> _Parts:
     """The text, reasoning and calls of a message, of which its content parts may give any."""
     reasoning = fields.reasoning(turn, role)
     has_content, content = "content" in turn, turn.take("content")
-    if type(content) is str:
-        return content, reasoning, calls
-    if content is None and (calls or reasoning):
-        return "", reasoning, calls
+    if type(content) is str or (content is None and (calls or reasoning)):
+        return _Parts(role, content or "", reasoning, [*calls])
     if type(content) is not list:
         what = f"{turn.owner} has {named(content)} as content" if has_content else f"{turn.owner} has no content"
         raise RecordError(what, "expected a string or a list of text parts", kind="content")
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls_of_parts: list[ToolCall] = []
+    parts = _Parts(role)
     for index, part in enumerate(content):
         owner = f"{turn.owner}, part {index}"
         if type(part) is not dict:
             raise RecordError(f"{owner} is {named(part)}", _PART, kind="content")
-        _read_part(turn.child(owner, "content[].", part), role, texts, thoughts, calls_of_parts)
-    if thoughts and reasoning:
+        parts.add(turn.child(owner, "content[].", part), weight)
+    if parts.reasoning and reasoning:
         what = f"{turn.owner} has reasoning as a part of its content and as a key"
         raise RecordError(what, "expected it once", kind="content")
-    if calls and calls_of_parts:
+    if calls and parts.calls:
         what = f"{turn.owner} has tool calls as parts of its content and as tool_calls"
         raise RecordError(what, "expected them once", kind="arguments")
-    return "".join(texts), reasoning or "".join(thoughts), calls or tuple(calls_of_parts)
+    parts.reasoning, parts.calls = parts.reasoning or reasoning, parts.calls or [*calls]
+    return parts
 
 
 _PART = 'expected {"type": "text", "text": …}, or the types reasoning and tool_call'
 
 
-def _read_part(part: KeyReader, role: Role, texts: list[str], thoughts: list[str], calls: list[ToolCall]) -> None:
-    """Add one content part to its list. A message is written as reasoning, text, calls; no other order is read."""
-    kind = part.take("type")
-    if kind in _TEXT_PARTS:
-        key = next((key for key in ("value", "content") if key in part), "text")
-        if calls and role == "assistant":
-            raise RecordError(f"{part.owner} is text after a tool call", "expected the text first", kind="content")
-        texts.append(part.text(key))
-    elif kind in _REASONING_PARTS and role == "assistant":
-        key = next((key for key in (kind, "text") if key in part), "value")
-        if texts or calls:
-            what = f"{part.owner} is reasoning after text or a call"
-            raise RecordError(what, "expected the reasoning first", kind="content")
-        thoughts.append(part.text(key))
-    elif kind in _CALL_PARTS and role == "assistant":
-        if "value" in part:
-            given, right = part.take("value"), "expected an object with name and arguments"
-            given = fields.json_value(given, f"{part.owner} is not JSON", right, kind="arguments")
-            listed = given if type(given) is list else [given]
-            calls += [_tool_call(part, f"{part.owner}, call {n}", "value.", call) for n, call in enumerate(listed)]
+@dataclass
+class _Parts:
+    """The content of a message, part by part. It is written as reasoning, text, calls; no other order is read."""
+
+    role: Role
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    ranges: list[tuple[int, int, float]] = field(default_factory=list)
+    """Of parts with a weight of their own, as Axolotl has them."""
+
+    def add(self, part: KeyReader, weight: float | None) -> None:
+        kind = part.take("type")
+        if kind in _TEXT_PARTS:
+            self._add_text(part, weight)
+        elif kind in _REASONING_PARTS and self.role == "assistant":
+            key = next((key for key in (kind, "text") if key in part), "value")
+            if self.text or self.calls:
+                what = f"{part.owner} is reasoning after text or a call"
+                raise RecordError(what, "expected the reasoning first", kind="content")
+            part.refuse(*fields.FLAG_KEYS, *fields.WEIGHT_KEYS, right="expected none on a part with reasoning")
+            self.reasoning += part.text(key)
+        elif kind in _CALL_PARTS and self.role == "assistant":
+            self._add_calls(part)
         else:
-            calls.append(_call_of(part))
-    else:
-        given = f"type {quoted(kind)}" if type(kind) is str else "no type"
-        is_media = type(kind) is str and any(word in kind for word in ("image", "audio", "video", "file"))
-        right = "only text can be trained; leave these records out" if is_media else _PART
-        raise RecordError(f"{part.owner} has {given}", right, kind="media" if is_media else "content")
-    part.finish()
+            given = f"type {quoted(kind)}" if type(kind) is str else "no type"
+            is_media = type(kind) is str and any(word in kind for word in ("image", "audio", "video", "file"))
+            right = "only text can be trained; leave these records out" if is_media else _PART
+            raise RecordError(f"{part.owner} has {given}", right, kind="media" if is_media else "content")
+        part.finish()
+
+    def _add_text(self, part: KeyReader, weight: float | None) -> None:
+        if self.calls:
+            raise RecordError(f"{part.owner} is text after a tool call", "expected the text first", kind="content")
+        text = part.text(next((key for key in ("value", "content") if key in part), "text"))
+        own = fields.read_weight(part, self.role)
+        if own is not None and self.role != "assistant":
+            what = f"{part.owner} has a weight on role {self.role}"
+            raise RecordError(what, "expected parts with a weight on the assistant only", kind="weight")
+        if own is not None and text and weight != 0:
+            # As in Axolotl: a part is trained only if its message is.
+            self.ranges.append((len(self.text), len(self.text) + len(text), own))
+        self.text += text
+
+    def _add_calls(self, part: KeyReader) -> None:
+        part.refuse(*fields.FLAG_KEYS, *fields.WEIGHT_KEYS, right="expected none on a part with a tool call")
+        if "value" not in part:
+            self.calls.append(_call_of(part))
+            return
+        given, right = part.take("value"), "expected an object with name and arguments"
+        given = fields.json_value(given, f"{part.owner} is not JSON", right, kind="arguments")
+        numbered = enumerate(given if type(given) is list else [given])
+        self.calls += [_tool_call(part, f"{part.owner}, call {index}", "value.", call) for index, call in numbered]
 
 
 def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:

@@ -1,0 +1,75 @@
+"""`--format text`: records of one text, or of a prompt and its completion, without turns.
+
+    <s> Once upon a time … </s>
+
+Before and after the text stand the tokens that the tokenizer itself puts there, and the end token of its folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chatmill.errors import RecordError
+from chatmill.format.chat_format import ChatFormat, TurnMarkers
+from chatmill.format.template.hf_folder import special_tokens
+from chatmill.plain_file import local_path
+from chatmill.records import Record
+
+TEXT = "text"
+"""The name of the format."""
+END_TOKEN = "<|endoftext|>"
+"""The end token of a tokenizer that names none."""
+BYTES_END = "<|EOS|>"
+"""That of the built-in tokenizer."""
+
+
+def text_format(tokenizer: str) -> ChatFormat:
+    """The text format for one tokenizer."""
+    if tokenizer == "bytes":
+        return _format([], [BYTES_END])
+    path = local_path(tokenizer)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    begin, end = _around(file) if file.suffix == ".json" and file.is_file() else ([], [])
+    if not end:
+        end = [special_tokens(path).get("eos_token", END_TOKEN) if path.is_dir() else END_TOKEN]
+    return _format(begin, end)
+
+
+def _format(begin: list[str], end: list[str]) -> ChatFormat:
+    keys = {token: f"bos{number or ''}" for number, token in enumerate(begin)}
+    keys |= {token: f"eos{number or ''}" for number, token in enumerate(end)}
+    return ChatFormat(
+        name=TEXT,
+        tokens={key: token for token, key in keys.items()},
+        turns={"user": TurnMarkers("", ""), "assistant": TurnMarkers("", "".join(end))},
+        begin="".join(begin),
+    )
+
+
+def _around(file: Path) -> tuple[list[str], list[str]]:
+    """The special tokens that a tokenizer.json puts before and after a text."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+        plain, whole = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a")
+    except Exception:
+        # No tokenizer of that library: opening it says what it is, or why it cannot be read.
+        return [], []
+    start = next((at for at in range(len(whole.ids)) if whole.ids[at : at + len(plain)] == plain), 0)
+    return whole.tokens[:start], whole.tokens[start + len(plain) :]
+
+
+def text_fault(record: Record, format: ChatFormat) -> RecordError | None:
+    """Why a record cannot be written in a format: a text only without turns, a conversation only with them."""
+    if format.has_turns:
+        if not record.is_text:
+            return None
+        what = "the record is one text, without turns"
+        return RecordError(what, "write it with --format text", kind="text_record")
+    roles = [message.role for message in record.messages]
+    plain = not record.tools and not any(message.reasoning or message.tool_calls for message in record.messages)
+    if plain and roles in (["user", "assistant"], ["assistant"]):
+        return None
+    what = "the record is a conversation, which --format text cannot write"
+    return RecordError(what, "expected one text, or a prompt and its completion", kind="text_record")

@@ -1,0 +1,107 @@
+"""`--columns`: the names that a file has for the keys and roles that chatmill reads.
+
+    messages=conversations,role=from,content=value,user=human,assistant=gpt
+
+The name on the left is chatmill's, the one on the right the file's. A record is renamed before it is read; keys that
+are not named keep their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chatmill.errors import UsageError, one_line
+from chatmill.records.record import ROLES
+from chatmill.records.shapes.fields import (
+    FLAG_KEYS,
+    PREFERENCE_KEYS,
+    REASONING_KEYS,
+    WEIGHT_KEYS,
+    Object,
+    ParsedRecord,
+    listed,
+)
+from chatmill.records.shapes.ranges import RANGE_KEYS
+
+MESSAGE_LISTS = ("messages", "prompt", "completion")
+"""Keys whose lists hold messages."""
+RECORD_KEYS = (
+    *MESSAGE_LISTS,
+    *("text", "instruction", "input", "output", "context", "response", "history", "system", "tools", "id"),
+    "chat_template_kwargs",
+)
+MESSAGE_KEYS = ("role", "content", *REASONING_KEYS, "tool_calls", "tool_call_id", "name", *RANGE_KEYS)
+BOTH = (*FLAG_KEYS, *WEIGHT_KEYS)
+"""Keys of records and of messages."""
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """Renames the keys of a record, of its messages, and its roles; each maps the file's names to chatmill's."""
+
+    record: Mapping[str, str]
+    message: Mapping[str, str]
+    roles: Mapping[str, str]
+
+    def renamed(self, values: Object) -> tuple[Object, list[str]]:
+        """The record with chatmill's names, and the keys that are left out: others have their names now."""
+        out = {self.record[key]: value for key, value in values.items() if key in self.record}
+        left_out = [key for key in values if key not in self.record and key in out]
+        if not set(PREFERENCE_KEYS).isdisjoint(self.record):
+            # Which of the answers to train is said, so that the others are not needed.
+            left_out += [key for key in PREFERENCE_KEYS if key in values and key not in self.record]
+        out |= {key: value for key, value in values.items() if key not in self.record and key not in left_out}
+        for key in MESSAGE_LISTS:
+            if isinstance(out.get(key), list):
+                out[key] = [self._message(turn) for turn in out[key]]
+            elif isinstance(out.get(key), dict):
+                out[key] = [self._message(out[key])]
+        return out, left_out
+
+    def _message(self, turn: Any) -> Any:
+        if not isinstance(turn, dict):
+            return turn
+        out = {self.message[key]: value for key, value in turn.items() if key in self.message}
+        # Of two keys of one name the one that was not named is kept as it is, and so reported.
+        out |= {key if key not in out else f"{key} ": value for key, value in turn.items() if key not in self.message}
+        if isinstance(role := out.get("role"), str):
+            out["role"] = self.roles.get(role, role)
+        return out
+
+    def reported(self, parsed: ParsedRecord, left_out: list[str]) -> ParsedRecord:
+        """What was parsed, with unread keys by the names of the file."""
+        lists = {key: name for name, key in self.record.items() if key in MESSAGE_LISTS}
+        names = [_in_file(name, lists) for name in parsed.unread_keys]
+        return parsed._replace(unread_keys=(*names, *map(one_line, left_out)))
+
+
+def _in_file(name: str, lists: Mapping[str, str]) -> str:
+    key, separator, below = name.partition("[].")
+    return lists.get(key, key) + separator + below.rstrip()
+
+
+def parse_columns(text: str) -> ColumnMap:
+    """The map of `name=theirs,name=theirs`; a role may be given several times."""
+    record: dict[str, str] = {}
+    message: dict[str, str] = {}
+    roles: dict[str, str] = {}
+    for pair in text.split(","):
+        ours, separator, theirs = (piece.strip() for piece in pair.partition("="))
+        if not separator or not ours or not theirs:
+            example = "messages=conversations,role=from,content=value"
+            raise UsageError(f'--columns "{one_line(pair)}" is not NAME=COLUMN; give pairs such as {example}')
+        tables = [
+            table
+            for table, names in ((record, (*RECORD_KEYS, *BOTH)), (message, (*MESSAGE_KEYS, *BOTH)), (roles, ROLES))
+            if ours in names
+        ]
+        if not tables:
+            known = listed([*dict.fromkeys((*RECORD_KEYS, *MESSAGE_KEYS, *ROLES))])
+            raise UsageError(f'--columns names "{one_line(ours)}", which is not read; expected {known}')
+        for table in tables:
+            if table.get(theirs, ours) != ours or (table is not roles and ours in table.values()):
+                raise UsageError(f'--columns gives "{one_line(theirs)}" or "{ours}" twice; expected each once')
+            table[theirs] = ours
+    return ColumnMap(record, message, roles)

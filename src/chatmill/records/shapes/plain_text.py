@@ -1,0 +1,80 @@
+"""The `text` and `prompt-completion` shapes: one text, or a prompt and what follows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from chatmill.errors import RecordError
+from chatmill.records.record import Message, Role, new_message
+from chatmill.records.shapes import fields
+from chatmill.records.shapes.decode import named
+from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
+from chatmill.records.shapes.messages import read_message
+
+
+@dataclass(frozen=True)
+class TextTemplates:
+    """The texts before answers and before questions, by which a `text` record is split."""
+
+    response: str
+    instruction: str | None = None
+
+    def train(self, text: str) -> Message:
+        """The text, of which what follows each response template is trained, up to the next instruction template.
+
+        ### Q: 1+1? ### A: 2 ### Q: 2+2? ### A: 4        with the templates "### A:" and "### Q:"
+                           --                   --
+        """
+        ranges: list[tuple[int, int, float]] = []
+        at = 0
+        while (start := text.find(self.response, at)) >= 0:
+            start += len(self.response)
+            stop = text.find(self.instruction, start) if self.instruction else -1
+            stop = len(text) if stop < 0 else stop
+            ranges += [(at, start, 0.0)] + ([(start, stop, 1.0)] if start < stop else [])
+            at = stop
+            if stop == len(text):
+                return new_message("assistant", text, train_ranges=tuple(ranges))
+        # The end of the text is not trained, because it does not end an answer.
+        return new_message("assistant", text, weight=0.0, train_ranges=tuple(each for each in ranges if each[2]))
+
+
+def text(record: Object, templates: TextTemplates | None = None) -> ParsedRecord:
+    """One text, trained as a whole or as the templates say."""
+
+    def read(record: KeyReader) -> list[Message]:
+        text = record.text("text")
+        if not text:
+            raise RecordError("the record has an empty text", "expected at least one character", kind="empty")
+        return [new_message("assistant", text) if templates is None else templates.train(text)]
+
+    return fields.read_record(record, read)._replace(is_text=True)
+
+
+def prompt_completion(record: Object) -> ParsedRecord:
+    """The messages of `prompt`, of which none is trained, and those of `completion`; a text is one message."""
+
+    def read(record: KeyReader) -> list[Message]:
+        prompt = [
+            msgspec.structs.replace(message, weight=0.0)
+            if message.role == "assistant" and message.weight is None
+            else message
+            for message in _messages(record, "prompt", "user")
+        ]
+        return prompt + _messages(record, "completion", "assistant")
+
+    return fields.read_record(record, read)
+
+
+def _messages(record: KeyReader, key: str, role: Role) -> list[Message]:
+    value: Any = record.peek(key)
+    if type(value) is str:
+        record.take(key)
+        return [new_message(role, value)] if value or role == "assistant" else []
+    if type(value) is not list:
+        what = f"the record has {named(value)} as {key}" if key in record else f"the record has no {key}"
+        raise RecordError(what, "expected a text or a list of messages", kind="type")
+    return fields.messages(record, key, read_message)

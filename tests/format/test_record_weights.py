@@ -1,0 +1,175 @@
+"""Weights of records, texts without turns, and variables for the chat template of single records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chatmill.errors import RecordError, UsageError
+from chatmill.format import open_renderer, renderer_from_json
+from chatmill.ledger import Ledger
+from chatmill.records import Message, Record
+from chatmill.rows import Rule
+from chatmill.tokenizer import train_bpe
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and mood is defined %}({{ mood }}) {% endif %}"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if mood is defined %}({{ mood }}) {% endif %}{% endif %}"
+)
+
+
+def folder(path: Path, **config: object) -> Path:
+    path.mkdir()
+    control = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
+    (path / "tokenizer.json").write_bytes(train_bpe(["the user and assistant " * 9], vocab_size=300, control=control))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **config}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    path = folder(tmp_path_factory.mktemp("hf") / "model", chat_template=TEMPLATE)
+    return open_renderer("template", str(path))
+
+
+def conversation(weight: float = 1.0, flag: float | None = None, **fields: object) -> Record:
+    turns = [Message("user", "a"), Message("assistant", "b"), Message("user", "c"), Message("assistant", "d")]
+    turns[1] = Message("assistant", "b", weight=flag)
+    return Record(turns, weight=weight, file="a", line=1, **fields)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "last-exchange", "all"])
+@settings(max_examples=15)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=1, max_size=4),
+    flag=st.sampled_from([None, 0.0, 0.5]),
+)
+def test_the_weight_of_a_record_multiplies_those_of_its_tokens(template, train_on, weights, flag):
+    for renderer in (open_renderer("chatml", "bytes"), template):
+        plain = renderer.render([conversation(flag=flag) for _ in weights], train_on=train_on)
+        rows = renderer.render([conversation(weight, flag) for weight in weights], train_on=train_on)
+        factor = np.repeat(np.array(weights, dtype=np.float32), rows.lengths)
+        assert rows.ids.tolist() == plain.ids.tolist()
+        assert rows.weights().tolist() == (plain.weights() * factor).tolist()
+        # Another choice of roles keeps the weight of each record, and those that are not trained.
+        for other in ("last", "assistant", "all"):
+            again = rows.reweigh(other)
+            expected = renderer.render([conversation(weight, flag) for weight in weights], train_on=other)
+            assert again.weights().tolist() == expected.weights().tolist()
+            again.check()
+
+
+def test_a_record_that_is_not_trained_has_the_rule_of_a_flag(template):
+    rows = template.render([conversation(0.0)])
+    assert not rows.mask().any()
+    assert set(rows.spans["rule"].tolist()) == {Rule.FLAG, Rule.HEADER}
+
+
+def test_records_have_template_variables_of_their_own(template):
+    kwargs = ['{"mood":"glad"}', "", '{"mood":"sad"}', "", '{"mood":"glad"}']
+    records = [conversation(template_kwargs=each) for each in kwargs]
+    decode = template.tokenizer.decode
+    ledger = Ledger()
+    rows = template.render(list(template.renderable(records)), ledger=ledger)
+    texts = [decode(rows[at : at + 1].ids) for at in range(len(rows))]
+    for text, each in zip(texts, kwargs, strict=True):
+        mood = f"({json.loads(each)['mood']}) " if each else ""
+        answers = [
+            f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n{mood}{a}<|im_end|>\n" for q, a in ("ab", "cd")
+        ]
+        assert text == "".join(answers)
+    alone = [template.render([record]) for record in records]
+    assert rows.ids.tolist() == np.concatenate([row.ids for row in alone]).tolist()
+    assert rows.mask().tolist() == np.concatenate([row.mask() for row in alone]).tolist()
+    # The prompt has the variables, too, so that the answer begins behind them.
+    assert decode(rows[2:3].ids[rows[2:3].mask()]) == "b<|im_end|>d<|im_end|>"
+    prompt = Record([Message("user", "a")], template_kwargs='{"mood":"sad"}')
+    assert decode(template.prompt_ids(prompt)).endswith("<|im_start|>assistant\n(sad) ")
+
+
+def test_a_flood_of_template_variables_is_refused(template):
+    records = [conversation(template_kwargs=json.dumps({"mood": str(number)})) for number in range(20)]
+    with pytest.raises(RecordError, match="more than 16 different chat_template_kwargs"):
+        list(template.renderable(records))
+
+
+def test_a_preset_counts_template_variables_that_it_cannot_use():
+    ledger = Ledger()
+    open_renderer("chatml", "bytes").render([conversation(template_kwargs='{"a":1}')] * 2, ledger=ledger)
+    assert ledger.to_json() == {"noted": {"template_kwargs_unused": {"rows": 2, "tokens": 0, "trained": 0}}}
+
+
+# Texts.
+
+
+def text(content: str, **fields: object) -> Record:
+    return Record([Message("assistant", content, **fields)], is_text=True, file="a", line=1)
+
+
+def test_a_text_is_written_as_the_tokenizer_writes_it(tmp_path):
+    path = folder(tmp_path / "model")
+    engine = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    end, begin = engine.token_to_id("</s>"), engine.token_to_id("<s>")
+    plain = engine.encode("the user é").ids
+    rows = open_renderer("text", str(path)).render([text("the user é")])
+    assert rows.ids.tolist() == [*plain, end]
+    assert rows.mask().all()
+    # With a post-processor that adds a token before and one after.
+    engine.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <|im_end|>", special_tokens=[("<s>", begin), ("<|im_end|>", engine.token_to_id("<|im_end|>"))]
+    )
+    engine.save(str(path / "tokenizer.json"))
+    renderer = open_renderer("text", str(path))
+    rows = renderer.render([text("the user é")])
+    assert rows.ids.tolist() == engine.encode("the user é").ids
+    assert rows.mask().tolist() == [False, *[True] * (len(rows.ids) - 1)]
+    stored = json.loads(json.dumps(renderer.to_json()))
+    again = renderer_from_json(stored, renderer.tokenizer, spec=str(path), where="here")
+    assert again.render([text("the user é")]).ids.tolist() == rows.ids.tolist()
+
+
+def test_a_prompt_and_its_completion_follow_one_another():
+    renderer = open_renderer("text", "bytes")
+    rows = renderer.render([Record([Message("user", "ab"), Message("assistant", "cd")])])
+    assert renderer.tokenizer.decode(rows.ids) == "abcd<|EOS|>"
+    assert renderer.tokenizer.decode(rows.ids[rows.mask()]) == "cd<|EOS|>"
+
+
+def test_only_ranges_of_a_text_are_trained():
+    renderer = open_renderer("text", "bytes")
+    rows = renderer.render(
+        [text("Q: a A: b", train_ranges=[[0, 7, 0]]), text("Q: a A: b", weight=0.0, train_ranges=[[7, 9]])]
+    )
+    decode = renderer.tokenizer.decode
+    assert [decode(rows[at : at + 1].ids[rows[at : at + 1].mask()]) for at in (0, 1)] == [" b<|EOS|>", " b"]
+
+
+def test_texts_and_conversations_are_not_mixed_up(template):
+    chat = conversation()
+    for renderer, record, fault in (
+        (
+            open_renderer("chatml", "bytes"),
+            text("a"),
+            "a:1: the record is one text, without turns; write it with --format",
+        ),
+        (open_renderer("primer", "bytes"), text("a"), "a:1: the record is one text, without turns"),
+        (template, text("a"), "a:1: the record is one text, without turns; write it with --format text"),
+        (open_renderer("text", "bytes"), chat, "a:1: the record is a conversation, which --format text cannot write"),
+    ):
+        faults: list[RecordError] = []
+        assert list(renderer.renderable([record], faults.append)) == []
+        assert str(faults[0]).startswith(fault)
+
+
+def test_a_tokenizer_without_the_end_token_says_so(tmp_path):
+    path = folder(tmp_path / "model", eos_token=None)
+    with pytest.raises(UsageError, match=r"lacks the control tokens <\|endoftext\|>; add them with --add-tokens"):
+        open_renderer("text", str(path))

@@ -1,0 +1,272 @@
+"""`--columns`, texts, prompts with completions, and files that are arrays under another name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.records import Message, Record, ShapeOptions, read_records
+from chatmill.records.shapes import parser
+from chatmill.records.shapes.plain_text import TextTemplates
+
+TURNS = [Message("user", "q"), Message("assistant", "a")]
+
+
+def read(record: Any, shape: str, **options: str) -> Record | RecordError:
+    parse = parser(shape, file="a.jsonl", source="a", limit=2**20, options=ShapeOptions(**options))
+    (result,) = parse(1, json.dumps(record).encode())
+    return result
+
+
+def read_file(tmp_path, record: Any, columns: str) -> list[Record]:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([record]))
+    return list(read_records([path], options=ShapeOptions(columns)))
+
+
+@pytest.mark.parametrize(
+    ("record", "columns", "messages", "unread"),
+    [
+        (
+            {"dialog": [{"who": "Q", "says": "q", "mood": 1}, {"who": "A", "says": "a"}], "lang": "en"},
+            "messages=dialog,role=who,content=says,user=Q,assistant=A",
+            TURNS,
+            ("dialog[].mood", "lang"),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "messages": 3},
+            "messages=conversations, role=from, content=value, user=human, assistant=gpt",
+            TURNS,
+            ("messages",),
+        ),
+        ({"question": "q", "answer": "a"}, "prompt=question,completion=answer", TURNS, ()),
+        ({"question": "q", "answer": "a", "output": 1}, "instruction=question,output=answer", TURNS, ("output",)),
+        (
+            {
+                "conversations": [{"from": "human", "value": "q"}],
+                "chosen": {"from": "gpt", "value": "a"},
+                "rejected": 1,
+            },
+            "prompt=conversations,completion=chosen,role=from,content=value,user=human,assistant=gpt",
+            TURNS,
+            ("rejected",),
+        ),
+        (
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "learn": False}]},
+            "train=learn",
+            [TURNS[0], Message("assistant", "a", weight=0.0)],
+            (),
+        ),
+        (
+            {"messages": [{"role": "User", "content": "q"}, {"role": "Bot", "content": "a"}]},
+            "user=User,assistant=Bot,assistant=Chatbot",
+            TURNS,
+            (),
+        ),
+    ],
+)
+def test_columns_name_keys_and_roles(tmp_path, record, columns, messages, unread):
+    (found,) = read_file(tmp_path, record, columns)
+    assert (found.messages, found.unread_keys) == (messages, unread)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [
+        ("messages", '--columns "messages" is not NAME=COLUMN; give pairs such as'),
+        ("messages=", '--columns "messages=" is not NAME=COLUMN'),
+        ("bogus=x", '--columns names "bogus", which is not read; expected messages, prompt, '),
+        ("messages=a,messages=b", '--columns gives "b" or "messages" twice; expected each once'),
+        ("role=a,content=a", '--columns gives "a" or "content" twice; expected each once'),
+    ],
+)
+def test_columns_that_cannot_be_are_one_line(tmp_path, columns, fault):
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(UsageError) as refused:
+        list(read_records([tmp_path / "a.jsonl"], options=ShapeOptions(columns)))
+    assert str(refused.value).startswith(fault)
+
+
+def test_columns_are_for_shapes_with_free_names():
+    with pytest.raises(UsageError, match="--columns with records of shape primer, which have fixed names"):
+        read({}, "primer", columns="role=from")
+
+
+@given(st.permutations(["dialog", "who", "says", "extra"]), st.sampled_from(["x", "Ω"]))
+def test_renaming_is_the_same_as_reading_the_names(names, suffix):
+    dialog, who, says, extra = (name + suffix for name in names)
+    theirs = {dialog: [{who: "H", says: "q", extra: 1}, {who: "M", says: "a"}], extra: 2}
+    ours = {"messages": [{"role": "user", "content": "q", extra: 1}, {"role": "assistant", "content": "a"}], extra: 2}
+    columns = f"messages={dialog},role={who},content={says},user=H,assistant=M"
+    renamed, plain = read(theirs, "messages", columns=columns), read(ours, "messages")
+    assert isinstance(renamed, Record)
+    assert isinstance(plain, Record)
+    assert renamed.messages == plain.messages
+    assert renamed.unread_keys == tuple(name.replace("messages[]", f"{dialog}[]") for name in plain.unread_keys)
+
+
+# Prompts with completions, and texts.
+
+
+def test_a_prompt_and_its_completion_are_texts_or_messages():
+    system = {"role": "system", "content": "s"}
+    shot = [{"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
+    found = [
+        read({"prompt": "q", "completion": "a"}, "prompt-completion"),
+        read({"prompt": "", "completion": "a"}, "prompt-completion"),
+        read(
+            {
+                "prompt": [system, *shot, {"role": "user", "content": "q"}],
+                "completion": [{"role": "assistant", "content": "a"}],
+            },
+            "prompt-completion",
+        ),
+    ]
+    context = [Message("user", "q0"), Message("assistant", "a0", weight=0.0)]
+    assert [each.messages if isinstance(each, Record) else each for each in found] == [
+        TURNS,
+        TURNS[1:],
+        [Message("system", "s"), *context, *TURNS],
+    ]
+    refused = read({"prompt": "q", "completion": 3}, "prompt-completion")
+    assert isinstance(refused, RecordError)
+    assert str(refused).endswith("the record has a number as completion; expected a text or a list of messages")
+
+
+def trained_text(message: Message) -> str:
+    """Which characters are trained, as - and the others as . (an oracle, character by character)."""
+    marks = ["." if message.weight == 0 else "-"] * len(message.content)
+    for start, stop, weight in message.train_ranges:
+        marks[start:stop] = ["-" if weight else "."] * (stop - start)
+    return "".join(marks)
+
+
+@pytest.mark.parametrize(
+    ("text", "trained"),
+    [
+        ("Q:a A:b Q:c A:d", "......-.......-"),
+        ("A:b", "..-"),
+        ("Q:a", "..."),
+        ("Q:a A:b Q:c", "......-...."),
+        ("A:A:", "..--"),
+        ("x A:", "...."),
+    ],
+)
+def test_what_follows_the_response_template_is_trained(text, trained):
+    found = read({"text": text}, "text", response_template="A:", instruction_template=" Q:")
+    assert isinstance(found, Record)
+    assert found.is_text
+    assert [trained_text(message) for message in found.messages] == [trained]
+
+
+@given(st.text("AQ: x", max_size=30))
+def test_trained_parts_of_any_text(text):
+    message = TextTemplates("A:", "Q:").train(text)
+    expected, at = "", 0
+    while (start := text.find("A:", at)) >= 0:
+        stop = text.find("Q:", start + 2)
+        stop = len(text) if stop < 0 else stop
+        expected += "." * (start + 2 - at) + "-" * (stop - start - 2)
+        at = stop
+    assert trained_text(message) == expected + "." * (len(text) - at)
+    assert message.weight == (None if at == len(text) and text else 0.0)
+
+
+def test_templates_that_cannot_be_are_usage_errors():
+    for options, fault in (
+        ({"instruction_template": "Q"}, "--instruction-template without --response-template; give both"),
+        ({"response_template": ""}, "must not be empty"),
+    ):
+        with pytest.raises(UsageError, match=fault):
+            read({"text": "a"}, "text", **options)
+
+
+def test_an_array_under_the_name_of_lines_is_read(tmp_path):
+    records = [{"messages": [{"role": "user", "content": f"{number} ,[]"}], "id": number} for number in range(3)]
+    for name, text in (
+        ("a.jsonl", json.dumps(records, indent=1)),
+        ("b.jsonl", json.dumps(records)),
+        ("c.jsonl", "\n\n" + json.dumps(records) + "\n"),
+        ("d.jsonl", json.dumps(records[0]) + "\n" + json.dumps(records[1]) + "\n" + json.dumps(records[2])),
+        ("e.jsonl", "\n".join(json.dumps(each["messages"]) for each in records)),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+        for path in (tmp_path / name, tmp_path / f"{name}.gz"):
+            found = list(read_records([path]))
+            assert [each.messages for each in found] == [[Message("user", f"{number} ,[]")] for number in range(3)]
+    (tmp_path / "f.jsonl").write_text(json.dumps(records[0]["messages"]))
+    assert [each.messages for each in read_records([tmp_path / "f.jsonl"])] == [[Message("user", "0 ,[]")]]
+
+
+def test_parts_of_content_by_all_their_names():
+    parts = [
+        {"type": "reasoning", "value": "r"},
+        {"type": "text", "value": "a"},
+        {"type": "text", "text": "b", "cache_control": {}},
+        {"type": "output_text", "text": "c"},
+        {"type": "text", "content": "d"},
+        {"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+    ]
+    found = read({"messages": [{"role": "assistant", "content": parts}]}, "messages")
+    assert isinstance(found, Record)
+    (message,) = found.messages
+    assert (message.reasoning, message.content) == ("r", "abcd")
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"x":1}')]
+    assert found.unread_keys == ("messages[].content[].cache_control",)
+
+
+@pytest.mark.parametrize(
+    ("parts", "fault"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}], "part 1 is reasoning after text"),
+        ([{"type": "tool_call", "value": "{"}], "part 0 is not JSON"),
+        (
+            [{"type": "tool_call", "value": '{"name": "f", "arguments": {}}'}, {"type": "text", "text": "a"}],
+            "part 1 is text after a tool call",
+        ),
+        ([{"type": "image_url", "image_url": {}}], 'part 0 has type "image_url"; only text can be trained'),
+        ([{"type": "tool_use", "name": "f"}], 'part 0 has type "tool_use"; expected'),
+        ([{"type": "reasoning", "value": "r", "train": False}], 'part 0 has a "train"; expected none'),
+    ],
+)
+def test_parts_that_cannot_be_read_are_refused(parts, fault):
+    refused = read({"messages": [{"role": "assistant", "content": parts}]}, "messages")
+    assert isinstance(refused, RecordError)
+    assert fault in str(refused)
+
+
+def test_parts_with_weights_are_ranges_of_the_text():
+    parts = [
+        {"type": "text", "text": "é1", "train": False},
+        {"type": "text", "text": "keep"},
+        {"type": "text", "text": "x", "weight": 0.5},
+    ]
+    found = read({"messages": [{"role": "assistant", "content": parts}]}, "messages")
+    assert isinstance(found, Record)
+    assert found.messages == [Message("assistant", "é1keepx", train_ranges=[[0, 2, 0.0], [6, 7, 0.5]])]
+    untrained = read({"messages": [{"role": "assistant", "content": parts, "train": False}]}, "messages")
+    assert isinstance(untrained, Record)
+    assert untrained.messages == [Message("assistant", "é1keepx", train=False)]
+
+
+@pytest.mark.parametrize(
+    ("record", "fault"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "it is preference data (DPO)"),
+        ({"query": "q", "images": ["a.png"]}, 'has "images", and only text can be trained'),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, "it is tokenized already"),
+    ],
+)
+def test_data_of_another_kind_is_named_when_no_shape_is_told(tmp_path, record, fault):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(DataError) as refused:
+        list(read_records([tmp_path / "a.jsonl"]))
+    assert fault in str(refused.value)
+    assert "a.jsonl:1: " in str(refused.value)
