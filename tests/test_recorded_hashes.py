@@ -235,6 +235,7 @@ def audited(packing: str) -> Callable[[], str]:
 CASES: dict[str, Callable[[], str]] = {
     **{f"prepare {name}": preset(name, *TURNS) for name in PRESETS},
     **{f"prepare {name} packed": preset(name, *TURNS, "--pack", "512") for name in PRESETS},
+    "prepare chatml exchanges": preset("chatml", "--fit", "exchanges", "--max-tokens", "200"),
     "prepare chatml windows": preset("chatml", "--fit", "windows", "--max-tokens", "120"),
     "prepare chatml tail, deduplicated": preset("chatml", "--fit", "tail", "--max-tokens", "90", "--dedupe"),
     "prepare post-training blocks": preset("post-training", "--fit", "blocks", "--max-tokens", "65"),

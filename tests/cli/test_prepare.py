@@ -55,18 +55,23 @@ def sha256(folder: str) -> str:
 
 
 def test_it_says_what_it_made_and_where_all_tokens_went(place, monkeypatch, capsys):
-    out = run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --val-split 0.1 --max-tokens 60")
+    out = run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --val-split 0.1 --max-tokens 120")
     lines = out.splitlines()
-    assert lines[0].startswith("x/train: 3") and " episodes, " in lines[0] and lines[0].endswith("shards 1")
-    assert lines[1].startswith("x/val: 4")
+    assert lines[0].startswith("x/train: 2") and " episodes, " in lines[0] and lines[0].endswith("shards 1")
+    assert lines[1].startswith("x/val: 3")
     ledger = [line.split() for line in lines[2:]]
     assert ledger[0] == ["reason", "rows", "tokens", "trained"]
-    assert [words[0] for words in ledger[1:]] == ["read", "rendered", "stored", "truncated", "noted", "look:", "look:"]
-    assert lines[-2] == "look: 10,014 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
-    assert lines[-1] == "look: 14 rows lost a part of an answer; raise --max-tokens"
+    assert [words[0] for words in ledger[1:]] == [
+        *("read", "rendered", "stored", "truncated", "dropped", "look:", "look:")
+    ]
+    assert lines[-2] == "look: 8,235 of 22,183 trained tokens were cut off; raise --max-tokens, or use --fit windows"
+    assert lines[-1] == (
+        "look: 77 rows were dropped, since their last exchange is longer than a row; "
+        "raise --max-tokens, or cut into it with --fit turns or --fit windows"
+    )
     assert verify_dataset("x", full=True).faults == ()
     stored = open_dataset("x")
-    assert len(stored["train"]) + len(stored["val"]) == 400
+    assert len(stored["train"]) + len(stored["val"]) == 400 - 77
 
 
 def test_json_holds_the_hash_the_splits_and_the_ledger(place, monkeypatch, capsys):

@@ -120,7 +120,7 @@ def test_error_names_the_place_of_the_first_row_that_is_too_long():
         truncate(rows, 20, "error", ledger=Ledger())
     assert str(caught.value) == (
         "chat.jsonl:7: the row has 26 tokens, more than the 20 allowed; "
-        "allow more, or choose another rule: turns, tail, windows, drop"
+        "allow more, or choose another rule: exchanges, turns, tail, windows, drop"
     )
 
 
@@ -265,7 +265,10 @@ def replace_line(record: Record, line: int) -> Record:
 
 
 @given(
-    st.lists(chat_, min_size=1, max_size=5), st.integers(1, 40), st.sampled_from(["turns", "tail", "drop"]), options_
+    st.lists(chat_, min_size=1, max_size=5),
+    st.integers(1, 40),
+    st.sampled_from(["exchanges", "turns", "tail", "drop"]),
+    options_,
 )
 def test_every_trained_token_is_stored_cut_or_dropped(chats, capacity, rule, options):
     rows, ledger = rendered(*chats), Ledger()

@@ -22,6 +22,7 @@ from chatmill.errors import DataError, UsageError
 from chatmill.fit import pack
 from chatmill.load.batch import Batch, row_digests
 from chatmill.load.loader import EpisodeLoader
+from chatmill.rows import Rows
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TOKENS, shard_name
 
 SMALL = {"batch_size": 4, "block_size": 16, "use_loss_mask": True, "epoch_seed": 3}
@@ -219,6 +220,12 @@ def test_an_order_without_epochs_cannot_end_after_some(dataset):
 # What is handed out.
 
 
+def begins_inside_an_answer(rows: Rows, row: int, capacity: int) -> bool:
+    """Whether the last tokens of a row begin between two trained tokens."""
+    mask = rows[row : row + 1].mask().tolist()
+    return len(mask) > capacity and mask[-capacity] and mask[-capacity - 1]
+
+
 def test_counts_say_what_was_cut_and_what_is_trained(tmp_path):
     rows = talks(4, 6, longest=12)
     target = write_rows(tmp_path / "d", {"train": rows})
@@ -232,7 +239,9 @@ def test_counts_say_what_was_cut_and_what_is_trained(tmp_path):
         "trained": int(loader.counts().trained),
         "cut_episodes": int((lengths > 7).sum()),
         "cut_tokens": int(np.maximum(lengths - 7, 0).sum()),
+        "answer_cut": sum(begins_inside_an_answer(rows, row, 7) for row in range(6)),
     }
+    assert 0 < loader.counts().answer_cut < 6
     again = EpisodeLoader(target, loader.config)
     assert loader.counts().trained == sum(int(batch.loss_mask.sum()) for batch in islice(again, 2))
     assert batches[0].x.shape == (4, 6)

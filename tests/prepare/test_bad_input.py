@@ -242,7 +242,7 @@ RECIPES = {
     "wrong kinds": (
         'max_tokens = "9"\nval_split = true\nfit = "best"\ndedupe = 1\n[[source]]\ninputs = ["chat.jsonl"]',
         "recipe.toml: the recipe: max_tokens must be a whole number; the recipe: val_split must be a number; "
-        'the recipe: fit must be "turns", "tail", "windows", "drop", "error", "blocks"; '
+        'the recipe: fit must be "exchanges", "turns", "tail", "windows", "drop", "error", "blocks"; '
         "the recipe: dedupe must be true or false",
     ),
     "a path for a name": (

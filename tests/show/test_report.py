@@ -94,7 +94,7 @@ def test_twenty_samples_are_shown_with_what_is_trained_filled(tmp_path):
 
 def test_the_flow_and_the_ledger_say_what_was_lost_and_why(tmp_path):
     lines = [line("q", "a" * 60), line("q", "a"), '{"messages": [{"role": "user", "content": "alone"}]}\n', "{\n"]
-    shown = make(tmp_path, lines, max_tokens=20, on_error="skip")
+    shown = make(tmp_path, lines, max_tokens=20, fit="turns", on_error="skip")
     text = Page(page_of(shown)).text
     for words in ("truncated: turns", "dropped: no trained tokens", "rejected: json", "context: user"):
         assert words in text

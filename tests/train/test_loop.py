@@ -27,7 +27,8 @@ from chatmill.audit import verify_log
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.store import files
-from chatmill.train.checkpoint_files import list_checkpoints, model_folder
+from chatmill.store.read import open_dataset
+from chatmill.train.checkpoint_files import list_checkpoints, model_folder, self_sha256
 from chatmill.train.gpt import GPT
 from chatmill.train.load_model import open_model
 from chatmill.train.loop import StepRecord, train_model
@@ -584,6 +585,19 @@ def test_conversations_that_lose_their_beginning_are_counted(sums_data, tmp_path
     lengths = plan.reader.locate(np.arange(plan.num_episodes)).length
     assert result.cut_episodes == (lengths > 21).sum() > 0
     assert result.cut_tokens == np.maximum(lengths - 21, 0).sum()
+    episodes = open_dataset(sums_data)["train"]
+    masks = [episodes.mask(number).tolist() for number in range(len(episodes))]
+    assert result.answer_cut == sum(len(mask) > 21 and mask[-21] and mask[-22] for mask in masks)
+
+
+def test_a_checkpoint_of_a_version_without_the_count_of_cut_answers_is_read(sums_data, tmp_path):
+    first = trained(sums_data, tmp_path, block_size=20, max_iters=1)
+    marker = first.checkpoint / "checkpoint.json"
+    state = json.loads(marker.read_text())
+    del state["totals"]["answer_cut"], state["sha256"]
+    marker.write_text(json.dumps({**state, "sha256": self_sha256(state)}))
+    resumed = trained(sums_data, tmp_path, resume="auto", block_size=20, max_iters=2)
+    assert (resumed.step, resumed.answer_cut) == (2, 0)
 
 
 def test_val_without_trained_tokens_has_no_loss(tmp_path):

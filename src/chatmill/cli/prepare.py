@@ -201,6 +201,8 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "answer_unfinished": "{tokens:,} tokens of answers that a block's end cuts are not trained; use larger blocks",
         "no_trained_tokens": "{rows:,} rows had no trained token and were dropped",
         "answers_cut_off": "{rows:,} rows lost all their answers to the cut and were dropped; raise --max-tokens",
+        "last_exchange_over_max_tokens": "{rows:,} rows were dropped, since their last exchange is longer than a row; "
+        "raise --max-tokens, or cut into it with --fit turns or --fit windows",
         "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
         "duplicate": "{rows:,} rows were of conversations that came before, and were dropped",
         "too_long": "{rows:,} rows were too long and were dropped",
@@ -214,7 +216,7 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
     }
     rendered = ledger.total("rendered").trained
     for bucket, reason, entry in ledger:
-        if bucket == "truncated" and reason in ("turns", "tail") and entry.trained:
+        if bucket == "truncated" and reason in ("exchanges", "turns", "tail") and entry.trained:
             lost = f"{entry.trained:,} of {rendered:,} trained tokens were cut off"
             yield f"{lost}; raise --max-tokens, or use --fit windows"
         if bucket in ("noted", "dropped") and reason in reasons:

@@ -39,7 +39,7 @@ def render_command(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Cut rows that are longer, as --fit says. Left out, nothing is cut.")
     ] = None,
-    fit: Annotated[FitRule, typer.Option(help="How long rows are cut: see docs/packing.md.")] = "turns",
+    fit: Annotated[FitRule, typer.Option(help="How long rows are cut: see docs/packing.md.")] = "exchanges",
     require_terminators: Annotated[
         bool, typer.Option("--require-terminators", help="Drop rows that end inside an answer.")
     ] = False,
@@ -55,7 +55,7 @@ def render_command(
     \b
     Examples:
       chatmill render data/conversations.jsonl -n 1
-      chatmill render data/conversations.jsonl -n 1 --max-tokens 150 --fit turns
+      chatmill render data/conversations.jsonl -n 1 --max-tokens 150 --fit exchanges
       chatmill render chat.jsonl --tokenizer tokenizer.json --format primer --json > rows.jsonl
       chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --template-arg enable_thinking=false
       chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --unroll

@@ -21,12 +21,15 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError, RecordError
 from chatmill.fit.gather_plan import OWN_RULE, GatherPlan, gather
-from chatmill.fit.turns import by_row, turns_of
+from chatmill.fit.turns import by_row, exchanges_of, turns_of
 from chatmill.ledger import Ledger
 from chatmill.rows import NO_FILE, Index, Rows, Rule, concat, offsets
 
-FitRule = Literal["turns", "tail", "windows", "drop", "error"]
+FitRule = Literal["exchanges", "turns", "tail", "windows", "drop", "error"]
 RULES: tuple[FitRule, ...] = get_args(FitRule)
+OVER = "last_exchange_over_max_tokens"
+"""Why the rule exchanges drops a row: nothing of the last exchange is cut off."""
+LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
 """The average number of consecutive unchanged rows from which on copying stretches of rows is faster."""
 
@@ -44,7 +47,7 @@ class Truncation:
         return Truncation(self.source[numbers], self.start[numbers], self.stop[numbers])
 
 
-def truncate(rows: Rows, capacity: int | None, rule: FitRule = "turns", *, ledger: Ledger, **options: Any) -> Rows:
+def truncate(rows: Rows, capacity: int | None, rule: FitRule = "exchanges", *, ledger: Ledger, **options: Any) -> Rows:
     """Rows of at most `capacity` tokens (None: nothing is cut), without those that have nothing to train.
 
     `options` are those of `truncate_with_sources`.
@@ -73,8 +76,8 @@ def truncate_with_sources(
     """The rows that `truncate` returns, and the source row of each.
 
     Counted in the ledger: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short,
-    no_trained_tokens, answers_cut_off (only the part that was cut had some) or no_terminator; rows and tokens
-    `repeated` by windows; and, `noted` as answer_cut, answers that lost a part.
+    no_trained_tokens, last_exchange_over_max_tokens, answers_cut_off (only the part that was cut had some) or
+    no_terminator; rows and tokens `repeated` by windows; and, `noted` as answer_cut, answers that lost a part.
     """
     if capacity is not None and capacity < 1:
         raise DataError(f"rows of {capacity} tokens cannot be; give at least 1")
@@ -98,10 +101,13 @@ def truncate_with_sources(
     counted, counted_trained = size, trained
     if rule != "windows":
         counted, counted_trained = rows.lengths[cut.source], whole_trained[cut.source]
+    # What a rule leaves too long, because nothing of it may be cut off.
+    over = size > (LONGEST_ROW if capacity is None else capacity)
     reasons = {
-        "too_long": too_long[cut.source] & (rule == "drop"),
+        "too_long": over & (rule == "drop"),
         "too_short": size < min_tokens,
         "no_trained_tokens": (counted_trained == 0) & drop_untrained,
+        OVER: over & (rule == "exchanges"),
         "answers_cut_off": (trained == 0) & drop_untrained,
         "no_terminator": ends_cut & require_terminators,
     }
@@ -155,9 +161,12 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
     if rule == "error":
         raise _too_long(rows, int(long[0]), capacity)
     few = rows.take(long)
-    rules = {"turns": _turns, "tail": _tail, "windows": _windows, "drop": _whole}
+    rules = {"exchanges": _exchanges, "turns": _turns, "tail": _tail, "windows": _windows, "drop": _whole}
     cut = rules[rule](few, capacity)
-    inside = np.array(_answers_cut(few, cut))
+    # These two cut nothing but whole messages.
+    inside = np.zeros((2, len(cut.source)), dtype=bool)
+    if rule not in ("exchanges", "drop"):
+        inside = np.array(_answers_cut(few, cut))
     shift = (rows.row_start[long] - few.row_start[:-1])[cut.source][:, None]
     others = _whole(rows).take(np.flatnonzero(rows.lengths <= capacity))
     source = np.concatenate([long[cut.source], others.source])
@@ -169,6 +178,40 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
 
 
 # The rules.
+
+
+def _exchanges(rows: Rows, capacity: int) -> Truncation:
+    """Keep the head and as many whole exchanges from the end as fit; a row whose last one does not fit stays too long.
+
+        system | user asst | user asst tool asst | user asst | user      too long
+        system | user asst | user asst tool asst | user asst             what follows the last trained exchange goes
+        system             | user asst tool asst | user asst             then the oldest exchanges
+
+    An exchange is what is said to the assistant, and all that answers it; see `exchanges_of`.
+    """
+    turn, count = exchanges_of(rows), len(rows)
+    row_stop = rows.row_start[1:]
+    head = turn.head_stop - rows.row_start[:-1]
+
+    # The last exchange is that of the last trained token: nothing behind it needs what comes later.
+    trained = rows.spans["weight"] > 0
+    span_row = np.repeat(np.arange(count), np.diff(rows.first_span[rows.first_segment]))
+    last_trained = by_row(np.maximum, np.where(trained, rows.span_start[1:] - 1, -1), span_row, count)
+    last_trained = np.where(last_trained < 0, row_stop - 1, last_trained)
+    follows = turn.begins & (turn.start > last_trained[turn.row])
+    stop = by_row(np.minimum, np.where(follows, turn.start, LONGEST_ROW), turn.row, count, LONGEST_ROW)
+    stop = np.minimum(stop, row_stop)
+    begins = turn.begins & (turn.start <= last_trained[turn.row])
+    fits = begins & (head[turn.row] + stop[turn.row] - turn.start <= capacity)
+    start = by_row(np.minimum, np.where(fits, turn.start, LONGEST_ROW), turn.row, count, LONGEST_ROW)
+    # Of a row that only the head trains, the head is kept.
+    only_head = ~np.isin(np.arange(count), turn.row[begins]) & (head <= capacity)
+    start = np.where(only_head, stop, start)
+    is_kept = start <= stop
+    return _ranges(
+        (rows.row_start[:-1], np.where(is_kept, turn.head_stop, rows.row_start[:-1])),
+        (np.where(is_kept, start, rows.row_start[:-1]), np.where(is_kept, stop, row_stop)),
+    )
 
 
 def _turns(rows: Rows, capacity: int) -> Truncation:

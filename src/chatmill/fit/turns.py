@@ -59,6 +59,46 @@ def turns_of(rows: Rows) -> TurnTable:
     return TurnTable(start, stop, row, role, exchange, head_stop, anchor)
 
 
+@dataclass(frozen=True)
+class ExchangeTable:
+    """One entry for each turn: whether an exchange begins there; and for each row where its head ends."""
+
+    start: Index
+    row: Index
+    begins: NDArray[np.bool_]
+    head_stop: Index
+
+
+def exchanges_of(rows: Rows) -> ExchangeTable:
+    """The exchanges of every row: user turns with all that answers them, up to the next user turn.
+
+        BOS system system | asst | user user asst tool asst | system user asst
+        head                       exchange                   exchange
+
+    Consecutive user turns are one question. A later system turn belongs to the question beside it. What stands before
+    the first user turn is an exchange of its own, which the conversation begins with.
+    """
+    turn, count = turns_of(rows), len(rows)
+    number, in_turns = np.arange(len(turn.start)), turn.role != Role.NONE
+    first_other = by_row(
+        np.minimum, np.where(in_turns & (turn.role != Role.SYSTEM), number, len(number)), turn.row, count, len(number)
+    )
+    leading = (turn.role == Role.SYSTEM) & (number < first_other[turn.row])
+    head_stop = np.maximum(by_row(np.maximum, np.where(leading, turn.stop, -1), turn.row, count), turn.head_stop)
+
+    asks = ((turn.role == Role.USER) | (turn.role == Role.SYSTEM)) & (turn.start >= head_stop[turn.row])
+    # Tokens outside of every turn, such as line breaks between them, do not part a question.
+    spoken = np.flatnonzero(in_turns)
+    follows = np.zeros(len(spoken), dtype=bool)
+    follows[1:] = asks[spoken[:-1]] & (turn.row[spoken[1:]] == turn.row[spoken[:-1]])
+    opens = np.zeros(len(number), dtype=bool)
+    opens[spoken] = asks[spoken] & ~follows
+    question = np.cumsum(opens)
+    by_user = np.bincount(question[asks & (turn.role == Role.USER)], minlength=int(question[-1:].sum()) + 1) > 0
+    begins = (opens & by_user[question]) | (turn.start == head_stop[turn.row])
+    return ExchangeTable(turn.start, turn.row, begins & (turn.start >= head_stop[turn.row]), head_stop)
+
+
 def begins_segment(rows: Rows) -> NDArray[np.bool_]:
     """Whether each span is the first of its segment."""
     begins = np.zeros(len(rows.spans), dtype=bool)

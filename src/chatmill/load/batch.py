@@ -84,8 +84,10 @@ class BatchCounts(NamedTuple):
     trained: int = 0
     """Positions of y with a loss."""
     cut_episodes: int = 0
-    """Episodes longer than a row, of which only the last tokens are kept."""
+    """Episodes longer than a row, of which the last tokens are kept: what the ledger calls truncated by `tail`."""
     cut_tokens: int = 0
+    answer_cut: int = 0
+    """Of these, episodes that lost a part of an answer, as the ledger notes it."""
 
     def plus(self, other: BatchCounts) -> BatchCounts:
         return BatchCounts(*map(add, self, other))
@@ -180,7 +182,9 @@ class RowTable:
         self._target = None if spans.target is None else labels.put(spans.target, int(OWN_ID), int(OWN_ID))
 
         trained = _sums(np.where(self._weight > 0, self._y_length, 0), self._y_edges)
-        self._counts = np.stack([filled > 0, filled, trained, _sums(cut > 0, first), _sums(cut, first)])
+        self._counts = np.stack(
+            [filled > 0, filled, trained, _sums(cut > 0, first), _sums(cut, first), _sums(spans.answer_cut, first)]
+        )
 
     def counts(self, size: int) -> list[BatchCounts]:
         """The counts of each `size` rows."""
@@ -240,6 +244,7 @@ def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batc
         first=rows.first_span[rows.first_segment],
         segment_first=rows.first_span,
         first_segment=rows.first_segment,
+        answer_cut=np.zeros(len(rows), dtype=bool),
     )
     first, zeros = np.arange(len(rows) + 1), np.zeros(len(rows), dtype=np.int64)
     start, stop, ids = rows.row_start[:-1], rows.row_start[1:], np.ascontiguousarray(rows.ids)

@@ -48,6 +48,8 @@ class EpisodeSpans(NamedTuple):
     """The first span of each segment, and the number of spans."""
     first_segment: Index
     """The first segment of each episode, and the number of segments."""
+    answer_cut: NDArray[np.bool_]
+    """Whether each episode begins inside an answer, because the cut parts its trained tokens."""
 
 
 class LocatedEpisodes(NamedTuple):
@@ -168,7 +170,8 @@ class EpisodeReader:
         first_segment = np.searchsorted(segment_first, first)
         weight, is_padding = stored["weight"].astype(np.float32), stored["part"] == Part.PAD
         target = self._targets(places.shard, begin, end)
-        spans = EpisodeSpans(length, weight, is_padding, target, first, segment_first, first_segment)
+        whole = np.zeros(count, dtype=bool)
+        spans = EpisodeSpans(length, weight, is_padding, target, first, segment_first, first_segment, whole)
         return _without(spans, cut) if cut.any() else spans
 
     def _span_ranges(self, shard: int, here: Places) -> tuple[Index, Index, tuple[Index, Index] | None]:
@@ -293,7 +296,8 @@ def _segment_first(first: Index, several: list[tuple[Index, Index, Index]]) -> I
 def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
     """The spans without the first `cut` tokens of each episode; spans and segments that become empty are removed."""
     edges = offsets(spans.length)
-    start = np.repeat(edges[spans.first[:-1]] + cut, np.diff(spans.first))
+    begins = edges[spans.first[:-1]] + cut
+    start = np.repeat(begins, np.diff(spans.first))
     length = np.minimum(spans.length, np.maximum(edges[1:] - start, 0))
     kept = length > 0
     new = offsets(kept)
@@ -301,7 +305,11 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
     weight, is_padding = spans.weight[kept], spans.is_padding[kept]
     target = None if spans.target is None else spans.target[kept]
     first_segment = np.searchsorted(segment_first, first)
-    return EpisodeSpans(length[kept], weight, is_padding, target, first, segment_first, first_segment)
+    # The spans on both sides of the cut; one that falls between two segments parts no answer.
+    is_trained, last = spans.weight > 0, len(spans.weight) - 1
+    left, right = (np.clip(np.searchsorted(edges, begins - back, side="right") - 1, 0, last) for back in (1, 0))
+    answer_cut = (cut > 0) & is_trained[left] & is_trained[right] & ~np.isin(begins, edges[spans.segment_first])
+    return EpisodeSpans(length[kept], weight, is_padding, target, first, segment_first, first_segment, answer_cut)
 
 
 def _lower_bounds(table: Table, column: str, values: Index) -> Index:

@@ -32,7 +32,7 @@ from chatmill.format import Mask, TextTokens
 from chatmill.records import ShapeOptions
 from chatmill.rows import TrainOn
 
-Fit = Literal["turns", "tail", "windows", "drop", "error", "blocks"]
+Fit = Literal["exchanges", "turns", "tail", "windows", "drop", "error", "blocks"]
 FITS: tuple[str, ...] = get_args(Fit)
 SplitBy = Literal["hash", "shuffle"]
 SHARD_TOKENS = 2**24
@@ -74,7 +74,7 @@ class Job:
 
     >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),), max_tokens=512, pack=2048)
     >>> job.format, job.fit
-    ('chatml', 'turns')
+    ('chatml', 'exchanges')
     """
 
     sources: tuple[InputSource, ...]
@@ -119,7 +119,11 @@ class Job:
         "Make one row per answer, with all messages before it as context. For templates that drop earlier reasoning.",
     )
     max_tokens: int | None = key(None, "The longest row, or the size of a block. Left out, nothing is cut.")
-    fit: Fit = key("turns", "How long rows are cut; blocks makes stream blocks instead.")
+    fit: Fit = key(
+        "exchanges",
+        "How long rows are cut: to whole exchanges from the end, or otherwise, see docs/packing.md; blocks makes "
+        "stream blocks instead.",
+    )
     require_terminators: bool = key(False, "Drop rows that end inside an answer.")
     pack: int | None = key(None, "Put whole rows together into rows of at most this many tokens.")
     val_split: float = key(0.0, "The share of conversations for validation, chosen by a hash of what they say.")

@@ -25,7 +25,9 @@ STATE_FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 STEP_FOLDER = re.compile(r"step_(\d{8,18})", re.ASCII)
 LARGEST = 1 << 31
 """The largest vocabulary, and number of ranks."""
-TOTALS = ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens", "skipped_steps")
+TOTALS = ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens", "answer_cut", "skipped_steps")
+LATER_TOTALS = {"answer_cut"}
+"""Counts that checkpoints of earlier versions do not have."""
 CURSOR = ("step", "epoch", "window", "row")
 
 
@@ -131,8 +133,9 @@ def _check_run(body: JsonObject, step: int) -> None:
     stage.sha256("dataset_sha256")
     stage.check("post_training", type(post_training := stage.value.get("post_training")) is bool, "true or false")
     config.equal("post_training", post_training)
-    totals.check("", totals.value.keys() == set(TOTALS), f"the counts {', '.join(TOTALS)}")
-    for name in TOTALS:
+    known = set(TOTALS) - LATER_TOTALS <= totals.value.keys() <= set(TOTALS)
+    totals.check("", known, f"the counts {', '.join(TOTALS)}")
+    for name in totals.value:
         totals.count(name)
     seed = body.count("seed")
     config.equal("seed", seed)

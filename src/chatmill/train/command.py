@@ -177,8 +177,9 @@ def summary(result: TrainResult) -> str:
         lines.append(f"{result.step:,} steps, {result.tokens:,} tokens, {result.trained:,} of them trained")
     if result.cut_episodes:
         lines.append(
-            f"{result.cut_episodes:,} conversations were longer than a row and lost {result.cut_tokens:,} tokens at "
-            "their beginning; raise block_size, or prepare the data with --max-tokens"
+            f"truncated tail: {result.cut_episodes:,} conversations are longer than a row and lost "
+            f"{result.cut_tokens:,} tokens at their beginning, {result.answer_cut:,} of them a part of an answer "
+            "(answer_cut); raise block_size, or prepare the data with --max-tokens"
         )
     if result.untrained_rows:
         lines.append(

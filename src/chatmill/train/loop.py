@@ -30,6 +30,8 @@ from chatmill.train.run_dir import RowsData, RunDir, stop_on_signal
 from chatmill.train.setup import TrainState, open_run
 from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step, unknown_id
 
+CUT_COUNTS = ("cut_episodes", "cut_tokens", "answer_cut")
+"""What the loader counts of episodes that are longer than a row."""
 SHOWN_EPISODES = 20
 """An error names at most this many episodes."""
 
@@ -81,6 +83,8 @@ class TrainResult:
     cut_episodes: int
     """Conversations longer than a row, which lost their beginning."""
     cut_tokens: int
+    answer_cut: int
+    """Of these, conversations that lost a part of an answer."""
     skipped_steps: int
     """Steps of post-training without a trained token."""
     non_answer_tokens: int
@@ -231,8 +235,7 @@ class _Loop:
         data_wait = time.perf_counter() - before
         unknown, check = unknown_id(batch, state.stepper.model.vocab_size), state.data_check
         counts = count_batch(batch, parts)._replace(
-            cut_episodes=state.loader.counts().cut_episodes - cut.cut_episodes,
-            cut_tokens=state.loader.counts().cut_tokens - cut.cut_tokens,
+            **{name: getattr(state.loader.counts(), name) - getattr(cut, name) for name in CUT_COUNTS},
             stop=float(stop_requested),
             unknown_ids=float(unknown is not None),
             damaged=float(check is not None and check.fault is not None),

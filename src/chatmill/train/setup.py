@@ -74,11 +74,13 @@ class Totals:
     cut_episodes: int = 0
     """Conversations longer than a row, which lost their beginning."""
     cut_tokens: int = 0
+    answer_cut: int = 0
+    """Of these, conversations that lost a part of an answer."""
     skipped_steps: int = 0
     """Steps of post-training without a trained token."""
 
     def add(self, counts: StepCounts) -> None:
-        for name in ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens"):
+        for name in ("tokens", "trained", "untrained_rows", "cut_episodes", "cut_tokens", "answer_cut"):
             setattr(self, name, getattr(self, name) + int(getattr(counts, name)))
 
 

@@ -42,6 +42,8 @@ class StepCounts(NamedTuple):
     cut_episodes: float = 0.0
     """Episodes longer than a row, which lose their beginning."""
     cut_tokens: float = 0.0
+    answer_cut: float = 0.0
+    """Of these, episodes that lose a part of an answer."""
     stop: float = 0.0
     """Ranks that received a stop request."""
     unknown_ids: float = 0.0
