@@ -25,7 +25,7 @@ from chatmill.prepare import build_dir, engine, pipeline, staging, unit
 from chatmill.records import read_log
 from chatmill.records.shapes import ShapeParser
 from chatmill.records.shapes.decode import decode_object
-from chatmill.store import files, folder, hashed, layout, mapped, metadata, publish, write
+from chatmill.store import files, folder, foreign, hashed, layout, mapped, metadata, publish, write
 from chatmill.tokenizer import tokenizer_json
 from fault_injection.trial import Trial
 from fault_injection.trials import (
@@ -284,7 +284,7 @@ def cut_files_are_not_noticed() -> None:
 
 
 def traces_are_overlooked() -> None:
-    layout.trace_of_chatmill = lambda folder: None
+    foreign.trace_of_chatmill = lambda folder: None
 
 
 def maps_hold_descriptors() -> None:

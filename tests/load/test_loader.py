@@ -318,8 +318,8 @@ def test_a_damaged_byte_of_the_origins_is_read_past_or_named(tmp_path, packed):
 
 
 def test_ids_of_two_widths_are_not_read_together(tmp_path):
-    narrow = write_plain_files(tmp_path / "all" / "narrow", [[5, 6, 7]], None) / "train" / shard_name(0)
-    wide = write_plain_files(tmp_path / "all" / "wide", [[5, 6, 7]], None) / "train" / shard_name(0)
+    narrow = write_plain_files(tmp_path / "all" / "narrow", [[5, 6, 7]], [[1, 1, 1]]) / "train" / shard_name(0)
+    wide = write_plain_files(tmp_path / "all" / "wide", [[5, 6, 7]], [[1, 1, 1]]) / "train" / shard_name(0)
     np.array([5, 6, 7], dtype="<u4").tofile(wide / TOKENS)
     config = {"batch_size": 1, "block_size": 4, "pad_token_id": 0, "mix_sft": {"narrow": 1.0, "wide": 1.0}}
     with pytest.raises(DataError) as raised:

@@ -38,7 +38,7 @@ def each(rows):
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-def test_a_flat_dataset_opens_and_its_width_is_told_from_sizes(tmp_path, dtype):
+def test_a_flat_dataset_opens_and_its_width_is_told_from_the_mask(tmp_path, dtype):
     write(tmp_path / "train", EPISODES, dtype=dtype)
     write(tmp_path / "val", EPISODES[:1], dtype=dtype)
     assert is_dataset(tmp_path)
@@ -71,13 +71,26 @@ def test_spans_are_runs_of_the_given_mask(tmp_path):
     assert rows.first_span.tolist() == [0, 2, 2, 3, 4]
 
 
-def test_an_index_out_of_order_opens_and_verify_says_so(tmp_path):
+def test_an_index_out_of_order_opens(tmp_path):
     write(tmp_path / "train", EPISODES)
     np.array([[3, 2], [0, 3], [5, 2], [0, 0]], "<u8").tofile(tmp_path / "train/episodes.idx")
     assert plain(tmp_path) == [EPISODES[2], EPISODES[0], EPISODES[3], ([], [])]
-    assert verify_dataset(tmp_path, full=False).faults == (
-        f"{tmp_path}/train/episodes.idx: episode 0 starts at 3; expected 0, after the one before",
-    )
+    assert verify_dataset(tmp_path, full=False).faults == ()
+
+
+def test_tokens_of_no_episode_and_of_several_are_counted(tmp_path):
+    write(tmp_path / "train", EPISODES)
+    np.array([[5, 2], [0, 2], [1, 2]], "<u8").tofile(tmp_path / "train/episodes.idx")
+    assert plain(tmp_path) == [EPISODES[3], ([5, 6], [0, 1]), ([6, 7], [1, 1])]
+    result = verify_dataset(tmp_path, full=True)
+    assert (result.faults, result.splits["train"]) == ((), SplitCounts(3, 7, 2, 1, uncovered=2, shared=1))
+
+
+def test_an_entry_beyond_the_tokens_is_named_by_verify(tmp_path):
+    write(tmp_path / "train", EPISODES)
+    np.array([[2**63, 2**63 + 1], [0, 7]], "<u8").tofile(tmp_path / "train/episodes.idx")
+    said = f"{tmp_path}/train/episodes.idx: episode 0 ends beyond the 7 tokens"
+    assert verify_dataset(tmp_path, full=False).faults == (said,)
 
 
 def cut(path: Path, size: int) -> None:
@@ -87,7 +100,7 @@ def cut(path: Path, size: int) -> None:
 FAULTS = {
     "tokens cut": (
         lambda t: cut(t / "tokens.bin", 13),
-        "tokens.bin: 13 bytes; episodes.idx ends at token 7, so expected 14 or 28",
+        "tokens.bin: 13 bytes; episodes.idx ends at token 7 and mask.bin at 7, so expected 14 or 28",
     ),
     "mask cut": (lambda t: cut(t / "mask.bin", 6), "mask.bin: 6 bytes; expected 7, one a token"),
     "index cut": (lambda t: cut(t / "episodes.idx", 60), "episodes.idx: 60 bytes; expected pairs of 8-byte numbers"),

@@ -213,6 +213,9 @@ def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> Non
 def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     """The dataset, the config, and everything that decides the order."""
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
+    if config["token_dtype"] is None:
+        # Logs of runs without it stay as they were before there was such a key.
+        del config["token_dtype"]
 
     def count(split: str) -> int:
         sources = plan.sources

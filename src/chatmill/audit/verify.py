@@ -175,9 +175,15 @@ class _Checker:
 
     def changed_file(self) -> str | None:
         """A file of the dataset that does not match its metadata; finds changes in rows that no step had."""
-        for source in self._run.plan.sources if self._run is not None else ():
-            check = verify_cache if isinstance(source.dataset, PrimerCache) else verify_dataset
-            for fault in check(source.path, full=True).faults:
+        if self._run is None:
+            return None
+        plan = self._run.plan
+        for source in plan.sources:
+            if isinstance(source.dataset, PrimerCache):
+                checked = verify_cache(source.path, full=True)
+            else:
+                checked = verify_dataset(source.path, full=True, token_dtype=plan.config.token_dtype)
+            for fault in checked.faults:
                 return fault
         return None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, echo_json, echo_line
+from chatmill.cli.options import AsJson, TokenDtype, argument, echo_json, echo_line
 from chatmill.errors import one_line
 from chatmill.store.diff import ConversationOrigin, Diff, diff_datasets
 
@@ -27,6 +27,7 @@ def diff(
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="End with exit code 1 if a conversation differs, as git diff does.")
     ] = False,
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which conversations of A and B differ, with the first few of each kind, and what was made differently.
@@ -41,7 +42,7 @@ def diff(
       chatmill diff data/v1 data/v2
       chatmill diff data/v1 data/v2 --exit-code --json
     """
-    result = diff_datasets(one, other)
+    result = diff_datasets(one, other, token_dtype=token_dtype)
     if as_json:
         matches = {"matched_by": "key" if result.by_key else "ids", "equal": result.equal}
         kinds = {name: asdict(kind) for name, kind in result.kinds.items()}

@@ -10,7 +10,7 @@ import typer
 
 from chatmill.cli.chat import Device, ModelPath
 from chatmill.cli.guard import print_error
-from chatmill.cli.options import AsJson, DatasetOrCaches, counting, echo_json, print_table, share
+from chatmill.cli.options import AsJson, DatasetOrCaches, TokenDtype, counting, echo_json, print_table, share
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import one_line
 from chatmill.show.dataset import open_view
@@ -40,6 +40,7 @@ def eval_command(
     wrong: Annotated[int, typer.Option(min=0, help="Show so many answers that are not exact.")] = 0,
     tokenizer: ItsTokenizer = None,
     device: Device = "auto",
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a model: the loss of trained tokens, answers that are exact, and answers that end by themselves.
@@ -58,24 +59,31 @@ def eval_command(
     from chatmill.train.load_model import open_ready
     from chatmill.train.score import check_tokenizer, end_ids, open_all, score_model
 
-    sources = open_all(dataset)
+    sources = open_all(dataset, token_dtype)
     check_tokenizer(Path(model), sources[0])
     if not end_ids(sources):
         print_error(f"{dataset} does not say which token ends a turn: no question is asked")
     with counting("conversations and answers") as advance:
         report = score_model(
-            open_ready(model, device), dataset, split=split, max_tokens=max_tokens, limit=limit, progress=advance
+            open_ready(model, device),
+            dataset,
+            split=split,
+            max_tokens=max_tokens,
+            limit=limit,
+            token_dtype=token_dtype,
+            progress=advance,
         )
     if as_json:
         about = {"model": model, "dataset": str(dataset), "split": split, **_score_json(report.all)}
         scores = {name: _score_json(each) for name, each in report.sources.items()}
         left_out = {"left_out": dict(report.left_out), "cut_conversations": report.cut}
+        left_out["empty_sources"] = report.empty_sources
         echo_json({**about, "sources": scores, **left_out})
         return
-    _tell(report)
+    _tell(report, split)
     missed = [answer for answer in report.answers if not answer.exact]
     if wrong and missed:
-        text = open_view(sources[0].path, tokenizer).text
+        text = open_view(sources[0].path, tokenizer, token_dtype=token_dtype).text
         for answer in missed[:wrong]:
             expected, answered = (text.text(ids, limit=300) for ids in (answer.prompt.answer, answer.ids))
             typer.echo(f"{one_line(answer.place, 200)}\n  expected {expected}\n  said     {answered}")
@@ -95,7 +103,7 @@ def _score_json(score: EvalScore) -> dict[str, Any]:
     }
 
 
-def _tell(report: EvalReport) -> None:
+def _tell(report: EvalReport, split: str) -> None:
     scores = dict(report.sources)
     if len(scores) > 1:
         scores["all"] = report.all
@@ -111,6 +119,8 @@ def _tell(report: EvalReport) -> None:
         for name, each in scores.items()
     ]
     print_table(("source",), ("conversations", "loss", "questions", "exact", "stopped"), rows)
+    if report.empty_sources:
+        typer.echo(f"no episodes in {split}: {', '.join(map(one_line, report.empty_sources))}")
     for reason, count in report.left_out.items():
         typer.echo(f"not asked: {count:,} answers {REASONS[reason]}")
     if report.cut:

@@ -12,6 +12,7 @@ from chatmill.cli.expand import expanded
 from chatmill.cli.options import (
     AsJson,
     Dataset,
+    TokenDtype,
     command_group,
     echo_json,
     echo_line,
@@ -82,6 +83,7 @@ def parquet(
         list[str] | None, typer.Option(help="Only this split; may be given twice. Left out, all of them.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is an export.")] = False,
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a dataset as Parquet for other trainers, with a dataset card.
@@ -95,7 +97,7 @@ def parquet(
       chatmill export parquet data/v1 -o data/v1-parquet
       chatmill export parquet data/v1 -o data/v1-train --split train --json
     """
-    done = export_parquet(dataset, output, splits=split or (), overwrite=overwrite)
+    done = export_parquet(dataset, output, splits=split or (), overwrite=overwrite, token_dtype=token_dtype)
     if as_json:
         echo_json({"path": str(output), "splits": {name: asdict(counts) for name, counts in done.items()}})
         return

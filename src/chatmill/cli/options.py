@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -34,6 +34,12 @@ def command_group(help: str) -> typer.Typer:
 Dataset = Annotated[Path, argument("DIR", "A dataset.")]
 DatasetOrCache = Annotated[Path, argument("DIR", "A dataset, or the cache of a source.")]
 DatasetOrCaches = Annotated[Path, argument("DIR", "A dataset, a cache, or a folder of caches.")]
+TokenDtype = Annotated[
+    Literal["uint16", "uint32"] | None,
+    typer.Option(
+        "--token-dtype", help="What the tokens of another program's dataset are, if nothing in it says which."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")]
 

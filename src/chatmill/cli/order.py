@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, DatasetOrCaches, echo_json
+from chatmill.cli.options import AsJson, DatasetOrCaches, TokenDtype, echo_json
 from chatmill.config import LONGEST
 from chatmill.load.config import LoadConfig
 from chatmill.load.order import MODES
@@ -33,6 +33,7 @@ def order(
     ] = None,
     split: Annotated[str, typer.Option(help="train or val.")] = "train",
     config: Annotated[Path | None, typer.Option(help="The config of a run; flags win over it.")] = None,
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Recompute the order of an epoch: the numbers of its first episodes, or the position of one.
@@ -46,7 +47,7 @@ def order(
       chatmill order data/chat_sft --seed 42 --epoch 3 --find 173
       chatmill order data/chat_sft --config configs/sft1/150M.json --first 100 --json
     """
-    chosen = {"epoch_seed": seed, "batch_sampling_mode": mode}
+    chosen = {"epoch_seed": seed, "batch_sampling_mode": mode, "token_dtype": token_dtype}
     changes = {name: value for name, value in chosen.items() if value is not None}
     settings = LoadConfig.from_mapping(changes) if config is None else LoadConfig.of_run(config, **changes)
     # The order does not depend on the padding token, which a dataset may not name.

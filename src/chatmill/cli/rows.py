@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, echo_json, echo_line, print_table
+from chatmill.cli.options import AsJson, TokenDtype, argument, echo_json, echo_line, print_table
 from chatmill.errors import UsageError, one_line
 from chatmill.plain_file import local_path
 from chatmill.show.order_view import step_previews
@@ -24,6 +24,7 @@ def rows_command(
     dataset: Annotated[
         Path | None, typer.Option(help="What it was trained on, if that was moved since.", show_default=False)
     ] = None,
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Name the conversations of a training step by file and line, those with the highest loss first.
@@ -46,7 +47,7 @@ def rows_command(
     mean = sum(row.loss * row.weight for row in losses) / weight if weight else 0.0
     places = [(row.episode, row.segment) for row in losses[:limit]]
     where = dataset or Path(data.dataset_dir)
-    previews = step_previews(where, places, sha256=data.dataset_sha256, mix_sft=data.mix_sft)
+    previews = step_previews(where, places, sha256=data.dataset_sha256, mix_sft=data.mix_sft, token_dtype=token_dtype)
     listed = list(zip(losses, previews, strict=False))
     if as_json:
         rows = [{**row._asdict(), "place": place, "text": text} for row, (place, text) in listed]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from chatmill.cli.guard import print_error
-from chatmill.cli.options import AsJson, DatasetOrCache, argument, console_on_stdout, counting, echo_json
+from chatmill.cli.options import AsJson, DatasetOrCache, TokenDtype, argument, console_on_stdout, counting, echo_json
 from chatmill.errors import UsageError, one_line
 from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Rows
@@ -49,6 +49,7 @@ def show(
     ] = False,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Episodes that are listed at most.")] = LISTED,
     tokenizer: ItsTokenizer = None,
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Show an episode turn by turn: who speaks, what is trained, and what was cut or injected.
@@ -69,7 +70,7 @@ def show(
         raise UsageError("an episode is named and a text to search for too; give one of them")
     if episode is None and decode:
         raise UsageError("--decode shows the tokens of one episode; name it")
-    view = open_view(dataset, tokenizer)
+    view = open_view(dataset, tokenizer, token_dtype=token_dtype)
     name, episodes = view.split_named(split)
     console = console_on_stdout(soft_wrap=True)
     warn_without_text(view)
@@ -95,6 +96,7 @@ def explain(
     token: Annotated[str, argument("EPISODE:TOKEN", "An episode, and a token of it, from 0.")],
     split: Split = None,
     tokenizer: ItsTokenizer = None,
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Say in one sentence what a token is, where it came from, and which rule decided whether it is trained.
@@ -107,7 +109,7 @@ def explain(
     numbers = re.fullmatch(r"(\d{1,18}):(\d{1,18})", token, re.ASCII)
     if numbers is None:
         raise UsageError(f'"{one_line(token)}" is no token; expected EPISODE:TOKEN, such as 3:17')
-    view = open_view(dataset, tokenizer)
+    view = open_view(dataset, tokenizer, token_dtype=token_dtype)
     explanation = explain_token(view, view.split_named(split)[0], int(numbers[1]), int(numbers[2]))
     if as_json:
         echo_json(asdict(explanation))

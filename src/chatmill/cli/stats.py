@@ -13,6 +13,7 @@ from chatmill.cli.options import (
     AsJson,
     DatasetOrCache,
     OverwriteFile,
+    TokenDtype,
     counting,
     echo_json,
     echo_line,
@@ -46,6 +47,7 @@ def stats(
     dataset: DatasetOrCache,
     split: Annotated[str | None, typer.Option(help="train or val; all of them if left out.")] = None,
     block_size: BlockSizes = None,
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Count a dataset: rows, tokens, what is trained by role and source, lengths, packing, and its ledger.
@@ -59,7 +61,7 @@ def stats(
       chatmill stats data/chat_sft --split train --block-size 2048 --block-size 4096
       chatmill stats data/chat_sft --json
     """
-    view = open_view(dataset)
+    view = open_view(dataset, token_dtype=token_dtype)
     splits = stats_of(view, split, tuple(block_size or BLOCK_SIZES))
     if as_json:
         ledger = None if view.ledger is None else view.ledger.to_json()
@@ -78,6 +80,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file of the page.")] = Path("report.html"),
     overwrite: OverwriteFile = False,
     tokenizer: ItsTokenizer = None,
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Write one self-contained page: lengths, what is trained, what was lost and why, packing, sources, samples.
@@ -90,7 +93,7 @@ def report(
       chatmill report data/chat_sft -o report.html
       chatmill report data/chat_sft --tokenizer tokenizer.json -o report.html --overwrite --json
     """
-    view = open_view(dataset, tokenizer)
+    view = open_view(dataset, tokenizer, token_dtype=token_dtype)
     refuse_existing(output, overwrite=overwrite, reads=[dataset, *existing(tokenizer)])
     splits = stats_of(view, None, REPORT_BLOCK_SIZES)
     page = report_html(view, splits, version=__version__).encode()

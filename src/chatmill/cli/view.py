@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, DatasetOrCache, echo_json, echo_line
+from chatmill.cli.options import AsJson, DatasetOrCache, TokenDtype, echo_json, echo_line
 from chatmill.cli.show import ItsTokenizer
 from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
@@ -43,6 +43,7 @@ def view(
         ),
     ] = None,
     tokenizer: ItsTokenizer = None,
+    token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Browse a dataset: search and filter episodes, see each token and why it is trained, the record, the order.
@@ -63,7 +64,7 @@ def view(
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cache = local_path(index) if index else user_cache / "chatmill" / "view"
     viewer = Viewer(
-        open_view(dataset, tokenizer),
+        open_view(dataset, tokenizer, token_dtype=token_dtype),
         cache=cache,
         config=None if config is None else LoadConfig.of_run(config),
         logs=audit_logs(audit or []),

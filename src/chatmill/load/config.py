@@ -12,6 +12,7 @@ from chatmill.config import Config, ValueCheck, integer, key, one_of, optional
 from chatmill.errors import ChatmillError
 from chatmill.load.mix import MIX_BY, shares
 from chatmill.load.order import MODES, SEED_LIMIT
+from chatmill.store.layout import TOKEN_DTYPES
 
 MIX = ValueCheck(
     "an object of sources and weights",
@@ -42,6 +43,11 @@ class LoadConfig(Config):
     packing: Literal["none", "bins"] = key("none", "none: one episode per row; bins: several whole episodes per row")
     mix_sft: Mapping[str, float] | None = key(None, "sources to mix, with their weights", optional(MIX))
     mix_by: str = key("rows", "unit that the weights of mix_sft count", one_of(*MIX_BY))
+    token_dtype: str | None = key(
+        None,
+        "uint16 or uint32: the tokens of another program's dataset, if nothing in it says which",
+        optional(one_of(*TOKEN_DTYPES)),
+    )
 
     def conflicts(self) -> Iterator[str]:
         if self.batch_size % self.gradient_accumulation_steps:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from chatmill.load.mix import MIX_SFT
 from chatmill.plain_file import local_path
 from chatmill.rows import NO_FILE, Index, Rows
 from chatmill.store.episodes import Episodes
-from chatmill.store.layout import INDEX, MASK, TOKENIZER_STATE
+from chatmill.store.foreign import coverage
+from chatmill.store.layout import INDEX, MASK, TOKEN_DTYPES
 from chatmill.store.mapped import check_mapped, reading
 from chatmill.store.primer_cache import PrimerCache, cache_folder, is_cache, open_cache
 from chatmill.store.read import Dataset, in_dataset_folder, is_dataset, open_dataset, stored_metadata
@@ -30,7 +31,6 @@ SCAN = 1 << 20
 """Index entries that are scanned together."""
 SAMPLE = 1 << 16
 """Bytes that a fingerprint reads at the beginning, the middle and the end of a file."""
-EOT_NAMES = ("eot_token_id", "eot_id", "eot", "eos_token_id", "eos_id", "eos")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class DataSource:
     @property
     def id_limit(self) -> int:
         """One more than the largest id that its files can hold."""
-        return 1 << 8 * max(s.dtype.itemsize for name in self.dataset.splits for s in self.dataset[name].shards)
+        return 1 << 8 * TOKEN_DTYPES[self.dataset.token_dtype].itemsize
 
     @cached_property
     def eot(self) -> int | None:
@@ -84,9 +84,12 @@ class DataSource:
         if self.dataset.metadata is not None:
             metadata = self.dataset.metadata
             return metadata.special_token_ids.get("eot") if metadata.pad_token_id is None else metadata.pad_token_id
-        if self.path / TOKENIZER_STATE not in self.dataset.stored:
-            return None
-        return _named_eot(self.dataset.tokenizer_state())
+        return self.dataset.foreign_end_token()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote it."""
+        return self.dataset.metadata is None and not isinstance(self.dataset, PrimerCache)
 
     @property
     def has_mask(self) -> bool:
@@ -157,13 +160,13 @@ def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Dat
     folder = local_path(dataset_dir)
     # A folder without episodes but with metadata is opened too, for the error that says what is wrong with it.
     if is_dataset(folder) or (folder.is_dir() and in_dataset_folder(folder, stored_metadata) is not None):
-        sources: tuple[DataSource, ...] = (DataSource("", open_dataset(folder)),)
+        sources: tuple[DataSource, ...] = (DataSource("", open_dataset(folder, token_dtype=config.token_dtype)),)
     elif is_cache(folder):
         sources = (DataSource("", open_cache(folder)),)
     else:
         mix = dict(sorted((config.mix_sft or MIX_SFT).items()))
         config = replace(config, mix_sft=mix)
-        sources = _mixed(folder, mix)
+        sources = _mixed(folder, mix, config.token_dtype)
     if config.mix_sft is not None and sources[0].name == "":
         raise UsageError(
             f"{folder}: is one dataset, and mix_sft names {', '.join(map(one_line, config.mix_sft))}; "
@@ -176,7 +179,7 @@ def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Dat
     return sources, config
 
 
-def _mixed(root: Path, mix: Mapping[str, float]) -> tuple[DataSource, ...]:
+def _mixed(root: Path, mix: Mapping[str, float], token_dtype: str | None) -> tuple[DataSource, ...]:
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; expected a dataset, a cache, or a folder of caches")
     missing = [name for name in mix if not _is_source(cache_folder(root, name))]
@@ -193,7 +196,7 @@ def _mixed(root: Path, mix: Mapping[str, float]) -> tuple[DataSource, ...]:
         raise DataError("; ".join([*faults, f"build it with chatmill {command}"]))
     folders = {name: cache_folder(root, name) for name in mix}
     return tuple(
-        DataSource(name, open_cache(folder) if is_cache(folder) else open_dataset(folder))
+        DataSource(name, open_cache(folder) if is_cache(folder) else open_dataset(folder, token_dtype=token_dtype))
         for name, folder in folders.items()
     )
 
@@ -207,6 +210,8 @@ def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str
     for source in sources:
         if config.use_loss_mask and not source.has_mask:
             yield f"{source.path}: has no mask.bin, and use_loss_mask is true; prepare it with one, or set it to false"
+        if config.token_dtype is not None and source.dataset.token_dtype != config.token_dtype:
+            yield f"{source.path}: token_dtype is {config.token_dtype}, and its tokens are {source.dataset.token_dtype}"
         if config.pad_token_id is None and source.eot is None:
             yield f"{source.path}: does not say which token ends a turn; set pad_token_id"
         limit = source.vocab_size or source.id_limit
@@ -222,24 +227,15 @@ def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str
             yield f"{other.path}: ends turns with {other.eot}, {first.path} with {first.eot}; set pad_token_id"
 
 
-def _named_eot(state: Any) -> int | None:
-    """The end-of-turn id in the tokenizer state of another program, under one of its usual names."""
-    if not isinstance(state, dict):
-        return None
-    special = state.get("special_token_ids")
-    for table in (state, special if isinstance(special, dict) else {}):
-        for name in EOT_NAMES:
-            if type(table.get(name)) is int and table[name] >= 0:
-                return int(table[name])
-    return None
-
-
 def _fingerprint(dataset: Dataset) -> str:
     """A hash of the names, sizes and samples of all files."""
     digest = hashlib.sha256()
     for split in dataset.splits:
         episodes = dataset[split]
         for number, shard in enumerate(episodes.shards):
+            if MASK not in shard.records and shard.dtype.itemsize > 2:
+                # The same bytes are other tokens with another token_dtype.
+                digest.update(shard.dtype.name.encode())
             with reading():
                 for name in sorted(shard.records):
                     data = episodes.array(number, name).view(np.uint8)
@@ -265,6 +261,9 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
     longest = source.longest(split)
     short = len(source.short(split, config.episode_min_tokens))
     count = len(episodes) - short
+    if source.is_foreign:
+        total = sum(_kept(source, split, shard, config, by_mask=by_mask) for shard in range(len(episodes.shards)))
+        return Fraction(total - (count if config.mix_by == "trained_tokens" and not by_mask else 0), max(1, count))
     total = marked_tokens(source, split) if by_mask else episodes.num_tokens
     if by_mask or short or longest is None or longest > config.block_size + 1:
         total -= sum(_lost(source, split, shard, config, by_mask=by_mask) for shard in range(len(episodes.shards)))
@@ -273,18 +272,53 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
     return Fraction(total, max(1, count))
 
 
+def episode_tokens(source: DataSource, split: str) -> int:
+    """Tokens of the episodes of a split; those of another program may leave out tokens of its files, or share them."""
+    episodes = source.episodes(split)
+    return int(episodes.lengths.sum()) if source.is_foreign else episodes.num_tokens
+
+
 def marked_tokens(source: DataSource, split: str) -> int:
-    """Tokens of a split that the mask marks."""
+    """Tokens of the episodes of a split that the mask marks."""
     dataset = source.dataset
     if isinstance(dataset, PrimerCache):
         return dataset.meta.splits[split].num_label_tokens
     if dataset.metadata is not None:
         return dataset.metadata.splits[split].num_trained_tokens
-    episodes = dataset[split]
+    episodes, marked = source.episodes(split), 0
+    for shard in range(len(episodes.shards)):
+        start, length = _ranges(episodes, shard)
+        marked += _marked(episodes, shard, start, start + length)
+    return marked
+
+
+def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
+    """Tokens of another program's shard in batches; `by_mask`: trained ones without the first token of each row."""
+    episodes = source.episodes(split)
+    start, length = _ranges(episodes, shard)
+    kept = np.where(length < config.episode_min_tokens, 0, np.minimum(length, config.block_size + 1))
+    if not by_mask:
+        return int(kept.sum())
+    stop, rows = start + length, kept > 0
+    return _marked(episodes, shard, (stop - kept + 1)[rows], stop[rows])
+
+
+def _ranges(episodes: Episodes, shard: int) -> tuple[Index, Index]:
+    """The start and length of every episode of a shard."""
     with reading():
-        trained = sum(int(np.count_nonzero(episodes.array(shard, MASK))) for shard in range(len(episodes.shards)))
-        episodes.check(range(len(episodes.shards)))
-    return trained
+        index = episodes.array(shard, INDEX)
+        start, length = (index[name].astype(np.int64) for name in ("start", "length"))
+        check_mapped(index)
+    return start, length
+
+
+def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
+    """Tokens of these ranges that the mask marks; one in several ranges counts several times."""
+    with reading():
+        mask = episodes.array(shard, MASK)
+        marked = sum(int(count[mask[here] > 0].sum()) for here, count in coverage(start, stop, len(mask)))
+        check_mapped(mask)
+    return marked
 
 
 def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:

@@ -91,13 +91,13 @@ class DatasetView:
         return split, self.dataset[split]
 
 
-def open_view(path: str | Path, tokenizer: str | None = None) -> DatasetView:
+def open_view(path: str | Path, tokenizer: str | None = None, *, token_dtype: str | None = None) -> DatasetView:
     """Open a dataset or cache with the tokenizer it was built with: the one named, or one that is found beside it.
 
-    A tokenizer that is named must have the hash that the dataset records.
+    A tokenizer that is named must have the hash that the dataset records; `token_dtype` is as in `open_dataset`.
     """
     folder = Path(path)
-    dataset = open_cache(folder) if is_cache(folder) else open_dataset(folder)
+    dataset = open_cache(folder) if is_cache(folder) else open_dataset(folder, token_dtype=token_dtype)
     built_with, control, besides, name = tokenizer_metadata(dataset)
 
     def opened(spec: str | Path) -> Tokenizer:

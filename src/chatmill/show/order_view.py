@@ -181,13 +181,18 @@ def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
 
 
 def step_previews(
-    dataset: Path, places: Iterable[tuple[int, int]], *, sha256: str, mix_sft: Mapping[str, float] | None
+    dataset: Path,
+    places: Iterable[tuple[int, int]],
+    *,
+    sha256: str,
+    mix_sft: Mapping[str, float] | None,
+    token_dtype: str | None = None,
 ) -> list[tuple[str | None, str]]:
     """Where conversations of a step came from (file:line, None if it is not known), and how they begin.
 
     `places` has of each the episode, by its number in the run, and the segment, counted from the end of the episode.
     """
-    sources, _ = open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix_sft))
+    sources, _ = open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix_sft, token_dtype=token_dtype))
     if (own := datasets_hash(sources)) != sha256:
         raise DataError(
             f"{dataset}: is {own[:12]}…, the step was trained on {sha256[:12]}…; name that data with --dataset"

@@ -6,7 +6,7 @@ Every text in an answer is escaped here, so that the page can display it as it i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +48,7 @@ class Viewer:
         record_folders: Sequence[Path] = (),
     ) -> None:
         self._view = view
-        self._order = OrderView(view.path, config or LoadConfig())
+        self._order = OrderView(view.path, replace(config or LoadConfig(), token_dtype=view.dataset.token_dtype))
         self._logs = list(logs)
         self._folders = list(record_folders)
         self.builder = IndexBuilder(view, cache)

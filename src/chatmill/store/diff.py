@@ -97,9 +97,9 @@ class Diff:
         return not any(kind.count for kind in self.kinds.values())
 
 
-def diff_datasets(one: str | Path, other: str | Path) -> Diff:
-    """Compare two datasets by conversation: what changed from `one` to `other`."""
-    a, b = _Conversations(open_dataset(one)), _Conversations(open_dataset(other))
+def diff_datasets(one: str | Path, other: str | Path, *, token_dtype: str | None = None) -> Diff:
+    """Compare two datasets by conversation: what changed from `one` to `other`; `token_dtype` is that of both."""
+    a, b = (_Conversations(open_dataset(path, token_dtype=token_dtype)) for path in (one, other))
     by_key = a.has_keys and b.has_keys
     if not by_key:
         a.match_by_ids()

@@ -112,13 +112,14 @@ def read_metadata(folder: Path, read: Callable[[Path], bytes] = Path.read_bytes)
 def is_chatmill_metadata(raw: bytes) -> bool:
     """Whether this metadata is, or once was, written by `write_metadata` rather than by another program.
 
-    Two keys are looked at, so that one flipped bit cannot make a damaged dataset look like that of another program.
+    The schema and two other keys are looked at, so that one flipped bit cannot make a damaged dataset look like that of
+    another program, which may have a schema of its own.
     """
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         return True
-    return not isinstance(value, dict) or "schema" in value or "sha256" in value
+    return not isinstance(value, dict) or value.get("schema") == SCHEMA or {"sha256", "ledger"} <= value.keys()
 
 
 def parse_metadata(raw: bytes, *, place: str) -> Metadata:

@@ -74,11 +74,16 @@ class Exported:
 
 
 def export_parquet(
-    source: str | Path, target: str | Path, *, splits: Sequence[str] = (), overwrite: bool = False
+    source: str | Path,
+    target: str | Path,
+    *,
+    splits: Sequence[str] = (),
+    overwrite: bool = False,
+    token_dtype: str | None = None,
 ) -> dict[str, Exported]:
     """Write a dataset, or some splits of it, as Parquet; the folder appears whole, or not at all."""
     _pyarrow()
-    dataset, target = open_dataset(source), local_path(target)
+    dataset, target = open_dataset(source, token_dtype=token_dtype), local_path(target)
     chosen = {name: dataset[name] for name in splits or dataset.splits}
     with building(target, "exporting", overwrite=overwrite, kind=EXPORT, source=dataset.path) as staging:
         files.make_folder(staging / DATA)

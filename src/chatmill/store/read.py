@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from chatmill.errors import DataError
-from chatmill.store import layout
+from chatmill.store import foreign, layout
+from chatmill.store.end_token import end_token
 from chatmill.store.episodes import Episodes
 from chatmill.store.folder import OpenFolder, StoredFiles, in_folder
 from chatmill.store.hashed import read_hashed
@@ -22,9 +23,13 @@ from chatmill.store.metadata import Metadata, is_chatmill_metadata, manifest, re
 from chatmill.store.publish import set_aside
 
 T = TypeVar("T")
+TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files of a Hugging Face tokenizer that name its end token."""
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "added_tokens.json")
+"""Files in which the ids of its tokens are looked up."""
 
 
-def open_dataset(path: str | Path) -> Dataset:
+def open_dataset(path: str | Path, *, token_dtype: str | None = None) -> Dataset:
     """Open a dataset; `DataError` if a file is missing or does not have its size.
 
     >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -33,10 +38,11 @@ def open_dataset(path: str | Path) -> Dataset:
     >>> rows.lengths.tolist()
     [266, 85]
 
-    Datasets that other programs wrote by the episode specification open too, without spans and origins. If the dataset
-    is replaced meanwhile, all of it is the old one or all of it the new one; see `folder`.
+    Datasets that other programs wrote by the episode specification open too, without spans and origins; `token_dtype`
+    is uint16 or uint32 if nothing in them says which, see `foreign`. If the dataset is replaced meanwhile, all of it is
+    the old one or all of it the new one; see `folder`.
     """
-    return in_dataset_folder(Path(path), dataset_in)
+    return in_dataset_folder(Path(path), lambda folder: dataset_in(folder, token_dtype))
 
 
 def in_dataset_folder(path: Path, work: Callable[[OpenFolder], T]) -> T:
@@ -46,15 +52,17 @@ def in_dataset_folder(path: Path, work: Callable[[OpenFolder], T]) -> T:
     return in_folder(path, "a dataset", work)
 
 
-def dataset_in(folder: OpenFolder) -> Dataset:
+def dataset_in(folder: OpenFolder, token_dtype: str | None = None) -> Dataset:
     """The dataset in a folder; `DataError` as in `open_dataset`."""
     metadata = stored_metadata(folder)
     if metadata is None:
-        foreign = layout.foreign_splits(folder)
-        _check_counts(folder, foreign)
-        folder.status(folder.path / TOKENIZER_STATE)
-        stored = StoredFiles(folder, foreign["train"][0].folder / INDEX)
-        return Dataset(stored, None, {name: Episodes(stored, shards, ()) for name, shards in foreign.items()})
+        splits = foreign.foreign_splits(folder, token_dtype)
+        for name in (TOKENIZER_STATE, *TOKENIZER_FILES, *VOCABULARY_FILES):
+            folder.status(folder.path / name)
+        stored = StoredFiles(folder, splits["train"][0].folder / INDEX)
+        return Dataset(stored, None, {name: Episodes(stored, shards, ()) for name, shards in splits.items()})
+    if foreign.token_width(token_dtype) not in (None, metadata.dtype.itemsize):
+        raise DataError(f"{folder.path}: token_dtype is {token_dtype}, and its metadata says {metadata.dtype.name}")
     for fault in manifest(folder.path, metadata).size_faults(folder):
         raise DataError(fault)
     stored = StoredFiles(folder, folder.path / METADATA)
@@ -69,7 +77,7 @@ def is_dataset(path: str | Path) -> bool:
 
 def stored_metadata(folder: OpenFolder) -> Metadata | None:
     """The metadata of a dataset; None if another program wrote it, `DataError` if it is damaged or missing."""
-    path, trace = folder.path / METADATA, layout.trace_of_chatmill(folder)
+    path, trace = folder.path / METADATA, foreign.trace_of_chatmill(folder)
     if folder.status(path) is not None:
         if trace is not None or is_chatmill_metadata(read_hashed(path, "dataset", folder.read)):
             return read_metadata(folder.path, folder.read)
@@ -79,17 +87,6 @@ def stored_metadata(folder: OpenFolder) -> Metadata | None:
             "build the dataset or copy it again"
         )
     return None
-
-
-def _check_counts(folder: OpenFolder, splits: Mapping[str, list[Shard]]) -> None:
-    """Raise if another program's metadata counts other episodes than there are, under the specification's names."""
-    path = folder.path / METADATA
-    counts = json.loads(folder.read(path)) if folder.status(path) is not None else {}
-    for split in layout.SPLITS:
-        there = sum(shard.num_episodes for shard in splits.get(split, ()))
-        expected = counts.get(f"num_{split}_episodes")
-        if type(expected) is int and expected != there:
-            raise DataError(f"{folder.path / split}: {there} episodes; {path} says {expected}; copy the dataset again")
 
 
 def _episodes(stored: StoredFiles, metadata: Metadata, split: str) -> Episodes:
@@ -132,6 +129,14 @@ class Dataset:
         return tuple(self._splits)
 
     @property
+    def token_dtype(self) -> str:
+        """The type of its tokens: uint16 or uint32."""
+        if self.metadata is not None:
+            return self.metadata.dtype.name
+        widths = [shard.dtype.itemsize for episodes in self._splits.values() for shard in episodes.shards]
+        return "uint32" if max(widths, default=2) > 2 else "uint16"
+
+    @property
     def sha256(self) -> str | None:
         """The hash of all bytes of the dataset; None if another program wrote it."""
         return None if self.metadata is None else self.metadata.sha256
@@ -144,15 +149,27 @@ class Dataset:
     def __contains__(self, split: str) -> bool:
         return split in self._splits
 
-    def tokenizer_state(self) -> Any:
-        """The content of `tokenizer_state.json`, with control tokens in the order of their ids."""
-        path = self.path / TOKENIZER_STATE
+    def foreign_end_token(self) -> int | None:
+        """The end token that the tokenizer files of another program name; None if none can be told."""
+        has = {name: self.path / name in self.stored for name in (TOKENIZER_STATE, *TOKENIZER_FILES, *VOCABULARY_FILES)}
+        states = [self._json(TOKENIZER_STATE)] if has[TOKENIZER_STATE] else []
+        if (id := end_token(states)) is not None:
+            return id
+        states += [self._json(name) for name in TOKENIZER_FILES if has[name]]
+        return end_token(states, [self._json(name) for name in VOCABULARY_FILES if has[name]] if states else [])
+
+    def _json(self, name: str) -> Any:
+        path = self.path / name
         try:
-            state = json.loads(self.stored.read(path))
+            return json.loads(self.stored.read(path))
         except (ValueError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{path}: cannot be read ({error}); the tokenizer of this dataset is unknown") from None
+
+    def tokenizer_state(self) -> Any:
+        """The content of `tokenizer_state.json`, with control tokens in the order of their ids."""
+        state = self._json(TOKENIZER_STATE)
         if isinstance(state, dict):
             control, ids = state.get("control"), state.get("special_token_ids")
             both = isinstance(control, dict) and isinstance(ids, dict)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from chatmill.errors import ChatmillError, DataError
 from chatmill.ledger import Ledger
 from chatmill.rows import NO_FILE, Index, offsets
-from chatmill.store import layout
+from chatmill.store import foreign, layout
 from chatmill.store.episodes import Episodes
 from chatmill.store.folder import OpenFolder
 from chatmill.store.hashed import Manifest
@@ -33,6 +33,10 @@ class SplitCounts:
     tokens: int
     trained: int
     shards: int
+    uncovered: int = 0
+    """Tokens of another program's dataset that are in none of its episodes."""
+    shared: int = 0
+    """Tokens of it that are in more than one."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,20 @@ class Verified:
     """The hash of the dataset; None if another program wrote it, or if it cannot be read."""
 
 
-def verify_dataset(path: str | Path, *, full: bool) -> Verified:
+def verify_dataset(path: str | Path, *, full: bool, token_dtype: str | None = None) -> Verified:
     """Check a dataset and report every fault as one line; nothing is raised for what is wrong on disk.
 
     verify_dataset("data/v1", full=True).faults    # () if every byte is as it was written
+
+    `token_dtype` is as in `open_dataset`.
     """
     try:
-        return in_dataset_folder(Path(path), lambda folder: _verified(folder, full=full))
+        return in_dataset_folder(Path(path), lambda folder: _verified(folder, full=full, token_dtype=token_dtype))
     except DataError as error:
         return Verified((str(error),), {}, None)
 
 
-def _verified(folder: OpenFolder, *, full: bool) -> Verified:
+def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Verified:
     metadata = stored_metadata(folder)
     # What another program wrote lists no files.
     listed = Manifest((), "", "") if metadata is None else manifest(folder.path, metadata)
@@ -64,19 +70,24 @@ def _verified(folder: OpenFolder, *, full: bool) -> Verified:
     if faults := list(listed.size_faults(folder)):
         # The tables of files with a wrong size cannot be read.
         return Verified((*faults, *unlisted), {}, None if metadata is None else metadata.sha256)
-    dataset = dataset_in(folder)
+    dataset = dataset_in(folder, token_dtype)
     splits = {}
     for name in dataset.splits:
-        episodes, trained = dataset[name], 0
+        episodes, trained, cover = dataset[name], 0, np.zeros(2, dtype=np.int64)
         for number in range(len(episodes.shards)):
-            info = None if metadata is None else metadata.splits[name].shards[number]
             try:
                 with reading():
-                    trained += _ShardCheck(episodes, number, info, metadata, full=full).run()
+                    if metadata is None:
+                        more, *counts = _check_foreign(episodes, number)
+                        cover += counts
+                    else:
+                        info = metadata.splits[name].shards[number]
+                        more = _ShardCheck(episodes, number, info, metadata, full=full).run()
                     episodes.check([number])
+                trained += more
             except DataError as error:
                 faults.append(str(error))
-        splits[name] = SplitCounts(len(episodes), episodes.num_tokens, trained, len(episodes.shards))
+        splits[name] = SplitCounts(len(episodes), episodes.num_tokens, trained, len(episodes.shards), *cover.tolist())
     faults += unlisted
     if metadata is not None and metadata.ledger.entries:
         stored = {
@@ -103,15 +114,44 @@ def ledger_faults(folder: Path, ledger: Ledger, stored: dict[str, int]) -> Itera
             yield f"{folder}: the ledger says {counted[what]} {what} were stored; the shards hold {count}"
 
 
+def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
+    """Check a shard of another program; its trained tokens, those in no episode, and those in several.
+
+    Episodes may have gaps between them, stand in any order, and overlap: each is read by its own entry.
+    """
+    shard, index = episodes.shards[number], episodes.array(number, INDEX)
+    size, room = shard.num_tokens, np.uint64(shard.num_tokens)
+    wrong = (index["start"] > room) | (index["length"] > room - np.minimum(index["start"], room))
+    for where in np.flatnonzero(wrong)[:1]:
+        raise DataError(f"{shard.folder / INDEX}: episode {where} ends beyond the {size} tokens")
+    start = index["start"].astype(np.int64)
+    stop = start + index["length"].astype(np.int64)
+    in_order = len(index) and start[0] == 0 and stop[-1] == size and np.array_equal(start[1:], stop[:-1])
+    whole = ((slice(at, min(at + TOKENS_AT_ONCE, size)), None) for at in range(0, size, TOKENS_AT_ONCE))
+    trained = uncovered = shared = 0
+    for here, count in whole if in_order else foreign.coverage(start, stop, size):
+        if MASK in shard.records:
+            mask = episodes.array(number, MASK)[here]
+            for where in np.flatnonzero(mask > 1)[:1]:
+                raise DataError(f"{shard.folder / MASK}: {mask[where]} at token {here.start + where}; expected 0 or 1")
+            trained += int(np.count_nonzero(mask if count is None else mask[count > 0]))
+        else:
+            trained += here.stop - here.start if count is None else int(np.count_nonzero(count))
+        if count is not None:
+            uncovered += int(np.count_nonzero(count == 0))
+            shared += int(np.count_nonzero(count > 1))
+        for name in shard.records:
+            layout.release(episodes.array(number, name))
+    return trained, uncovered, shared
+
+
 class _ShardCheck:
     """Checks one shard, some episodes at a time, so that memory does not grow with its size.
 
     The first fault ends the check of a shard, because what follows is often its consequence.
     """
 
-    def __init__(
-        self, episodes: Episodes, number: int, info: ShardInfo | None, metadata: Metadata | None, *, full: bool
-    ) -> None:
+    def __init__(self, episodes: Episodes, number: int, info: ShardInfo, metadata: Metadata, *, full: bool) -> None:
         self._shard = episodes.shards[number]
         self._arrays = {name: episodes.array(number, name) for name in self._shard.records}
         self._num_files = len(episodes.files)
@@ -144,10 +184,7 @@ class _ShardCheck:
     def _check_episodes(self, at: int, stop: int) -> None:
         first_token = self._tokens_seen
         length = self._entries(at, stop)
-        if SPANS in self._arrays:
-            trained = self._spans(at, stop, length)
-        else:
-            trained = self._given_mask(slice(first_token, self._tokens_seen))
+        trained = self._spans(at, stop, length)
         self.trained += int(np.count_nonzero(trained))
         if self._full:
             self._bytes(slice(first_token, self._tokens_seen), trained)
@@ -203,40 +240,28 @@ class _ShardCheck:
                 raise self._fault(SPANS, f"one of episodes {at} to {stop} has a {name} that does not exist")
         return np.repeat(weight > 0, sizes)
 
-    def _given_mask(self, here: slice) -> NDArray[np.bool_]:
-        if MASK not in self._arrays:
-            return np.ones(here.stop - here.start, dtype=np.bool_)
-        mask = self._arrays[MASK][here]
-        for where in np.flatnonzero(mask > 1)[:1]:
-            raise self._fault(MASK, f"{mask[where]} at token {here.start + where}; expected 0 or 1")
-        return mask.astype(np.bool_)
-
     def _bytes(self, here: slice, trained: NDArray[np.bool_]) -> None:
         """Compare the mask of these tokens with their spans, and their ids with the vocabulary."""
-        if MASK in self._arrays:
-            mask = self._arrays[MASK][here]
-            for where in np.flatnonzero(mask != trained)[:1]:
-                right = f"its span says {int(trained[where])}"
-                raise self._fault(MASK, f"{mask[where]} at token {here.start + where}; {right}")
-        if self._metadata is not None:
-            vocab_size, tokens = self._metadata.vocab_size, self._arrays[TOKENS][here]
-            for where in np.flatnonzero(tokens >= vocab_size)[:1]:
-                raise self._fault(
-                    TOKENS, f"id {tokens[where]} at token {here.start + where}; the vocabulary has {vocab_size}"
-                )
+        mask = self._arrays[MASK][here]
+        for where in np.flatnonzero(mask != trained)[:1]:
+            right = f"its span says {int(trained[where])}"
+            raise self._fault(MASK, f"{mask[where]} at token {here.start + where}; {right}")
+        vocab_size, tokens = self._metadata.vocab_size, self._arrays[TOKENS][here]
+        for where in np.flatnonzero(tokens >= vocab_size)[:1]:
+            raise self._fault(
+                TOKENS, f"id {tokens[where]} at token {here.start + where}; the vocabulary has {vocab_size}"
+            )
 
     def _check_totals(self) -> None:
         """What the episodes cover must be everything in the shard, and agree with the metadata."""
         records = self._shard.records
         for file, what, seen, there in (
             (INDEX, "tokens", self._tokens_seen, self._shard.num_tokens),
-            (ORIGINS, "segments", self._segments_seen, records.get(ORIGINS, 0)),
-            (SPANS, "spans", self._spans_seen, records.get(SPANS, 0)),
+            (ORIGINS, "segments", self._segments_seen, records[ORIGINS]),
+            (SPANS, "spans", self._spans_seen, records[SPANS]),
         ):
             if seen != there:
                 raise self._fault(file, f"episodes account for {seen} of {there} {what}")
-        if self._info is None:
-            return
         for file, what, expected, count in (
             (SPANS, "trained tokens", self._info.num_trained_tokens, self.trained),
             (INDEX, "tokens in the shortest episode", self._info.shortest, self._shortest),
@@ -247,7 +272,7 @@ class _ShardCheck:
 
     def _targets(self) -> None:
         table = self._arrays[TARGETS]
-        vocab_size = layout.WIDE if self._metadata is None else self._metadata.vocab_size
+        vocab_size = self._metadata.vocab_size
         last = -1
         for at in range(0, len(table), EPISODES):
             span, target = table["span"][at : at + EPISODES].astype(np.int64), table["target"][at : at + EPISODES]

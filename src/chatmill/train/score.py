@@ -173,6 +173,8 @@ class EvalReport:
     """Trained answers without a prompt in the report, by reason."""
     cut: int = 0
     """Conversations longer than the model's positions, which were cut at the beginning."""
+    empty_sources: list[str] = field(default_factory=list)
+    """Sources of a folder of caches that have no episode of the split."""
 
     @property
     def all(self) -> EvalScore:
@@ -189,17 +191,21 @@ def score_model(
     split: str = "val",
     max_tokens: int = 256,
     limit: int | None = None,
+    token_dtype: str | None = None,
     progress: Callable[[int], None] = lambda count: None,
 ) -> EvalReport:
     """Losses and greedy answers on a split; `limit` is the number of prompts, chosen evenly over the split.
 
-    In a folder of caches every cache is a source. `progress` is called with the number of conversations that were
-    read, and of prompts that were answered.
+    In a folder of caches every cache is a source; those without an episode of the split are named in the report.
+    `token_dtype` is as in `open_dataset`. `progress` is called with the number of conversations that were read, and of
+    prompts that were answered.
     """
-    sources = open_all(dataset)
-    for fault in unknown_ids(Path(dataset), sources, model):
+    every = open_all(dataset, token_dtype)
+    for fault in unknown_ids(Path(dataset), every, model):
         raise DataError(fault)
-    report = EvalReport()
+    # If none has any, the first says so.
+    sources = [source for source in every if split in source] or every[:1]
+    report = EvalReport(empty_sources=[source.name for source in every if source not in sources])
     places: list[RowOrigin | None] = []
     prompts: list[EvalPrompt] = []
     ends = end_ids(sources)
@@ -245,11 +251,11 @@ def _check_ids(rows: Rows, source: DataSource, model: CausalModel) -> None:
         )
 
 
-def open_all(dataset: str | Path) -> Sequence[DataSource]:
+def open_all(dataset: str | Path, token_dtype: str | None = None) -> Sequence[DataSource]:
     """A dataset, a cache, or all of those in a folder, without a config; all have one tokenizer."""
     inside = [path.name for path in Path(dataset).glob("[!.]*") if _is_source(path)]
     mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(Path(dataset)) else None
-    return open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix))[0]
+    return open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix, token_dtype=token_dtype))[0]
 
 
 def _is_source(folder: Path) -> bool:

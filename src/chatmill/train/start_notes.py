@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chatmill.load.loader import EpisodeLoader
-from chatmill.load.source import DataSource, marked_tokens
+from chatmill.load.source import DataSource, episode_tokens, marked_tokens
 from chatmill.store.primer_cache import PrimerCache
 
 
@@ -39,7 +39,7 @@ def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
     sources = [source for source in loader.sources if source.has_mask]
     if loader.config.use_loss_mask or not sources:
         return None
-    trained = sum(source.episodes(loader.split).num_tokens - _conversations(source, loader.split) for source in sources)
+    trained = sum(episode_tokens(source, loader.split) - _conversations(source, loader.split) for source in sources)
     non_answers = trained - sum(marked_tokens(source, loader.split) for source in sources)
     return NonAnswers(non_answers, trained) if non_answers > 0 else None
 

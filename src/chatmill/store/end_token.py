@@ -1,0 +1,248 @@
+"""The end token that the tokenizer files of another program name.
+
+There is no common format, so the forms that programs write are read, in this order:
+
+    {"eot_token_id": 50256}                               a name with an id; also eos, end_of_text, im_end, …
+    {"eos_token": "<|endoftext|>", "vocab": {…}}          a name with a text, and a vocabulary that has the text
+    {"eos_token": {"content": "</s>"}}, added_tokens …    the same as Hugging Face writes it
+    {"special_tokens": {"<|endoftext|>": 50256}}          a special token whose text is a known one
+    {"encoding": "cl100k_base"}                           an encoding of tiktoken
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+END_NAMES = (
+    "eot",
+    "endofturn",
+    "turnend",
+    "imend",
+    "assistantend",
+    "eos",
+    "endoftext",
+    "endofsentence",
+    "endofsequence",
+    "eod",
+    "endofdocument",
+    "end",
+    "stop",
+)
+"""What names an end token, the first of them first; without punctuation and case."""
+COMMON = {"end", "stop"}
+"""Names of many things, taken only in brackets or as those of a token: `<|end|>`, `stop_token_id`."""
+SUFFIXES = {"id", "ids", "idx", "index", "token", "tokens", "str", "string"}
+SWITCHES = {"add", "append", "has", "is", "n", "no", "num", "prepend", "skip", "strip", "use", "with"}
+"""First words of names that say whether or how many, not which."""
+VOCABULARIES = {
+    "chars",
+    "decoder",
+    "encoder",
+    "idtotoken",
+    "idtoword",
+    "itos",
+    "merges",
+    "model",
+    "stoi",
+    "tokens",
+    "tokentoid",
+    "vocab",
+    "vocabulary",
+    "wordtoid",
+}
+"""Tables of all tokens, in which "eos" may be a word of a text; without punctuation and case."""
+ENCODINGS = {
+    "gpt2": {"<|endoftext|>": 50256},
+    "r50k_base": {"<|endoftext|>": 50256},
+    "p50k_base": {"<|endoftext|>": 50256},
+    "p50k_edit": {"<|endoftext|>": 50256},
+    "cl100k_base": {"<|endoftext|>": 100257},
+    "o200k_base": {"<|endoftext|>": 199999},
+    "o200k_harmony": {"<|endoftext|>": 199999, "<|return|>": 200002, "<|end|>": 200007},
+}
+"""The end tokens of tiktoken's encodings."""
+ENCODING_NAMES = {
+    "base",
+    "encoding",
+    "encodingname",
+    "kind",
+    "name",
+    "tiktoken",
+    "tokenization",
+    "tokenizer",
+    "tokenizerkind",
+    "tokenizername",
+    "tokenizertype",
+    "tokenkind",
+    "type",
+}
+DEEPEST = 4
+"""Tables inside tables that are looked at."""
+IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
+
+
+class _Named(NamedTuple):
+    """An entry whose name is that of an end token; the smallest of several is the one that is meant."""
+
+    depth: int
+    is_part: bool
+    """Whether the name has more words before it, such as `myPT_eot`."""
+    rank: int
+    name: str
+    value: Any
+
+
+def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | None:
+    """The id of the end token that one of these JSON values names; None if none can be told.
+
+    `vocabularies` are further JSON values, in which the ids of texts are looked up.
+
+    >>> from chatmill.store.end_token import end_token
+    >>> end_token([{"eos_token": "</s>", "special_tokens": {"<s>": 1, "</s>": 2}}])
+    2
+    """
+    tables = [*states, *vocabularies]
+    encoding = next((ENCODINGS[name] for state in states for name in _encodings(state)), None)
+    if encoding is not None:
+        tables.append(encoding)
+    for in_brackets in (False, True):
+        named = [each for state in states for each in _named(state, in_brackets=in_brackets)]
+        if named:
+            first = min(each[:3] for each in named)
+            ids = {_id_of(each.name, each.value, tables) for each in named if each[:3] == first}
+            return ids.pop() if len(ids) == 1 else None
+    for table in tables:
+        texts = [(rank, id) for text, id in _texts(table) if (rank := _rank(text)) is not None]
+        if texts:
+            first_rank = min(rank for rank, _ in texts)
+            ids = {id for rank, id in texts if rank == first_rank}
+            return ids.pop() if len(ids) == 1 else None
+    return None
+
+
+def names_tokens(state: Any) -> bool:
+    """Whether this is the tokenizer state of another program: it names an end token, or has a vocabulary."""
+    if not isinstance(state, dict):
+        return False
+    return end_token([state]) is not None or any(_compact(name) in VOCABULARIES | {"tokenkind"} for name in state)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+
+
+def _compact(name: str) -> str:
+    return "".join(_words(name))
+
+
+def _place(name: str) -> tuple[bool, int] | None:
+    """Whether words come before the name of an end token, and which name it is; None if it is no such name."""
+    if name.strip() == "</s>":
+        return False, END_NAMES.index("eos")
+    every = _words(name)
+    words = list(every)
+    while len(words) > 1 and words[-1] in SUFFIXES:
+        words.pop()
+    if words and words[0] in SWITCHES:
+        return None
+    for first in range(len(words)):
+        if (compact := "".join(words[first:])) in END_NAMES:
+            is_said = words != every or IN_BRACKETS.fullmatch(name) is not None
+            if compact in COMMON and (first > 0 or not is_said):
+                return None
+            return first > 0, END_NAMES.index(compact)
+    return None
+
+
+def _rank(text: str) -> tuple[bool, int] | None:
+    """Where the text of a special token stands among those of end tokens."""
+    return _place(text) if IN_BRACKETS.fullmatch(text) else None
+
+
+def _named(node: Any, *, in_brackets: bool, depth: int = 0) -> Iterator[_Named]:
+    """The entries of a state that name an end token: by a name, or by its text in brackets."""
+    if not isinstance(node, dict) or depth > DEEPEST:
+        return
+    for name, value in node.items():
+        is_text = IN_BRACKETS.fullmatch(name) is not None
+        place = _place(name) if is_text == in_brackets else None
+        is_value = isinstance(value, int | str | list | dict) and not isinstance(value, bool)
+        if place is not None and is_value and value not in (-1, "", [], {}):
+            yield _Named(depth, *place, name, value)
+        elif _compact(name) not in VOCABULARIES:
+            yield from _named(value, in_brackets=in_brackets, depth=depth + 1)
+
+
+def _id_of(name: str, value: Any, tables: Sequence[Any]) -> int | None:
+    """The id that the value of a name stands for: an id, a text, a Hugging Face token, or the first of several."""
+    if isinstance(value, list):
+        value = value[0]
+    if isinstance(value, dict):
+        value = next((value[key] for key in ("id", "content", "text", "token") if value.get(key) is not None), None)
+    if type(value) is int:
+        return value if value >= 0 else None
+    if not isinstance(value, str):
+        return None
+    if value.isascii() and value.isdigit() and _words(name)[-1:] in (["id"], ["ids"]):
+        return int(value)
+    return next((id for table in tables if (id := _look_up(value, table)) is not None), None)
+
+
+def _look_up(text: str, node: Any, key: str = "vocab", depth: int = 0) -> int | None:
+    """The id of a text in a table of texts or of ids, or in a list of tokens, wherever it lies."""
+    if depth > DEEPEST:
+        return None
+    if isinstance(node, dict):
+        if type(id := node.get(text)) is int:
+            return id
+        for name, value in node.items():
+            if name.isascii() and name.isdigit() and text in (value, _content(value)):
+                return int(name)
+            if isinstance(value, dict | list) and (id := _look_up(text, value, name, depth + 1)) is not None:
+                return id
+    if isinstance(node, list):
+        for number, value in enumerate(node):
+            if isinstance(value, dict) and _content(value) == text and type(value.get("id")) is int:
+                return int(value["id"])
+            is_piece = isinstance(value, list) and value[:1] == [text]
+            if (is_piece or value == text) and _compact(key) in VOCABULARIES:
+                return number
+    return None
+
+
+def _texts(node: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
+    """The texts in brackets that a vocabulary has, with their ids."""
+    if depth > DEEPEST:
+        return
+    if isinstance(node, list):
+        for number, value in enumerate(node):
+            if (text := _content(value)) is not None and type(value.get("id")) is int:
+                yield text, value["id"]
+            elif isinstance(value, str):
+                yield value, number
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if type(value) is int:
+                yield name, value
+            elif name.isascii() and name.isdigit() and isinstance(text := _content(value) or value, str):
+                yield text, int(name)
+            elif isinstance(value, dict) or _compact(name) in VOCABULARIES:
+                yield from _texts(value, depth + 1)
+
+
+def _content(value: Any) -> str | None:
+    content = value.get("content") if isinstance(value, Mapping) else None
+    return content if isinstance(content, str) else None
+
+
+def _encodings(node: Any, depth: int = 0) -> Iterator[str]:
+    """The encodings of tiktoken that a state names."""
+    if isinstance(node, dict) and depth <= DEEPEST:
+        for name, value in node.items():
+            if isinstance(value, str) and _compact(name) in ENCODING_NAMES:
+                encoding = re.split(r"[/:]", value)[-1]
+                if encoding in ENCODINGS:
+                    yield encoding
+            yield from _encodings(value, depth + 1)

@@ -1,0 +1,302 @@
+"""Datasets of other programs: tokens.bin, episodes.idx and perhaps mask.bin, in shards or directly in train/ and val/.
+
+No file says how wide a token is, and a wrong width gives wrong ids without an error. It is settled by
+
+1. `token_dtype`, if the caller names it,
+2. mask.bin, which has one byte for each token,
+3. a type that dataset_metadata.json names, or else the number of tokens of its splits,
+4. the index: tokens are uint16, as the specification says, if the episodes would not fit into half as many tokens.
+
+If they would, the tokens may be uint32 too, and the dataset is refused until `token_dtype` is named. What is said in
+several places must agree.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from chatmill.errors import DataError, UsageError, one_line
+from chatmill.rows import Index, Table
+from chatmill.store.end_token import names_tokens
+from chatmill.store.folder import OpenFolder
+from chatmill.store.layout import (
+    EPISODE,
+    INDEX,
+    MASK,
+    METADATA,
+    ORIGINS,
+    SHARD_NAME,
+    SPANS,
+    SPLITS,
+    TARGETS,
+    TOKEN_DTYPES,
+    TOKENIZER_STATE,
+    TOKENS,
+    Shard,
+    as_records,
+    shard_name,
+)
+from chatmill.store.mapped import reading
+
+OURS = (SPANS, ORIGINS, TARGETS)
+"""Files of a shard that no other program writes."""
+STATE_KEYS = {"name", "sha256", "vocab_size", "control", "special_token_ids", "added_tokens"}
+"""The keys of chatmill's own `tokenizer_state.json`."""
+DTYPE_KEYS = {"dtype", "datatype", "tokendtype", "tokensdtype", "npdtype", "numpydtype", "iddtype", "idsdtype"}
+DTYPE_KEYS |= {"tokeniddtype", "tokenidsdtype", "tokentype", "tokens", "tokensbin", "storagedtype"}
+WIDTH_KEYS = {"bytespertoken", "tokenbytes", "tokensize", "tokenitemsize"}
+OTHER_TABLES = ("mask", "index", "idx", "episode", "label", "segment", "model", "weight", "position")
+"""Parts of names whose types are not those of tokens."""
+DTYPE_NAME = re.compile(r"(?:.*[^a-z])?u?int(8|16|32|64)\b.*|([<>|=]?)[ui]([1248])", re.ASCII | re.DOTALL)
+NAMES = {2: "uint16", 4: "uint32"}
+CHUNK = 1 << 22
+
+
+def split_folders(folder: OpenFolder) -> Iterator[Path]:
+    """The folder of every split and of every shard that is there."""
+    for split in (folder.path / name for name in SPLITS):
+        yield split
+        for name in folder.names(split):
+            if name.startswith("shard_"):
+                yield split / name
+
+
+def trace_of_chatmill(folder: OpenFolder) -> Path | None:
+    """A file that only chatmill writes, or that no dataset has without its metadata; None if there is none."""
+    state = folder.path / TOKENIZER_STATE
+    is_alone = folder.status(folder.path / METADATA) is None and folder.status(state) is not None
+    if is_alone and not _is_foreign_state(folder, state):
+        return state
+    paths = (place / name for place in split_folders(folder) for name in OURS)
+    return next((path for path in paths if folder.status(path) is not None), None)
+
+
+def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
+    """Whether another program wrote this tokenizer state; one that nothing can be told of counts as chatmill's."""
+    try:
+        state = json.loads(folder.read(path))
+    except (OSError, ValueError, RecursionError):
+        return False
+    # One flipped bit damages one key at most.
+    return isinstance(state, dict) and len(state.keys() & STATE_KEYS) < len(STATE_KEYS) - 1 and names_tokens(state)
+
+
+def token_width(token_dtype: str | None) -> int | None:
+    """The bytes of a token of this type; `UsageError` if it is not one that is read."""
+    if token_dtype is None:
+        return None
+    if token_dtype not in TOKEN_DTYPES:
+        raise UsageError(f"token_dtype is {one_line(str(token_dtype))}; expected {' or '.join(TOKEN_DTYPES)}")
+    return TOKEN_DTYPES[token_dtype].itemsize
+
+
+@dataclass(frozen=True)
+class _ShardFiles:
+    """The sizes of a shard's files in bytes, and where its episodes end."""
+
+    folder: Path
+    num_episodes: int
+    end: int
+    tokens: int
+    mask: int | None
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The bytes of a token that these files allow."""
+        if self.mask is not None:
+            return tuple(width for width in NAMES if self.tokens == width * self.mask)
+        return tuple(width for width in NAMES if self.tokens % width == 0 and width * self.end <= self.tokens)
+
+    def fault(self) -> str | None:
+        """Why no width fits, if none does."""
+        if self.widths and (self.mask is None or self.end <= self.mask):
+            return None
+        if self.mask is not None and self.tokens in (2 * self.end, 4 * self.end):
+            return f"{self.folder / MASK}: {self.mask} bytes; expected {self.end}, one a token"
+        place = f"{self.folder / TOKENS}: {self.tokens} bytes; {INDEX} ends at token {self.end}"
+        if self.mask is None:
+            return f"{place}, so expected at least {2 * self.end}, and whole tokens of 2 or 4"
+        if self.end <= self.mask:
+            return f"{place} and {MASK} at {self.mask}, so expected {2 * self.mask} or {4 * self.mask}"
+        return f"{place}, and {MASK} at {self.mask}; copy the dataset again"
+
+    def shard(self, width: int) -> Shard:
+        count = self.tokens // width
+        records = {INDEX: self.num_episodes, TOKENS: count} | ({} if self.mask is None else {MASK: count})
+        return Shard(self.folder, self.num_episodes, count, TOKEN_DTYPES[NAMES[width]], records)
+
+
+def foreign_splits(folder: OpenFolder, token_dtype: str | None = None) -> dict[str, list[Shard]]:
+    """The shards of every split of a dataset that another program wrote."""
+    folders = {split: shards for split in SPLITS if (shards := _folders(folder, folder.path / split))}
+    if "train" not in folders:
+        raise DataError(f"{folder.path}: not a dataset; expected train/{INDEX} or train/{shard_name(0)}/{INDEX}")
+    splits = {split: [_shard_files(folder, path) for path in shards] for split, shards in folders.items()}
+    every = [files for shards in splits.values() for files in shards]
+    masked = [files for files in every if files.mask is not None]
+    for files in every:
+        if masked and files.mask is None:
+            raise DataError(f"{files.folder / MASK}: missing, and {masked[0].folder / MASK} is there; copy it again")
+        if fault := files.fault():
+            raise DataError(fault)
+    path = folder.path / METADATA
+    metadata = json.loads(folder.read(path)) if folder.status(path) is not None else {}
+    width = _width(folder.path, splits, metadata, token_width(token_dtype))
+    for split in SPLITS:
+        there = sum(files.num_episodes for files in splits.get(split, ()))
+        expected = metadata.get(f"num_{split}_episodes")
+        if type(expected) is int and expected != there:
+            raise DataError(f"{folder.path / split}: {there} episodes; {path} says {expected}; copy the dataset again")
+    return {split: [files.shard(width) for files in shards] for split, shards in splits.items()}
+
+
+def _width(path: Path, splits: Mapping[str, list[_ShardFiles]], metadata: Mapping[str, Any], given: int | None) -> int:
+    """The bytes of a token, by the rule of this module."""
+    named = metadata_width(metadata, place=str(path / METADATA))
+    if given is not None and named is not None and given != named:
+        raise DataError(
+            f"{path}: token_dtype is {NAMES[given]}, and {METADATA} says {NAMES[named]}; leave token_dtype out"
+        )
+    stated, by = (given, "token_dtype") if given is not None else (named, METADATA)
+    filled = [files for shards in splits.values() for files in shards if files.tokens]
+    if stated is not None:
+        for files in filled:
+            if stated not in files.widths:
+                why = (
+                    f"{MASK} has {files.mask} bytes" if files.mask is not None else f"{INDEX} ends at token {files.end}"
+                )
+                raise DataError(
+                    f"{files.folder / TOKENS}: {by} says {NAMES[stated]}; it has {files.tokens} bytes, and {why}, "
+                    f"so that its tokens are {NAMES[files.widths[0]]}"
+                )
+        return stated
+    widths = [width for width in NAMES if all(width in files.widths for files in filled)]
+    if not widths:
+        raise DataError(f"{path}: some shards hold tokens of 2 bytes and some of 4; expected one width")
+    if len(widths) == 1 or not filled:
+        return widths[0]
+    if (counted := _counted_width(splits, metadata)) is not None:
+        return counted
+    raise DataError(
+        f"{path}: its tokens may be uint16 or uint32: there is no {MASK}, {METADATA} names no type, and {INDEX} fits "
+        "both; set token_dtype to the right one (a key of the config, --token-dtype of a command)"
+    )
+
+
+def metadata_width(metadata: Any, *, place: str) -> int | None:
+    """The bytes of a token by the metadata of another program, which names the type in one of many ways; or None.
+
+    >>> from chatmill.store.foreign import metadata_width
+    >>> metadata_width({"tokens": {"dtype": "np.uint32"}, "mask": {"dtype": "uint8"}}, place="metadata")
+    4
+    """
+    types = dict(_types(metadata))
+    for name, width in types.items():
+        if width not in NAMES:
+            raise DataError(f"{place}: {name} is a type that is not read; expected uint16 or uint32, little-endian")
+    if len(set(types.values())) > 1:
+        raise DataError(f"{place}: {' and '.join(types)} name two types of tokens; expected one")
+    return next(iter(types.values()), None)
+
+
+def _types(node: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int | None]]:
+    """The types of tokens that metadata names, each with its bytes; None for those of another byte order."""
+    if not isinstance(node, dict) or depth > 3:
+        return
+    for name, value in node.items():
+        compact = "".join(re.findall(r"[a-z0-9]+", name.lower()))
+        if any(part in compact for part in OTHER_TABLES):
+            continue
+        shown = f"{prefix}{one_line(name)}: {one_line(str(value))}"
+        if compact in DTYPE_KEYS and isinstance(value, str) and (match := DTYPE_NAME.fullmatch(value.strip().lower())):
+            bits, order, size = match.groups()
+            yield shown, None if order == ">" else int(bits) // 8 if bits else int(size)
+        elif compact in WIDTH_KEYS and type(value) is int:
+            yield shown, value
+        else:
+            yield from _types(value, f"{prefix}{one_line(name)}.", depth + 1)
+
+
+def _counted_width(splits: Mapping[str, list[_ShardFiles]], metadata: Mapping[str, Any]) -> int | None:
+    """The bytes of a token by the numbers of tokens that the metadata gives under the specification's names."""
+    widths = set()
+    for split, shards in splits.items():
+        count, size = metadata.get(f"num_{split}_tokens"), sum(files.tokens for files in shards)
+        if type(count) is int and size:
+            widths.add(next((width for width in NAMES if width * count == size), None))
+    return widths.pop() if len(widths) == 1 else None
+
+
+def _folders(folder: OpenFolder, split: Path) -> list[Path]:
+    """The folder itself if it is flat, otherwise its shards in order."""
+    names = folder.names(split)
+    shards = [split / name for name in names if name.startswith("shard_")]
+    flat = INDEX in names
+    if flat and shards:
+        raise DataError(f"{split}: has {INDEX} and shards too; expected one of the two")
+    for path in shards:
+        if not SHARD_NAME.fullmatch(path.name):
+            raise DataError(f"{path}: expected a name like {shard_name(0)}")
+    shards.sort(key=lambda path: int(path.name.partition("_")[2]))
+    for number, path in enumerate(shards):
+        if path.name != shard_name(number):
+            raise DataError(f"{split}: {shard_name(number)} is missing; shards are numbered from 0 without a gap")
+    return [split] if flat else shards
+
+
+def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
+    index, tokens, mask = (place / name for name in (INDEX, TOKENS, MASK))
+    for name in folder.names(place):
+        if name not in (INDEX, TOKENS, MASK) and any(own in name for own in (INDEX, TOKENS, MASK)):
+            raise DataError(f"{place / name}: a file that was not copied to its end; copy the dataset again")
+    for path in (index, tokens, mask):
+        if folder.status(path) is not None and not folder.is_file(path):
+            raise DataError(f"{path}: not a file; copy the dataset again")
+    if not folder.is_file(index):
+        raise DataError(f"{index}: no such file; every shard has one, copy the dataset again")
+    if (size := folder.stamps[index].size) % EPISODE.itemsize:
+        raise DataError(f"{index}: {size} bytes; expected pairs of 8-byte numbers")
+    if not folder.is_file(tokens):
+        raise DataError(f"{tokens}: no such file; expected the tokens of {INDEX}")
+    tokens_size = folder.stamps[tokens].size
+    mask_size = folder.stamps[mask].size if folder.is_file(mask) else None
+    with reading():
+        entries = as_records(folder.map(index), EPISODE, size // EPISODE.itemsize)
+        # If the shard was written in order, the last episode ends it and no other entry is read.
+        end = _end(entries[-1:])
+        if (2 * end != tokens_size) if mask_size is None else (end != mask_size):
+            end = _end(entries)
+    return _ShardFiles(place, len(entries), end, tokens_size, mask_size)
+
+
+def _end(entries: Table) -> int:
+    """The end of the episode that ends last."""
+    if not len(entries):
+        return 0
+    ends = entries["start"] + entries["length"]
+    # The largest end of all is one that 64 bits cannot hold.
+    overflows = ends < entries["start"]
+    furthest = int(overflows.argmax() if overflows.any() else ends.argmax())
+    start, length = entries[furthest].item()
+    return int(start + length)
+
+
+def coverage(start: Index, stop: Index, size: int) -> Iterator[tuple[slice, Index]]:
+    """How many of these ranges hold each position from 0 to `size`, many positions at a time.
+
+    [0, 3) [2, 4), size 5  ->  1 1 2 1 0
+    """
+    starts, stops = np.sort(start), np.sort(stop)
+    for at in range(0, size, CHUNK):
+        end = min(at + CHUNK, size)
+        (a, b), (c, d) = (np.searchsorted(edges, [at, end]) for edges in (starts, stops))
+        change = np.bincount(starts[a:b] - at, minlength=end - at) - np.bincount(stops[c:d] - at, minlength=end - at)
+        change[0] += a - c
+        yield slice(at, end), np.cumsum(change)
