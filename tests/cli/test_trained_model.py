@@ -422,3 +422,17 @@ def test_episodes_of_several_sources_are_counted_over_all_of_them(run):
     places = ["sums.jsonl:1", "sums.jsonl:2", "words.jsonl:1", "words.jsonl:2", "words.jsonl:3"]
     assert all(row["place"] == places[row["episode"]] for row in found)
     assert {row["place"].split(".")[0] for row in found} == {"sums", "words"}
+
+
+def test_eval_of_a_mix_names_the_sources_without_val_rows(run):
+    flags = ["--format", "primer", "--tokenizer", "data/tokenizer.json", "--overwrite"]
+    chatmill("prepare", "sums.jsonl", "-o", "data/parted/sums", *flags, "--val-split", "0.5")
+    chatmill("prepare", "words.jsonl", "-o", "data/parted/words", *flags)
+    code, out, err = run("eval", "checkpoints/small", "data/parted")
+    assert (code, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()[:2]] == ["source", "sums"]
+    assert out.splitlines()[2:] == ["no episodes in val: words"]
+    found = json.loads(run("eval", "checkpoints/small", "data/parted", "--json")[1])
+    assert (list(found["sources"]), found["empty_sources"]) == (["sums"], ["words"])
+    code, out, err = run("eval", "checkpoints/small", "data/parted/words")
+    assert code == 1 and "has no split val" in err

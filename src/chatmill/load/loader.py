@@ -26,8 +26,9 @@ from chatmill.load.batch_builder import BatchBuilder, ReadyBatch
 from chatmill.load.config import LoadConfig, order_sha256
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep, datasets_hash
 from chatmill.load.prefetch import BatchStream
-from chatmill.load.source import open_sources
+from chatmill.load.source import DataSource, open_sources
 from chatmill.rows import Index
+from chatmill.store.layout import SPLITS
 
 try:
     from torch.utils.data import IterableDataset, get_worker_info
@@ -148,9 +149,17 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Splits of which every source has an episode."""
-        names = self.sources[0].dataset.splits
-        return tuple(name for name in names if all(name in source for source in self.sources))
+        """Splits of which a source has an episode of at least `episode_min_tokens`."""
+        return tuple(name for name in SPLITS if self.sources_of(name))
+
+    def sources_of(self, split: str) -> tuple[DataSource, ...]:
+        """The sources that have an episode of a split with at least `episode_min_tokens`."""
+        least = self.config.episode_min_tokens
+        return tuple(
+            source
+            for source in self.sources
+            if split in source and len(source.short(split, least)) < len(source.episodes(split))
+        )
 
     @property
     def sha256(self) -> str:
@@ -202,12 +211,14 @@ class EpisodeLoader(IterableDataset):
             raise
         return self._return(stream.plan, item)
 
-    def one_pass(self, split: str) -> Iterator[Batch]:
+    def one_pass(self, split: str, *, source: DataSource | None = None) -> Iterator[Batch]:
         """Every eligible episode once, in the order of the files, without moving a cursor or dropping a row.
 
-        The last batch is padded with empty rows, so that all ranks get the same number of batches.
+        With a `source`, only the episodes of that one, numbered from 0; else those of all sources that have any. The
+        last batch is padded with empty rows, so that all ranks get the same number of batches.
         """
-        plan = LoadPlan(self.sources, self.config, split, in_stored_order=True)
+        sources = (source,) if source is not None else self.sources_of(split) or self.sources
+        plan = LoadPlan(sources, self.config, split, in_stored_order=True)
         builder = BatchBuilder(plan, self.rank, self.num_rows, **self._options)
         with closing(BatchStream(builder, plan.one_epoch(), self._ahead)) as stream:
             for item in stream.batches:

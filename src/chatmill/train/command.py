@@ -166,6 +166,16 @@ def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
     return [f"{name} {one_line(json.dumps(value), 300)}" for name, value in project.items() if name not in stated]
 
 
+def val_lines(result: TrainResult) -> list[str]:
+    """The val loss of each source of a mix in one line."""
+    shown = []
+    for name, each in result.val_sources.items():
+        loss = None if each is None else each["loss"]
+        nothing = "has no episodes in val" if each is None else "has no trained tokens in val"
+        shown.append(f"{one_line(name)} {nothing if loss is None else f'{loss:.4f}'}")
+    return [f"val loss by source: {', '.join(shown)}"] if shown else []
+
+
 def summary(result: TrainResult) -> str:
     """The result in a few lines."""
     lines = []
@@ -189,5 +199,6 @@ def summary(result: TrainResult) -> str:
         lines.append(f"loss {result.loss:.4f}")
         if result.val_loss is not None:
             lines[-1] += f", val loss {result.val_loss:.4f}, perplexity {result.val_perplexity:.4g}"
+            lines += val_lines(result)
     lines.append(f"see {result.folder}" + ("" if result.checkpoint is None else f"; checkpoint {result.checkpoint}"))
     return "\n".join(lines)

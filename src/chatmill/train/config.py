@@ -207,7 +207,7 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass instead of keeping them")
     parallel: Literal["ddp", "fsdp"] = key("ddp", "with several ranks: a whole model on each (ddp), or shards (fsdp)")
     eval_interval: int = key(500, "steps between evaluations on val, besides the one at the end; 0: none", integer(0))
-    eval_iters: int | None = key(None, "batches of val per evaluation; null: all of them", optional(integer(1)))
+    eval_iters: int | None = key(None, "batches of val per evaluation, of each source; null: all", optional(integer(1)))
     eval_samples: int = key(2, "prompts of val, per source, to answer at each evaluation; 0: none", integer(0))
     checkpoint: Literal["full", "sharded"] = key(
         "full", "who writes checkpoints: rank 0 the whole (full), or every rank its part (sharded)"

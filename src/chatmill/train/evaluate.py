@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from chatmill.errors import DataError
+from chatmill.errors import DataError, one_line
 from chatmill.load.batch import Batch
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.source import DataSource
@@ -32,12 +32,14 @@ TokenText = Callable[[Sequence[int]], str]
 
 
 class Evaluation(NamedTuple):
-    """The loss of a model on a split."""
+    """The loss of a model on a split: of all sources together and, where sources are mixed, of each."""
 
     loss: float | None
     """The weighted mean over trained tokens; None if there are none."""
     trained: int
     """Trained tokens that it is over."""
+    sources: Mapping[str, Evaluation] = {}
+    """By the name of each source that has episodes of the split; empty unless sources are mixed."""
 
     @property
     def perplexity(self) -> float | None:
@@ -46,27 +48,65 @@ class Evaluation(NamedTuple):
     def __str__(self) -> str:
         if self.loss is None:
             return "val has no trained tokens"
-        return f"val loss {self.loss:.4f}, perplexity {self.perplexity:.4g} over {self.trained:,} trained tokens"
+        shown = f"val loss {self.loss:.4f}, perplexity {self.perplexity:.4g} over {self.trained:,} trained tokens"
+        return f"{shown} ({losses_by_source(self.sources)})" if self.sources else shown
+
+    def metrics(self) -> dict[str, float | None]:
+        """What the metrics of a run keep: `val_loss` and, of each source, `val_loss/NAME`."""
+        values = {"val_loss": self.loss, "val_perplexity": self.perplexity, "val_trained": self.trained}
+        for name, of_source in self.sources.items():
+            values |= {f"val_loss/{name}": of_source.loss, f"val_trained/{name}": of_source.trained}
+        return values
+
+
+def losses_by_source(sources: Mapping[str, Evaluation]) -> str:
+    """The loss of each source in one line."""
+    losses = ((name, each.loss) for name, each in sources.items())
+    return ", ".join(f"{one_line(name)} {'-' if loss is None else f'{loss:.4f}'}" for name, loss in losses)
 
 
 def evaluate(
     module: CausalModel, loader: EpisodeLoader, world: World, *, split: str = "val", batches: int | None = None
 ) -> Evaluation:
-    """The loss of a split in the order of its files, or of its first batches; moves no cursor. All ranks call this."""
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-    weight, trained = 0.0, 0
+    """The loss of a split in the order of its files, or of the first batches of each source; moves no cursor.
+
+    Each source is evaluated by itself. The loss of all is the mean over their trained tokens, so that a source counts
+    by its tokens in the split, whatever its weight in the mix. All ranks call this.
+    """
+    sources = loader.sources_of(split)
+    totals = torch.zeros(len(sources), dtype=torch.float64, device=world.device)
+    counts = [0.0] * (2 * len(sources))
     with eval_mode(module), torch.no_grad():
-        for batch in islice(loader.one_pass(split), batches):
-            check_ids(batch, module, loader, world)
-            for part in batch.split(loader.config.gradient_accumulation_steps):
-                inputs = Inputs.of(part, world.device)
-                total += module(*inputs).total
-                weight += inputs.targets.weight
-                trained += inputs.targets.count
+        for number, source in enumerate(sources):
+            for batch in islice(loader.one_pass(split, source=source), batches):
+                check_ids(batch, module, loader, world)
+                for part in batch.split(loader.config.gradient_accumulation_steps):
+                    inputs = Inputs.of(part, world.device)
+                    totals[number] += module(*inputs).total
+                    counts[2 * number] += inputs.targets.weight
+                    counts[2 * number + 1] += inputs.targets.count
     if world.size > 1:
-        dist.all_reduce(total)
-    weights, counts = world.sums([weight, trained])
-    return Evaluation(float(total) / weights if weights else None, int(counts))
+        dist.all_reduce(totals)
+    losses, counts = totals.tolist(), world.sums(counts)
+    weights, trained = counts[0::2], counts[1::2]
+    parts = {
+        source.name: Evaluation(loss / weight if weight else None, int(count))
+        for source, loss, weight, count in zip(sources, losses, weights, trained, strict=True)
+    }
+    mean = sum(losses) / sum(weights) if sum(weights) else None
+    return Evaluation(mean, int(sum(trained)), parts if loader.config.mix_sft is not None else {})
+
+
+def val_notes(loader: EpisodeLoader) -> list[str]:
+    """Lines that say which sources have nothing to evaluate; none if all have."""
+    evaluated = loader.sources_of("val")
+    if not evaluated:
+        return [f"{loader.dataset_dir} has no episodes in val: nothing is evaluated"]
+    without = [one_line(source.name) for source in loader.sources if source not in evaluated]
+    if not without:
+        return []
+    names = ", ".join(one_line(source.name) for source in evaluated)
+    return [f"no episodes in val: {', '.join(without)}; val loss is that of {names}"]
 
 
 def check_ids(batch: Batch, model: CausalModel, loader: EpisodeLoader, world: World) -> None:

@@ -76,6 +76,8 @@ class TrainResult:
     """Of the last step with a trained token; None if there was none."""
     val_loss: float | None
     val_perplexity: float | None
+    val_sources: Mapping[str, Mapping[str, float | None] | None]
+    """`loss`, `perplexity` and `trained` tokens of each source of a mix; None for one without episodes in val."""
     tokens: int
     trained: int
     untrained_rows: int
@@ -322,15 +324,14 @@ class _Loop:
                 lines = [] if self._text is None else self._samples.lines(answers, self._text)
             if self.on_eval is not None:
                 more |= self.on_eval(model, state.step)
-        values = {"val_loss": evaluation.loss, "val_perplexity": evaluation.perplexity}
-        self.run_dir.log({"step": state.step, **values, "val_trained": evaluation.trained, **more})
+        self.run_dir.log({"step": state.step, **evaluation.metrics(), **more})
         shown = "".join(f", {name} {value:.4g}" for name, value in more.items())
         self.run_dir.print("\n".join([f"step {state.step:,}: {evaluation}{shown}", *lines]))
 
     @cached_property
     def _samples(self) -> Samples | None:
         state, count = self.state, self.state.config.eval_samples
-        return Samples(state.loader.sources, count, state.stepper.model) if count else None
+        return Samples(state.loader.sources_of("val"), count, state.stepper.model) if count else None
 
     @cached_property
     def _text(self) -> TokenText | None:
@@ -372,9 +373,20 @@ class _Loop:
             loss=self.loss,
             val_loss=evaluation and evaluation.loss,
             val_perplexity=evaluation and evaluation.perplexity,
+            val_sources=self._val_sources(),
             **asdict(state.totals),
             non_answer_tokens=0 if state.non_answers is None else state.non_answers.non_answers,
             seconds=self.seconds,
             data_wait=self.data_wait,
             stopped_by=stopped_by,
         )
+
+    def _val_sources(self) -> dict[str, Mapping[str, float | None] | None]:
+        """The last evaluation of each source of a mix; empty if there was none."""
+        if self.evaluation is None or not self.evaluation.sources:
+            return {}
+        parts = {
+            name: {"loss": each.loss, "perplexity": each.perplexity, "trained": each.trained}
+            for name, each in self.evaluation.sources.items()
+        }
+        return {source.name: parts.get(source.name) for source in self.state.loader.sources}

@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+from chatmill.errors import one_line
+
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 56, 16, 40, 44
 MOST = 1500
 """Points of a curve, at most: more are averaged."""
+VAL = "val_loss"
 Points = Sequence[tuple[float, float]]
 
 
 def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
-    """The loss of every step and of every evaluation."""
+    """The loss of every step and of every evaluation, of sources that are mixed also by source."""
     box = f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>'
     back = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
@@ -25,9 +28,12 @@ def loss_plot(metrics: Sequence[Mapping[str, Any]], *, title: str) -> str:
 def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     """The axes and curves; nothing where no loss is finite."""
     train = _thinned([(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None])
-    val = [(line["step"], line["val_loss"]) for line in metrics if line.get("val_loss") is not None]
-    curves = [("train", "#2563eb", train), ("val", "#dc2626", val)]
-    points = [point for _, _, curve in curves for point in curve if math.isfinite(point[1])]
+    names = dict.fromkeys(name for line in metrics for name in line if name == VAL or name.startswith(f"{VAL}/"))
+    val = {name: [(line["step"], line[name]) for line in metrics if line.get(name) is not None] for name in names}
+    curves = [("train", "#2563eb", train), ("val", "#dc2626", val.pop(VAL, []))]
+    # Those of sources are thinner, and named where they end.
+    by_source = [(name.removeprefix(f"{VAL}/"), "#f59e0b", curve) for name, curve in val.items()]
+    points = [point for _, _, curve in [*curves, *by_source] for point in curve if math.isfinite(point[1])]
     if not points:
         return []
     steps, losses = [step for step, _ in points], [loss for _, loss in points]
@@ -41,6 +47,13 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
     for tick in _ticks(across.low, across.high):
         parts.append(f'<text x="{across(tick)}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
+    for name, colour, losses_of in by_source:
+        shown = [(across(step), up(loss)) for step, loss in losses_of if math.isfinite(loss)]
+        if shown:
+            path = " ".join(f"{x},{y}" for x, y in shown)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1"/>')
+            (x, y), text = shown[-1], escape(one_line(f"{name} {losses_of[-1][1]:.4f}", 60))
+            parts.append(f'<text x="{x - 4}" y="{y - 4}" font-size="10" text-anchor="end" fill="#b45309">{text}</text>')
     for number, (name, colour, curve) in enumerate(curves):
         shown = [(across(step), up(loss)) for step, loss in curve if math.isfinite(loss)]
         if not shown:

@@ -22,6 +22,7 @@ from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.config import TrainConfig, model_keys
 from chatmill.train.data_check import DataCheck
 from chatmill.train.distributed import World
+from chatmill.train.evaluate import val_notes
 from chatmill.train.load_model import compute_dtype
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import (
@@ -164,8 +165,8 @@ def open_run(
         state.notes += [] if state.non_answers is None else [str(state.non_answers)]
         state.notes += _notes(state, checkpoint, folder, same_data=same_data)
         state.notes += cache_lengths(loader)
-        if config.eval_interval and "val" not in loader.splits:
-            state.notes.append(f"{dataset_dir} has no episodes in val: nothing is evaluated")
+        if config.eval_interval:
+            state.notes += val_notes(loader)
         state.audit = _open_audit(config, loader, world, checkpoint if same_data else None)
         yield state
         succeeded = True
