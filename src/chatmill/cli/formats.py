@@ -39,3 +39,5 @@ def formats(
     for format in presets:
         typer.echo(f"{format.name:<14} {' '.join(format.tokens.values())}")
         typer.echo(f"{'':<14} trained in an assistant turn: {', '.join(format.trained)}")
+    typer.echo(f"{'text':<14} records of one text, or of a prompt and its completion, without turns")
+    typer.echo(f"{'template':<14} the chat template in the tokenizer's folder")
