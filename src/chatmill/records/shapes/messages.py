@@ -16,10 +16,11 @@ from chatmill.errors import RecordError
 from chatmill.records.record import ROLES, Message, Record, Role, ToolCall, new_message, new_record
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import may_repeat_key, named, repeated_key
-from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, quoted
+from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, PlainMessages, quoted
 from chatmill.records.shapes.ranges import read_ranges
 
 _ROLES: dict[str, Role] = {role: role for role in ROLES}
+PLAIN = PlainMessages("role", "content", _ROLES)
 # Newer servers call the system message the developer's.
 _DEVELOPER: dict[str, Role] = {"developer": "system"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -117,7 +118,7 @@ def parse(record: Object) -> ParsedRecord:
 def _messages(record: KeyReader) -> list[Message]:
     record.refuse("system", right='expected it as the first message, or shape "tool"')
     record.refuse("functions", right="expected tools and tool_calls")
-    return fields.messages(record, "messages", read_message)
+    return fields.messages(record, "messages", read_message, PLAIN)
 
 
 def parse_primer(record: Object) -> ParsedRecord:

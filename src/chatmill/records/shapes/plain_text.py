@@ -12,7 +12,7 @@ from chatmill.records.record import Message, Role, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import named
 from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
-from chatmill.records.shapes.messages import read_message
+from chatmill.records.shapes.messages import PLAIN, read_message
 
 
 @dataclass(frozen=True)
@@ -77,4 +77,4 @@ def _messages(record: KeyReader, key: str, role: Role) -> list[Message]:
     if type(value) is not list:
         what = f"the record has {named(value)} as {key}" if key in record else f"the record has no {key}"
         raise RecordError(what, "expected a text or a list of messages", kind="type")
-    return fields.messages(record, key, read_message)
+    return fields.messages(record, key, read_message, PLAIN)

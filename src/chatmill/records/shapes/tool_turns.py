@@ -10,7 +10,7 @@ from chatmill.errors import RecordError
 from chatmill.records.record import Message, Role, ToolCall, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import compact
-from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord
+from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, PlainMessages
 from chatmill.records.shapes.messages import read_message
 from chatmill.records.shapes.ranges import read_ranges
 
@@ -26,6 +26,11 @@ _SHAREGPT_ROLES: dict[str, Role] = {
 }
 TOOL_ROLES: dict[str, Role] = {**fields.TEXT_ROLES, "assistant_toolcall": "assistant", "toolresult": "tool"}
 
+_PLAIN_SHAREGPT = PlainMessages(
+    "from", "value", {name: role for name, role in _SHAREGPT_ROLES.items() if name != "function_call"}
+)
+_PLAIN_TOOL = PlainMessages("role", "content", fields.TEXT_ROLES)
+
 
 def sharegpt(record: Object) -> ParsedRecord:
     """The conversation of one record; a top-level `system` becomes its first message."""
@@ -33,7 +38,7 @@ def sharegpt(record: Object) -> ParsedRecord:
 
 
 def _sharegpt_messages(record: KeyReader) -> list[Message]:
-    return fields.system(record) + fields.messages(record, "conversations", _sharegpt_message)
+    return fields.system(record) + fields.messages(record, "conversations", _sharegpt_message, _PLAIN_SHAREGPT)
 
 
 def tool(record: Object) -> ParsedRecord:
@@ -42,7 +47,7 @@ def tool(record: Object) -> ParsedRecord:
 
 
 def _tool_messages(record: KeyReader) -> list[Message]:
-    return fields.system(record) + fields.messages(record, "messages", _tool_message)
+    return fields.system(record) + fields.messages(record, "messages", _tool_message, _PLAIN_TOOL)
 
 
 def _sharegpt_message(turn: KeyReader) -> Message:
