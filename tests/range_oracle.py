@@ -60,7 +60,7 @@ def expected_weights(offsets, size: int, ranges, own: float, flagged: bool) -> t
 def pairs_of_bytes() -> bytes:
     """A byte-level BPE that merges pairs of bytes at random: characters of several tokens, and tokens across them."""
     alphabet = bytes_to_unicode()
-    letters = [alphabet[byte] for byte in {*"".join(PIECES).encode()}]
+    letters = [alphabet[byte] for byte in sorted({*"".join(PIECES).encode()}) if byte >= 0x80 or chr(byte) in " aens<|"]
     pairs = [[one, other] for one in letters for other in letters]
     random.Random(5).shuffle(pairs)
     tokens = dict.fromkeys([*alphabet.values(), *("".join(pair) for pair in pairs)])

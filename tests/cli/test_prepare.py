@@ -228,7 +228,7 @@ def test_a_script_that_fails_says_so_in_one_line(place):
     assert script(f"prepare_chat_sft.py {flags}", code=2).stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", ["", "--workers 2", "--split shuffle --seed 7", "--dedupe"])
+@pytest.mark.parametrize("flags", ["--workers 2", "--split shuffle --seed 7"])
 def test_an_empty_val_names_the_smallest_share_that_fills_it(place, monkeypatch, capsys, flags):
     def refused(command: str) -> str:
         monkeypatch.setattr(sys, "argv", ["chatmill", *shlex.split(command)])

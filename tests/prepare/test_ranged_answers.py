@@ -22,10 +22,9 @@ from chatmill.store.reweigh import reweigh_dataset
 X, Y = ord("x"), ord("y")
 FITS: dict[str, dict[str, Any]] = {
     "windows": {"fit": "windows", "max_tokens": 100},
+    "exchanges": {"fit": "exchanges", "max_tokens": 100},
     "turns": {"fit": "turns", "max_tokens": 100},
-    "packed": {"pack": 400, "max_tokens": 150},
-    "unrolled": {"unroll": True},
-    "unrolled last": {"unroll": True, "train_on": "last"},
+    "unrolled": {"unroll": True, "pack": 400},
     "blocks": {"format": "post-training", "fit": "blocks", "max_tokens": 120},
 }
 
@@ -40,7 +39,7 @@ def answer(rng: random.Random) -> dict[str, Any]:
     return {"role": "assistant", "content": text, "train_ranges": ranges}
 
 
-def corpus(folder: Path, count: int = 60) -> tuple[str, ...]:
+def corpus(folder: Path, count: int = 30) -> tuple[str, ...]:
     rng = random.Random(3)
     user = {"role": "user", "content": "q"}
     sizes = [rng.randrange(1, 4) for _ in range(count)]

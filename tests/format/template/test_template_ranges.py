@@ -73,7 +73,7 @@ def plain_text(rng: random.Random) -> str:
     return f"{random_text(rng)}ZZ{random_text(rng)}".replace("<|", "<")
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "gemma", "gptoss"])
+@pytest.mark.parametrize("name", ["qwen3", "gptoss"])
 def test_every_token_has_the_weight_of_its_characters_in_published_templates(name):
     renderer = trl_format(name)
     engine = tokenizers.Tokenizer.from_file(str(trl_tokenizer() / "tokenizer.json"))
@@ -82,9 +82,7 @@ def test_every_token_has_the_weight_of_its_characters_in_published_templates(nam
 
 
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the shared templates are not here")
-@pytest.mark.parametrize(
-    "name", ["axolotl-phi_4", "llamacpp-ibm-granite-granite-4.0", "unsloth-zephyr", "llamacpp-Qwen-QwQ-32B"]
-)
+@pytest.mark.parametrize("name", ["axolotl-phi_4", "llamacpp-Qwen-QwQ-32B"])
 def test_every_token_has_the_weight_of_its_characters_in_shared_templates(name, tmp_path):
     renderer = own_format(tmp_path, (PUBLISHED / f"{name}.jinja").read_text("utf-8"))
     engine = tokenizers.Tokenizer.from_file(str(tmp_path / "own" / "tokenizer.json"))
@@ -123,10 +121,8 @@ def test_a_content_written_twice_has_its_ranges_twice(tmp_path):
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("m.content.replace('x', 'y')", "the chat template does not write character 2 of its content"),
         ("m.content.replace(' ', '_')", "the chat template does not write character 1 of its content"),
         ("m.content | upper", "the chat template changes its text"),
-        ("m.content | tojson", None),
         ("m.content | replace('q', 'y')", None),
     ],
 )
