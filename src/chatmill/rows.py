@@ -79,10 +79,10 @@ class Rule(IntEnum):
     GIVEN = 3
     """By a mask that the caller gave."""
     UNFINISHED = 4
-    """The turn, or in a block an answer before it, is not closed, so nothing in it is trained."""
+    """The turn is not whole in its row, or an answer before it there is not closed, so nothing in it is trained."""
     PAD = 5
     INCOMPLETE_USER = 6
-    """No complete user turn is before the answer in its block."""
+    """No complete user turn is before the answer in its row."""
     INJECTED = 7
     """A copy that opens a cut turn again."""
     EARLIER_WINDOW = 8
@@ -101,6 +101,12 @@ class Rule(IntEnum):
     """With --unroll: trained in an earlier row of its conversation; here context for a later answer."""
     RANGE = 15
     """By the message's own `train_ranges`, which are about characters of its content."""
+    OUTSIDE = 16
+    """Text of a transcript that no marker opens, or an end without a beginning: never trained."""
+    WHITESPACE = 17
+    """Whitespace between the turns of a transcript: never trained."""
+    NOT_ANSWER = 18
+    """No answer: in a block, or a format that trains answers alone, its message's own weight does not count."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)

@@ -39,13 +39,13 @@ def ledger(capsys):
 
 def test_conversations_stand_one_a_line_with_no_space_at_the_markers(monkeypatch, tmp_path, ledger):
     made = export(monkeypatch, tmp_path, [[("user", "hi"), ("assistant", " yo")]], "--context-length", "99")
-    assert made["lines"] == ["<|USER|>hi<|END|><|ASSISTANT|> yo<|END|>"]
+    assert made["lines"] == ["<|USER|>hi<|END|><|ASSISTANT|> yo<|END|><|EOS|>"]
     assert ledger()["stored"] == {"": {"rows": 1, "tokens": 10, "trained": 0}}
 
 
 def test_line_breaks_are_escaped(monkeypatch, tmp_path):
     made = export(monkeypatch, tmp_path, [[("user", "a\nb\\n"), ("assistant", "c")]], "--context-length", "99")
-    assert made["lines"] == ['"<|USER|>a\\nb\\\\n<|END|><|ASSISTANT|>c<|END|>"']
+    assert made["lines"] == ['"<|USER|>a\\nb\\\\n<|END|><|ASSISTANT|>c<|END|><|EOS|>"']
 
 
 def test_what_does_not_fit_is_cut_or_skipped_and_counted(monkeypatch, tmp_path, ledger):
@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_cut_or_skipped_and_counted(monkeypatch, tmp_path, 
         [("user", "say <|END|> twice"), ("assistant", "no")],
     ]
     made = export(monkeypatch, tmp_path, records, "--context-length", "12")
-    assert made["lines"] == ["<|SYSTEM|>s<|END|><|USER|>q<|END|><|ASSISTANT|>a<|END|>"]
+    assert made["lines"] == ["<|SYSTEM|>s<|END|><|USER|>q<|END|><|ASSISTANT|>a<|END|><|EOS|>"]
     counts = {
         (bucket, reason): (entry["rows"], entry["tokens"])
         for bucket, reasons in ledger().items()

@@ -111,9 +111,9 @@ def test_an_assistant_marker_without_end_masks_the_rest_of_its_conversation():
     assert packed("UuEAaEAbXUuEAaE", size=16) == ["UuEAaEAbXUuEAaEX ...***......***."]
 
 
-def test_a_new_system_span_resets_the_user_span_and_the_open_answer():
-    assert packed("UuESsEAaE", size=10) == ["UuESsEAaEX .........."]
-    assert packed("UuEAaSsEUvEAbE", size=15) == ["UuEAaSsEUvEAbEX ...........***."]
+def test_a_new_system_span_resets_neither_the_user_span_nor_the_open_answer():
+    assert packed("UuESsEAaE", size=10) == ["UuESsEAaEX ......***."]
+    assert packed("UuEAaSsEUvEAbE", size=15) == ["UuEAaSsEUvEAbEX ..............."]
 
 
 def test_eos_resets_the_user_span():
@@ -443,7 +443,7 @@ def test_a_dropped_remainder_is_counted_without_what_was_injected_into_it():
 def slow_mask(block: str) -> str:
     mask, asked, open_answer = ["."] * len(block), False, False
     for at, token in enumerate(block):
-        if token in "SX":
+        if token == "X":
             asked = open_answer = False
         elif token in "UA":
             stop = at + 1

@@ -78,8 +78,8 @@ def test_the_kind_of_file_does_not_matter(read_bytes, name):
 
 
 def test_a_text_file_is_a_transcript_unless_it_holds_objects(shape_of):
-    assert shape_of(b"<|USER|>q<|END|>", name="a.txt") == "transcript-stream"
-    assert shape_of(b"anything", name="a.txt") == "transcript-stream"
+    assert shape_of(b"<|USER|>q\n<|END|>", name="a.txt") == "transcript-stream"
+    assert shape_of(b"anything", name="a.txt", shape="transcript") == "transcript-lines"
     assert shape_of("<|USER|>q<|END|>", name="a.txt") == "transcript-lines"
     assert shape_of(PLAIN, name="a.txt", shape="transcript") == "transcript-lines"
 

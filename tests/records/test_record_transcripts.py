@@ -1,4 +1,4 @@
-"""Transcripts: exact text, incomplete spans, a record a line or one stream a file."""
+"""Transcripts: exact text, incomplete spans, text outside of spans, a record a line or one stream a file."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chatmill.errors import DataError
 from chatmill.records import Message, Record, read_records
+from chatmill.records.record import new_message
+from chatmill.records.transcript_layout import transcript_layout
 from chatmill.records.units import conversations
 
-LINE = b"<|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>"
+
+def outside(text: str, *, end: bool = False) -> Message:
+    """Text outside of spans, or before an end that closes nothing."""
+    return new_message("none", text, complete=end)
+
+
+LINE = b"<|USER|> hi <|END|><|ASSISTANT|> yo <|END|>"
 EXCHANGE = [Message("user", " hi "), Message("assistant", " yo ")]
+SPACED = [EXCHANGE[0], outside("\n"), EXCHANGE[1]]
 
 
 def found(*conversations: tuple[int, list[Message]], file: str = "a.txt") -> list[Record]:
@@ -39,7 +49,7 @@ def test_the_id_of_an_object_names_each_of_its_conversations(read_bytes):
 
 def test_a_stream_is_cut_at_eos_and_says_where_each_conversation_begins(read_bytes):
     data = b"\n<|USER|> hi <|END|>\n<|ASSISTANT|> yo <|END|>\n<|EOS|>\n\n  <|USER|>\r\nx\n<|END|><|EOS|> <|EOS|>" + LINE
-    expected = found((2, EXCHANGE), (6, [Message("user", "\r\nx\n")]), (8, EXCHANGE))
+    expected = found((2, SPACED), (6, [Message("user", "\r\nx\n")]), (8, EXCHANGE))
     assert read_bytes(data, "a.txt") == (expected, [])
 
 
@@ -53,28 +63,124 @@ def test_a_span_without_its_end_is_kept_as_incomplete(read_bytes, shape):
     assert read_bytes(data, "a.txt", shape=shape) == (expected, [])
 
 
-def test_whether_lines_are_records_is_told_from_the_first_line(read_bytes):
-    stream = b"<|USER|>a<|END|>\n<|ASSISTANT|>b<|END|>\n"
-    whole = [Message("user", "a"), Message("assistant", "b")]
-    assert read_bytes(stream, "a.txt") == (found((1, whole)), [])
-    assert read_bytes(stream, "a.txt", shape="transcript") == (found((1, whole)), [])
-    assert read_bytes(stream, "a.txt", shape="transcript-lines") == (found((1, whole[:1]), (2, whole[1:])), [])
-    lines = b"\n" + LINE + b"\n" + LINE
-    assert read_bytes(lines, "a.txt") == (found((2, EXCHANGE), (3, EXCHANGE)), [])
-    joined = found((2, EXCHANGE + EXCHANGE))
-    assert read_bytes(lines, "a.txt", shape="transcript-stream") == (joined, [])
-    unanswered = b"<|USER|>a<|ASSISTANT|>b<|USER|>c<|END|>\n<|ASSISTANT|>d<|END|>"
-    assert len(read_bytes(unanswered, "a.txt")[0]) == 1
+@pytest.mark.parametrize("form", ["line", "string", "object"])
+def test_text_outside_of_spans_is_kept_in_its_place(read_bytes, form):
+    text = "junk <|USER|>u<|END|> \t<|ASSISTANT|>a<|END|><|END|> x <|END|><|USER|>v<|END|>y"
+    data = {"line": text, "string": json.dumps(text), "object": json.dumps({"text": text})}[form].encode()
+    turns = [
+        outside("junk "),
+        Message("user", "u"),
+        outside(" \t"),
+        Message("assistant", "a"),
+        outside("", end=True),
+        outside(" x ", end=True),
+        Message("user", "v"),
+        outside("y"),
+    ]
+    assert read_bytes(data, "a.txt", shape="transcript-lines") == (found((1, turns)), [])
+
+
+def test_a_record_without_markers_is_read_as_text_outside_of_spans(read_bytes):
+    records = found((1, [outside("no markers")]), (2, [outside("nor here")]), (3, EXCHANGE))
+    assert read_bytes(b'no markers\n{"text": "nor here"}\n' + LINE, "a.txt", shape="transcript") == (records, [])
+
+
+def test_whitespace_around_a_conversation_is_layout_in_text_and_kept_in_json(read_bytes):
+    data = b"  <|USER|> u <|END|> \n" + json.dumps(" <|USER|> u <|END|>\n<|EOS|>\n<|USER|>v").encode()
+    u = Message("user", " u ")
+    expected = [(1, [u]), (2, [outside(" "), u, outside("\n")])]
+    expected += [(2, [outside("\n"), Message("user", "v", complete=False)])]
+    assert read_bytes(data, "a.txt", shape="transcript-lines") == (found(*expected), [])
+
+
+def test_a_file_that_reads_the_same_both_ways_needs_no_decision(read_bytes):
+    for data in (LINE + b"<|EOS|>\n" + LINE + b" <|EOS|>\n\n", LINE + b"\n<|EOS|>\n" + LINE, LINE + b"\n", b"", b"\n"):
+        read = [read_bytes(data, "a.txt", shape=f"transcript{name}") for name in ("", "-lines", "-stream")]
+        assert read[0] == read[1] == read[2]
+
+
+def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes):
+    system = b"<|SYSTEM|>s<|END|><|USER|>q<|END|>"
+    # Only lines: within a stream a second system span would begin another conversation.
+    data = system + b"\n" + system + b"<|ASSISTANT|>a<|END|>\n" + system + b"<|ASSISTANT|>b<|END|>\n"
+    records, _ = read_bytes(data, "a.txt")
+    assert [record.line for record in records] == [1, 2, 3]
+    # Lines or a stream: nobody can tell.
+    with pytest.raises(DataError) as asked:
+        read_bytes(system + b"\n" + LINE + b"\n" + LINE, "a.txt", shape="transcript")
+    assert str(asked.value) == (
+        "a.txt: has 3 records if each line is one, and 1 if only <|EOS|> parts them; "
+        "name it with --shape: transcript-lines or transcript-stream"
+    )
+
+
+def test_a_stream_whose_first_line_looks_like_a_record_stays_one(read_bytes):
+    data = LINE + b"\n<|USER|>two\nlines<|END|><|ASSISTANT|>a<|END|>\n<|EOS|>" + LINE
+    turns = [*EXCHANGE, outside("\n"), Message("user", "two\nlines"), Message("assistant", "a")]
+    assert read_bytes(data, "a.txt") == (found((1, turns), (4, EXCHANGE)), [])
+
+
+def test_a_span_a_line_is_a_stream(read_bytes):
+    data = b"<|USER|> hi <|END|>\n<|ASSISTANT|> yo <|END|>\n"
+    assert read_bytes(data, "a.txt") == (found((1, SPACED)), [])
+    assert read_bytes(data, "a.txt", shape="transcript-lines")[0] == found((1, EXCHANGE[:1]), (2, EXCHANGE[1:]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        LINE + b"\n" + LINE,
+        LINE + b"\n<|USER|>a\nb<|END|>\n<|SYSTEM|>s<|END|>" + LINE,
+        b'"<|USER|>a<|END|>"\n<|USER|>a\nb<|END|>',
+    ],
+)
+def test_what_both_readings_may_be_is_asked(read_bytes, data):
+    with pytest.raises(DataError, match=r"name it with --shape: transcript-lines or transcript-stream$"):
+        read_bytes(data, "a.txt")
+
+
+def test_text_without_any_marker_is_no_transcript_unless_it_is_said_to_be(read_bytes):
+    with pytest.raises(DataError, match=r"^a\.txt: holds none of the markers of a transcript; name it with --shape: "):
+        read_bytes(b"plain text\n", "a.txt")
+    assert read_bytes(b"plain text\n", "a.txt", shape="transcript") == (found((1, [outside("plain text")])), [])
+
+
+SOUP = ["<|SYSTEM|>", "<|USER|>", "<|ASSISTANT|>", "<|END|>", "<|END|>", "<|EOS|>", "\n", "\n", " ", "a", "<|", '"']
+
+
+@given(st.lists(st.sampled_from(SOUP), max_size=24).map("".join))
+def test_a_question_is_asked_only_where_the_readings_differ(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("soup") / "a.txt"
+    path.write_text(text)
+
+    def read(shape: str) -> list:
+        faults: list = []
+        records = read_records([path], shape=shape, on_error="skip", on_reject=faults.append)
+        return [record.messages for record in records] + faults
+
+    try:
+        chosen = read("transcript")
+    except DataError:
+        assert read("transcript-lines") != read("transcript-stream")
+        return
+    if not any(line.lstrip()[:1] == '"' for line in text.split("\n")):
+        assert chosen in (read("transcript-lines"), read("transcript-stream"))
+        # One that would cut a span which closes is not chosen, nor one that would train nothing where the other does.
+        if "<|USER|>a\n<|END|>" in text:
+            assert chosen == read("transcript-stream")
+
+
+@given(st.lists(st.sampled_from(SOUP), max_size=24).map(lambda parts: "".join(parts).encode()), st.integers(1, 30))
+def test_the_layout_of_a_file_does_not_depend_on_how_it_is_read(data, size):
+    chunks = [data[at : at + size] for at in range(0, len(data), size)]
+    assert transcript_layout(chunks) == transcript_layout([data])
 
 
 def test_a_fault_in_a_stream_costs_one_conversation(read_bytes):
-    data = b"junk " + LINE + b"<|EOS|>\n" + LINE + b"<|END|>\n<|EOS|>\xff<|EOS|><|USER|>\0<|EOS|>" + LINE
-    right = "expected <|SYSTEM|>, <|USER|> or <|ASSISTANT|> before it"
+    data = LINE + b"<|EOS|>\n" + LINE + b"\n<|EOS|>\xff<|EOS|><|USER|>\0<|EOS|>" + LINE
     assert read_bytes(data, "a.txt", shape="transcript-stream") == (
-        found((3, EXCHANGE)),
+        found((1, EXCHANGE), (2, EXCHANGE), (3, EXCHANGE)),
         [
-            f'a.txt:1: "junk" after 0 spans is outside of every span; {right}',
-            f"a.txt:2: <|END|> after 2 spans closes nothing; {right}",
             "a.txt:3: not UTF-8 at column 1 (byte 0xff); expected UTF-8 text",
             "a.txt:3: a NUL byte at column 9; expected text without NUL bytes",
         ],
@@ -82,8 +188,8 @@ def test_a_fault_in_a_stream_costs_one_conversation(read_bytes):
 
 
 @pytest.mark.parametrize("data", [b'""', b'{"text": " "}', b'"<|EOS|>"'])
-def test_a_json_transcript_without_spans_is_a_fault(read_bytes, data):
-    line = "a.jsonl:1: the transcript has no spans; expected <|SYSTEM|>, <|USER|> or <|ASSISTANT|>"
+def test_a_json_transcript_without_text_is_a_fault(read_bytes, data):
+    line = "a.jsonl:1: the transcript has no text; expected <|SYSTEM|>, <|USER|> or <|ASSISTANT|>"
     assert read_bytes(data, shape="transcript") == ([], [line])
 
 

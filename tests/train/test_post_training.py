@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from train_fixtures import SMALL, config, curve, prepare, trained, write_files
+from train_fixtures import SMALL, config, curve, prepare, trained, write_blocks
 
 from chatmill import pack_chat_blocks
 from chatmill.errors import UsageError
@@ -18,12 +18,13 @@ SYSTEM, USER, ASSISTANT, END, EOS = 1, 2, 3, 4, 5
 TALK = [SYSTEM, 9, END, USER, 10, END, ASSISTANT, 11, 12, END, USER, 13, END, ASSISTANT, 14, END]
 MASK = [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
 MARKERS = {"system_id": SYSTEM, "user_id": USER, "assistant_id": ASSISTANT, "end_id": END, "eos_id": EOS}
-POST = {"post_training": True, "epoch_drop_last": False, "pad_token_id": 0}
+SIZE = {"block_size": len(TALK) - 1, "pad_token_id": 0}
+POST = {"post_training": True, "epoch_drop_last": False, **SIZE}
 
 
 def test_the_loader_gives_a_loss_mask_that_marks_assistant_spans_with_their_markers(tmp_path):
-    data = write_files(tmp_path / "data", [TALK], [MASK])
-    settings = config(batch_size=1, block_size=len(TALK) - 1, **POST)
+    data = write_blocks(tmp_path / "data", [TALK], [MASK])
+    settings = config(batch_size=1, **POST)
     batch = EpisodeLoader(data, settings).get_batch()
     assert batch.x.tolist() == [TALK[:-1]]
     assert batch.loss_mask.tolist() == [[bool(bit) for bit in MASK[1:]]]
@@ -36,22 +37,22 @@ def test_the_loss_mask_is_packed_and_aligned_with_the_ids():
 
 
 def test_masked_tokens_give_targets_of_minus_100(tmp_path):
-    data = write_files(tmp_path / "data", [TALK], [MASK])
-    batch = EpisodeLoader(data, config(batch_size=1, block_size=len(TALK) - 1, **POST)).get_batch()
+    data = write_blocks(tmp_path / "data", [TALK], [MASK])
+    batch = EpisodeLoader(data, config(batch_size=1, **POST)).get_batch()
     expected = [token if bit else -100 for token, bit in zip(TALK[1:], MASK[1:], strict=True)]
     assert batch.y.tolist() == [expected]
 
 
 def test_training_ends_when_the_loader_does(tmp_path):
     data = prepare(tmp_path, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
-    rows = EpisodeLoader(data, config()).plan("train").num_eligible
+    rows = EpisodeLoader(data, config(block_size=31)).plan("train").num_eligible
     # Far more steps are asked for than a pass has, and the last batch is not full.
     assert rows % 5
-    values = {**SMALL, "batch_size": 5, "max_iters": 10_000, "post_training": True}
+    values = {**SMALL, "block_size": 31, "batch_size": 5, "max_iters": 10_000, "post_training": True}
     values.pop("use_loss_mask")
     result = trained(data, tmp_path, **values)
     assert result.step == result.total == -(-rows // 5)
-    assert result.tokens == rows * 32
+    assert result.tokens == rows * 31
     said = json.loads((result.checkpoint / "checkpoint.json").read_text())
     assert said["loader"]["cursors"]["train"]["epoch"] == 1
     again = trained(data, tmp_path, **values, resume="auto")
@@ -60,20 +61,19 @@ def test_training_ends_when_the_loader_does(tmp_path):
 
 @pytest.mark.parametrize("packing", ["none", "bins"])
 def test_what_fills_no_batch_at_the_end_of_the_pass_is_said(tmp_path, capsys, packing):
-    # Packed, two conversations stand in a row.
-    data = write_files(tmp_path / "data", [TALK] * 10, [MASK] * 10)
+    # A block fills its row, so that packing changes nothing.
+    data = write_blocks(tmp_path / "data", [TALK] * 10, [MASK] * 10)
     settings = {**POST, "epoch_drop_last": True, "max_iters": None, "packing": packing, "batch_size": 3}
-    chosen = config(block_size=2 * len(TALK), **settings)
+    chosen = config(**settings)
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path)
-    left = {"none": 1, "bins": 4}[packing]
-    assert f"{left} of 10 episodes fill no batch at the end of the pass and are left out" in capsys.readouterr().err
+    assert "1 of 10 episodes fill no batch at the end of the pass and are left out" in capsys.readouterr().err
     # It is too late to change that when the run goes on.
     train_model(chosen, model_name="run", dataset_dir=data, out_dir=tmp_path, resume="auto")
     assert "fill no batch" not in capsys.readouterr().err
 
 
 def test_fewer_steps_than_a_pass_may_be_asked_for(tmp_path):
-    data = write_files(tmp_path / "data", [TALK] * 9, [MASK] * 9)
+    data = write_blocks(tmp_path / "data", [TALK] * 9, [MASK] * 9)
     assert trained(data, tmp_path, batch_size=2, max_iters=3, **POST).step == 3
 
 
@@ -81,8 +81,8 @@ def test_blocks_without_trained_tokens_are_skipped_and_counted(tmp_path):
     nothing = [0] * len(TALK)
     masks = [MASK, nothing, nothing, MASK, nothing, MASK]
     order = {"batch_size": 1, "epoch_shuffle": False, "lr_schedule": "constant", "warmup_iters": 0, "max_iters": None}
-    mixed = trained(write_files(tmp_path / "mixed", [TALK] * 6, masks), tmp_path, name="a", **order, **POST)
-    only = trained(write_files(tmp_path / "only", [TALK] * 3, [MASK] * 3), tmp_path, name="b", **order, **POST)
+    mixed = trained(write_blocks(tmp_path / "mixed", [TALK] * 6, masks), tmp_path, name="a", **order, **POST)
+    only = trained(write_blocks(tmp_path / "only", [TALK] * 3, [MASK] * 3), tmp_path, name="b", **order, **POST)
     assert (mixed.step, mixed.skipped_steps, mixed.untrained_rows) == (6, 3, 3)
     assert (only.step, only.skipped_steps, only.untrained_rows) == (3, 0, 0)
     assert [line.get("skipped", 0) for line in read_metrics(mixed.folder)] == [0, 1, 1, 0, 1, 0]
@@ -93,20 +93,20 @@ def test_blocks_without_trained_tokens_are_skipped_and_counted(tmp_path):
 
 
 def test_rows_without_trained_tokens_beside_others_are_counted(tmp_path):
-    data = write_files(tmp_path / "data", [TALK] * 4, [MASK, [0] * len(TALK), MASK, MASK])
+    data = write_blocks(tmp_path / "data", [TALK] * 4, [MASK, [0] * len(TALK), MASK, MASK])
     result = trained(data, tmp_path, batch_size=2, max_iters=None, **POST)
     assert (result.step, result.skipped_steps, result.untrained_rows) == (2, 0, 1)
 
 
 def test_an_order_without_a_pass_is_refused(tmp_path):
-    data = write_files(tmp_path / "data", [TALK] * 4, [MASK] * 4)
+    data = write_blocks(tmp_path / "data", [TALK] * 4, [MASK] * 4)
     with pytest.raises(UsageError, match=r"post_training is one pass, .* set batch_sampling_mode to epoch"):
         trained(data, tmp_path, batch_sampling_mode="random", **POST)
 
 
 def test_a_mix_is_refused_and_one_of_its_sources_offered(tmp_path):
     for name in ("one", "two"):
-        write_files(tmp_path / "root" / name, [TALK] * 4, [MASK] * 4)
+        write_blocks(tmp_path / "root" / name, [TALK] * 4, [MASK] * 4)
     mix = {"mix_sft": {"one": 1, "two": 1}}
     right = "has none; give one source of the mix as dataset_dir, and no mix_sft$"
     with pytest.raises(UsageError, match=f"^post_training is one pass, and the order .* {right}"):
@@ -125,8 +125,8 @@ def test_a_mix_is_refused_and_one_of_its_sources_offered(tmp_path):
     ],
 )
 def test_a_finished_run_says_what_would_make_it_go_on(tmp_path, capsys, changes, said):
-    data = write_files(tmp_path / "data", [TALK] * 8, [MASK] * 8)
-    settings = config(pad_token_id=0, **changes)
+    data = write_blocks(tmp_path / "data", [TALK] * 8, [MASK] * 8)
+    settings = config(**SIZE, **changes)
     for resume in (None, "auto"):
         capsys.readouterr()
         train_model(settings, model_name="run", dataset_dir=data, out_dir=tmp_path, resume=resume)
@@ -134,8 +134,8 @@ def test_a_finished_run_says_what_would_make_it_go_on(tmp_path, capsys, changes,
 
 
 def test_from_plain_training_to_post_training_the_warm_up_begins_again(tmp_path):
-    data = write_files(tmp_path / "data", [TALK] * 12, [MASK] * 12)
-    common = {"batch_size": 2, "pad_token_id": 0, "warmup_iters": None, "warmup_pct": 0.5, "epoch_drop_last": False}
+    data = write_blocks(tmp_path / "data", [TALK] * 12, [MASK] * 12)
+    common = {"batch_size": 2, **SIZE, "warmup_iters": None, "warmup_pct": 0.5, "epoch_drop_last": False}
     trained(data, tmp_path, max_iters=4, **common)
     result = trained(data, tmp_path, max_iters=None, resume="auto", post_training=True, **common)
     # The whole pass again, and half of it in warm-up.

@@ -202,9 +202,10 @@ def test_chatmill_train_says_what_is_wrong_in_one_line(place, monkeypatch, capsy
 
 
 def test_flags_win_over_variables_and_these_over_the_file(place, monkeypatch, capsys):
+    data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "49")
     monkeypatch.setenv("POST_TRAINING", "1")
     monkeypatch.setenv("WARMUP_PCT", "0.5")
-    main(flags("--max_iters", "2"))
+    main(flags("--max_iters", "2", data=str(data)))
     stored = json.loads(Path("checkpoints/mine/config.json").read_text())
     assert (stored["post_training"], stored["warmup_pct"], stored["warmup_iters"]) == (True, 0.5, None)
     main(flags("--max_iters", "2", "--post_training", "false", "--warmup_iters", "1", name="other"))
@@ -292,7 +293,7 @@ def test_what_is_wrong_on_all_ranks_is_said_once(place):
 def test_blocks_are_post_trained_with_the_documented_variable(place, monkeypatch, capsys):
     data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
     monkeypatch.setenv("POST_TRAINING", "1")
-    main(flags("--max_iters", "1000", data=str(data)))
+    main(flags("--max_iters", "1000", "--block_size", "31", data=str(data)))
     stored = json.loads(Path("checkpoints/mine/config.json").read_text())
     assert stored["post_training"] is True
     assert "steps, " in capsys.readouterr().out
@@ -301,7 +302,7 @@ def test_blocks_are_post_trained_with_the_documented_variable(place, monkeypatch
 
 def test_post_training_after_plain_training_is_on_the_mask_and_on_all_blocks(place, monkeypatch, capsys):
     data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
-    main(flags("--max_iters", "null", "--use_loss_mask", "false", data=str(data)))
+    main(flags("--max_iters", "null", "--use_loss_mask", "false", "--block_size", "31", data=str(data)))
     said = "2 of 22 episodes fill no batch at the end of the pass and are left out; set epoch_drop_last to false"
     assert said in capsys.readouterr().err
     monkeypatch.setenv("POST_TRAINING", "1")
@@ -310,6 +311,25 @@ def test_post_training_after_plain_training_is_on_the_mask_and_on_all_blocks(pla
     assert (stored["use_loss_mask"], stored["epoch_drop_last"]) == (True, False)
     assert "fill no batch" not in capsys.readouterr().err
     assert len(read_metrics(Path("checkpoints/mine"))) == 22 // 4 + -(-22 // 4)
+
+
+@pytest.mark.parametrize("command", ["train.py", "chatmill train"])
+def test_post_training_refuses_what_is_not_made_of_blocks_of_its_size(place, monkeypatch, capsys, command):
+    monkeypatch.setenv("POST_TRAINING", "1")
+    line = "data/chat_sft: was made with --fit exchanges, and post_training reads "
+    line += "stream blocks of block_size + 1 = 49 tokens"
+    make = "make them with chatmill prepare … --format post-training --fit blocks --max-tokens 49"
+    if command == "train.py":
+        with pytest.raises(DataError) as refused:
+            main(flags("--audit_dir", "audit"))
+        assert str(refused.value) == f"{line}; {make}"
+    else:
+        monkeypatch.setattr("sys.argv", ["chatmill", "train", *flags("--audit_dir", "audit")])
+        with pytest.raises(SystemExit) as ending:
+            chatmill()
+        assert (ending.value.code, capsys.readouterr().err) == (1, f"chatmill: {line}; {make}\n")
+    assert not Path("checkpoints").exists()
+    assert not Path("audit").exists()
 
 
 @pytest.mark.parametrize(

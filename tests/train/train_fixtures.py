@@ -18,8 +18,11 @@ from child_processes import end_children, start_child
 from safetensors.torch import load_file
 
 from chatmill.cli.main import main as chatmill
-from chatmill.rows import offsets
+from chatmill.ledger import Ledger
+from chatmill.rows import offsets, rows_from_mask
 from chatmill.store.layout import INDEX, MASK, TOKENS, shard_name
+from chatmill.store.metadata import Metadata, write_metadata
+from chatmill.store.write import SplitWriter
 from chatmill.train.config import TrainConfig
 from chatmill.train.loop import TrainResult, train_model
 
@@ -80,6 +83,27 @@ def write_files(target: Path, episodes: Sequence[Sequence[int]], masks: Sequence
     lengths = np.array([len(ids) for ids in episodes], dtype="<u8")
     np.stack([offsets(lengths)[:-1].astype("<u8"), lengths], axis=1).tofile(shard / INDEX)
     np.array([bit for mask in masks for bit in mask], dtype="u1").tofile(shard / MASK)
+    return target
+
+
+def write_blocks(target: Path, blocks: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> Path:
+    """A dataset of blocks, all equally long, as `chatmill prepare --fit blocks` writes it."""
+    ids = np.array(blocks, dtype=np.uint32)
+    rows = rows_from_mask(ids.ravel(), np.array(masks).ravel(), np.full(len(ids), ids.shape[1]))
+    with SplitWriter(target / "train", vocab_size=1000, shard_tokens=1 << 20) as writer:
+        writer.append(rows)
+        split = writer.close()
+    metadata = Metadata(
+        vocab_size=1000,
+        format={},
+        tokenizer={"name": "numbers", "sha256": "0" * 64},
+        special_token_ids={},
+        pad_token_id=0,
+        splits={"train": split},
+        ledger=Ledger(),
+        config={"fit": "blocks", "max_tokens": ids.shape[1], "train_on": "assistant", "pack": None},
+    )
+    write_metadata(target, metadata, tokenizer_state={})
     return target
 
 

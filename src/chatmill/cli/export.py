@@ -47,8 +47,8 @@ def transcripts(
     """Write transcripts (<|USER|>…<|END|><|ASSISTANT|>…<|END|>), as long as a context can hold them.
 
     The first exchange must fit together with the system turn, each later one by itself; the first that does not
-    fit ends the conversation. A line that holds line breaks or other control characters is written as a JSON
-    string, so that reading the file with `--shape transcript` gives the same text again.
+    fit ends the conversation. Each ends with <|EOS|>. A line that holds line breaks or other control characters is
+    written as a JSON string, so that reading the file with `--shape transcript` gives the same text again.
 
     \b
     Example:

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from chatmill.answers import mask_answers, note_untrained
 from chatmill.cli.options import AsJson, console_on_stdout, print_losses, progress, share
 from chatmill.cli.record_options import Inputs, ReadOptions, RenderOptions, TemplateFlags, print_rejects
 from chatmill.config import LONGEST
 from chatmill.errors import UsageError
 from chatmill.fit import FitRule, truncate
-from chatmill.format import Renderer, open_renderer
+from chatmill.format import Renderer, open_renderer, requires_user
 from chatmill.prepare.job import UNROLL_ALL, existing
 from chatmill.prepare.primer import count_stored
 from chatmill.prepare.rejects import CountedRecords
@@ -74,6 +75,9 @@ def render_command(
             rows = truncate(
                 rows, max_tokens, fit, ledger=ledger, drop_untrained=False, require_terminators=require_terminators
             )
+            if requires_user(renderer):
+                rows = mask_answers(rows)
+            note_untrained(rows, ledger)
             count_stored(rows, ledger)
             for row in range(len(rows)):
                 if as_json:

@@ -21,11 +21,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from chatmill.answers import TurnStates, answer_rules, masked_spans, note_untrained, turn_states
 from chatmill.errors import DataError
 from chatmill.fit.gather_plan import OWN_RULE, GatherPlan, gather
 from chatmill.fit.turns import begins_segment, rows_from_ids
 from chatmill.ledger import Bucket, Ledger
-from chatmill.rows import EMPTY, Index, Part, Role, Rows, Rule, Table, concat, joined, ragged_index, rows_from_mask
+from chatmill.rows import EMPTY, Index, Part, Role, Rows, Rule, Table, concat, ragged_index, rows_from_mask
 
 Remainder = Literal["pad", "drop"]
 Flags = NDArray[np.bool_]
@@ -65,7 +66,7 @@ def cut_blocks(rows: Rows, block_size: int, *, remainder: Remainder = "pad", led
       turn, if that leaves room, and the user marker.
     - If that user turn does not end in the block either, the remainder of its document is left out.
     - An answer is trained only if it is whole in its block, the last user turn before it in the block is complete, and
-      every answer before it in the block is closed; EOS and a system marker reset this.
+      every answer before it in the block is closed; EOS resets this.
     - The last block is padded with EOS, or dropped.
     """
     return _blocks(rows, block_size, 0, last=True, remainder=remainder, ledger=ledger)[0]
@@ -105,64 +106,33 @@ def _blocks(
     padding = missing if remainder == "pad" else 0
     packed = replace(EMPTY, files=rows.files)
     if len(kept.start):
-        weighed = replace(rows, spans=_weigh(rows, turns, cuts))
-        packed = gather(weighed, _plan(rows, turns, kept, padding), _eos_padding(int(rows.ids[-1]), padding))
+        weighed = replace(rows, spans=_weigh(rows, turns.states, cuts))
+        packed = gather(weighed, _plan(rows, turns.states, kept, padding), _eos_padding(int(rows.ids[-1]), padding))
     if ledger is not None:
         _count(ledger, rows, cuts, kept, packed, at, stop)
     return packed, stop
 
 
 class _BlockTurns(NamedTuple):
-    """One entry for each turn; a run of tokens outside of turns is a turn without a role."""
+    """The turns of rows, with what a block that begins inside of each needs to know."""
 
-    start: Index
-    stop: Index
+    states: TurnStates
     row_stop: Index
     """Where the turn's document ends."""
-    role: NDArray[np.uint8]
-    """A tool result counts as a user turn; a turn without its marker has no role."""
-    closed: Flags
     system: Index
     """The last complete system turn of the conversation so far, or -1."""
-    user: Index
-    """The last user turn since EOS or a system marker, or -1."""
-    left_open: Index
-    """The last answer without END since EOS or a system marker, or -1."""
-    of_span: Index
-    """The turn of each span of the rows."""
 
 
 def _turns(rows: Rows) -> _BlockTurns:
-    spans, part, begins = rows.spans, rows.spans["part"], begins_segment(rows)
-    new = begins | (part == Part.OPEN)
-    new[1:] |= (spans["message"][1:] != spans["message"][:-1]) | (spans["role"][1:] != spans["role"][:-1])
-    first = np.flatnonzero(new)
-    last = np.append(first[1:], len(spans)) - 1
-    start, stop = rows.span_start[first], rows.span_start[last + 1]
-    row_stop = rows.row_start[np.searchsorted(rows.row_start, start, side="right")]
-    role = np.where(part[first] == Part.OPEN, spans["role"][first], np.uint8(Role.NONE))
-    role[role == Role.TOOL] = Role.USER
-    closed = part[last] == Part.CLOSE
-
+    part, begins, turns = rows.spans["part"], begins_segment(rows), turn_states(rows)
+    row_stop = rows.row_start[np.searchsorted(rows.row_start, turns.start, side="right")]
     such = 'blocks take rows of a format such as "post-training"'
     if np.any(part[np.append(begins[1:], True)] != Part.EOS):
         raise DataError(f"a conversation does not end with EOS; {such}, which puts one there")
-    others = rows.ids[start[(role == Role.SYSTEM) | (role == Role.ASSISTANT)]]
-    if len(shared := np.intersect1d(rows.ids[start[role == Role.USER]], others)):
+    others = rows.ids[turns.start[(turns.role == Role.SYSTEM) | (turns.role == Role.ASSISTANT)]]
+    if len(shared := np.intersect1d(rows.ids[turns.start[turns.role == Role.USER]], others)):
         raise DataError(f"token {shared[0]} opens user turns and others; {such}, whose markers tell turns apart")
-
-    number = np.arange(len(first))
-
-    def latest(which: Flags, since: Index) -> Index:
-        last = np.maximum.accumulate(np.where(which, number, -1))
-        return np.where(last >= since, last, -1)
-
-    conversation = np.maximum.accumulate(np.where(begins[first], number, 0))
-    system, answer = role == Role.SYSTEM, role == Role.ASSISTANT
-    reset = np.maximum(conversation, latest(system, conversation))
-    whole_system, user = latest(system & closed, conversation), latest(role == Role.USER, reset)
-    left_open, of_span = latest(answer & ~closed, reset), np.cumsum(new) - 1
-    return _BlockTurns(start, stop, row_stop, role, closed, whole_system, user, left_open, of_span)
+    return _BlockTurns(turns, row_stop, turns.latest((turns.role == Role.SYSTEM) & turns.closed))
 
 
 class _Cuts(NamedTuple):
@@ -178,18 +148,19 @@ class _Cuts(NamedTuple):
 
 def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_Cuts, int]:
     """Where blocks begin and end from token `at` on; only full blocks unless these turns are the `last`."""
-    users = np.flatnonzero(turns.role == Role.USER)
+    states = turns.states
+    users = np.flatnonzero(states.role == Role.USER)
     system = turns.system[users]
-    system_length = np.where(system >= 0, turns.stop[system] - turns.start[system], 0)
+    system_length = np.where(system >= 0, states.stop[system] - states.start[system], 0)
     # Two more tokens must fit: the user marker and one of the stream, or the next block would begin at the same place.
     system[system_length + 2 > block_size] = -1
     injected = 1 + np.where(system >= 0, system_length, 0)
 
     # The one loop, once for each block. Lists, because numpy is slow at single numbers.
-    user_start, user_stop = turns.start[users].tolist(), turns.stop[users].tolist()
+    user_start, user_stop = states.start[users].tolist(), states.stop[users].tolist()
     row_stop, room = turns.row_stop[users].tolist(), (block_size - injected).tolist()
     taken: list[tuple[int, int, int]] = []
-    end = int(turns.stop[-1])
+    end = int(states.stop[-1])
     while at < end:
         user = bisect_left(user_start, at) - 1
         if user >= 0 and user_stop[user] <= at:
@@ -211,29 +182,18 @@ def _cut(turns: _BlockTurns, block_size: int, at: int, *, last: bool) -> tuple[_
     return _Cuts(starts, stops, system, users, stops - starts + injected), at
 
 
-def _weigh(rows: Rows, turns: _BlockTurns, cuts: _Cuts) -> Table:
+def _weigh(rows: Rows, turns: TurnStates, cuts: _Cuts) -> Table:
     """The spans of the rows, with weight 0 for every answer that its block may not train.
 
     Blocks do not overlap in the rows, so an answer is whole in at most one block and one weight is enough.
     """
     block = np.searchsorted(cuts.start, turns.start, side="right") - 1
-    start, stop = cuts.start[block], cuts.stop[block]
     # A turn that began before all of these blocks was decided with earlier blocks.
-    whole = turns.closed & (turns.stop <= stop) & (block >= 0)
-    after_open = (turns.left_open >= 0) & (turns.start[turns.left_open] >= start)
-    # A user turn that reaches into the block from before is opened again there, so only its end counts.
-    has_user = (turns.user >= 0) & turns.closed[turns.user] & (turns.stop[turns.user] > start)
-    rule = np.where(has_user, np.uint8(OWN_RULE), np.uint8(Rule.INCOMPLETE_USER))
-    rule[~whole | after_open] = Rule.UNFINISHED
-    spans = joined([rows.spans])
-    of_span = rule[turns.of_span]
-    masked = (spans["role"] == Role.ASSISTANT) & (of_span != OWN_RULE)
-    spans["weight"][masked] = 0
-    spans["rule"][masked] = of_span[masked]
-    return spans
+    stop = np.where(block >= 0, cuts.stop[block], 0)
+    return masked_spans(rows, turns, answer_rules(rows, turns, cuts.start[block], stop))
 
 
-def _plan(rows: Rows, turns: _BlockTurns, cuts: _Cuts, padding: int) -> GatherPlan:
+def _plan(rows: Rows, turns: TurnStates, cuts: _Cuts, padding: int) -> GatherPlan:
     """Each block as its system turn and user marker (either may be empty) and its pieces of conversations."""
     block, segment, start, stop = _pieces(rows, cuts.start, cuts.stop)
     count, first = len(cuts.start), np.searchsorted(block, np.arange(len(cuts.start) + 1))
@@ -282,16 +242,11 @@ def _count(ledger: Ledger, rows: Rows, cuts: _Cuts, kept: _Cuts, packed: Rows, a
     A conversation in three blocks becomes three rows: two are counted as repeated, without tokens.
     """
     rule, length = packed.spans["rule"], packed.spans["length"]
-    answers = packed.spans["role"] == Role.ASSISTANT
-    counted: tuple[tuple[Bucket, str, Flags], ...] = (
-        ("injected", "", rule == Rule.INJECTED),
-        ("padding", "", rule == Rule.PAD),
-        ("noted", "answer_unfinished", answers & (rule == Rule.UNFINISHED)),
-        ("noted", "answer_incomplete_user", answers & (rule == Rule.INCOMPLETE_USER)),
-    )
-    for bucket, reason, chosen in counted:
-        if np.any(chosen):
-            ledger.add(bucket, reason, tokens=int(length[chosen].sum()))
+    added: tuple[tuple[Bucket, Rule], ...] = (("injected", Rule.INJECTED), ("padding", Rule.PAD))
+    for bucket, code in added:
+        if np.any(chosen := rule == code):
+            ledger.add(bucket, tokens=int(length[chosen].sum()))
+    note_untrained(packed, ledger)
     _, pieces, _, _ = _pieces(rows, kept.start, kept.stop)
     # A conversation that began in an earlier block has a row there already.
     entered = int(np.searchsorted(rows.segment_start, at, side="right")) - 1

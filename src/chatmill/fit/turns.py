@@ -50,7 +50,10 @@ def turns_of(rows: Rows) -> TurnTable:
     is_system = np.append(role, Role.NONE)[first_turn] == Role.SYSTEM
     begins = (role == Role.NONE) & (rows.spans["part"][first_span] == Part.OPEN) & (start == row_start[row])
     begin_stop = np.maximum(by_row(np.maximum, np.where(begins, stop, -1), row, count), row_start)
-    head_stop = np.where(is_system, np.append(stop, 0)[first_turn], begin_stop)
+    # Text of a transcript that stands between the system turn and the next one belongs to the head.
+    in_turns = np.flatnonzero(~np.isin(rows.spans["rule"][first_span], (Rule.OUTSIDE, Rule.WHITESPACE)))
+    following = np.append(start[in_turns], len(rows.ids))[np.searchsorted(in_turns, first_turn, side="right")]
+    head_stop = np.where(is_system, np.minimum(following, rows.row_start[1:]), begin_stop)
 
     anchor = by_row(np.maximum, np.where(role == Role.ASSISTANT, number, -1), row, count)
     anchor = np.where(anchor >= 0, anchor, by_row(np.maximum, number, row, count))

@@ -19,7 +19,7 @@ import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.plain_file import local_path
-from chatmill.records import ROLES
+from chatmill.records import NO_ROLE, ROLES
 from chatmill.rows import Part, Rule, offsets
 from chatmill.tokenizer import Tokenizer
 
@@ -67,6 +67,8 @@ class ChatFormat:
     """Control tokens around each conversation."""
     body: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_BODY))
     """Templates for reasoning, a tool call and the list of tools, each with one `{}`."""
+    requires_user: bool = False
+    """Train only whole answers after a complete user turn of their row, and write whitespace between turns."""
 
     def split(self, text: str) -> list[tuple[str | None, str]]:
         """Text of the format split into control tokens, as (key, token), and text, as (None, text)."""
@@ -98,6 +100,9 @@ class ChatFormat:
     def to_json(self) -> dict[str, Any]:
         """Everything that determines the rendered text, for the metadata of a dataset; `from_json` is the inverse."""
         stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        if not self.requires_user:
+            # As in datasets from before there was this key, so that their bytes stay the same.
+            stored.pop("requires_user", None)
         return stored
 
     @classmethod
@@ -133,7 +138,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise DataError(f"{where}: not TOML: {error}") from None
     faults: list[str] = []
-    known = {"name", "tokens", "trained", "default_system", "begin", "end", "body", *ROLES}
+    known = {"name", "tokens", "trained", "default_system", "begin", "end", "body", "requires_user", *ROLES}
     faults += [f'unknown key "{one_line(key)}" (known: {", ".join(sorted(known))})' for key in data if key not in known]
 
     tokens = _strings(data.get("tokens", {}), "tokens", faults)
@@ -157,6 +162,9 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
     texts = {key: data[key] for key in ("name", "default_system", "begin", "end") if key in data}
     faults += [f"{key} must be a text" for key, text in texts.items() if not isinstance(text, str)]
     texts = {key: text for key, text in texts.items() if isinstance(text, str)}
+    requires_user = data.get("requires_user", False)
+    if not isinstance(requires_user, bool):
+        faults.append("requires_user must be true or false")
     if "default_system" in data and "system" not in turns:
         faults.append("default_system is given but there is no [system]")
 
@@ -169,6 +177,7 @@ def parse_format(text: str, *, where: str) -> ChatFormat:
         begin=texts.get("begin", ""),
         end=texts.get("end", ""),
         body=DEFAULT_BODY | body,
+        requires_user=requires_user is True,
     )
     faults += _marker_faults(format)
     if faults:
@@ -213,6 +222,15 @@ def _marker_faults(format: ChatFormat) -> list[str]:
             # They stand in the system's text, which is encoded as text.
             faults.append("body.tools must be plain text; no control token of [tokens] may stand in it")
         used |= keys
+    if format.requires_user:
+        faults += [
+            f"{role}.{name} must hold one control token, which {name}s the turn, because requires_user is true"
+            for role, turn in format.turns.items()
+            for name, pieces in (("open", format.split(turn.open)), ("close", format.split(turn.close)[::-1]))
+            if sum(key is not None for key, _ in pieces) != 1 or pieces[0][0] is None
+        ]
+        if len(format.split(format.turns["assistant"].open)) > 1:
+            faults.append("assistant.open must be one control token alone, because requires_user is true")
     faults += [f"tokens.{key} is never used" for key in format.tokens if key not in used]
     return faults
 
@@ -220,7 +238,8 @@ def _marker_faults(format: ChatFormat) -> list[str]:
 BEGIN, OPEN, BODY, CLOSE, AFTER, END = range(6)
 """The pieces of a message, columns of the tables below. All but the body are the same for every message of a role."""
 PARTS = (Part.OPEN, Part.OPEN, Part.CONTENT, Part.CLOSE, Part.CLOSE, Part.EOS)
-ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate(ROLES)}
+ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate((*ROLES, NO_ROLE))}
+"""Rows of the tables below; those of roles are also the numbers of `Role`."""
 
 
 class CompiledFormat:
@@ -250,13 +269,17 @@ class CompiledFormat:
             last = max((at for at, (key, _) in enumerate(closing) if key is not None), default=-1)
             close, after = closing[: last + 1], closing[last + 1 :]
             fixed += [format.split(format.begin), opening, [], close, after, format.split(format.end)]
+        # Text outside of turns: nothing opens it, and an end that closes no turn may follow it.
+        self.prefix.append("")
+        self.suffix.append("")
+        fixed += [format.split(format.begin), [], [], [(format.eot, "")], [], format.split(format.end)]
 
         flat, start = tokenizer.encode_batch([text for pieces in fixed for key, text in pieces if key is None])
         texts = (flat[first:stop].tolist() for first, stop in pairwise(start))
         encoded = [
             [i for key, _ in pieces for i in (next(texts) if key is None else [control[key]])] for pieces in fixed
         ]
-        self.lengths = np.array([len(ids) for ids in encoded], dtype=np.int64).reshape(len(ROLES), len(PARTS))
+        self.lengths = np.array([len(ids) for ids in encoded], dtype=np.int64).reshape(-1, len(PARTS))
         self.starts = offsets(self.lengths.ravel())[:-1].reshape(self.lengths.shape)
         # Control tokens for use inside of bodies follow the fixed pieces, one each.
         self.control_start = {key: int(self.lengths.sum()) + at for at, key in enumerate(control)}

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import RecordError
-from chatmill.format.chat_format import ROLE_CODES, ChatFormat, CompiledFormat
-from chatmill.records import ChatColumns, Message, Record, ToolCall
+from chatmill.format.chat_format import ROLE_CODES, ChatFormat, CompiledFormat, TurnMarkers
+from chatmill.records import NO_ROLE, ChatColumns, Message, Record, ToolCall
+from chatmill.records.record import is_layout
 from chatmill.rows import Ids, Index, Part, Role, offsets
 from chatmill.tokenizer import TextColumns, Tokenizer
 from chatmill.tokenizer.tokenizer import token_positions
@@ -102,15 +103,16 @@ def messages_of(record: Record, format: ChatFormat) -> Sequence[Message]:
     messages = record.messages
     if not messages:
         raise RecordError("the record has no messages", "give at least one", kind="empty").at(record.file, record.line)
-    has_system = messages[0].role == "system"
+    first = next((at for at, message in enumerate(messages) if message.role != NO_ROLE), 0)
+    has_system = messages[first].role == "system"
     if not record.tools and (has_system or format.default_system is None):
         return messages
-    system = messages[0] if has_system else Message(role="system", content=format.default_system or "")
+    system = messages[first] if has_system else Message(role="system", content=format.default_system or "")
     if record.tools:
         tools = format.body["tools"].replace("{}", "\n".join(record.tools), 1)
         content = f"{system.content}\n\n{tools}" if system.content else tools
         system = msgspec.structs.replace(system, content=content)
-    return [system, *(messages[1:] if has_system else messages)]
+    return [*messages[:first], system, *messages[first + 1 :]] if has_system else [system, *messages]
 
 
 def split_bodies(
@@ -160,7 +162,8 @@ def transcript_turns(record: Record, format: ChatFormat) -> list[str]:
     """
     turns = []
     for number, message in enumerate(messages_of(record, format)):
-        turn = format.turns[message.role]
+        outside = TurnMarkers("", format.tokens[format.eot])
+        turn = outside if message.role == NO_ROLE else format.turns[message.role]
         body = body_of(message, format, "", "")
         for token in format.tokens.values():
             if any(token in text for text in text_runs(body)):
@@ -197,6 +200,14 @@ class MessageColumns:
     texts: Sequence[str]
     text_of: Index
     """By message: which of the texts its body is."""
+    layout: int = 0
+    """Records with whitespace between turns that the format does not write."""
+
+    @property
+    def outside(self) -> list[int]:
+        """Messages that are text outside of turns."""
+        numbers: list[int] = np.flatnonzero(self.roles == ROLE_CODES[NO_ROLE]).tolist()
+        return numbers
 
 
 def message_columns(records: Sequence[Record], format: ChatFormat, compiled: CompiledFormat) -> MessageColumns:
@@ -242,6 +253,12 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
     for at in extended:
         if not messages[at].complete:
             texts[at] = compiled.prefix[roles[at]] + messages[at].content
+    layout = 0
+    if not format.requires_user:
+        left_out = [at for at in np.flatnonzero(roles == ROLE_CODES[NO_ROLE]).tolist() if is_layout(messages[at])]
+        for at in left_out:
+            texts[at] = ""
+        layout = len(np.unique(np.searchsorted(offsets(counts + added), left_out, side="right")))
     # A recurring system text is encoded once.
     text_of = np.arange(len(texts), dtype=np.int64)
     first_with: dict[str, int] = {}
@@ -253,4 +270,5 @@ def message_columns(records: Sequence[Record], format: ChatFormat, compiled: Com
     for at, body in bodies.items():
         texts[at] = ""
         texts += text_runs(body)
-    return MessageColumns(records, messages, offsets(counts + added), added, roles, extended, bodies, texts, text_of)
+    first_message = offsets(counts + added)
+    return MessageColumns(records, messages, first_message, added, roles, extended, bodies, texts, text_of, layout)

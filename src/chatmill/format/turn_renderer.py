@@ -21,8 +21,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from chatmill.answers import mask_answers
 from chatmill.errors import RecordError
-from chatmill.format.chat_format import AFTER, BEGIN, BODY, CLOSE, END, OPEN, PARTS, ChatFormat, CompiledFormat
+from chatmill.format.chat_format import (
+    AFTER,
+    BEGIN,
+    BODY,
+    CLOSE,
+    END,
+    OPEN,
+    PARTS,
+    ROLE_CODES,
+    ChatFormat,
+    CompiledFormat,
+)
 from chatmill.format.messages import MessageColumns, content_place, message_columns, split_bodies, text_runs
 from chatmill.format.renderer import OnReject, Renderer, apply_record_weights, origins_of
 from chatmill.format.text_format import text_fault
@@ -37,7 +49,8 @@ from chatmill.format.train_ranges import (
     vague,
 )
 from chatmill.ledger import Ledger
-from chatmill.records import ROLES, ChatColumns, Record
+from chatmill.records import NO_ROLE, ROLES, ChatColumns, Record
+from chatmill.records.record import is_layout
 from chatmill.rows import (
     EMPTY,
     NO_MESSAGE,
@@ -104,7 +117,7 @@ class TurnRenderer:
             raise fault.at(record.file, record.line, record.id)
         turns = self.format.turns
         for number, message in enumerate(record.messages):
-            if message.role not in turns:
+            if message.role not in turns and message.role != NO_ROLE:
                 raise RecordError(
                     f"message {number} has role {message.role}, which the format {self.format.name} cannot write",
                     f"it writes {', '.join(turns)}; add [{message.role}] to the format",
@@ -125,9 +138,12 @@ class TurnRenderer:
             unused = sum(bool(record.template_kwargs) for record in records)
             if unused:
                 ledger.add("noted", "template_kwargs_unused", rows=unused)
-        rows = _rows(self, message_columns(records, self.format, self.compiled), train_on, ledger)
+        columns = message_columns(records, self.format, self.compiled)
+        if columns.layout and ledger is not None:
+            ledger.add("noted", "whitespace_left_out", rows=columns.layout)
+        rows = _rows(self, columns, train_on, ledger)
         apply_record_weights(records, rows.spans, rows.first_span)
-        return rows
+        return mask_answers(rows) if self.format.requires_user else rows
 
     render_chunks = Renderer.render_chunks
 
@@ -135,6 +151,11 @@ class TurnRenderer:
         ids: list[int] = self.render(list(self.renderable([record]))).ids.tolist()
         end = len(self.compiled.fixed("assistant", END))
         return ids[: len(ids) - end] + self.compiled.fixed("assistant", OPEN)
+
+
+def requires_user(renderer: Renderer) -> bool:
+    """Whether only whole answers after a complete user turn of their row are trained."""
+    return isinstance(renderer, TurnRenderer) and renderer.format.requires_user
 
 
 def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, ledger: Ledger | None) -> Rows:
@@ -185,6 +206,9 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
         rules[inside] = compiled.rules[BODY]
 
     weights = np.zeros(base[-1], dtype=np.float32)
+    for at in columns.outside:
+        whitespace = is_layout(columns.messages[at])
+        rules[base[at] + BODY : base[at + 1] - 1] = Rule.WHITESPACE if whitespace else Rule.OUTSIDE
     for at in columns.extended:
         message = columns.messages[at]
         pieces = slice(base[at], base[at + 1])
@@ -200,7 +224,7 @@ def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, le
     spans = np.zeros(len(kept), dtype=SPAN)
     numbers = np.repeat(_message_numbers(first_message, columns.added), widths)
     numbers[places(BEGIN)] = NO_MESSAGE
-    span_roles = np.repeat(roles, widths)
+    span_roles = np.repeat(np.where(roles == ROLE_CODES[NO_ROLE], np.uint8(Role.NONE), roles), widths)
     span_roles[places(BEGIN)] = span_roles[places(END)] = Role.NONE
     spans["target"] = OWN_ID
     by_field = {

@@ -49,6 +49,11 @@ class LoadConfig(Config):
         optional(one_of(*TOKEN_DTYPES)),
     )
 
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether only stream blocks of block_size + 1 tokens may be read, as in post-training."""
+        return False
+
     def conflicts(self) -> Iterator[str]:
         if self.batch_size % self.gradient_accumulation_steps:
             yield (

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
+from chatmill.load.block_check import block_fault
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MIX_SFT
 from chatmill.plain_file import local_path
@@ -208,6 +209,8 @@ def _is_source(folder: Path) -> bool:
 def _faults(sources: tuple[DataSource, ...], config: LoadConfig) -> Iterator[str]:
     """Conflicts between the config and the sources, or between the sources."""
     for source in sources:
+        if config.reads_blocks and (fault := block_fault(source.dataset, config.block_size)):
+            yield fault
         if config.use_loss_mask and not source.has_mask:
             yield f"{source.path}: has no mask.bin, and use_loss_mask is true; prepare it with one, or set it to false"
         if config.token_dtype is not None and source.dataset.token_dtype != config.token_dtype:

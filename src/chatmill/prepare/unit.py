@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from chatmill.answers import mask_answers, note_untrained
 from chatmill.errors import ChatmillError, DataError, RecordError, one_line
 from chatmill.fit import truncate_with_sources
-from chatmill.format import Renderer, TemplateOptions, open_renderer
+from chatmill.format import Renderer, TemplateOptions, open_renderer, requires_user
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.rejects import note_keys
@@ -98,22 +99,30 @@ def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
     for batch in records:
         rows, record_of, count = records.render(batch)
         _check_ids(rows, vocab_size)
-        if job.fit != "blocks":
-            rows, source = truncate_with_sources(
-                rows,
-                job.capacity,
-                job.fit,
-                ledger=records.ledger,
-                drop_untrained=True,
-                require_terminators=job.require_terminators,
-            )
-            record_of = record_of[source]
+        rows, source = _fitted(rows, job, renderer, records.ledger)
+        record_of = record_of[source]
         out.add(rows, record_of, count)
     if records.stopped_by is not None:
         raise records.stopped_by
     out.save(records)
     read = records.log.bytes_read()
     return Done(unit.number, out.number, records.lines, records.ledger, tuple(records.faults), read)
+
+
+def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
+    """The rows that are staged, and the rendered row of each. Blocks are made of whole rows, in assembly."""
+    if job.fit == "blocks":
+        return rows, np.arange(len(rows), dtype=np.int64)
+    fit = partial(truncate_with_sources, rule=job.fit, ledger=ledger, require_terminators=job.require_terminators)
+    if not requires_user(renderer):
+        note_untrained(rows, ledger)
+        return fit(rows, job.capacity)
+    # A cut may part an answer from its user turn. What is trained is known only then, and so which rows are dropped.
+    cut, source = fit(rows, job.capacity, drop_untrained=False)
+    cut = mask_answers(cut)
+    note_untrained(cut, ledger)
+    kept, of_cut = fit(cut, None)
+    return kept, source[of_cut]
 
 
 def finished(unit: Unit, folder: Path) -> Done | None:

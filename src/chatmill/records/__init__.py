@@ -30,6 +30,7 @@ if _TYPE_CHECKING:
     from chatmill.records.read import read_records as read_records
     from chatmill.records.read_log import BytesRead as BytesRead
     from chatmill.records.read_log import ReadLog as ReadLog
+    from chatmill.records.record import NO_ROLE as NO_ROLE
     from chatmill.records.record import ROLES as ROLES
     from chatmill.records.record import Message as Message
     from chatmill.records.record import Record as Record

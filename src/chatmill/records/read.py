@@ -10,31 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
-from chatmill.errors import RecordError, UsageError
+from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import columns, files, units
 from chatmill.records.columns import COMPILED, ChatColumns
+from chatmill.records.files import open_bytes
 from chatmill.records.input_files import InputFiles
 from chatmill.records.read_log import ReadLog
 from chatmill.records.record import Record
-from chatmill.records.shapes import (
-    NO_OPTIONS,
-    SHAPES,
-    ShapeOptions,
-    ShapeParser,
-    detect,
-    oasst,
-    parser,
-    transcript,
-)
+from chatmill.records.shapes import NO_OPTIONS, SHAPES, ShapeOptions, ShapeParser, detect, oasst, parser
+from chatmill.records.transcript_layout import transcript_layout
 
 MAX_LINE_BYTES = 64 * 2**20
 MIN_COLUMN_BYTES = 2**17
 """Bytes of consecutive lines for which columns are faster, where the lines of a block are mixed."""
 RETRY_BYTES = 2**16
 """Bytes of lines that are read one by one before columns are tried again."""
+SCAN = 2**18
+"""Bytes that are read at once to tell lines from a stream."""
+T = TypeVar("T")
 OnError = Literal["stop", "skip"]
 OnReject = Callable[[RecordError], None]
 
@@ -273,11 +270,11 @@ def _with_shape(part: FilePart, shape: str | None, limit: int) -> FilePart:
         raise UsageError(f"{files.shown(path)}: a table is no stream; expected shape transcript-lines")
     if ending == ".txt" and shape in (None, "transcript"):
         with closing(units.lines(path, limit=limit)) as numbered:
-            first = next(_readable(numbered), (0, b'"'))[1]
+            first = next(_readable(numbered), (0, b""))[1]
         # Objects in a text file are JSON Lines under another name.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
-            shape = "transcript-lines" if transcript.is_line_a_record(first) else "transcript-stream"
-            return replace(part, shape=shape, why="by its first line")
+            shape = _transcript_shape(path, is_transcript=shape is not None)
+            return replace(part, shape=shape, why="as its lines and markers say")
     why = "as --shape says"
     if shape is None:
         with closing(_units(part, limit)) as numbered:
@@ -285,10 +282,27 @@ def _with_shape(part: FilePart, shape: str | None, limit: int) -> FilePart:
     return replace(part, shape="transcript-lines" if shape == "transcript" else shape, why=why)
 
 
-def _readable(numbered: files.Units) -> Iterator[tuple[int, bytes]]:
-    """Units up to where the file is broken, which reading reports; detecting the shape need not."""
+def _transcript_shape(path: Path, *, is_transcript: bool) -> str:
+    """Lines or a stream, if the file leaves no doubt; a `DataError` that asks otherwise."""
+    with open_bytes(path) as file:
+        layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))
+    if not is_transcript and not layout.markers and not layout.json and layout.conversations:
+        names = ", ".join(SHAPES)
+        raise DataError(
+            f"{files.shown(path)}: holds none of the markers of a transcript; name it with --shape: {names}"
+        )
+    if layout.shape is None:
+        raise DataError(
+            f"{files.shown(path)}: has {layout.lines:,} records if each line is one, and {layout.conversations:,} if "
+            "only <|EOS|> parts them; name it with --shape: transcript-lines or transcript-stream"
+        )
+    return layout.shape
+
+
+def _readable(pieces: Iterator[T]) -> Iterator[T]:
+    """Pieces of a file up to where the file is broken, which reading reports; detecting the shape need not."""
     try:
-        yield from numbered
+        yield from pieces
     except RecordError:
         return
 

@@ -12,6 +12,8 @@ import msgspec
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
+NO_ROLE: Literal["none"] = "none"
+"""The role of text outside of every span of a transcript; complete if an `<|END|>` that closes nothing follows it."""
 
 _construct = msgspec.StructMeta.__call__
 
@@ -64,7 +66,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, metacla
     `reasoning` or `thinking`; `train` is a weight of 1 or 0. What cannot be read is a `RecordError`.
     """
 
-    role: Role
+    role: Role | Literal["none"]
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -118,9 +120,21 @@ def spaced_json(value: Any) -> str:
 
 
 def record_key(record: Record) -> bytes:
-    """Sixteen bytes that identify a conversation, whatever its id and origin, and the spaces in its arguments."""
-    messages = [_without_raw(message) if message.tool_calls else message for message in record.messages]
+    """Sixteen bytes that identify a conversation, whatever its id and origin, and spaces in its arguments.
+
+    Whitespace between the turns of a transcript does not count either.
+    """
+    messages = [
+        _without_raw(message) if message.tool_calls else message
+        for message in record.messages
+        if message.role != NO_ROLE or not is_layout(message)
+    ]
     return hashlib.sha256(_ENCODER.encode((messages, record.tools))).digest()[:16]
+
+
+def is_layout(message: Message) -> bool:
+    """Whether a message is only whitespace between the turns of a transcript."""
+    return message.role == NO_ROLE and not message.complete and message.content.isspace()
 
 
 def _without_raw(message: Message) -> Message:

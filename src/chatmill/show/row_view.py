@@ -16,8 +16,11 @@ from chatmill.show.text import TokenText, visible
 
 NOTES = {
     Rule.FLAG: "weighed by the message itself",
-    Rule.UNFINISHED: "cut: not trained, because it does not close",
+    Rule.UNFINISHED: "not trained: not whole here, or after an answer that does not close",
     Rule.INCOMPLETE_USER: "not trained: no complete user turn stands before it",
+    Rule.OUTSIDE: "not trained: outside of every turn",
+    Rule.WHITESPACE: "whitespace between turns",
+    Rule.NOT_ANSWER: "not trained, whatever its message says: no answer",
     Rule.INJECTED: "begins a cut turn anew with an injected copy",
     Rule.EARLIER_WINDOW: "in part of the row before, and trained there",
     Rule.VALUES_OFF: "appended texts are not trained",

@@ -219,6 +219,10 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     tensorboard: bool = key(False, "also write TensorBoard files")
     audit_dir: str | None = key("logs/audit", "folder of the audit log, which records what was trained on")
 
+    @property
+    def reads_blocks(self) -> bool:
+        return self.post_training
+
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
         if self.warmup_iters is not None and self.warmup_pct is not None:

@@ -26,7 +26,7 @@ from chatmill.format.template.probes import QUESTION
 from chatmill.format.template.process.client import TemplateProcess
 from chatmill.format.template.ranges import rendered_weights
 from chatmill.format.template.row_check import ExpectedAnswers, RowCheck, expected_answers, header_ids
-from chatmill.format.template.template_input import TemplateInput, plain_input, shape_and_texts
+from chatmill.format.template.template_input import LEFT_OUT, TemplateInput, only_turns, plain_input, shape_and_texts
 from chatmill.format.template.text_tokens import tokens_of_turns
 from chatmill.format.template.tracing.trace import ReadyStep, fill_slots, merge_guards, ready, replay
 from chatmill.format.template.turn_marks import TurnMarks, learn_turn_marks
@@ -308,7 +308,10 @@ class TemplateRenderer:
                 raise RecordError(what, "write it with --format text", kind="text_record")
             if (renderer := self._for_record(record)) is not self:
                 return renderer.lay_out(record, last_only=last_only)
-            laid_out = self._from_cache(record, last_only)
+            turns = only_turns(record)
+            laid_out = self._from_cache(turns, last_only)
+            if turns is not record:
+                laid_out = msgspec.structs.replace(laid_out, notes=(*laid_out.notes, LEFT_OUT))
             if self.encoder.normalizes or laid_out.char_weights is not None:
                 # Only encoding shows whether its borders are exact.
                 self._encode([laid_out], train_on="assistant", tags=False, ledger=Ledger())

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from chatmill.errors import RecordError
 from chatmill.format.template.tracing.trace import OUTSIDE, FieldPath
-from chatmill.records.record import ROLES, Message, Record, ToolCall
+from chatmill.records.record import NO_ROLE, ROLES, Message, Record, ToolCall, is_layout
 
 TextOf = Callable[[str, FieldPath], str]
 """What stands in the variables for a text of the record."""
@@ -43,7 +44,20 @@ class TemplateInput:
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Variables that a tokenizer may define for its template; undefined ones are written as an empty text."""
-_ROLE_CODES = {role: code for code, role in enumerate(ROLES)}
+LEFT_OUT = "whitespace_left_out"
+"""The note of a record with whitespace between its turns, which a template does not write."""
+_ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate(ROLES)}
+
+
+def only_turns(record: Record) -> Record:
+    """The record without whitespace between the turns of a transcript; other text there is refused."""
+    if all(message.role != NO_ROLE for message in record.messages):
+        return record
+    for number, message in enumerate(record.messages):
+        if message.role == NO_ROLE and not is_layout(message):
+            what = f"message {number} is text outside of turns, which a chat template cannot write"
+            raise RecordError(what, "use --format post-training, or remove it", kind="text_outside_turns")
+    return msgspec.structs.replace(record, messages=[each for each in record.messages if each.role != NO_ROLE])
 
 
 def plain_input(record: Record, style: Style) -> TemplateInput:

@@ -15,7 +15,7 @@ from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records.record import Record, new_record
 from chatmill.records.shapes import instruct, messages, oasst, plain_text, tool_turns, transcript
 from chatmill.records.shapes.column_map import ColumnMap, parse_columns
-from chatmill.records.shapes.decode import decode, decode_object, decode_text
+from chatmill.records.shapes.decode import decode, decode_object
 from chatmill.records.shapes.fields import KeyReader, Object, ParsedRecord, keys_shown, quoted
 from chatmill.records.shapes.plain_text import TextTemplates
 
@@ -46,7 +46,7 @@ _OTHERS: dict[str, Shape] = {
     "oasst1": lambda data: [oasst.parse(decode(data))],
     "transcript": transcript.from_line,
     "transcript-lines": transcript.from_line,
-    "transcript-stream": lambda data: transcript.conversations(decode_text(data)),
+    "transcript-stream": transcript.from_text,
 }
 SHAPES = (*_OBJECTS, *_OTHERS)
 """The names of all shapes."""

@@ -1,30 +1,32 @@
 """The `transcript` shapes: text whose spans run from `<|SYSTEM|>`, `<|USER|>` or `<|ASSISTANT|>` to `<|END|>`.
 
-`<|EOS|>` ends a conversation. All whitespace inside a span is kept; a span that never closes is kept as incomplete.
+`<|EOS|>` ends a conversation. All text is kept: whitespace inside of a span and between spans, a span that never closes
+(as incomplete), and text that no marker opens (as a message of the role "none", which is never trained).
 """
 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from chatmill.errors import RecordError
-from chatmill.records.record import Message, Role, new_message
+from chatmill.records.record import NO_ROLE, Message, Role, new_message
 from chatmill.records.shapes import fields
 from chatmill.records.shapes.decode import decode, decode_object, decode_text
-from chatmill.records.shapes.fields import KeyReader, ParsedRecord, quoted
+from chatmill.records.shapes.fields import KeyReader, ParsedRecord
 
 EOS = b"<|EOS|>"
 _OPENERS: dict[str, Role] = {"SYSTEM": "system", "USER": "user", "ASSISTANT": "assistant"}
 _EXPECTED = fields.listed([f"<|{name}|>" for name in _OPENERS])
-_MARKER = re.compile(r"<\|(SYSTEM|USER|ASSISTANT|END|EOS)\|>")
-_ANSWER = re.compile(rb"<\|ASSISTANT\|>(?:(?!<\|(?:SYSTEM|USER|ASSISTANT|EOS)\|>).)*?<\|END\|>")
+_MARKER = re.compile(r"<\|(SYSTEM|USER|ASSISTANT|END)\|>")
+_SPACE = " \t\n\r\v\f"
 
 
 def from_line(data: bytes) -> list[ParsedRecord]:
     """The conversations of one line: raw text, a JSON string, or an object with `text`."""
     begin = data.lstrip()[:1]
     if begin not in (b'"', b"{"):
-        return conversations(decode_text(data))
+        return from_text(data)
     unread: dict[str, None] = {}
     if begin == b'"':
         text, name = str(decode(data)), None
@@ -34,43 +36,38 @@ def from_line(data: bytes) -> list[ParsedRecord]:
         record.finish()
     records = [each._replace(id=name, unread_keys=tuple(unread)) for each in conversations(text)]
     if not records:
-        raise RecordError("the transcript has no spans", f"expected {_EXPECTED}", kind="empty")
+        raise RecordError("the transcript has no text", f"expected {_EXPECTED}", kind="empty")
     return records
 
 
-def conversations(text: str) -> list[ParsedRecord]:
-    """The conversations of a transcript; those without any span are left out."""
-    records: list[ParsedRecord] = []
+def from_text(data: bytes) -> list[ParsedRecord]:
+    """The conversations of raw text, without whitespace around their spans: it is layout, as line ends are."""
+    return conversations(decode_text(data), trim=True)
+
+
+def conversations(text: str, *, trim: bool = False) -> list[ParsedRecord]:
+    """The conversations of a transcript: what stands between `<|EOS|>` marks, where that is not blank.
+
+    `trim` leaves out whitespace before the first and after the last span of each.
+    """
+    pieces = (piece for piece in text.split(EOS.decode()) if piece.strip(_SPACE))
+    return [ParsedRecord(_messages(piece, trim=trim)) for piece in pieces]
+
+
+def _messages(text: str, *, trim: bool) -> list[Message]:
+    """The spans of one conversation, and the text outside of them.
+
+    x U u E A a   ->   none "x", user "u", assistant "a" (incomplete)
+    """
+    content, *marked = _MARKER.split(text.lstrip(_SPACE) if trim else text)
     turns: list[Message] = []
-    role: Role | None = None
-    position = 0
-    for marker in _MARKER.finditer(text):
-        kind, content = marker[1], text[position : marker.start()]
-        position = marker.end()
-        if role is not None:
+    role: Role | Literal["none"] = NO_ROLE
+    for kind, following in zip(marked[::2], marked[1::2], strict=True):
+        if content or role != NO_ROLE or kind == "END":
             turns.append(new_message(role, content, complete=kind == "END"))
-        else:
-            _check_between(content, len(turns))
-            if kind == "END":
-                what = f"<|END|> after {len(turns)} spans closes nothing"
-                raise RecordError(what, f"expected {_EXPECTED} before it", kind="span")
-        role = _OPENERS.get(kind)
-        if kind == "EOS" and turns:
-            records.append(ParsedRecord(turns))
-            turns = []
-    if role is not None:
-        turns.append(new_message(role, text[position:], complete=False))
-    else:
-        _check_between(text[position:], len(turns))
-    return [*records, ParsedRecord(turns)] if turns else records
-
-
-def is_line_a_record(first: bytes) -> bool:
-    """Whether a file whose first line is `first` holds one record per line, rather than one stream."""
-    return first.lstrip()[:1] in (b'"', b"{") or _ANSWER.search(first) is not None
-
-
-def _check_between(text: str, spans: int) -> None:
-    if outside := text.strip():
-        what = f"{quoted(outside)} after {spans} spans is outside of every span"
-        raise RecordError(what, f"expected {_EXPECTED} before it", kind="span")
+        role, content = _OPENERS.get(kind, NO_ROLE), following
+    if role == NO_ROLE and trim:
+        content = content.rstrip(_SPACE)
+    if content or role != NO_ROLE:
+        turns.append(new_message(role, content, complete=False))
+    return turns

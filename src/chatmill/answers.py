@@ -1,0 +1,138 @@
+"""Which answers may be trained: those that are whole in their row, after a complete user turn of that row.
+
+    U u E A a E U v E A b E      both answers
+      u E A a E U v E A b E      the second: the user turn of the first is cut
+    U u E A a   U v E A b E      none: the first does not close, and hides where what follows belongs
+
+`TurnRenderer` applies this to what it renders in a format with `requires_user`, `prepare` and `render` again to rows
+that were cut, and `cut_blocks` to each block. EOS alone, at the end of a conversation, begins anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.ledger import Ledger
+from chatmill.rows import Index, Part, Role, Rows, Rule, Table, joined
+
+Flags = NDArray[np.bool_]
+ALLOWED = 255
+"""The rule of a turn that keeps its weights and rules."""
+NOTED = {
+    Rule.UNFINISHED: "answer_unfinished",
+    Rule.INCOMPLETE_USER: "answer_incomplete_user",
+    Rule.NOT_ANSWER: "not_an_answer",
+    Rule.OUTSIDE: "text_outside_turns",
+    Rule.WHITESPACE: "whitespace_between_turns",
+}
+"""Rules that are counted in the ledger, with the reason that it names."""
+
+
+class TurnStates(NamedTuple):
+    """One entry for each turn; a run of tokens outside of turns is a turn without a role."""
+
+    first: Index
+    """Its first span."""
+    start: Index
+    stop: Index
+    role: NDArray[np.uint8]
+    """A tool result counts as a user turn; a turn without its marker has no role."""
+    closed: Flags
+    conversation: Index
+    """The first turn of its conversation."""
+    of_span: Index
+    """The turn of each span of the rows."""
+
+    def latest(self, which: Flags) -> Index:
+        """For each turn the last one of these, itself included, in its conversation; -1 if there is none."""
+        last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
+        return np.where(last >= self.conversation, last, -1)
+
+
+def turn_states(rows: Rows) -> TurnStates:
+    """The turns of rows, as their spans say."""
+    spans, part = rows.spans, rows.spans["part"]
+    begins = np.zeros(len(spans), dtype=bool)
+    begins[rows.first_span[:-1][np.diff(rows.first_span) > 0]] = True
+    new = begins | (part == Part.OPEN)
+    new[1:] |= (spans["message"][1:] != spans["message"][:-1]) | (spans["role"][1:] != spans["role"][:-1])
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(spans)) - 1
+    role = np.where(part[first] == Part.OPEN, spans["role"][first], np.uint8(Role.NONE))
+    role[role == Role.TOOL] = Role.USER
+    conversation = np.maximum.accumulate(np.where(begins[first], np.arange(len(first)), 0))
+    start, stop = rows.span_start[first], rows.span_start[last + 1]
+    return TurnStates(first, start, stop, role, part[last] == Part.CLOSE, conversation, np.cumsum(new) - 1)
+
+
+def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
+    """For each turn why it is not trained as an answer of the row or block [start, stop) that it begins in, or ALLOWED.
+
+    Turns are of whole conversations or of rows that were cut; only what is in the range counts.
+    """
+    answer = turns.role == Role.ASSISTANT
+    user, left_open = turns.latest(turns.role == Role.USER), turns.latest(answer & ~turns.closed)
+    whole = answer & turns.closed & (turns.start >= start) & (turns.stop <= stop) & ~_is_split(rows, turns)
+    after_open = (left_open >= 0) & (turns.start[left_open] >= start)
+    # A user turn that reaches into a block from before is opened again there, so only its end counts.
+    has_user = (user >= 0) & turns.closed[user] & (turns.stop[user] > start)
+    rule = np.where(has_user, np.uint8(ALLOWED), np.uint8(Rule.INCOMPLETE_USER))
+    rule[~whole | after_open] = Rule.UNFINISHED
+    return rule
+
+
+def _is_split(rows: Rows, turns: TurnStates) -> Flags:
+    """Whether an earlier window of the conversation holds the beginning of a turn that this row trains the end of."""
+    earlier = rows.spans["rule"] == Rule.EARLIER_WINDOW
+    if not earlier.any():
+        return np.zeros(len(turns.first), dtype=bool)
+    split: Flags = np.logical_or.reduceat(earlier, turns.first) & ~np.logical_and.reduceat(earlier, turns.first)
+    return split
+
+
+def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
+    """The spans of the rows, with weight 0 for answers whose turn has a rule, and for other turns that a flag trains.
+
+    What `train_on` all selects stays as it is: it is a choice for the whole dataset, which its metadata names.
+    """
+    spans = joined([rows.spans])
+    of_span, answer = rule[turns.of_span], spans["role"] == Role.ASSISTANT
+    masked = answer & (of_span != ALLOWED)
+    spans["rule"][masked] = of_span[masked]
+    other = ~answer & (spans["weight"] > 0) & (spans["rule"] != Rule.ROLE)
+    spans["rule"][other] = Rule.NOT_ANSWER
+    spans["weight"][masked | other] = 0
+    return spans
+
+
+def mask_answers(rows: Rows) -> Rows:
+    """The same rows, in which only whole answers after a complete user turn are trained.
+
+    >>> from chatmill import Message, Record, load_format, open_renderer
+    >>> record = Record([Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")])
+    >>> rows = open_renderer("post-training", "bytes").render([record])
+    >>> rows.mask().astype(int).tolist()
+    [0, 0, 0, 0, 0, 0, 1, 1, 1, 0]
+    """
+    if not len(rows.spans):
+        return rows
+    turns = turn_states(rows)
+    row = np.searchsorted(rows.row_start, turns.start, side="right") - 1
+    rule = answer_rules(rows, turns, rows.row_start[row], rows.row_start[row + 1])
+    return replace(rows, spans=masked_spans(rows, turns, rule))
+
+
+def note_untrained(rows: Rows, ledger: Ledger) -> None:
+    """Count the tokens of answers that are not trained, and of what stands outside of turns, by reason."""
+    rule, length = rows.spans["rule"], rows.spans["length"]
+    answer = rows.spans["role"] == Role.ASSISTANT
+    for code, reason in NOTED.items():
+        chosen = rule == code
+        if code in (Rule.UNFINISHED, Rule.INCOMPLETE_USER):
+            chosen &= answer
+        if np.any(chosen):
+            ledger.add("noted", reason, tokens=int(length[chosen].sum()))

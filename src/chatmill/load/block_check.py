@@ -1,0 +1,48 @@
+"""Post-training reads blocks: datasets in which the loss mask of every row holds the rules of post-training.
+
+The rules are about what is in one row: an answer is trained only after a complete user turn of its row. Rows of another
+size would be cut when they are loaded, and rows that are no blocks may begin anywhere, so both are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from chatmill.store.primer_cache import PrimerCache
+from chatmill.store.read import Dataset
+
+
+def block_fault(dataset: Dataset, block_size: int) -> str | None:
+    """Why post-training cannot read a dataset in rows of `block_size` + 1 tokens, with the command that makes one."""
+    if (what := _other_rows(dataset, block_size)) is None:
+        return None
+    size = block_size + 1
+    return (
+        f"{dataset.path}: {what}, and post_training reads stream blocks of block_size + 1 = {size:,} tokens; make them "
+        f"with chatmill prepare … --format post-training --fit blocks --max-tokens {size}"
+    )
+
+
+def _other_rows(dataset: Dataset, block_size: int) -> str | None:
+    """What a dataset is, if not blocks of this size that train answers alone."""
+    if isinstance(dataset, PrimerCache):
+        return "is a cache of conversations, one a row"
+    if dataset.metadata is None:
+        return "does not say how its rows were made (it has no dataset_metadata.json)"
+    config = dataset.metadata.config
+    if (fit := config.get("fit")) != "blocks":
+        packed = f" --pack {config['pack']}" if config.get("pack") else ""
+        return f"was made with --fit {fit}{packed}" if isinstance(fit, str) else "is not made of blocks"
+    if (size := config.get("max_tokens")) != block_size + 1:
+        return f"is made of blocks of {size} tokens (block_size {size - 1})" if isinstance(size, int) else "has no size"
+    return "trains more than answers (--train-on all)" if "all" in _trained_on(config) else None
+
+
+def _trained_on(config: Mapping[str, Any]) -> set[Any]:
+    """Whose turns are trained, in all files of a dataset; reweighing replaces what each file was read with."""
+    chosen = {config.get("train_on")}
+    if "reweighed_from" not in config:
+        sources = config.get("sources")
+        chosen |= {each.get("train_on") for each in sources if isinstance(each, dict)} if sources else set()
+    return chosen
