@@ -81,14 +81,16 @@ def test_reweigh_changes_only_what_the_role_rule_decided(plain, train_on):
         for _, spans in row:
             last = max((message for _, role, message, *_ in spans if role == Role.ASSISTANT), default=None)
             last_user = max((message for _, role, message, *_ in spans if role == Role.USER), default=-1)
+            # The weight of the record, which those that are trained by role have.
+            factor = max((weight for *_, weight, rule, _ in spans if rule == Rule.ROLE), default=0) or 1.0
             for _, role, message, weight, rule, _ in spans:
                 if rule != Rule.ROLE:
                     expected.append(weight)
                 elif train_on == "all":
-                    expected.append(float(role != Role.TOOL))
+                    expected.append((role != Role.TOOL) * factor)
                 else:
                     chosen = {"assistant": True, "last": message == last, "last-exchange": message > last_user}
-                    expected.append(float(role == Role.ASSISTANT and chosen[train_on]))
+                    expected.append((role == Role.ASSISTANT and chosen[train_on]) * factor)
     rows = build(plain)
     again = rows.reweigh(train_on)
     assert again.spans["weight"].tolist() == expected

@@ -74,6 +74,7 @@ def test_tokens_are_shared_and_spans_and_mask_are_not(dataset):
 
 def test_only_what_the_role_decided_changes_and_targets_stay(tmp_path):
     rows = some_rows(3)
+    rows.spans["weight"][rows.spans["rule"] == Rule.ROLE] = 1
     write_dataset(tmp_path / "v1", {"train": rows})
     reweigh_dataset(tmp_path / "v1", tmp_path / "v2", train_on="all")
     assert verify_dataset(tmp_path / "v2", full=True).faults == ()
