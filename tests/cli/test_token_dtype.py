@@ -56,8 +56,12 @@ def test_verify_says_how_many_tokens_no_episode_covers(store):
     counts = {"episodes": 2, "tokens": 12, "trained": 4, "shards": 1, "uncovered": 8, "shared": 0}
     assert (found["ok"], found["splits"]) == (True, {"train": counts})
     np.array([[0, 5], [4, 2]], np.uint64).tofile("d/train/episodes.idx")
+    np.zeros(6, np.float32).tofile("d/train/mask_weighted.bin")
     out = store("verify", "d", "--token-dtype", "uint32")[1]
-    assert out.endswith("1 shard, 0 tokens in no episode, 1 in more than one\n")
+    counts = "1 shard, 0 tokens in no episode, 1 in more than one"
+    assert out.endswith(f"{counts}\nnot read: train/mask_weighted.bin\n")
+    found = json.loads(store("verify", "d", "--json", "--token-dtype", "uint16")[1])
+    assert found["unread"] == ["train/mask_weighted.bin"]
 
 
 def test_an_audit_log_keeps_the_type_and_is_verified_with_it(store):

@@ -46,6 +46,7 @@ FORMS: dict[str, tuple[Any, int]] = {
 }
 UNKNOWN: dict[str, Any] = {
     "nothing": {},
+    "no JSON": ...,
     "no object": [9],
     "characters": {"token_kind": "char", "chars": ["a", "b"]},
     "none": {"eos_token": None, "eos_id": -1},
@@ -63,7 +64,7 @@ def store(folder: Path, state: Any, *, metadata: bool = True) -> Path:
     np.array([[0, 3]], np.uint64).tofile(folder / "train/episodes.idx")
     if metadata:
         (folder / "dataset_metadata.json").write_text('{"num_train_episodes": 1}')
-    (folder / "tokenizer_state.json").write_text(json.dumps(state))
+    (folder / "tokenizer_state.json").write_text("{" if state is ... else json.dumps(state))
     return folder
 
 

@@ -43,6 +43,7 @@ def verify(
         }
         echo_json(
             {"ok": not result.faults, "full": full, "sha256": result.sha256, "splits": splits, "faults": result.faults}
+            | ({"unread": result.unread} if result.unread else {})
         )
     elif result.faults:
         for fault in result.faults:
@@ -58,5 +59,7 @@ def verify(
                 f"{name}: {counts.episodes:,} episodes, {counts.tokens:,} tokens, {counts.trained:,} trained, "
                 f"{counts.shards:,} {'shard' if counts.shards == 1 else 'shards'}{outside}{shared}"
             )
+        if result.unread:
+            echo_line(f"not read: {', '.join(result.unread)}")
     if result.faults:
         raise typer.Exit(1)

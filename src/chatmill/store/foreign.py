@@ -276,6 +276,17 @@ def _shard_files(folder: OpenFolder, place: Path) -> _ShardFiles:
     return _ShardFiles(place, len(entries), end, tokens_size, mask_size)
 
 
+def unread_files(folder: OpenFolder) -> list[str]:
+    """Files beside those of a shard that are not read, such as weights or segments of another program."""
+    known = {INDEX, TOKENS, MASK}
+    return [
+        str((place / name).relative_to(folder.path))
+        for place in split_folders(folder)
+        for name in folder.names(place)
+        if name not in known and not name.startswith(".") and folder.is_file(place / name)
+    ]
+
+
 def _end(entries: Table) -> int:
     """The end of the episode that ends last."""
     if not len(entries):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -151,25 +152,29 @@ class Dataset:
 
     def foreign_end_token(self) -> int | None:
         """The end token that the tokenizer files of another program name; None if none can be told."""
-        has = {name: self.path / name in self.stored for name in (TOKENIZER_STATE, *TOKENIZER_FILES, *VOCABULARY_FILES)}
-        states = [self._json(TOKENIZER_STATE)] if has[TOKENIZER_STATE] else []
+        states = [self._json(TOKENIZER_STATE)]
         if (id := end_token(states)) is not None:
             return id
-        states += [self._json(name) for name in TOKENIZER_FILES if has[name]]
-        return end_token(states, [self._json(name) for name in VOCABULARY_FILES if has[name]] if states else [])
+        states += map(self._json, TOKENIZER_FILES)
+        return end_token(states, [self._json(name) for name in VOCABULARY_FILES])
 
     def _json(self, name: str) -> Any:
-        path = self.path / name
-        try:
-            return json.loads(self.stored.read(path))
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{path}: cannot be read ({error}); the tokenizer of this dataset is unknown") from None
+        """The content of a file of another program; None if it is not there, or no JSON."""
+        if (path := self.path / name) not in self.stored:
+            return None
+        data = self.stored.read(path)
+        with suppress(ValueError, RecursionError):
+            return json.loads(data)
+        return None
 
     def tokenizer_state(self) -> Any:
         """The content of `tokenizer_state.json`, with control tokens in the order of their ids."""
-        state = self._json(TOKENIZER_STATE)
+        path = self.path / TOKENIZER_STATE
+        data = self.stored.read(path)
+        try:
+            state = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}: cannot be read ({error}); the tokenizer of this dataset is unknown") from None
         if isinstance(state, dict):
             control, ids = state.get("control"), state.get("special_token_ids")
             both = isinstance(control, dict) and isinstance(ids, dict)

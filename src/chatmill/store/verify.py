@@ -47,6 +47,8 @@ class Verified:
     splits: dict[str, SplitCounts]
     sha256: str | None
     """The hash of the dataset; None if another program wrote it, or if it cannot be read."""
+    unread: tuple[str, ...] = ()
+    """Files in the shards of another program that are not read."""
 
 
 def verify_dataset(path: str | Path, *, full: bool, token_dtype: str | None = None) -> Verified:
@@ -97,7 +99,8 @@ def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Ver
         faults += ledger_faults(folder.path, metadata.ledger, stored)
     if full:
         faults += listed.hash_faults(folder)
-    return Verified(tuple(faults), splits, dataset.sha256)
+    unread = foreign.unread_files(folder) if metadata is None else ()
+    return Verified(tuple(faults), splits, dataset.sha256, tuple(unread))
 
 
 def ledger_faults(folder: Path, ledger: Ledger, stored: dict[str, int]) -> Iterator[str]:
