@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from load_fixtures import write_source
 
 from chatmill.errors import DataError
 from chatmill.format import load_format
 from chatmill.load import EpisodeLoader
 from chatmill.prepare import InputSource, Job, prepare_dataset
+from chatmill.rows import rows_from_mask
 from chatmill.store import open_dataset
 from chatmill.store.reweigh import reweigh_dataset
 from chatmill.tokenizer import open_tokenizer
@@ -199,6 +201,13 @@ def test_a_folder_without_metadata_is_refused(tmp_path):
         path.unlink()
     with pytest.raises(DataError, match=r"data: does not say how its rows were made .*--fit blocks --max-tokens 17$"):
         EpisodeLoader(data, post_training(16, pad_token_id=0))
+
+
+def test_a_primer_cache_is_refused(tmp_path):
+    rows = rows_from_mask(np.arange(34, dtype=np.uint32), np.ones(34), [17, 17])
+    cache = write_source(tmp_path, "primer", {"train": rows, "val": rows})
+    with pytest.raises(DataError, match=r"primer: is a cache of conversations, one a row, and post_training reads"):
+        EpisodeLoader(cache, post_training(16))
 
 
 def test_every_source_of_a_mix_is_checked(tmp_path):

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from chatmill.errors import DataError
+from chatmill.errors import DataError, RecordError
 from chatmill.format import load_format, open_renderer
 from chatmill.format.chat_format import parse_format
+from chatmill.format.template.template_input import only_turns
 from chatmill.prepare import InputSource, Job, prepare_dataset
 from chatmill.records import Message, Record
+from chatmill.records.record import new_message
 from chatmill.rows import Rule
 from chatmill.show import explain_token, open_view
 from chatmill.store import open_dataset
@@ -99,6 +101,14 @@ def test_other_formats_write_text_outside_of_turns_and_leave_out_whitespace(tmp_
     rows, reasons = build(tmp_path, U + "\n" + A, U + "x" + A, format="primer")
     assert rows == ["UqEAaE", "....**", "UqExAaE", ".....**"]
     assert reasons == {"whitespace_left_out": (1, 0), "text_outside_turns": (0, 1)}
+
+
+def test_a_chat_template_leaves_out_whitespace_and_refuses_other_text_outside_of_turns():
+    user, answer = Message("user", "q"), Message("assistant", "a")
+    space, text = (new_message("none", content, complete=False) for content in ("\n", "x"))
+    assert only_turns(Record([user, space, answer])).messages == [user, answer]
+    with pytest.raises(RecordError, match="message 1 is text outside of turns, which a chat template cannot write"):
+        only_turns(Record([user, text, answer]))
 
 
 def test_why_a_token_is_context_is_said(tmp_path):

@@ -109,7 +109,7 @@ def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes)
     with pytest.raises(DataError) as asked:
         read_bytes(system + b"\n" + LINE + b"\n" + LINE, "a.txt", shape="transcript")
     assert str(asked.value) == (
-        "a.txt: has 3 records if each line is one, and 1 if only <|EOS|> parts them; "
+        "a.txt: has other records if each line is one than if only <|EOS|> separates them; "
         "name it with --shape: transcript-lines or transcript-stream"
     )
 

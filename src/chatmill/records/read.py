@@ -286,15 +286,15 @@ def _transcript_shape(path: Path, *, is_transcript: bool) -> str:
     """Lines or a stream, if the file leaves no doubt; a `DataError` that asks otherwise."""
     with open_bytes(path) as file:
         layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))
-    if not is_transcript and not layout.markers and not layout.json and layout.conversations:
+    if not is_transcript and not layout & (layout.MARKERS | layout.JSON) and layout & layout.TEXT:
         names = ", ".join(SHAPES)
         raise DataError(
             f"{files.shown(path)}: holds none of the markers of a transcript; name it with --shape: {names}"
         )
     if layout.shape is None:
         raise DataError(
-            f"{files.shown(path)}: has {layout.lines:,} records if each line is one, and {layout.conversations:,} if "
-            "only <|EOS|> parts them; name it with --shape: transcript-lines or transcript-stream"
+            f"{files.shown(path)}: has other records if each line is one than if only <|EOS|> separates them; "
+            "name it with --shape: transcript-lines or transcript-stream"
         )
     return layout.shape
 

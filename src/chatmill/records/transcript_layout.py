@@ -1,9 +1,9 @@
 """Whether a text file of transcripts holds one record a line, or one stream: decided by the whole file.
 
-Text is reduced to letters, a line at a time: S, U and A for the markers of spans, E for `<|END|>`, X for `<|EOS|>`, x
-for text that is not blank, j for such text that begins as JSON does.
+Text is reduced to letters, a line at a time: S, U and A for the markers of spans, E for `<|END|>`, X for `<|EOS|>`; of
+text inside of a span only that it goes over the end of a line; x for other text, j for such that begins as JSON does.
 
-    <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UxEAxE
+    <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UEAE
 
 Both readings walk over the lines, one that begins anew with each line and one that only `<|EOS|>` parts. Files have few
 different lines in this form, so that each is walked over once.
@@ -13,45 +13,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from enum import IntFlag
 from functools import lru_cache
 from typing import NamedTuple
 
-_MARKS = {b"<|SYSTEM|>": "S", b"<|USER|>": "U", b"<|ASSISTANT|>": "A", b"<|END|>": "E", b"<|EOS|>": "X", b"\n": "\n"}
-_MARK = rb"<\|(?:SYSTEM|USER|ASSISTANT|END|EOS)\|>"
-_PIECE = re.compile(_MARK + rb"|\n|(?:[^<\n]++|<(?!" + _MARK[1:] + rb"))++")
+_MARKS = {b"<|SYSTEM|>": "S", b"<|USER|>": "U", b"<|ASSISTANT|>": "A", b"<|END|>": "E", b"<|EOS|>": "X"}
+_MARK = re.compile(rb"(<\|(?:SYSTEM|USER|ASSISTANT|END|EOS)\|>)")
 _LONGEST = max(map(len, _MARKS))
 
 
-@dataclass
-class TranscriptLayout:
-    """What the two readings of a file have found."""
+class TranscriptLayout(IntFlag):
+    """What the two readings of a file find."""
 
-    markers: bool = False
-    """There is a marker at all."""
-    json: bool = False
-    """A line is JSON."""
-    joins: bool = False
-    """The stream has text of several lines in one conversation."""
-    crosses: bool = False
+    MARKERS = 1
+    TEXT = 2
+    """There is text at all."""
+    JSON = 4
+    """A line is JSON, which a stream would take for text outside of spans."""
+    JOINS = 8
+    """The stream has text of several lines in one conversation, so that the readings differ."""
+    CROSSES = 16
     """A span that closes goes over the end of a line: as lines, both of its parts would be broken."""
-    second_system: bool = False
+    SECOND_SYSTEM = 32
     """Within a conversation of the stream a system span follows other spans, as if another record began there."""
-    line_answers: bool = False
+    LINE_ANSWERS = 64
     """A line has an answer after its user span, so that lines would train something."""
-    stream_answers: bool = False
-    lines: int = 0
-    """Records of one line each."""
-    conversations: int = 0
-    """Conversations of the stream."""
+    STREAM_ANSWERS = 128
 
     @property
     def shape(self) -> str | None:
         """The shape of the file; None if both readings are possible, or none, and they have different records."""
-        if not self.joins and not self.json:
+        has, kind = self.__contains__, TranscriptLayout
+        if not has(kind.JOINS) and not has(kind.JSON):
             return "transcript-lines"
-        as_lines = not self.crosses and (self.line_answers or self.json or not self.stream_answers)
-        as_stream = not self.second_system and not self.json
+        trains = has(kind.LINE_ANSWERS) or has(kind.JSON) or not has(kind.STREAM_ANSWERS)
+        as_lines = trains and not has(kind.CROSSES)
+        as_stream = not has(kind.SECOND_SYSTEM) and not has(kind.JSON)
         if as_lines == as_stream:
             return None
         return "transcript-lines" if as_lines else "transcript-stream"
@@ -59,34 +56,14 @@ class TranscriptLayout:
 
 def transcript_layout(chunks: Iterable[bytes]) -> TranscriptLayout:
     """Read a file, given in chunks of any size."""
-    layout, stream, alone = TranscriptLayout(), StreamState(), StreamState()
-    # Whether the line has had no text yet, and whether it is JSON.
-    begins, is_json = True, False
+    layout, state = 0, _Readings()
     for letters in _line_parts(chunks):
-        ends = letters[-1:] == "\n"
-        if begins and letters not in ("", "\n"):
-            begins = False
-            is_json = letters[0] == "j" and not stream.span
-            layout.joins |= stream.begun and letters[0] != "X"
-            layout.json |= is_json
-            layout.lines += is_json
-        if not is_json:
-            # In JSON markers are part of a string, and the stream would take it for text outside of spans.
-            layout.markers |= any(mark in letters for mark in "SUAEX")
-            of_line, of_stream = _walk(alone, letters), _walk(stream, letters)
-            layout.line_answers |= of_line.answers
-            layout.stream_answers |= of_stream.answers
-            layout.crosses |= of_stream.crosses
-            layout.second_system |= of_stream.second_system
-            layout.lines += of_line.conversations
-            layout.conversations += of_stream.conversations
-            alone, stream = of_line.end, of_stream.end
-        if ends:
-            alone, begins, is_json = StreamState(), True, False
-    return layout
+        state, seen = _read(state, letters)
+        layout |= seen
+    return TranscriptLayout(layout)
 
 
-class StreamState(NamedTuple):
+class _Conversation(NamedTuple):
     """Where a reading is in a conversation."""
 
     begun: bool = False
@@ -103,61 +80,96 @@ class StreamState(NamedTuple):
     """An answer did not close."""
 
 
-class _Walked(NamedTuple):
-    end: StreamState
-    answers: bool
-    crosses: bool
-    second_system: bool
-    conversations: int
-    """How many began."""
+class _Readings(NamedTuple):
+    """Where both readings are."""
+
+    stream: _Conversation = _Conversation()
+    line: _Conversation = _Conversation()
+    begins: bool = True
+    """The line has had no text yet."""
+    is_json: bool = False
+    """The line is JSON."""
 
 
 @lru_cache(maxsize=1 << 14)
-def _walk(state: StreamState, letters: str) -> _Walked:
-    """Read a part of a line from a state on."""
+def _read(state: _Readings, letters: str) -> tuple[_Readings, int]:
+    """Read a line, or a part of one, in both ways; also what is seen, as flags of `TranscriptLayout`."""
+    stream, line, begins, is_json = state
+    text, seen = letters.rstrip("\n"), 0
+    if begins and text:
+        begins, is_json = False, text[0] == "j" and not stream.span
+        seen |= TranscriptLayout.TEXT
+        seen |= TranscriptLayout.JSON if is_json else 0
+        seen |= TranscriptLayout.JOINS if stream.begun and text[0] != "X" else 0
+    if not is_json:
+        line, of_line = _walk(line, letters)
+        stream, of_stream = _walk(stream, letters)
+        seen |= of_stream | (TranscriptLayout.LINE_ANSWERS if of_line & TranscriptLayout.STREAM_ANSWERS else 0)
+    if letters.endswith("\n"):
+        line, begins, is_json = _Conversation(), True, False
+    return _Readings(stream, line, begins, is_json), int(seen)
+
+
+def _walk(state: _Conversation, letters: str) -> tuple[_Conversation, int]:
+    """Read letters from a state on, by the rules of the loss mask."""
     begun, spans, span, over, has_user, left_open = state
-    answers = crosses = second_system = False
-    conversations = 0
+    seen = 0
     for letter in letters:
         if letter == "\n":
             over = bool(span)
             continue
+        if letter not in "xj":
+            seen |= TranscriptLayout.MARKERS
         if letter == "X":
-            begun, spans, span, over, has_user, left_open = StreamState()
+            begun, spans, span, over, has_user, left_open = _Conversation()
             continue
-        conversations += not begun
         begun = True
         if letter == "E":
-            crosses |= over
-            answers |= span == "A" and has_user and not left_open
+            if over:
+                seen |= TranscriptLayout.CROSSES
+            if span == "A" and has_user and not left_open:
+                seen |= TranscriptLayout.STREAM_ANSWERS
             has_user |= span == "U"
             span, over = "", False
         elif letter in "SUA":
-            second_system |= letter == "S" and spans
+            if letter == "S" and spans:
+                seen |= TranscriptLayout.SECOND_SYSTEM
             left_open |= span == "A"
             has_user &= letter != "U"
             spans, span, over = True, letter, False
-    end = StreamState(begun, spans, span, over, has_user, left_open)
-    return _Walked(end, answers, crosses, second_system, conversations)
+    return _Conversation(begun, spans, span, over, has_user, left_open), seen
 
 
 def _line_parts(chunks: Iterable[bytes]) -> Iterator[str]:
     """Lines as letters, with their ends; a line that goes over several chunks in several parts."""
-    held = b""
+    held, in_span = b"", False
     for chunk in chunks:
         data = held + chunk
         # A marker may straddle two chunks.
         cut = data.rfind(b"<", max(0, len(data) - _LONGEST + 1))
         cut = len(data) if cut < 0 else cut
-        yield from _letters(data[:cut]).splitlines(keepends=True)
+        letters, in_span = _letters(data[:cut], in_span=in_span)
+        yield from letters.splitlines(keepends=True)
         held = data[cut:]
-    yield from _letters(held).splitlines(keepends=True)
+    letters, _ = _letters(held, in_span=in_span)
+    yield from letters.splitlines(keepends=True)
 
 
-def _letters(data: bytes) -> str:
-    return "".join(_MARKS.get(piece) or _text(piece) for piece in _PIECE.findall(data))
+def _letters(data: bytes, *, in_span: bool) -> tuple[str, bool]:
+    """The letters of some text, and whether it ends inside of a span."""
+    first, *pieces = _MARK.split(data)
+    letters = [_text(first, in_span=in_span)]
+    for mark, text in zip(pieces[::2], pieces[1::2], strict=True):
+        letter = _MARKS[mark]
+        in_span = letter in "SUA"
+        letters.append(letter)
+        if text:
+            letters.append(_text(text, in_span=in_span))
+    return "".join(letters), in_span
 
 
-def _text(piece: bytes) -> str:
-    piece = piece.lstrip()
-    return "" if not piece else "j" if piece[:1] in (b'"', b"{") else "x"
+def _text(text: bytes, *, in_span: bool) -> str:
+    if in_span:
+        return "\n" if b"\n" in text else ""
+    lines = (line.strip() for line in text.split(b"\n"))
+    return "\n".join("" if not line else "j" if line[:1] in (b'"', b"{") else "x" for line in lines)
