@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chatmill.errors import DataError, UsageError
@@ -111,6 +111,7 @@ def read(folder: Path, token_dtype: str | None = None) -> tuple[list[list[int]],
     return [ids[a:b] for a, b in pairs], [mask[a:b] for a, b in pairs]
 
 
+@settings(max_examples=40)
 @given(stores())
 def test_the_ids_are_exact_or_the_store_is_refused_until_its_type_is_said(store):
     dtype, every, said = store
@@ -204,10 +205,10 @@ def test_the_type_is_read_from_the_metadata_of_other_programs(tmp_path, metadata
 def test_batches_are_those_of_the_type_that_the_config_says(tmp_path):
     tokens = np.array([70000, 2, 3, 70001], np.uint32)
     folder = write(tmp_path / "d", [Shard(tokens, None, [(2, 2), (0, 2)])])
-    settings = {"pad_token_id": 0, "block_size": 2, "batch_size": 2, "epoch_shuffle": False}
-    batch = EpisodeLoader(folder, {**settings, "token_dtype": "uint32"}, tensors=False).get_batch()
+    config = {"pad_token_id": 0, "block_size": 2, "batch_size": 2, "epoch_shuffle": False}
+    batch = EpisodeLoader(folder, {**config, "token_dtype": "uint32"}, tensors=False).get_batch()
     assert (batch.x.tolist(), batch.y.tolist()) == ([[3, 70001], [70000, 2]], [[70001, -100], [2, -100]])
-    hashes = {name: EpisodeLoader(folder, {**settings, "token_dtype": name}).sha256 for name in DTYPES}
+    hashes = {name: EpisodeLoader(folder, {**config, "token_dtype": name}).sha256 for name in DTYPES}
     assert hashes["uint16"] != hashes["uint32"]
 
 
@@ -229,8 +230,8 @@ def test_a_dataset_of_the_specifications_own_script_opens(tmp_path):
     metadata = {"schema": "episode_indexed_sft_v1", "has_loss_mask": True, "num_train_episodes": 2}
     metadata |= {"num_val_episodes": 2, "num_train_tokens": 9, "num_val_tokens": 9, "vocab_size": 50304}
     (tmp_path / "dataset_metadata.json").write_text(json.dumps(metadata, indent=2))
-    settings = {"batch_size": 2, "block_size": 5, "epoch_shuffle": False, "use_loss_mask": True}
-    batch = EpisodeLoader(tmp_path, settings, tensors=False).get_batch()
+    config = {"batch_size": 2, "block_size": 5, "epoch_shuffle": False, "use_loss_mask": True}
+    batch = EpisodeLoader(tmp_path, config, tensors=False).get_batch()
     assert batch.x.tolist() == [[50257, 10, 50258, 50275, 50275], [50259, 7, 8, 50260, 50275]]
     assert batch.y.tolist() == [[-100, 50258, 50275, -100, -100], [-100, 8, 50260, 50275, -100]]
     assert verify_dataset(tmp_path, full=True).faults == ()
@@ -244,9 +245,9 @@ def test_a_mix_by_tokens_counts_what_is_in_episodes(tmp_path):
     episodes = {"a": [(40, 5), (0, 9), (20, 12)], "b": [(0, 6), (3, 6), (30, 1)]}
     for name, ranges in episodes.items():
         write(tmp_path / name, [Shard(ids, mask, ranges)])
-    settings = {"pad_token_id": 0, "block_size": 7, "mix_sft": {"a": 1, "b": 1}, "use_loss_mask": True}
+    config = {"pad_token_id": 0, "block_size": 7, "mix_sft": {"a": 1, "b": 1}, "use_loss_mask": True}
     for mix_by in ("tokens", "trained_tokens"):
-        schedule = EpisodeLoader(tmp_path, {**settings, "mix_by": mix_by}).plan("train").order.schedule
+        schedule = EpisodeLoader(tmp_path, {**config, "mix_by": mix_by}).plan("train").order.schedule
         sizes = {}
         for name, ranges in episodes.items():
             kept = [(max(s, s + n - 8), s + n) for s, n in ranges if n >= 2]
