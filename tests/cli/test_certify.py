@@ -165,7 +165,7 @@ def test_any_number_of_processes_gives_the_same_bytes(run, folder, tmp_path, wor
     [
         (("--mask", "tags"), "--mask is for chat templates; add --format template"),
         (
-            ("--chat-template", "x.jinja", "--template-arg", "a=1"),
+            ("--format", "chatml", "--chat-template", "x.jinja", "--template-arg", "a=1"),
             "--chat-template, --template-arg is for chat templates",
         ),
         (("--format", "template"), "bytes: has no chat template; give one with --chat-template FILE"),

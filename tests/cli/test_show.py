@@ -34,7 +34,7 @@ def test_show_lists_episodes_and_shows_one(run):
     assert out.splitlines() == [
         "      0  chat.jsonl:1  8 tokens, 38% trained  hi",
         "      1  chat.jsonl:2  23 tokens, 35% trained  Gold?",
-        "2 of 3 episodes of train",
+        "2 of 3 episodes of train; format primer",
     ]
     assert run("show", "v1", "1") == (
         0,
@@ -66,13 +66,13 @@ def test_show_as_json(run):
 def test_show_searches_whatever_the_case(run):
     assert run("show", "v1", "--search", "GOLD")[1].splitlines() == [
         "      1  chat.jsonl:2  23 tokens, 35% trained  <|usr|>Gold?<|eot|><|asst|>Au.<|eot|><|usr|>Tin?<|e…",
-        "1 of 3 episodes of train hold it",
+        "1 of 3 episodes of train hold it; format primer",
     ]
     assert (
         run("show", "v1", "--search", "o", "-n", "1")[1].splitlines()[-1]
-        == "1 shown; more of 3 episodes of train hold it"
+        == "1 shown; more of 3 episodes of train hold it; format primer"
     )
-    assert run("show", "v1", "--search", "silver")[1] == "0 of 3 episodes of train hold it\n"
+    assert run("show", "v1", "--search", "silver")[1] == "0 of 3 episodes of train hold it; format primer\n"
 
 
 def test_explain_is_one_sentence(run):

@@ -133,7 +133,7 @@ def test_a_person_whose_conversation_is_full_can_begin_a_new_one(run, monkeypatc
     monkeypatch.setattr(sys, "stdin", lines)
     code, out, err = run("chat", "checkpoints/small")
     assert (code, out) == (0, "> alpha\n> > > beta\n> ")
-    said = "Say something. /help  lists what else you can type.\n"
+    said = "format: primer\nSay something. /help  lists what else you can type.\n"
     assert err == f"{said}the conversation has 94 tokens, the model 64 positions; begin a new one\n\n"
 
 

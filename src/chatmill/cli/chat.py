@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from chatmill.cli.options import AsJson, argument, echo_json
-from chatmill.errors import ChatmillError, UsageError
+from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.show.text import visible
 from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.model_files import check_headers
@@ -93,6 +93,7 @@ def _converse(session: ChatSession) -> None:
     """Read lines from a person or a pipe, and answer each."""
     interactive = sys.stdin.isatty()
     if interactive:
+        typer.echo(f"format: {one_line(str(session.model.renderer.to_json()['name']))}", err=True)
         typer.echo(f"Say something. {'/help':<6} lists what else you can type.", err=True)
     while True:
         try:

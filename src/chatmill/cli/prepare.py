@@ -14,6 +14,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from chatmill.cli.expand import key_options
+from chatmill.cli.format_choice import print_format
 from chatmill.cli.guard import guarded
 from chatmill.cli.options import AsJson, echo_json, echo_line, print_ledger, progress_on_stderr, share, unread_key
 from chatmill.cli.record_options import Columns, Inputs, InstructionTemplate, RejectsFile, ResponseTemplate, Shape
@@ -67,8 +68,8 @@ def prepare_command(
     Examples:
       chatmill prepare data/conversations.jsonl -o data/v1 --val-split 0.1
       chatmill prepare 'chat/*.jsonl' -o data/v2 --tokenizer tokenizer.json --max-tokens 2048 --pack 4096
-      chatmill prepare chat.jsonl -o data/v3 --format template --tokenizer Qwen3-4B
-      chatmill prepare chat.jsonl -o data/v3 --format template --tokenizer Qwen3-4B --unroll
+      chatmill prepare chat.jsonl -o data/v3 --tokenizer Qwen3-4B
+      chatmill prepare chat.jsonl -o data/v3 --tokenizer Qwen3-4B --unroll
       chatmill prepare recipe.toml -o data/v4
     """
     if len(inputs) == 1 and inputs[0].endswith(".toml"):
@@ -111,6 +112,7 @@ def run(
         def advance(now: BuildProgress) -> None:
             if not bar.tasks:
                 # Not before: it has a thread, and workers are forked where there is none.
+                print_format(job.format, job.tokenizer, job.chat_template)
                 opened.enter_context(bar)
             _show_progress(bar, now)
 
@@ -168,6 +170,7 @@ def _summary(output: Path, metadata: Metadata) -> dict[str, Any]:
     return {
         "path": str(output),
         "sha256": metadata.sha256,
+        "format": metadata.format.get("name"),
         "splits": {
             name: {
                 "episodes": split.num_episodes,
@@ -233,7 +236,7 @@ def script(shape: str, doc: str) -> None:
     parser.add_argument("--val_split", type=float, default=0.0, help="share of conversations for validation")
     parser.add_argument("--val_file", nargs="+", help="files that are all for validation")
     parser.add_argument("--tokenization", default="bytes", help="as --tokenizer of `chatmill prepare`")
-    parser.add_argument("--format", default="chatml", help="as --format of `chatmill prepare`")
+    parser.add_argument("--format", default=None, help="as --format of `chatmill prepare`")
     parser.add_argument("--tokens_per_shard", type=int, default=SHARD_TOKENS, help="tokens in a shard")
     parser.add_argument("--seed", type=int, default=None, help="split by a shuffle with this seed, not by hash")
     parser.add_argument("--resume", action="store_true", help="go on with a build that was interrupted")

@@ -42,7 +42,7 @@ OverwriteFiles = Annotated[
     bool, typer.Option("--overwrite", help="Replace what this command writes, if it is there: output and rejects.")
 ]
 TokenizerName = Annotated[str, option(Job, "tokenizer")]
-FormatName = Annotated[str, option(Job, "format")]
+FormatName = Annotated[str | None, option(Job, "format")]
 AddTokens = Annotated[bool, option(Job, "add_tokens")]
 
 
@@ -85,7 +85,7 @@ class RenderOptions:
     """The options of commands that render conversations; see `cli/expand.py`."""
 
     tokenizer: TokenizerName = "bytes"
-    format: FormatName = "chatml"
+    format: FormatName = None
     train_on: Annotated[TrainOn, option(Job, "train_on")] = "assistant"
     unroll: Annotated[bool, option(Job, "unroll")] = False
     add_tokens: AddTokens = False

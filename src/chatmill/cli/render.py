@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from chatmill.answers import mask_answers, note_untrained
+from chatmill.cli.format_choice import print_format
 from chatmill.cli.options import AsJson, console_on_stdout, print_losses, progress, share
 from chatmill.cli.record_options import Inputs, ReadOptions, RenderOptions, TemplateFlags, print_rejects
 from chatmill.config import LONGEST
@@ -58,8 +59,8 @@ def render_command(
       chatmill render data/conversations.jsonl -n 1
       chatmill render data/conversations.jsonl -n 1 --max-tokens 150 --fit exchanges
       chatmill render chat.jsonl --tokenizer tokenizer.json --format primer --json > rows.jsonl
-      chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --template-arg enable_thinking=false
-      chatmill render chat.jsonl --tokenizer Qwen3-4B --format template --unroll
+      chatmill render chat.jsonl --tokenizer Qwen3-4B --template-arg enable_thinking=false
+      chatmill render chat.jsonl --tokenizer Qwen3-4B --unroll
     """
     if render.unroll and render.train_on == "all":
         raise UsageError(UNROLL_ALL)
@@ -87,6 +88,7 @@ def render_command(
                 for line in span_lines(rows, row, renderer.tokenizer, width=width):
                     console.print(line)
     ledger.check()
+    print_format(render.format, render.tokenizer, template.chat_template)
     total = ledger.total("stored")
     trained = f"{total.trained:,} trained ({share(total.trained, total.tokens)})"
     typer.echo(f"{total.rows:,} rows, {total.tokens:,} tokens, {trained}", err=as_json)

@@ -14,7 +14,16 @@ from rich.console import Console
 from rich.text import Text
 
 from chatmill.cli.guard import print_error
-from chatmill.cli.options import AsJson, DatasetOrCache, TokenDtype, argument, console_on_stdout, counting, echo_json
+from chatmill.cli.options import (
+    AsJson,
+    DatasetOrCache,
+    TokenDtype,
+    argument,
+    console_on_stdout,
+    counting,
+    echo_json,
+    echo_line,
+)
 from chatmill.errors import UsageError, one_line
 from chatmill.records.shapes.decode import json_line
 from chatmill.rows import Rows
@@ -88,7 +97,7 @@ def show(
             has_more = next(hits, None) is not None
         summary = f"{limit:,} shown; more of {of} hold it" if has_more else f"{count:,} of {of} hold it"
     if not as_json:
-        typer.echo(summary)
+        echo_line(summary if (format := view.format_name) is None else f"{summary}; format {format}")
 
 
 def explain(

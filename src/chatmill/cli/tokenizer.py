@@ -10,7 +10,7 @@ import typer
 
 from chatmill.cli.expand import expanded
 from chatmill.cli.options import AsJson, command_group, echo_json, echo_line, progress
-from chatmill.cli.record_options import AddTokens, FormatName, Inputs, ReadOptions, print_rejects
+from chatmill.cli.record_options import AddTokens, Inputs, ReadOptions, print_rejects
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
 from chatmill.prepare.job import existing
@@ -33,7 +33,9 @@ def train(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The tokenizer.json to write.")],
     *,
-    format: FormatName = "chatml",
+    format: Annotated[
+        str, typer.Option(help="The format whose control tokens it gets: a preset, or a .toml file.")
+    ] = "chatml",
     read: ReadOptions,
     as_json: AsJson = False,
 ) -> None:

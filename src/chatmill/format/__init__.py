@@ -1,7 +1,7 @@
 """Chat formats and renderers: how conversations become token ids, and which of them are trained.
 
 ChatFormat, TurnMarkers     a format of turns; load_format, parse_format and PRESETS give one
-Renderer                    a format with its tokenizer; open_renderer opens one
+Renderer                    a format with its tokenizer; open_renderer opens one, resolve_format says of which format
 TurnRenderer                the renderer of a ChatFormat
 TemplateRenderer            the renderer of a Hugging Face chat template; TemplateOptions, Mask, TextTokens,
                             has_template
@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from chatmill.format.factory import control_tokens_from_json as control_tokens_from_json
     from chatmill.format.factory import open_renderer as open_renderer
     from chatmill.format.factory import renderer_from_json as renderer_from_json
+    from chatmill.format.factory import resolve_format as resolve_format
     from chatmill.format.messages import record_texts as record_texts
     from chatmill.format.messages import transcript_turns as transcript_turns
     from chatmill.format.renderer import Mask as Mask

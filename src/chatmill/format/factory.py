@@ -22,6 +22,8 @@ from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 
 TEMPLATE = "template"
 """The format name that stands for the chat template of a tokenizer's folder."""
+DEFAULT_FORMAT = "chatml"
+"""The format of conversations where neither a format nor a chat template is named."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,27 @@ class TemplateOptions:
         return [flag for flag, used in flags.items() if used]
 
 
+def resolve_format(name: str | None, tokenizer: str, *, chat_template: str | None = None) -> str:
+    """The format that is used where `name` is given or left out: every command decides it here.
+
+    Left out, it is "template" if a chat template is named or the tokenizer is a folder that has one, else "chatml". A
+    file names the tokenizer alone, whatever lies beside it.
+
+    >>> from chatmill.format import resolve_format
+    >>> resolve_format(None, "bytes"), resolve_format("primer", "bytes")
+    ('chatml', 'primer')
+    """
+    if name is not None:
+        return name
+    return TEMPLATE if chat_template is not None or has_template(tokenizer) else DEFAULT_FORMAT
+
+
 def open_renderer(
-    name: str, tokenizer: str, *, add_tokens: bool = False, template: TemplateOptions | None = None
+    name: str | None, tokenizer: str, *, add_tokens: bool = False, template: TemplateOptions | None = None
 ) -> TurnRenderer | TemplateRenderer:
     """A renderer for a preset, a .toml file, or "template": the chat template of the tokenizer's folder.
 
+    `name` may be None: the folder's chat template if it has one, else "chatml"; see `resolve_format`.
     `tokenizer` is a Hugging Face folder, a tokenizer file, or "bytes". It must have the control tokens of the format;
     `add_tokens` gives those that it lacks new ids after the end of the vocabulary.
 
@@ -72,6 +90,7 @@ def open_renderer(
     '<|usr|>Hi<|eot|><|asst|>'
     """
     template = template or TemplateOptions()
+    name = resolve_format(name, tokenizer, chat_template=template.chat_template)
     if name != TEMPLATE:
         if used := template.given():
             raise UsageError(f"{', '.join(used)} is for chat templates; add --format template")
@@ -83,7 +102,10 @@ def open_renderer(
                 raise UsageError(f"{error}, or write with the folder's own template: --format template") from None
             raise
     if add_tokens:
-        raise UsageError("--add-tokens with --format template; a template writes the tokens that its tokenizer has")
+        raise UsageError(
+            "--add-tokens with --format template; a template writes the tokens that its tokenizer has, and a preset is "
+            "chosen by its name, as --format chatml"
+        )
     flags = {"--allow-no-end-token": template.allow_no_end_token, "--strip-prompt-space": template.strip_prompt_space}
     if template.mask == "tags" and any(flags.values()):
         names = ", ".join(flag for flag, given in flags.items() if given)

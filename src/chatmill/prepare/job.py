@@ -74,15 +74,17 @@ class Job:
 
     >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),), max_tokens=512, pack=2048)
     >>> job.format, job.fit
-    ('chatml', 'exchanges')
+    (None, 'exchanges')
     """
 
     sources: tuple[InputSource, ...]
     tokenizer: str = key(
         "bytes", "`bytes` (embedded), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face folder."
     )
-    format: str = key(
-        "chatml", "How conversations are written: a preset (see `chatmill formats`), a .toml file, or `template`."
+    format: str | None = key(
+        None,
+        "How conversations are written: a preset (see `chatmill formats`), a .toml file, or `template`. Left out, the "
+        "chat template of the tokenizer's folder if it has one, else chatml.",
     )
     add_tokens: bool = key(False, "Add the control tokens of the format that the tokenizer lacks.")
     chat_template: str | None = key(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chatmill.errors import DataError, RecordError
-from chatmill.format import Renderer
+from chatmill.format import Renderer, resolve_format
 from chatmill.ledger import Ledger
 from chatmill.plain_file import local_path
 from chatmill.prepare.assemble import StagedFile, assemble
@@ -68,7 +68,10 @@ def prepare_dataset(
     inputs = InputFiles([source.inputs for source in job.sources])
     units = units_of(job, inputs, unit_bytes)
     refuse_inside(target, [*(unit.part.path for unit in units), *job.named_files()])
-    renderer = renderer or job_renderer(job)
+    if renderer is None:
+        # The bytes depend on it, so the job names it.
+        job = replace(job, format=resolve_format(job.format, job.tokenizer, chat_template=job.chat_template))
+        renderer = job_renderer(job)
     if renderer.uses_date and job.template_date is None:
         # The rows depend on it, so it is part of the job.
         job = replace(job, template_date=datetime.now().date().isoformat())

@@ -84,7 +84,11 @@ def same_renderer(job: Job, identity: Mapping[str, Any]) -> Renderer:
     """The renderer that a job names, opened again in another process: a `DataError` if its files were changed."""
     renderer = job_renderer(job)
     own = renderer_identity(renderer)
-    for name, file in (("tokenizer", job.tokenizer), ("control", job.tokenizer), ("format", job.format)):
+    for name, file in (
+        ("tokenizer", job.tokenizer),
+        ("control", job.tokenizer),
+        ("format", job.format or job.tokenizer),
+    ):
         if own[name] != identity[name]:
             what = "the control tokens" if name == "control" else f"the {name}"
             raise DataError(f"{file}: {what} changed while the build ran, or on another node; build again with one")

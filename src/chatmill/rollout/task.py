@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.errors import DataError, one_line
+from chatmill.errors import DataError, UsageError, one_line
 from chatmill.fit import GatherPlan, gather
-from chatmill.format import ChatFormat, TurnRenderer, load_format
+from chatmill.format import TEMPLATE, ChatFormat, TurnRenderer, load_format, resolve_format
 from chatmill.format.chat_format import END, OPEN
 from chatmill.records import Record, record_key
 from chatmill.rollout.files import GroundTruth, Rollout
@@ -40,11 +40,24 @@ class Task:
 
 
 def open_task(
-    tokenizer: str, format: str, *, fields: tuple[str, ...] | None = None, gate: float = GATE, add_tokens: bool = False
+    tokenizer: str,
+    format: str | None,
+    *,
+    fields: tuple[str, ...] | None = None,
+    gate: float = GATE,
+    add_tokens: bool = False,
 ) -> Task:
-    """A task whose entries have these fields, or, without them, a description and a box or polygon."""
+    """A task whose entries have these fields, or, without them, a description and a box or polygon.
+
+    Without a format it is chatml; a tokenizer folder with a chat template of its own needs one to be named.
+    """
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
-    chosen = load_format(format)
+    if (name := resolve_format(format, tokenizer)) == TEMPLATE:
+        raise UsageError(
+            f"{one_line(tokenizer, 300)}: has a chat template, and rollouts cannot be written with one; name the "
+            "format that the model was trained with, such as chatml"
+        )
+    chosen = load_format(name)
     besides = COORDINATES if schema.uses_coordinates else ()
     opened = open_tokenizer(tokenizer, control=chosen.tokens, besides=besides, add_tokens=add_tokens)
     return Task(chosen, opened, schema, add_tokens)

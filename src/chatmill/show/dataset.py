@@ -40,6 +40,14 @@ class DatasetView:
         return None if self.dataset.metadata is None else self.dataset.metadata.ledger
 
     @property
+    def format_name(self) -> str | None:
+        """The chat format that it is written in: a preset's name, or `template`; None if the dataset does not say."""
+        stored = self.dataset.meta.format if isinstance(self.dataset, PrimerCache) else None
+        if stored is None and self.dataset.metadata is not None:
+            stored = self.dataset.metadata.format.get("name")
+        return one_line(stored) if isinstance(stored, str) and stored else None
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The options that the dataset was built with, as far as its metadata has them."""
         return {} if self.dataset.metadata is None else self.dataset.metadata.config

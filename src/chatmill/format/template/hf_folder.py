@@ -79,9 +79,9 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def has_template(tokenizer: str) -> bool:
-    """Whether this is a folder that has a chat template."""
+    """Whether this is a folder that has a chat template, be it one without a default."""
     path = Path(tokenizer)
-    return path.is_dir() and "default" in _templates(path, _json(path / "tokenizer_config.json"))
+    return tokenizer != "bytes" and path.is_dir() and bool(_templates(path, _json(path / "tokenizer_config.json")))
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSource]:
