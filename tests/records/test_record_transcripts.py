@@ -85,6 +85,12 @@ def test_a_record_without_markers_is_read_as_text_outside_of_spans(read_bytes):
     assert read_bytes(b'no markers\n{"text": "nor here"}\n' + LINE, "a.txt", shape="transcript") == (records, [])
 
 
+@pytest.mark.parametrize(("data", "what"), [(b"-1", "a number"), (b'["x"]', "a list"), (b"null", "null")])
+def test_json_that_is_no_text_is_a_fault(read_bytes, data, what):
+    line = f'a.txt:1: the record is {what}; expected text, a string, or an object with "text"'
+    assert read_bytes(data, "a.txt", shape="transcript-lines") == ([], [line])
+
+
 def test_whitespace_around_a_conversation_is_layout_in_text_and_kept_in_json(read_bytes):
     data = b"  <|USER|> u <|END|> \n" + json.dumps(" <|USER|> u <|END|>\n<|EOS|>\n<|USER|>v").encode()
     u = Message("user", " u ")

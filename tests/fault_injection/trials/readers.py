@@ -39,7 +39,8 @@ def strings(value: Any) -> Iterator[str]:
 def doubt(shape: str, data: bytes, record: Record) -> str:
     """Why this record cannot be what these bytes hold; empty if it may be."""
     for message in record.messages:
-        if message.role not in ROLES:
+        # Text of a transcript outside of its spans has no role.
+        if message.role not in ROLES and not (message.role == "none" and shape.startswith("transcript")):
             return f"a role {message.role!r}"
         try:
             said = message.content.encode()

@@ -12,7 +12,7 @@ from typing import Literal
 from chatmill.errors import RecordError
 from chatmill.records.record import NO_ROLE, Message, Role, new_message
 from chatmill.records.shapes import fields
-from chatmill.records.shapes.decode import decode, decode_object, decode_text
+from chatmill.records.shapes.decode import decode, decode_object, decode_text, named
 from chatmill.records.shapes.fields import KeyReader, ParsedRecord
 
 EOS = b"<|EOS|>"
@@ -26,6 +26,7 @@ def from_line(data: bytes) -> list[ParsedRecord]:
     """The conversations of one line: raw text, a JSON string, or an object with `text`."""
     begin = data.lstrip()[:1]
     if begin not in (b'"', b"{"):
+        _refuse_json(data)
         return from_text(data)
     unread: dict[str, None] = {}
     if begin == b'"':
@@ -38,6 +39,17 @@ def from_line(data: bytes) -> list[ParsedRecord]:
     if not records:
         raise RecordError("the transcript has no text", f"expected {_EXPECTED}", kind="empty")
     return records
+
+
+def _refuse_json(data: bytes) -> None:
+    """Fault for a line that is another JSON value, such as a number: it is no text."""
+    if b"<|" in data:
+        return
+    try:
+        value = decode(data)
+    except (RecordError, RecursionError):
+        return
+    raise RecordError(f"the record is {named(value)}", 'expected text, a string, or an object with "text"', kind="type")
 
 
 def from_text(data: bytes) -> list[ParsedRecord]:
