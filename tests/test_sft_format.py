@@ -296,9 +296,9 @@ def random_chat(rng: random.Random) -> list[tuple[str, str]]:
     return turns
 
 
-def test_ten_thousand_random_chats_agree_with_the_oracle():
+def test_thousands_of_random_chats_agree_with_the_oracle():
     rng = random.Random(4)
-    for _ in range(10_000):
+    for _ in range(2_500):
         turns = random_chat(rng)
         ids = serialize(chat(*turns))
         assert ids == oracle_serialize(turns)
@@ -312,9 +312,9 @@ def test_ten_thousand_random_chats_agree_with_the_oracle():
             assert [i for i, trained in zip(packed, packed_mask, strict=True) if trained][-1] == EOT
 
 
-def test_ten_thousand_token_streams_of_any_kind_agree_with_the_oracle():
+def test_thousands_of_token_streams_of_any_kind_agree_with_the_oracle():
     rng = random.Random(5)
-    for _ in range(10_000):
+    for _ in range(2_500):
         ids = rng.choices([SYS, USR, ASST, EOT, EOT, 10, 11], k=rng.randrange(0, 24))
         mask = sft_loss_mask_for_ids(ids, **SPECIAL)
         assert mask == oracle_mask(ids)

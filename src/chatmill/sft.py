@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 DEFAULT_SYSTEM_TEXT = "you are a helpful assistant."
 
 KEYS = ("sys", "usr", "asst", "eot")
+
+# Read once: these functions are called for every chat.
+_preset = cache(load_format)
 
 
 class ChatMsg(TypedDict):
@@ -73,7 +77,7 @@ def serialize_chat_to_ids(ex: ChatExample, *, tokenizer: TextTokenizer | Any, de
     for number, message in enumerate(messages):
         if number and message.role == "system":
             raise DataError(f"message {number} has role system; a system message may only be the first")
-    format = replace(load_format("ngpt"), default_system=default_system_text)
+    format = replace(_preset("ngpt"), default_system=default_system_text)
     ids: list[int] = _rendered(messages, format, tokenizer).ids.tolist()
     return ids
 
@@ -149,7 +153,7 @@ def render_chat_sft(
     parsed = _messages(messages)
     if all(message.role != "assistant" for message in parsed):
         raise DataError("no message has role assistant; there would be nothing to train")
-    row = _rendered(parsed, load_format("primer"), tokenizer)
+    row = _rendered(parsed, _preset("primer"), tokenizer)
     labels = np.where(row.mask(), row.targets(), IGNORE_INDEX)
     # Every turn of this format ends with one token, the end of turn.
     end = None if add_final_eot else -1
@@ -174,7 +178,7 @@ def _messages(messages: object) -> list[Message]:
 
 
 def _rendered(messages: list[Message], format: ChatFormat, tokenizer: TextTokenizer | Any) -> Rows:
-    families = [format.tokens, *(load_format(name).tokens for name in ("ngpt", "primer"))]
+    families = [format.tokens, *(_preset(name).tokens for name in ("ngpt", "primer"))]
     # Rendering uses no more of a tokenizer than this adapter has.
     adapter: Any = _TextTokenizerAdapter(text_tokenizer(tokenizer, *families))
     return TurnRenderer(format, adapter).render([Record(messages)])

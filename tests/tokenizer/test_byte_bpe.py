@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_fixtures import DEEPSEEK, mixed_texts
+from tokenizer_fixtures import DEEPSEEK, mixed_texts, open_once
 
 from chatmill.tokenizer import TextColumns, byte_bpe, open_tokenizer, tokenizer_json
 from chatmill.tokenizer.tokenizer_json import TokenizerJson
@@ -243,7 +243,7 @@ def test_an_engine_that_differs_on_the_probe_is_not_used(trained_json, monkeypat
 
 
 def test_a_file_with_a_pattern_of_its_own_has_another_engine():
-    assert open_tokenizer(DEEPSEEK).engine == "fastokens"
+    assert open_once(DEEPSEEK).engine == "fastokens"
 
 
 def test_words_are_forgotten_when_they_take_much_room(engines):

@@ -21,6 +21,7 @@ from tokenizer_fixtures import (
     added,
     edited,
     hostile_texts,
+    open_once,
     sentencepiece_bytes,
 )
 
@@ -148,15 +149,18 @@ def test_a_word_of_the_vocabulary_that_is_special_becomes_unknown_in_text(tmp_pa
 def test_special_tokens_and_markup_stay_out_of_text_though_no_format_names_them(tmp_path):
     path = tmp_path / "hostile.model"
     path.write_bytes(sentencepiece_bytes("bpe", user_defined_symbols=["<think>"]))
-    for place, token in [
-        (path, "<think>"),
-        (DEEPSEEK, "<｜begin▁of▁sentence｜>"),
-        (DEEPSEEK, "<｜tool▁calls▁begin｜>"),
+    for place, tokens in [
+        (path, ["<think>"]),
+        (DEEPSEEK, ["<｜begin▁of▁sentence｜>", "<｜tool▁calls▁begin｜>", "<｜User｜>"]),
     ]:
-        id = open_tokenizer(place, control={"x": token}).special_token_ids()["x"]
-        tokenizer = open_tokenizer(place)
-        assert id not in tokenizer.encode(f"a{token} b")
-        assert tokenizer.decode([id]) == token
+        ids = open_tokenizer(place, control={token: token for token in tokens}).special_token_ids()
+        if place == DEEPSEEK:
+            listed = {token["content"]: token["id"] for token in json.loads(DEEPSEEK.read_text())["added_tokens"]}
+            assert ids == {token: listed[token] for token in tokens}
+        tokenizer = open_once(place)
+        for token in tokens:
+            assert ids[token] not in tokenizer.encode(f"a{token} b")
+            assert tokenizer.decode([ids[token]]) == token
 
 
 class Broken:

@@ -1,8 +1,9 @@
-"""The fast engines and `tokenizers` give the same ids, on five megabytes of everything, and on what they cut apart."""
+"""The fast engines and `tokenizers` give the same ids, on two megabytes of everything, and on what they cut apart."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,8 @@ from chatmill.tokenizer.tokenizer_json import TokenizerJson
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    texts = mixed_texts(1, 5_000_000)
-    assert sum(len(text.encode()) for text in texts) >= 5_000_000
+    texts = mixed_texts(1, 2_000_000)
+    assert sum(len(text.encode()) for text in texts) >= 2_000_000
     assert all(marker in "".join(texts) for marker in MARKERS)
     return texts
 
@@ -43,6 +44,13 @@ def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, tr
         monkeypatch.setattr("chatmill.tokenizer.byte_bpe._bpe", None)
     ids, offsets = open_tokenizer(path).encode_batch(texts)
 
+    right_ids, right_offsets = ids_of_tokenizers(path, tuple(texts))
+    assert np.array_equal(ids, right_ids)
+    assert np.array_equal(offsets, right_offsets)
+
+
+@cache
+def ids_of_tokenizers(path: Path, texts: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
     content = json.loads(path.read_text())
     for token in content["added_tokens"]:
         # deepseek lists some markers as plain tokens, which would match text in the peer.
@@ -50,8 +58,7 @@ def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, tr
     peer = tokenizers.Tokenizer.from_str(json.dumps(content))
     peer.encode_special_tokens = True
     encodings = peer.encode_batch_fast(texts, add_special_tokens=False)
-    assert np.array_equal(ids, np.concatenate([encoding.ids for encoding in encodings]))
-    assert np.array_equal(offsets, np.cumsum([0, *(len(encoding.ids) for encoding in encodings)]))
+    return np.concatenate([one.ids for one in encodings]), np.cumsum([0, *(len(one.ids) for one in encodings)])
 
 
 @pytest.fixture(scope="module", params=["o200k", "unusual"])

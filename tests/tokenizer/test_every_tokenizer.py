@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_fixtures import CL100K, DEEPSEEK, MISTRAL_V1, O200K, PRIMER, TEKKEN, mixed_texts
+from tokenizer_fixtures import CL100K, DEEPSEEK, MISTRAL_V1, O200K, PRIMER, TEKKEN, mixed_texts, open_once
 
 from chatmill.errors import DataError, UsageError
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 SMALL = ("bytes", "trained_json", "trained_model", "folder")
 REAL = {"deepseek": DEEPSEEK, "mistral": MISTRAL_V1, "tekken": TEKKEN, "cl100k": CL100K, "o200k": O200K}
-open_once = cache(open_tokenizer)
 
 
 @pytest.fixture(params=[*SMALL, *REAL])

@@ -10,7 +10,7 @@ from typing import Any
 import fastokens
 import pytest
 import tokenizers
-from tokenizer_fixtures import ANTHROPIC, DEEPSEEK, PRIMER, added, edited
+from tokenizer_fixtures import ANTHROPIC, PRIMER, added, edited
 
 from chatmill.tokenizer import open_tokenizer
 
@@ -93,13 +93,6 @@ def test_text_is_normalized_as_the_file_says():
     tokenizer = open_tokenizer(ANTHROPIC)
     assert tokenizer.encode("ﬁ ① ｆｕｌｌ") == tokenizer.encode("fi 1 full")
     assert tokenizer.decode(tokenizer.encode("ﬁ ① ｆｕｌｌ")) == "fi 1 full"
-
-
-def test_the_control_tokens_of_a_real_file():
-    control = {"bos": "<｜begin▁of▁sentence｜>", "call": "<｜tool▁calls▁begin｜>", "user": "<｜User｜>"}
-    listed = {token["content"]: token["id"] for token in json.loads(DEEPSEEK.read_text())["added_tokens"]}
-    tokenizer = open_tokenizer(DEEPSEEK, control=control)
-    assert tokenizer.special_token_ids() == {key: listed[token] for key, token in control.items()}
 
 
 def metaspace_file(path: Any) -> Any:

@@ -7,15 +7,20 @@ import io
 import json
 import random
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
+from chatmill.tokenizer import open_tokenizer
 from chatmill.tokenizer.isolate_control import byte_alphabet
 
 PRIMER = {"sys": "<|sys|>", "usr": "<|usr|>", "asst": "<|asst|>", "eot": "<|eot|>"}
 CHATML = {"start": "<|im_start|>", "eot": "<|im_end|>"}
+
+# Some real files take seconds to open.
+open_once = cache(open_tokenizer)
 
 
 def package_file(package: str, path: str) -> Path:
