@@ -63,10 +63,11 @@ planted: $(DEV_STAMP) ## put faults into chatmill on purpose: the trial that is 
 
 # The templates are data beside the repository; where they are not there, there is nothing to try.
 TEMPLATES ?= ../shared/data/templates
-templates: $(DEV_STAMP) ## published chat templates against an independent oracle: nothing wrong, refusals as listed
+templates: $(DEV_STAMP) ## published chat templates against an independent oracle: nothing wrong, refusals and table as listed
 	@if [ -d $(TEMPLATES) ]; then .venv/bin/python scripts/try_templates.py $(TEMPLATES) -j 2 \
 		--table tests/format/template/published_refusals.txt $(ARGS); \
 	else echo "$(TEMPLATES): not there; nothing is tried"; fi
+	.venv/bin/python scripts/template_table.py --check
 
 clean: ## remove what the other targets made, environments included
 	rm -rf .venv .venv-bench .venv-docs benchmarks/.data benchmarks/.results site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -90,14 +90,14 @@ def main() -> int:
     return 0
 
 
-def lines() -> list[Line]:
-    """One line for each original."""
+def lines(names: Sequence[str] = ORIGINALS) -> list[Line]:
+    """One line for each of these originals."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder))
         peer = PreTrainedTokenizerFast(
             tokenizer_file=str(tokenizer / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
         )
-        return [line(name, tokenizer, peer) for name in ORIGINALS]
+        return [line(name, tokenizer, peer) for name in names]
 
 
 def line(name: str, tokenizer: Path, peer: PreTrainedTokenizerFast) -> Line:

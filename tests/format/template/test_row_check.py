@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
-from template_fixtures import ORIGINALS, TEMPLATES, answer, open_template, trl_format, trl_tokenizer, user
+from template_fixtures import TEMPLATES, answer, open_template, trl_tokenizer, user
 
 from chatmill.errors import RecordError
 from chatmill.format import TemplateRenderer
@@ -16,11 +17,17 @@ from chatmill.records import Record
 
 TALK = Record([user("Which way?"), answer("North."), user("And then?"), answer("West.")], file="talk.jsonl", line=7)
 TEMPLATE_NAMES = ("qwen2_5", "llama3", "gemma3", "phi3", "cohere", "deepseek_r1_distill", "lfm2")
-WITHOUT_END = {"glm4moe"}
 
 
 def renderer_of(name: str) -> TemplateRenderer:
-    """A renderer without cached traces."""
+    """A renderer without cached traces; deriving nothing, its opening is the same whatever derivations give."""
+    renderer = opened(name)
+    renderer._cache.clear()
+    return renderer
+
+
+@cache
+def opened(name: str) -> TemplateRenderer:
     return open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / f"{name}.jinja"))
 
 
@@ -72,14 +79,6 @@ def test_a_derivation_that_is_off_by_a_little_is_refused(monkeypatch, fault, by_
             renderer_of(name).render([TALK])
         assert refused.value.kind in (FAULTS[fault], "foreign_text"), name
         assert (refused.value.file, refused.value.line) == ("talk.jsonl", 7), name
-
-
-@pytest.mark.parametrize("name", [name for name in ORIGINALS if name not in WITHOUT_END])
-def test_the_ids_of_published_templates_keep_the_invariant(name):
-    # The check runs on every row; that it can fail is tested above.
-    rows = trl_format(name).render([TALK])
-    rows.check()
-    assert rows.mask().any()
 
 
 def test_a_header_of_another_turn_inside_an_answer_is_found_wherever_it_stands():
