@@ -25,7 +25,8 @@ FILES = ("a.jsonl", "b.jsonl.gz", "c.json", "d.jsonl")
 
 JOBS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cut": {"max_tokens": 90},
+    "cut": {"max_tokens": 140},
+    "turns": {"fit": "turns", "max_tokens": 90},
     "pack": {"pack": 300},
     "windows": {"fit": "windows", "max_tokens": 96, "val_split": 0.2},
     "blocks": {"format": "post-training", "fit": "blocks", "max_tokens": 200, "val_split": 0.1},
