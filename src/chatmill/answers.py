@@ -129,10 +129,13 @@ def mask_answers(rows: Rows) -> Rows:
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
     """Count the tokens of answers that are not trained, and of what stands outside of turns, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    answer = rows.spans["role"] == Role.ASSISTANT
+    # Most rows have none of these rules, and are passed over once.
+    present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
+        if not present[code]:
+            continue
         chosen = rule == code
         if code in (Rule.UNFINISHED, Rule.INCOMPLETE_USER):
-            chosen &= answer
+            chosen &= rows.spans["role"] == Role.ASSISTANT
         if np.any(chosen):
             ledger.add("noted", reason, tokens=int(length[chosen].sum()))
