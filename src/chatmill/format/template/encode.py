@@ -94,6 +94,40 @@ def _apply_weights(batch: Batch, spans: NDArray[np.void], first_span: Index) -> 
                 spans["weight"][of_row][chosen] = message.weight
 
 
+TemplateTextIds = tuple[list[int], list[bool], str]
+"""The ids of a text of the template, which of them are control tokens, and the text after the last one."""
+
+
+def template_text_ids(
+    text: str, encoder: ControlEncoder, control_tokens: ControlTokens, text_tokens: ControlTokens
+) -> TemplateTextIds:
+    """Encode a text that the template writes, such as a header, as in a row."""
+    parts: list[tuple[str, bool]] = []
+    start = 0
+    for match in control_tokens.find(text):
+        parts += [(text[start : match.start()], False), (match[0], True)]
+        start = match.end()
+    parts = [part for part in (*parts, (text[start:], False)) if part[0]]
+    tail = parts[-1][0] if parts and not parts[-1][1] else ""
+    tail = encoder.strip(tail, parts[-2][0] if len(parts) > 1 else None, None)[0]
+    if not encoder.by_sections:
+        names = [name for name, _ in parts]
+        aliased = [control and name not in text_tokens.ids for name, control in parts]
+        whole = encoder.encode_whole(names, aliased)[0].tolist()
+        known = {*encoder.ids.values()}
+        return whole, [id in known for id in whole], tail
+    ids: list[int] = []
+    is_control: list[bool] = []
+    for at, (part, control) in enumerate(parts):
+        before = parts[at - 1][0] if at else None
+        after = parts[at + 1][0] if at + 1 < len(parts) else None
+        stripped = part if control else encoder.strip(part, before, after)[0]
+        encoded = [encoder.ids[part]] if control else encoder.tokenizer.encode(stripped)
+        ids += encoded
+        is_control += [control] * len(encoded)
+    return ids, is_control, tail
+
+
 @dataclass
 class _RowEncoder:
     encoder: ControlEncoder

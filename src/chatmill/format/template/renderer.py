@@ -19,7 +19,7 @@ from chatmill.format.renderer import Mask, OnReject, Renderer, apply_record_weig
 from chatmill.format.template.answer_check import check_answers, without_prompt_space
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.control_tokens import ControlTokens
-from chatmill.format.template.encode import LaidOutRecord, encode_rows
+from chatmill.format.template.encode import LaidOutRecord, TemplateTextIds, encode_rows, template_text_ids
 from chatmill.format.template.hf_folder import HFFolder
 from chatmill.format.template.layout import TokenLayout, token_layout
 from chatmill.format.template.probes import QUESTION
@@ -197,21 +197,23 @@ class TemplateRenderer:
     ) -> Rows:
         batch = [record if isinstance(record, LaidOutRecord) else self.lay_out(record) for record in records]
         options: dict[str, Any] = {"train_on": train_on, "tags": self.mask == "tags", "ledger": ledger or Ledger()}
-        renderers = [self._for_record(record) for record in batch] if any(map(_KWARGS, batch)) else []
-        if not renderers:
+        if any(map(_KWARGS, batch)):
+            rows = self._encode_variants(batch, **options)
+        else:
             rows = self._encode(batch, **options)
-            apply_record_weights(batch, rows.spans, rows.first_span)
-            return rows
-        # Rows of one renderer together, then in the order of the records.
+        apply_record_weights(batch, rows.spans, rows.first_span)
+        return rows
+
+    def _encode_variants(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
+        """Encode the records of each renderer together, then bring the rows into the order of the batch."""
+        renderers = [self._for_record(record) for record in batch]
         order: list[int] = []
-        parts = []
+        parts: list[Rows] = []
         for renderer in dict.fromkeys(renderers):
             chosen = [at for at, each in enumerate(renderers) if each is renderer]
             parts.append(renderer._encode([batch[at] for at in chosen], **options))
             order += chosen
-        rows = concat(parts).take(np.argsort(order))
-        apply_record_weights(batch, rows.spans, rows.first_span)
-        return rows
+        return concat(parts).take(np.argsort(order))
 
     render_chunks = Renderer.render_chunks
 
@@ -364,32 +366,8 @@ class TemplateRenderer:
         strips = bool(self.encoder.lstrip)
         return expected_answers(derived.contexts, self._header_ids, rewrites=rewrites, strips=strips)
 
-    def _header_ids(self, text: str) -> tuple[list[int], list[bool], str]:
-        """The ids of a text of the template, which of them are control tokens, and the text after the last one."""
-        parts: list[tuple[str, bool]] = []
-        start = 0
-        for match in self.control_tokens.find(text):
-            parts += [(text[start : match.start()], False), (match[0], True)]
-            start = match.end()
-        parts = [part for part in (*parts, (text[start:], False)) if part[0]]
-        tail = parts[-1][0] if parts and not parts[-1][1] else ""
-        tail = self.encoder.strip(tail, parts[-2][0] if len(parts) > 1 else None, None)[0]
-        if not self.encoder.by_sections:
-            names = [name for name, _ in parts]
-            aliased = [control and name not in self.text_tokens.ids for name, control in parts]
-            whole = self.encoder.encode_whole(names, aliased)[0].tolist()
-            known = {*self.encoder.ids.values()}
-            return whole, [id in known for id in whole], tail
-        ids: list[int] = []
-        is_control: list[bool] = []
-        for at, (part, control) in enumerate(parts):
-            before = parts[at - 1][0] if at else None
-            after = parts[at + 1][0] if at + 1 < len(parts) else None
-            stripped = part if control else self.encoder.strip(part, before, after)[0]
-            encoded = [self.encoder.ids[part]] if control else self.encoder.tokenizer.encode(stripped)
-            ids += encoded
-            is_control += [control] * len(encoded)
-        return ids, is_control, tail
+    def _header_ids(self, text: str) -> TemplateTextIds:
+        return template_text_ids(text, self.encoder, self.control_tokens, self.text_tokens)
 
     def _row_check(self) -> RowCheck | None:
         """The check of finished rows, for the templates used so far; None for generation tags."""
@@ -426,17 +404,17 @@ class TemplateRenderer:
         """The added tokens that are not special, and that the template does not write in headers or as ends."""
         added = unmarked_tokens(raw) & self.control_tokens.ids.keys() if raw is not None else frozenset()
         special = self.control_tokens.ids.keys() - (added - self.folder.marked_special) | self.ends
-
-        def render(record: Record, messages: int, prompt: bool) -> str | None:
-            try:
-                return self.text(record, messages, prompt=prompt)
-            except RecordError as fault:
-                if fault.kind == "template_limit":
-                    raise DataError(f"{fault.what}, on a small conversation; fix the template") from None
-                return None
-
         unmarked = frozenset(self.control_tokens.ids.keys() - special)
-        return unmarked - tokens_of_turns(render, self.control_tokens, special) if unmarked else unmarked
+        return unmarked - tokens_of_turns(self._probe, self.control_tokens, special) if unmarked else unmarked
+
+    def _probe(self, record: Record, messages: int, prompt: bool) -> str | None:
+        """A rendering of a small conversation; None where the template refuses it."""
+        try:
+            return self.text(record, messages, prompt=prompt)
+        except RecordError as fault:
+            if fault.kind == "template_limit":
+                raise DataError(f"{fault.what}, on a small conversation; fix the template") from None
+            return None
 
     def _may_recur(self, with_tools: bool, shape: bytes) -> bool:
         """Whether other records of this shape are likely: if it has only roles, or has been met before."""
