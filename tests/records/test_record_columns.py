@@ -46,6 +46,24 @@ def read_file(tmp_path, record: Any, columns: str) -> list[Record]:
             ("messages",),
         ),
         ({"question": "q", "answer": "a"}, "prompt=question,completion=answer", TURNS, ()),
+        (
+            {"conversations": [{"from": "User", "value": "q"}, {"from": "Bot", "value": "a"}]},
+            "user=User,assistant=Bot",
+            TURNS,
+            (),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            "messages=conversations,role=from,content=value,user=human",
+            TURNS,
+            (),
+        ),
+        (
+            {"chat": '[{"from": "human", "value": "q", "n": 1}, {"from": "gpt", "value": "a"}]'},
+            "messages=chat,role=from,content=value",
+            TURNS,
+            ("chat[].n",),
+        ),
         ({"question": "q", "answer": "a", "output": 1}, "instruction=question,output=answer", TURNS, ("output",)),
         (
             {
@@ -187,6 +205,12 @@ def test_templates_that_cannot_be_are_usage_errors():
             read({"text": "a"}, "text", **options)
 
 
+def test_templates_are_for_texts_alone(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "q", "completion": "a"}')
+    with pytest.raises(UsageError, match="--response-template with records of shape prompt-completion, whose answers"):
+        list(read_records([tmp_path / "a.jsonl"], options=ShapeOptions(response_template="A:")))
+
+
 def test_an_array_under_the_name_of_lines_is_read(tmp_path):
     records = [{"messages": [{"role": "user", "content": f"{number} ,[]"}], "id": number} for number in range(3)]
     for name, text in (
@@ -262,6 +286,9 @@ def test_parts_with_weights_are_ranges_of_the_text():
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "it is preference data (DPO)"),
         ({"query": "q", "images": ["a.png"]}, 'has "images", and only text can be trained'),
         ({"input_ids": [1, 2], "labels": [1, 2]}, "it is tokenized already"),
+        ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "the form of Gemini; expected messages with role"),
+        ({"segments": [{"label": True, "text": "a"}]}, "the segments of Axolotl; expected messages with role"),
+        ({"conversation": [{"human": "q", "assistant": "a"}]}, "pairs of human and assistant; expected messages"),
     ],
 )
 def test_data_of_another_kind_is_named_when_no_shape_is_told(tmp_path, record, fault):

@@ -60,6 +60,8 @@ def shape_of(tmp_path, monkeypatch):
         ([*[PLAIN] * 16, ALPACA], "messages"),
         ([*[b"{"] * 500, ALPACA], "alpaca"),
         ([{"text": "plain"}], "text"),
+        ([{"text": "plain", "url": "u", "response": None}], "text"),
+        ([{"message_id": "1", "parent_id": None, "text": "q", "role": "prompter", "replies": []}], "oasst1"),
         ([{"prompt": "q", "completion": "a"}], "prompt-completion"),
         ([PLAIN["messages"]], "messages"),
         ([SHAREGPT["conversations"]], "sharegpt"),
@@ -108,6 +110,15 @@ def test_faults_alone_tell_nothing_and_are_left_to_reading(read_bytes):
             [{"question": "a", "answer": "b"}],
             f'a.jsonl: no shape is told by records with the keys "question", "answer"; {HINT}, or name the keys: '
             "--columns prompt=question,completion=answer",
+        ),
+        (
+            [{"system": "s", "query": "a", "response": "b", "history": []}],
+            'a.jsonl: no shape is told by records with the keys "system", "query", "response", "history"; '
+            f"{HINT}, or name the keys: --columns instruction=query,output=response",
+        ),
+        (
+            [{"text": "the question", "outputs": [{"text": "the answer"}]}],
+            f'a.jsonl: no shape is told by records with the keys "text", "outputs"; {HINT}, {COLUMNS}',
         ),
         ([{**ALPACA, "response": "b"}], f"a.jsonl: its records can be alpaca or dolly; {HINT}"),
         (

@@ -203,7 +203,7 @@ RECORDS = {
         (
             {"text": "x"},
             "the record is neither a message tree nor a message of one; "
-            'expected "prompt", or the strings "message_id" and "message_tree_id"',
+            'expected "prompt", "replies", or the strings "message_id" and "message_tree_id"',
         ),
         ({"prompt": 3}, "the prompt is a number; expected a message object"),
         ({"prompt": {"role": "user", "text": "x"}}, 'message 0 has role "user"; expected prompter or assistant'),

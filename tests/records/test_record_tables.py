@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from chatmill.errors import DataError, UsageError
+from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import Message, Record, ToolCall, read_records
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -62,6 +62,19 @@ def test_rows_with_images_are_refused_and_rows_without_are_read(table, empty):
     assert {record.unread_keys for record in records} == {()}
     assert len(faults) == 9
     assert faults[0].startswith('a.parquet:2: the record has "images", and only text can be trained; leave')
+
+
+def test_bytes_are_never_read_as_text(table):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "image": {"bytes": b"\x89PNG"}}]
+    for row, fault in (
+        ({"text": b"abc"}, "the record has bytes as text; expected a string"),
+        ({"prompt": "q", "completion": b"a"}, "the record has bytes as completion; expected a text or a list"),
+        ({"messages": turns}, "the record has bytes as messages; expected a list of messages"),
+        ({"instruction": "q", "output": b"a"}, "the record has bytes as output; expected a string"),
+    ):
+        table([row])
+        with pytest.raises(RecordError, match=fault):
+            list(read_records(["a.parquet"]))
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):

@@ -73,6 +73,11 @@ def test_oasst1_takes_the_best_ranked_standing_reply_of_a_tree(read_bytes):
     )
 
 
+def test_oasst1_reads_a_tree_that_is_its_prompt_alone(read_bytes):
+    data = lines([{**TREE, "parent_id": None, "lang": "en"}])
+    assert read_bytes(data) == ([record(*BEST, id=TREE["message_id"], unread_keys=("messages[].lang",))], [])
+
+
 def test_oasst1_groups_flat_messages_by_tree(read_bytes):
     other = node("hello", "prompter", replies=[node("hi")])
     data = lines([*flat(TREE, "t1"), *flat(other, "t2"), {"message_tree_id": "t3", "prompt": other}])
@@ -127,7 +132,7 @@ def test_flat_trees_that_are_wrong(read_bytes, messages, line):
         (
             lines([reply(None, "a")]),
             "a.jsonl:2 (id=t): the record is neither a message tree nor a message of one; "
-            'expected "prompt", or the strings "message_id" and "message_tree_id"',
+            'expected "prompt", "replies", or the strings "message_id" and "message_tree_id"',
         ),
     ],
 )

@@ -20,7 +20,7 @@ from chatmill.errors import DataError, RecordError, one_line
 from chatmill.records.files import Units, open_bytes, shown
 from chatmill.records.read_log import ReadLog
 from chatmill.records.shapes import RAW_BYTES
-from chatmill.records.shapes.decode import decode
+from chatmill.records.shapes.decode import BYTES, decode
 from chatmill.records.shapes.fields import MEDIA_KEYS
 from chatmill.records.shapes.transcript import EOS
 
@@ -31,7 +31,6 @@ WIDE_BLOCK = 1 << 20
 """The same for columns, which are compact, and cheaper per row the more rows they have."""
 TABLE_ROWS = 256
 """Rows of a table that are decoded together; fewer where they hold images."""
-BYTES = "(bytes)"
 _SPACE = b" \t\r\n"
 _STRING = rb'(?:[^"\\]++|\\.)*+("?)'
 _STRING_END = re.compile(_STRING, re.DOTALL)
@@ -259,8 +258,8 @@ def _is_json(line: bytes) -> bool:
 def table_rows(path: Path, *, log: ReadLog | None = None) -> Units:
     """The rows of a Parquet file, each as one JSON object, with their numbers, from 1.
 
-    A missing number, which is NaN in a table, becomes null. Bytes become the text `BYTES`: no field of a conversation
-    has that type, but whether a record has images decides whether it is refused.
+    A missing number, which is NaN in a table, becomes null. Bytes become `BYTES`: no field of a conversation has that
+    type, but whether a record has images decides whether it is refused.
     """
     try:
         import pyarrow

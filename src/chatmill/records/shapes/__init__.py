@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records.record import Record, new_record
@@ -54,6 +54,20 @@ _RECORDS = 16
 _UNITS = 1000
 _PAIRS = (("question", "answer"), ("query", "response"), ("input", "output"), ("prompt", "response"))
 """Names of a question and its answer that are common, but too general to be read without being named."""
+
+
+class _OtherFormat(NamedTuple):
+    name: str
+    keys: set[str]
+    """Of each object in its list."""
+
+
+_OTHER_FORMATS = {
+    "contents": _OtherFormat("the form of Gemini", {"parts"}),
+    "segments": _OtherFormat("the segments of Axolotl", {"label", "text"}),
+    "conversation": _OtherFormat("pairs of human and assistant", {"human", "assistant"}),
+}
+"""Lists of other formats, which are not read."""
 _HINT = f"name it with --shape: {', '.join(SHAPES)}"
 
 _DECODE_LINES: dict[str, DecodeLines] = {"messages": messages.decode_lines}
@@ -90,6 +104,9 @@ NO_OPTIONS = ShapeOptions()
 def _reader(shape: str, options: ShapeOptions) -> Shape:
     """How the records of a shape are read."""
     columns, templates = options.column_map(), options.templates()
+    if templates is not None and shape != "text":
+        what = f"--response-template with records of shape {shape}"
+        raise UsageError(f"{what}, whose answers are known; it is for records of one text, so leave it out")
     if shape in _OTHERS or shape == "primer":
         if columns is not None:
             raise UsageError(f"--columns with records of shape {shape}, which have fixed names; leave it out")
@@ -214,11 +231,8 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
         line, record = unknown
         _refuse_other_data(file, line, record)
         keys = keys_shown(list(record)) or "none"
-        pair = next((pair for pair in _PAIRS if all(type(record.get(key)) is str for key in pair)), None)
-        columns_hint = " with --columns" if pair is None else f": --columns prompt={pair[0]},completion={pair[1]}"
-        raise DataError(
-            f"{file}: no shape is told by records with the keys {keys}; {_HINT}, or name the keys{columns_hint}"
-        )
+        what = f"{file}: no shape is told by records with the keys {keys}"
+        raise DataError(f"{what}; {_HINT}, or name the keys{_columns_hint(record)}")
     if possible is None:
         # If no record is an object, every shape reports the same faults.
         return "messages", "no record tells another shape"
@@ -229,8 +243,18 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
     return possible.popitem()
 
 
+def _columns_hint(record: Object) -> str:
+    """How `--columns` would read a record of a question and its answer; with `alpaca`, which reads both, if it has
+    a system text or a history."""
+    pair = next((pair for pair in _PAIRS if all(type(record.get(key)) is str for key in pair)), None)
+    if pair is None:
+        return " with --columns"
+    names = ("prompt", "completion") if record.keys().isdisjoint(("system", "history")) else ("instruction", "output")
+    return f": --columns {names[0]}={pair[0]},{names[1]}={pair[1]}"
+
+
 def _refuse_other_data(file: str, line: int, record: Object) -> None:
-    """Raise where the keys tell that the data is no text to train on: images, pairs of answers, token ids."""
+    """Raise where the keys tell that the data is no text to train on, or of a format that no name can make readable."""
     keys = KeyReader("the record", "", record, {})
     try:
         keys.refuse_media()
@@ -240,6 +264,11 @@ def _refuse_other_data(file: str, line: int, record: Object) -> None:
     if "input_ids" in record:
         what = 'the record has "input_ids": it is tokenized already'
         raise RecordError(what, "expected the conversations that it was made of", kind="keys").at(file, line)
+    for key, format in _OTHER_FORMATS.items():
+        items = record.get(key)
+        if type(items) is list and items and type(items[0]) is dict and format.keys <= items[0].keys():
+            what = f'the record has "{key}", {format.name}'
+            raise RecordError(what, "expected messages with role and content; convert them", kind="keys").at(file, line)
 
 
 def shapes_of(record: Any) -> dict[str, str]:
@@ -258,10 +287,10 @@ def shapes_of(record: Any) -> dict[str, str]:
     if isinstance(record.get("prompt"), dict):
         shapes["oasst1"] = 'its records have an object as "prompt"'
         shapes.pop("prompt-completion", None)
-    elif "oasst1" not in shapes and isinstance(record.get("text"), str):
+    elif "oasst1" not in shapes and "text" in keys:
         if _has_marker(record["text"]):
             shapes["transcript"] = 'the "text" of its records has <|USER|> or <|ASSISTANT|>'
-        elif not shapes:
+        elif not shapes and keys.isdisjoint(_BESIDE_A_TEXT):
             shapes["text"] = 'its records have "text"'
     return shapes
 
@@ -276,11 +305,13 @@ def _list_shapes(turns: list[Any]) -> dict[str, str]:
 
 _MESSAGE_KEYS = {"messages": "messages", "sharegpt": "conversations"}
 """Shapes whose records may be the list of messages alone, and the key that it is read as."""
+_BESIDE_A_TEXT = ("role", "from", "output", "outputs", "response", "responses", "answer", "answers", "completions")
+"""Keys that tell that a text is one message of several, or has an answer elsewhere."""
 _KEYS_OF_SHAPES = {
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "dolly": ("instruction", "response"),
-    "oasst1": ("message_id", "message_tree_id", "text"),
+    "oasst1": ("message_id", "role", "text"),
     "prompt-completion": ("prompt", "completion"),
 }
 

@@ -3,7 +3,7 @@
     messages=conversations,role=from,content=value,user=human,assistant=gpt
 
 The name on the left is chatmill's, the one on the right the file's. A record is renamed before it is read; keys that
-are not named keep their names.
+are not named keep their names. The roles human and gpt of ShareGPT need not be named.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chatmill.errors import UsageError, one_line
+from chatmill.errors import RecordError, UsageError, one_line
 from chatmill.records.record import ROLES
+from chatmill.records.shapes.decode import decode
 from chatmill.records.shapes.fields import (
     FLAG_KEYS,
     PREFERENCE_KEYS,
@@ -25,10 +26,13 @@ from chatmill.records.shapes.fields import (
 )
 from chatmill.records.shapes.ranges import RANGE_KEYS
 
-MESSAGE_LISTS = ("messages", "prompt", "completion")
+MESSAGE_LISTS = ("messages", "conversations", "prompt", "completion")
 """Keys whose lists hold messages."""
+JSON_LISTS = ("messages", "conversations")
+"""Those that may be given as JSON text; a prompt or a completion that is text is no list."""
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 RECORD_KEYS = (
-    *MESSAGE_LISTS,
+    *("messages", "prompt", "completion"),
     *("text", "instruction", "input", "output", "context", "response", "history", "system", "tools", "id"),
     "chat_template_kwargs",
 )
@@ -54,6 +58,8 @@ class ColumnMap:
             left_out += [key for key in PREFERENCE_KEYS if key in values and key not in self.record]
         out |= {key: value for key, value in values.items() if key not in self.record and key not in left_out}
         for key in MESSAGE_LISTS:
+            if isinstance(out.get(key), str) and key in JSON_LISTS:
+                out[key] = _list_in_json(out[key])
             if isinstance(out.get(key), list):
                 out[key] = [self._message(turn) for turn in out[key]]
             elif isinstance(out.get(key), dict):
@@ -66,8 +72,9 @@ class ColumnMap:
         out = {self.message[key]: value for key, value in turn.items() if key in self.message}
         # Of two keys of one name the one that was not named is kept as it is, and so reported.
         out |= {key if key not in out else f"{key} ": value for key, value in turn.items() if key not in self.message}
-        if isinstance(role := out.get("role"), str):
-            out["role"] = self.roles.get(role, role)
+        for key in ("role", "from"):
+            if isinstance(role := out.get(key), str):
+                out[key] = self.roles.get(role, role)
         return out
 
     def reported(self, parsed: ParsedRecord, left_out: list[str]) -> ParsedRecord:
@@ -75,6 +82,15 @@ class ColumnMap:
         lists = {key: name for name, key in self.record.items() if key in MESSAGE_LISTS}
         names = [_in_file(name, lists) for name in parsed.unread_keys]
         return parsed._replace(unread_keys=(*names, *map(one_line, left_out)))
+
+
+def _list_in_json(text: str) -> Any:
+    """The list that a JSON text holds; the text itself if it holds none, which the reader reports."""
+    try:
+        value = decode(text.encode())
+    except (RecordError, RecursionError):
+        return text
+    return value if isinstance(value, list) else text
 
 
 def _in_file(name: str, lists: Mapping[str, str]) -> str:
@@ -104,4 +120,4 @@ def parse_columns(text: str) -> ColumnMap:
             if table.get(theirs, ours) != ours or (table is not roles and ours in table.values()):
                 raise UsageError(f'--columns gives "{one_line(theirs)}" or "{ours}" twice; expected each once')
             table[theirs] = ours
-    return ColumnMap(record, message, roles)
+    return ColumnMap(record, message, SHAREGPT_ROLES | roles)

@@ -18,6 +18,8 @@ except ImportError:  # pragma: no cover
         return True
 
 
+BYTES = {"(bytes)": True}
+"""What stands for bytes of a table, which JSON does not have. It is no text, so that it is never trained."""
 _DECODER = msgspec.json.Decoder()
 # An escaped high surrogate without its low one, or a low one without its high one; `\\ud800` is plain text.
 _LONE_SURROGATE = re.compile(
@@ -100,6 +102,8 @@ def named(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if value == BYTES:
+        return "bytes"
     names: dict[type, str] = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), f"a Python {type(value).__name__}")
 

@@ -342,7 +342,8 @@ def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
     if number and role == "tool":
         what = f"{owner} has a weight over 0 on a tool result"
         raise RecordError(what, "expected none, or train: false", kind="weight")
-    return float(number)
+    # Without the sign of a negative zero.
+    return float(number) + 0.0
 
 
 def reasoning(turn: KeyReader, role: Role) -> str:

@@ -1,7 +1,7 @@
 """The `oasst1` shape: message trees, one conversation each, along the best-ranked replies.
 
-A tree is one object (`prompt` with its `replies`), or flat messages on consecutive lines, which `grouped` joins to one
-JSON list.
+A tree is one object (`prompt` with its `replies`, or that prompt itself), or flat messages on consecutive lines, which
+`grouped` joins to one JSON list.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def parse(record: Any) -> ParsedRecord:
         return _conversation(tree, *_flat_tree(record), messages=record)
     if type(record) is not dict:
         raise RecordError(f"the record is {named(record)}", "expected one JSON object", kind="object")
+    if "prompt" not in record and type(record.get("replies")) is list:
+        return _conversation({"message_tree_id": record.get("message_id")}, record, {}, messages=[record])
     if "prompt" not in record:
-        right = 'expected "prompt", or the strings "message_id" and "message_tree_id"'
+        right = 'expected "prompt", "replies", or the strings "message_id" and "message_tree_id"'
         raise RecordError("the record is neither a message tree nor a message of one", right, kind="missing")
     tree = {key: value for key, value in record.items() if key != "prompt"}
     return _conversation(tree, record["prompt"], {}, messages=[record["prompt"]])
