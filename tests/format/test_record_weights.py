@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from chatmill.errors import RecordError, UsageError
 from chatmill.format import open_renderer, renderer_from_json
+from chatmill.format.template import renderer as template_renderer
 from chatmill.ledger import Ledger
 from chatmill.records import Message, Record
 from chatmill.rows import Rule
@@ -95,10 +97,16 @@ def test_records_have_template_variables_of_their_own(template):
     assert decode(template.prompt_ids(prompt)).endswith("<|im_start|>assistant\n(sad) ")
 
 
-def test_a_flood_of_template_variables_is_refused(template):
-    records = [conversation(template_kwargs=json.dumps({"mood": str(number)})) for number in range(20)]
-    with pytest.raises(RecordError, match="more than 16 different chat_template_kwargs"):
-        list(template.renderable(records))
+def test_no_number_of_template_variables_changes_what_is_rendered(template, monkeypatch):
+    monkeypatch.setattr(template_renderer, "MAX_KWARGS", 2)
+    moods = [0, 1, 2, 0, 3, 3, 1, 0]
+    records = [conversation(template_kwargs=json.dumps({"mood": mood})) for mood in moods]
+    rows = template.render(list(template.renderable(records)))
+    answers = "".join(f"({mood}) b<|im_end|>({mood}) d<|im_end|>" for mood in moods)
+    decoded = template.tokenizer.decode(rows.ids)
+    assert "".join(part.split("\n")[1] for part in decoded.split("<|im_start|>assistant")[1:]) == answers
+    assert template.tokenizer.decode(rows.ids[rows.mask()]) == "b<|im_end|>d<|im_end|>" * len(moods)
+    assert len(template._variants) <= 16
 
 
 def test_a_preset_counts_template_variables_that_it_cannot_use():
@@ -141,6 +149,75 @@ def test_a_prompt_and_its_completion_follow_one_another():
     rows = renderer.render([Record([Message("user", "ab"), Message("assistant", "cd")])])
     assert renderer.tokenizer.decode(rows.ids) == "abcd<|EOS|>"
     assert renderer.tokenizer.decode(rows.ids[rows.mask()]) == "cd<|EOS|>"
+
+
+def space_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """A tokenizer that puts a space before every text, as that of Llama 2."""
+    engine = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
+    normalizers = tokenizers.normalizers
+    engine.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    decoders = tokenizers.decoders
+    engine.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "<s>", "</s>"], max_token_length=6)
+    engine.train_from_iterator(["the quick brown fox was the first to answer "] * 9, trainer)
+    engine.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    path.mkdir()
+    engine.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return engine
+
+
+TEXTS = st.text("the quickbrownfxa ", max_size=12)
+
+
+@settings(max_examples=60)
+@given(prompt=TEXTS, completion=TEXTS)
+def test_a_completion_follows_its_prompt_without_an_added_space(spaced, prompt, completion):
+    """As TRL prepares both: as one text, of which what the prompt does not have is trained."""
+    engine, renderer = spaced
+    record = Record([*([Message("user", prompt)] if prompt else []), Message("assistant", completion)])
+    ledger = Ledger()
+    rows = renderer.render(list(renderer.renderable([record])), ledger=ledger)
+    whole, before = engine.encode(prompt + completion + "</s>").ids, engine.encode(prompt).ids
+    assert rows.ids.tolist() == whole
+    if prompt and whole[: len(before)] == before:
+        assert rows.mask().tolist() == [False] * len(before) + [True] * (len(whole) - len(before))
+    elif prompt:
+        # A token that holds the end of the prompt and the beginning of the completion is not trained.
+        assert not rows.mask()[: len(before) - 1].any()
+        assert rows.mask()[-1]
+        assert ledger.to_json()["noted"]["range_splits_token"]["tokens"] == 1
+
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "spaced"
+    engine = space_tokenizer(path)
+    with warnings.catch_warnings():
+        # That another library encodes it, slower.
+        warnings.simplefilter("ignore")
+        return engine, open_renderer("text", str(path))
+
+
+def test_a_space_that_the_tokenizer_adds_goes_with_the_first_character(spaced):
+    engine, renderer = spaced
+    content = "quick fox"
+    rows = renderer.render([text(content, train_ranges=[[0, 5, 0]])])
+    tokens = engine.encode(content).tokens
+    assert tokens[1].startswith("▁")
+    trained = renderer.tokenizer.decode(rows.ids[rows.mask()])
+    assert trained.strip() == "fox</s>"
+    assert not rows.mask()[:2].any()
+
+
+def test_names_of_special_tokens_in_a_text_stay_text_and_are_counted(tmp_path):
+    renderer = open_renderer("text", str(folder(tmp_path / "model")))
+    ledger = Ledger()
+    rows = renderer.render([text("a</s>b"), text("<|im_start|>user"), text("plain < text")], ledger=ledger)
+    assert renderer.tokenizer.decode(rows[:1].ids) == "a</s>b</s>"
+    special = [renderer.tokenizer.token_id(token) for token in ("</s>", "<|im_start|>")]
+    assert np.isin(rows.ids, special).sum() == 3
+    assert ledger.to_json() == {"noted": {"control_text": {"rows": 2, "tokens": 0, "trained": 0}}}
 
 
 def test_only_ranges_of_a_text_are_trained():

@@ -3,17 +3,25 @@
     <s> Once upon a time … </s>
 
 Before and after the text stand the tokens that the tokenizer itself puts there, and the end token of its folder.
+
+A prompt and its completion are encoded one after the other, so that the prompt has the tokens that it has when a model
+continues it. Some tokenizers put a space before every text, which would then stand before the completion as well: with
+them both are encoded as one text, and a token across the border is not trained.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from chatmill.errors import RecordError
 from chatmill.format.chat_format import ChatFormat, TurnMarkers
 from chatmill.format.template.hf_folder import special_tokens
 from chatmill.plain_file import local_path
 from chatmill.records import Record
+from chatmill.rows import TrainOn
+from chatmill.tokenizer import Tokenizer
 
 TEXT = "text"
 """The name of the format."""
@@ -58,6 +66,25 @@ def _around(file: Path) -> tuple[list[str], list[str]]:
         return [], []
     start = next((at for at in range(len(whole.ids)) if whole.ids[at : at + len(plain)] == plain), 0)
     return whole.tokens[:start], whole.tokens[start + len(plain) :]
+
+
+def adds_space(tokenizer: Tokenizer) -> bool:
+    """Whether a tokenizer puts a space before every text, as those of Llama 2 and Mistral do."""
+    ids = tokenizer.encode("a")
+    return bool(ids) and tokenizer.piece(ids[0]).startswith(b" ")
+
+
+def joined(record: Record, train_on: TrainOn) -> Record:
+    """A prompt and its completion as one text, with ranges for what is trained of it."""
+    if len(record.messages) == 1:
+        return record
+    prompt, completion = record.messages
+    size = len(prompt.content)
+    by_role = 1.0 if train_on == "all" else 0.0
+    ranges = [(0, size, by_role if prompt.weight is None else prompt.weight)] if size else []
+    ranges += [(size + start, size + stop, weight) for start, stop, weight in completion.train_ranges]
+    text = msgspec.structs.replace(completion, content=prompt.content + completion.content, train_ranges=tuple(ranges))
+    return msgspec.structs.replace(record, messages=[text])
 
 
 def text_fault(record: Record, format: ChatFormat) -> RecordError | None:

@@ -102,15 +102,15 @@ def token_weights(weights: CharWeights, places: TokenPlaces) -> TokenWeights:
 def spelled_places(text: str, ids: Sequence[int], tokenizer: Tokenizer) -> TokenPlaces | None:
     """Where each token begins and ends in the UTF-8 bytes of a text; None if the tokens do not spell it.
 
-    Some tokenizers put a space before a text: it is no character of it.
+    Some tokenizers put a space before a text: it is no character of it, and goes with the first one.
     """
-    pieces = [tokenizer.piece(id) for id in ids]
+    pieces = tokenizer.pieces(ids)
     spelled, data = b"".join(pieces), text.encode()
     added = len(spelled) - len(data)
     if spelled[max(added, 0) :] != data or spelled[: max(added, 0)] not in (b"", b" "):
         return None
     end = np.cumsum([len(piece) for piece in pieces], dtype=np.int64) - added
-    return TokenPlaces(np.append(-added, end[:-1])[: len(end)], end)
+    return TokenPlaces(np.append(-added, end[:-1])[: len(end)], np.maximum(end, 1))
 
 
 def by_byte(text: str, weights: CharWeights) -> CharWeights:

@@ -37,7 +37,8 @@ from chatmill.format.chat_format import (
 )
 from chatmill.format.messages import MessageColumns, content_place, message_columns, split_bodies, text_runs
 from chatmill.format.renderer import OnReject, Renderer, apply_record_weights, origins_of
-from chatmill.format.text_format import text_fault
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.text_format import adds_space, joined, text_fault
 from chatmill.format.train_ranges import (
     REWRITES,
     TokenWeights,
@@ -88,6 +89,20 @@ class TurnRenderer:
     def compiled(self) -> CompiledFormat:
         return CompiledFormat(self.format, self.tokenizer)
 
+    @cached_property
+    def _joins(self) -> bool:
+        """Whether a prompt and its completion are encoded as one text."""
+        return not self.format.has_turns and adds_space(self.tokenizer)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer.control_ids)
+
+    def _count_control_texts(self, records: Sequence[Record]) -> int:
+        """How many records have the name of a control token in their text, where it is text."""
+        texts = ([message.content for message in record.messages] for record in records)
+        return sum(map(self._control_tokens.any_in, texts))
+
     def to_json(self) -> dict[str, Any]:
         return self.format.to_json()
 
@@ -100,7 +115,7 @@ class TurnRenderer:
                 if record.is_text or not writes_all:
                     self._check(record)
                 for message in record.messages:
-                    if message.train_ranges:
+                    if message.train_ranges or (self._joins and len(record.messages) > 1):
                         # Only encoding shows whether ranges can be told in tokens.
                         self.render([record])
                         break
@@ -138,6 +153,11 @@ class TurnRenderer:
             unused = sum(bool(record.template_kwargs) for record in records)
             if unused:
                 ledger.add("noted", "template_kwargs_unused", rows=unused)
+        if not self.format.has_turns:
+            if ledger is not None and (count := self._count_control_texts(records)):
+                ledger.add("noted", "control_text", rows=count)
+            if self._joins:
+                records = [joined(record, train_on) for record in records]
         columns = message_columns(records, self.format, self.compiled)
         if columns.layout and ledger is not None:
             ledger.add("noted", "whitespace_left_out", rows=columns.layout)

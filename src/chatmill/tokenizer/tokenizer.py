@@ -90,6 +90,17 @@ class Tokenizer:
         with faults_of(self.name, f"no token has id {id}", f"ids run from 0 to {self.vocab_size - 1}, with holes"):
             return self._backend.piece(id)
 
+    def pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """The `piece` of each id; that of an id is computed once."""
+        known = self._pieces
+        for id in set(ids) - known.keys():
+            known[id] = self.piece(id)
+        return [known[id] for id in ids]
+
+    @cached_property
+    def _pieces(self) -> dict[int, bytes]:
+        return {}
+
     def byte_lengths(self, ids: Ids) -> NDArray[np.int64]:
         """How many bytes each id stands for: the length of its `piece`."""
         lengths = self._byte_lengths[ids]

@@ -45,7 +45,7 @@ MAX_CELLS = 2**20
 MAX_SHAPES = 2**17
 """Shapes that are remembered as met."""
 MAX_KWARGS = 16
-"""Different `chat_template_kwargs` of records; each has traces and a process of its own."""
+"""Renderers that are kept for `chat_template_kwargs` of records; each has traces and a process of its own."""
 LAST_ONLY = b"\xfe"
 """Suffix of the shapes of conversations of which only the last answer is derived; no other shape ends so."""
 ANSWER = "Yes."
@@ -211,6 +211,9 @@ class TemplateRenderer:
         parts: list[Rows] = []
         for renderer in dict.fromkeys(renderers):
             chosen = [at for at, each in enumerate(renderers) if each is renderer]
+            for with_tools in {bool(batch[at].tools) for at in chosen}:
+                # For the check of rows; a renderer may be newer than the layout of its records.
+                renderer.turn_marks(with_tools)
             parts.append(renderer._encode([batch[at] for at in chosen], **options))
             order += chosen
         return concat(parts).take(np.argsort(order))
@@ -221,13 +224,12 @@ class TemplateRenderer:
         """The renderer with the variables of the record's `chat_template_kwargs`; this one if it has none."""
         if record.template_kwargs == self._kwargs:
             return self
-        if record.template_kwargs not in self._variants:
-            if len(self._variants) == MAX_KWARGS:
-                what = f"more than {MAX_KWARGS} different chat_template_kwargs in the records"
-                raise RecordError(
-                    what, "expected a few, such as enable_thinking true and false", kind="template_kwargs"
-                )
-            self._variants[record.template_kwargs] = TemplateRenderer(
+        renderer = self._variants.pop(record.template_kwargs, None)
+        if renderer is None:
+            while len(self._variants) >= MAX_KWARGS:
+                # The one that was not used for longest; which records are rendered must not depend on those before.
+                del self._variants[next(iter(self._variants))]
+            renderer = TemplateRenderer(
                 self.folder,
                 self._tokenizer,
                 arguments={**self.arguments, **msgspec.json.decode(record.template_kwargs)},
@@ -238,7 +240,8 @@ class TemplateRenderer:
                 strip_prompt_space=self.strip_prompt_space,
                 kwargs=record.template_kwargs,
             )
-        return self._variants[record.template_kwargs]
+        self._variants[record.template_kwargs] = renderer
+        return renderer
 
     def prompt_ids(self, record: Record) -> list[int]:
         if (renderer := self._for_record(record)) is not self:
