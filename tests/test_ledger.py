@@ -80,3 +80,20 @@ def test_what_cannot_be_counted_is_refused():
         Ledger().add("stored", tokens=1, trained=2)
     with pytest.raises(ChatmillError, match='no bucket "lost"'):
         Ledger.from_json({"lost": {"": {"rows": 1}}})
+
+
+def test_names_from_data_are_bounded_and_leave_room_for_other_reasons():
+    ledger = Ledger()
+    for number in range(500):
+        ledger.add("noted", f"unread_key k{number:03}", rows=1)
+    ledger.add("noted", "answer_cut", rows=7)
+    noted = ledger.to_json()["noted"]
+    assert {name: entry["rows"] for name, entry in noted.items()} == {
+        "answer_cut": 7,
+        "unread_key (other keys)": 300,
+        **{f"unread_key k{number:03}": 1 for number in range(200)},
+    }
+    assert Ledger.from_json(ledger.to_json()).to_json() == ledger.to_json()
+    twice = Ledger.from_json(ledger.to_json())
+    twice.merge(ledger)
+    assert twice.to_json()["noted"]["unread_key (other keys)"]["rows"] == 600

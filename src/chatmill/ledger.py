@@ -20,8 +20,12 @@ Bucket = Literal[
 ]
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 MAX_REASONS = 1000
-"""Reasons of one bucket; some are keys of records, of which there may be any number. All others are `OTHER`."""
+"""Reasons of one bucket. All others are `OTHER`."""
 OTHER = "other"
+MAX_NAMES = 200
+"""Reasons of one kind with a name, as `unread_key NAME`, of which data may have any number. All others of the kind are
+counted together, so that they do not take the place of other reasons."""
+OTHER_NAMES = "(other keys)"
 # "noted" counts rows that were kept but deserve a look (an answer that was cut); it is not part of the balance.
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
     ("records", "rows", ("read",), ("rejected", "rendered")),
@@ -49,8 +53,15 @@ class Ledger:
         """Count rows and tokens in a bucket; `trained` is how many of the tokens have a weight over 0."""
         if min(rows, tokens, trained) < 0 or trained > tokens:
             raise ValueError(f"{bucket}: rows {rows}, tokens {tokens}, trained {trained} cannot be counted")
-        if (bucket, reason) not in self.entries and sum(key[0] == bucket for key in self.entries) >= MAX_REASONS:
-            reason = OTHER
+        if (bucket, reason) not in self.entries:
+            kind, separator, _ = reason.partition(" ")
+            known = [key[1] for key in self.entries if key[0] == bucket]
+            others = f"{kind} {OTHER_NAMES}"
+            names = sum(name.startswith(kind + separator) for name in known) - (others in known) if separator else 0
+            if names >= MAX_NAMES:
+                reason = others
+            elif len(known) >= MAX_REASONS:
+                reason = OTHER
         self.entries.setdefault((bucket, reason), LedgerEntry()).plus(rows, tokens, trained)
 
     def merge(self, other: Ledger) -> None:

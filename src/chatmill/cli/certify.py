@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, echo_json, echo_line, progress
+from chatmill.cli.options import AsJson, argument, echo_json, echo_line, print_losses, progress
 from chatmill.cli.record_options import ReadOptions, TemplateFlags, print_rejects
 from chatmill.cli.transformers_peer import TransformersPeer
 from chatmill.errors import ChatmillError
@@ -48,6 +48,7 @@ def certify_command(
         if inputs:
             with read.records(inputs, reads=existing(tokenizer, template.chat_template)) as records:
                 findings = certify(renderer, progress(records, "records"), peer=ids_of, peer_name=peer_name)
+            print_losses(records.ledger, err=True)
             print_rejects(records)
         else:
             findings = certify(renderer, (), peer=ids_of, peer_name=peer_name)

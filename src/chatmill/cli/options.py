@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chatmill.errors import one_line
-from chatmill.ledger import Ledger
+from chatmill.ledger import OTHER_NAMES, Ledger
 from chatmill.prepare.rejects import UNREAD_KEY
 
 T = TypeVar("T")
@@ -59,6 +59,8 @@ def print_losses(ledger: Ledger, *, err: bool = False) -> None:
 
 def unread_key(reason: str, rows: int) -> str:
     """What to say about a key of records that is not read."""
+    if reason.endswith(OTHER_NAMES):
+        return f"records have more keys than are named, {rows:,} times, which are not read"
     noun = "record has" if rows == 1 else "records have"
     return f'{rows:,} {noun} the key "{reason.removeprefix(UNREAD_KEY)}", which is not read'
 

@@ -213,6 +213,7 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "messages_after_last_answer": "{rows:,} conversations go on after the last answer with a row; that is left out",
         "answer_without_row": "{rows:,} answers have a weight of 0, or never close, and so no row of their own",
         "range_splits_token": "{tokens:,} tokens hold characters inside and outside of a range of train_ranges",
+        "control_text": "{rows:,} rows have texts that spell special tokens of the tokenizer, and are written as text",
         "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
         "record_weight": "{rows:,} records have a weight of their own, which multiplies that of their trained tokens",
         "template_kwargs_unused": "{rows:,} records have chat_template_kwargs, which only --format template reads",

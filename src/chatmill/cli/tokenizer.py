@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.expand import expanded
-from chatmill.cli.options import AsJson, command_group, echo_json, echo_line, progress
+from chatmill.cli.options import AsJson, command_group, echo_json, echo_line, print_losses, progress
 from chatmill.cli.record_options import AddTokens, Inputs, ReadOptions, print_rejects
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
@@ -60,6 +60,7 @@ def train(
         echo_line(f"{output}: {made.vocab_size:,} tokens, sha256 {made.sha256[:12]}…, from {count:,} records")
         if made.vocab_size < vocab_size:
             typer.echo(f"the texts gave no more than that; {vocab_size:,} were asked for")
+    print_losses(records.ledger, err=True)
     print_rejects(records)
 
 
