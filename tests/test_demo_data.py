@@ -107,7 +107,7 @@ def plain_distance(one: list, other: list) -> int:
     return row[-1]
 
 
-@pytest.mark.parametrize(("last_message_alone", "every"), [(True, 1), (False, 9)])
+@pytest.mark.parametrize(("last_message_alone", "every"), [(True, 3), (False, 18)])
 def test_answering_with_the_nearest_training_question_is_nearly_always_wrong(last_message_alone, every):
     def cut(questions: list[Asked]) -> list[Asked]:
         if not last_message_alone:

@@ -388,25 +388,40 @@ def test_an_input_is_never_taken_for_the_file_of_rejects(run, command):
 def test_what_an_output_cannot_write_is_escaped(tmp_path, encoding):
     name = os.fsdecode(b"b\xff.jsonl")
     (tmp_path / name).write_text(CHAT.replace("hi", "3 × 3") + BAD, encoding="utf-8")
+    commands = [
+        ["check", name, "--on-error", "skip"],
+        ["render", name, "-n", "1", "--json"],
+        ["prepare", name, "-o", "d", "--on-error", "skip"],
+        ["show", "d", "--json"],
+        ["show", "d", "0", "--json"],
+    ]
+    code = f"""
+import sys
+from chatmill.cli.main import main
 
-    def run(*args):
-        done = subprocess.run(
-            [sys.executable, "-c", "from chatmill.cli.main import main; main()", *args],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONIOENCODING": encoding},
-            capture_output=True,
-            encoding="utf-8",
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert run("check", name, "--on-error", "skip").startswith("1 records")
+for command in {commands!r}:
+    sys.argv = ["chatmill", *command]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (command, end)
+    print(end="\\0", flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    checked, rendered, _, shown, row, _ = done.stdout.split("\0")
+    assert checked.startswith("1 records")
     assert json.loads((tmp_path / "rejects.jsonl").read_bytes())["file"] == name
-    assert json.loads(run("render", name, "-n", "1", "--json"))["file"] == name
-    run("prepare", name, "-o", "d", "--on-error", "skip")
-    assert "3 × 3" in json.loads(run("show", "d", "--json"))["text"]
-    assert json.loads(run("show", "d", "0", "--json"))["segments"][0]["file"] == name
+    assert json.loads(rendered)["file"] == name
+    assert "3 × 3" in json.loads(shown)["text"]
+    assert json.loads(row)["segments"][0]["file"] == name
 
 
 DEEP = "[" * 20_000

@@ -516,7 +516,7 @@ documents_ = st.lists(
 remainders = st.sampled_from(["pad", "drop"])
 
 
-@settings(max_examples=120)
+@settings(max_examples=40)
 @given(documents_, remainders)
 def test_blocks_of_every_size_from_1_to_64_are_those_of_the_oracle(documents, remainder):
     for size in range(1, 65):
