@@ -30,7 +30,7 @@ def test_every_step_of_the_demo_runs_and_a_model_that_learned_nothing_is_told_ap
         script.read_text().replace("demo/dataset --json >", "demo/dataset --json --limit 4 --max-tokens 4 >")
     )
     code, out, err = run_in_shell(
-        "bash demo.sh --max_iters 10", folder=tmp_path, environment=os.environ | {"PATH": path}
+        "bash demo.sh --max_iters 10 --eval_iters 2", folder=tmp_path, environment=os.environ | {"PATH": path}
     )
     steps = [line for line in out.splitlines() if line.startswith("== ")]
     assert code == 1, err
