@@ -267,7 +267,7 @@ def test_stopped_at_any_operation_it_leaves_the_old_dataset_or_the_new_one(tmp_p
     while stopped:
         shutil.rmtree(target)
         if overwrite:
-            write_rows(target, splits)
+            shutil.copytree(source, target)
         with monkeypatch.context() as patch:
             patch.setattr(files, "disk", Dying(len(found)))
             try:

@@ -1,7 +1,7 @@
 """Published chat templates: each conversation is trained exactly as an independent oracle says, or refused as listed.
 
 The templates are in ../shared/data/templates; without them only the oracle itself is tested. `make templates` tries all
-conversations with all of them, this file a sixth of them, another sixth for each template.
+conversations with all of them, this file a sixth of them, another sixth for each second template.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def listed() -> dict[tuple[str, str], tuple[str, str]]:
 
 
 @needs_templates
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", TEMPLATES[::2])
 def test_a_published_template_is_trained_exactly_or_refused_as_listed(template, tmp_path):
-    number = TEMPLATES.index(template)
+    number = TEMPLATES.index(template) // 2
     names = [name for at, name in enumerate(CONVERSATIONS) if (at + number) % 6 == 0]
     tokens = json.loads((FOLDER / "tokens.json").read_text("utf-8"))[template]
     source = (FOLDER / f"{template}.jinja").read_text("utf-8")
