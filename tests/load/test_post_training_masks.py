@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from load_fixtures import write_source
 
@@ -117,8 +117,13 @@ def post_training(block_size: int, **changes) -> TrainConfig:
     return TrainConfig.from_mapping({"post_training": True, "block_size": block_size, "batch_size": 1, **changes})
 
 
+# The answer that does not close is in an earlier block or row, or cut off.
+LEFT_OPEN = f"{USER}q{END}{ASSISTANT}no{USER}q{END}{ASSISTANT}a{END}"
+
+
 @settings(max_examples=15)
 @given(files, st.integers(3, 24))
+@example([LEFT_OPEN], 6)
 def test_loaded_blocks_are_those_of_the_specification(tmp_path_factory, texts, size):
     data = build(tmp_path_factory.mktemp("blocks"), texts, fit="blocks", max_tokens=size)
     loader = EpisodeLoader(data, post_training(size - 1), tensors=False)
@@ -144,6 +149,7 @@ def test_loaded_blocks_are_those_of_the_specification(tmp_path_factory, texts, s
     st.sampled_from(["exchanges", "turns", "tail", "windows", "drop"]),
     st.sampled_from([None, 40]),
 )
+@example([LEFT_OPEN], 8, "tail", None)
 def test_rows_that_are_no_blocks_hold_the_same_rules(tmp_path_factory, texts, size, fit, pack):
     data = build(tmp_path_factory.mktemp("rows"), texts, fit=fit, max_tokens=max(size, 8), pack=pack)
     names = {id: marker for marker, id in ID.items()}

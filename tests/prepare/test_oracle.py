@@ -22,7 +22,7 @@ def inputs(tmp_path_factory) -> tuple[str, ...]:
 
 def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
     """The rows of each split, a record at a time."""
-    format = load_format(job.format)
+    format = load_format(job.format or "chatml")
     tokenizer = open_tokenizer(job.tokenizer, control=format.tokens)
     records = [(record, source) for source in job.sources for record in read_records(source.inputs, shape=source.shape)]
     shuffled = set(shuffle_split(len(records), job.val_split, seed=job.seed).val)

@@ -17,7 +17,7 @@ from chatmill.cli.record_options import Inputs, ReadOptions, RenderOptions, Temp
 from chatmill.config import LONGEST
 from chatmill.errors import UsageError
 from chatmill.fit import FitRule, truncate
-from chatmill.format import Renderer, open_renderer, requires_user
+from chatmill.format import Renderer, before_cutting, open_renderer, requires_user
 from chatmill.prepare.job import UNROLL_ALL, existing
 from chatmill.prepare.primer import count_stored
 from chatmill.prepare.rejects import CountedRecords
@@ -65,7 +65,10 @@ def render_command(
     if render.unroll and render.train_on == "all":
         raise UsageError(UNROLL_ALL)
     reads = existing(render.tokenizer, render.format, template.chat_template)
-    renderer = open_renderer(render.format, render.tokenizer, add_tokens=render.add_tokens, template=template.options())
+    options = template.options()
+    renderer = before_cutting(
+        open_renderer(render.format, render.tokenizer, add_tokens=render.add_tokens, template=options)
+    )
     console = console_on_stdout(soft_wrap=True)
     width = max(40, console.width - 42) if console.is_terminal else 100
     limit = limit or (None if as_json else SHOWN)

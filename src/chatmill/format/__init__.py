@@ -38,6 +38,7 @@ if _TYPE_CHECKING:
     from chatmill.format.template.hf_folder import has_template as has_template
     from chatmill.format.template.renderer import TemplateRenderer as TemplateRenderer
     from chatmill.format.turn_renderer import TurnRenderer as TurnRenderer
+    from chatmill.format.turn_renderer import before_cutting as before_cutting
     from chatmill.format.turn_renderer import requires_user as requires_user
 
 __all__, __getattr__, __dir__ = _lazy_exports(__name__)

@@ -14,7 +14,7 @@ apart from its body: in inference it ends the prompt, so the ids of a prompt are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -79,6 +79,8 @@ class TurnRenderer:
 
     format: ChatFormat
     tokenizer: Tokenizer
+    masks_answers: bool = True
+    """Whether rows are masked by `requires_user` as they are rendered; see `before_cutting`."""
     uses_date = False
 
     @property
@@ -163,7 +165,7 @@ class TurnRenderer:
             ledger.add("noted", "whitespace_left_out", rows=columns.layout)
         rows = _rows(self, columns, train_on, ledger)
         apply_record_weights(records, rows.spans, rows.first_span)
-        return mask_answers(rows) if self.format.requires_user else rows
+        return mask_answers(rows) if self.format.requires_user and self.masks_answers else rows
 
     render_chunks = Renderer.render_chunks
 
@@ -176,6 +178,11 @@ class TurnRenderer:
 def requires_user(renderer: Renderer) -> bool:
     """Whether only whole answers after a complete user turn of their row are trained."""
     return isinstance(renderer, TurnRenderer) and renderer.format.requires_user
+
+
+def before_cutting(renderer: Renderer) -> Renderer:
+    """The renderer for rows that are cut and then masked: what is cut off must not decide what is trained."""
+    return replace(renderer, masks_answers=False) if isinstance(renderer, TurnRenderer) else renderer
 
 
 def _rows(renderer: TurnRenderer, columns: MessageColumns, train_on: TrainOn, ledger: Ledger | None) -> Rows:

@@ -14,7 +14,7 @@ import numpy as np
 from chatmill.answers import mask_answers, note_untrained
 from chatmill.errors import ChatmillError, DataError, RecordError, one_line
 from chatmill.fit import truncate_with_sources
-from chatmill.format import Renderer, TemplateOptions, open_renderer, requires_user
+from chatmill.format import Renderer, TemplateOptions, before_cutting, open_renderer, requires_user
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import Job
 from chatmill.prepare.rejects import note_keys
@@ -61,7 +61,7 @@ class Done:
 
 
 def job_renderer(job: Job) -> Renderer:
-    """The renderer that a job names."""
+    """The renderer that a job names; answers are masked when rows are cut."""
     template = TemplateOptions(
         chat_template=job.chat_template,
         arguments=job.template_args,
@@ -71,7 +71,7 @@ def job_renderer(job: Job) -> Renderer:
         allow_no_end_token=job.allow_no_end_token,
         strip_prompt_space=job.strip_prompt_space,
     )
-    return open_renderer(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template)
+    return before_cutting(open_renderer(job.format, job.tokenizer, add_tokens=job.add_tokens, template=template))
 
 
 def renderer_identity(renderer: Renderer) -> dict[str, Any]:
