@@ -16,6 +16,7 @@ from chatmill.errors import RecordError, UsageError
 from chatmill.format import open_renderer, renderer_from_json
 from chatmill.format.template import renderer as template_renderer
 from chatmill.ledger import Ledger
+from chatmill.prepare.unroll import render_unrolled, unrolled
 from chatmill.records import Message, Record
 from chatmill.rows import Rule
 from chatmill.tokenizer import train_bpe
@@ -197,6 +198,16 @@ def spaced(tmp_path_factory):
         # That another library encodes it, slower.
         warnings.simplefilter("ignore")
         return engine, open_renderer("text", str(path))
+
+
+def test_a_prompt_and_its_completion_as_one_text_are_unrolled_as_others_are(spaced):
+    record = Record([Message("user", "the quick"), Message("assistant", " fox")], file="a", line=1)
+    for renderer in (spaced[1], open_renderer("text", "bytes")):
+        options = {"train_on": "assistant", "on_reject": pytest.fail, "ledger": Ledger()}
+        rows = render_unrolled(renderer, [*unrolled([record], renderer, **options)], Ledger())
+        decode = renderer.tokenizer.decode
+        assert decode(rows.ids[rows.mask()]).strip() == "fox" + decode(rows.ids[-1:])
+        assert rows.mask().tolist() == renderer.render([record]).mask().tolist()
 
 
 def test_a_space_that_the_tokenizer_adds_goes_with_the_first_character(spaced):

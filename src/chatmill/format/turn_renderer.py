@@ -159,13 +159,23 @@ class TurnRenderer:
             if ledger is not None and (count := self._count_control_texts(records)):
                 ledger.add("noted", "control_text", rows=count)
             if self._joins:
-                records = [joined(record, train_on) for record in records]
+                return self._render_joined(records, train_on, ledger)
         columns = message_columns(records, self.format, self.compiled)
         if columns.layout and ledger is not None:
             ledger.add("noted", "whitespace_left_out", rows=columns.layout)
         rows = _rows(self, columns, train_on, ledger)
         apply_record_weights(records, rows.spans, rows.first_span)
         return mask_answers(rows) if self.format.requires_user and self.masks_answers else rows
+
+    def _render_joined(self, records: Sequence[Record], train_on: TrainOn, ledger: Ledger | None) -> Rows:
+        """Rows of prompts with their completions, each as one text, which has the number of the completion."""
+        texts = [joined(record, train_on) for record in records]
+        rows = _rows(self, message_columns(texts, self.format, self.compiled), train_on, ledger)
+        numbers = np.repeat([len(record.messages) - 1 for record in records], np.diff(rows.first_span))
+        in_message = rows.spans["message"] != NO_MESSAGE
+        rows.spans["message"][in_message] = numbers[in_message]
+        apply_record_weights(records, rows.spans, rows.first_span)
+        return rows
 
     render_chunks = Renderer.render_chunks
 
