@@ -205,6 +205,22 @@ def test_templates_that_cannot_be_are_usage_errors():
             read({"text": "a"}, "text", **options)
 
 
+def test_what_stands_before_a_prompt_is_never_left_out():
+    pair = {"prompt": "q", "completion": "a"}
+    found = read({**pair, "system": "s", "history": []}, "prompt-completion")
+    assert isinstance(found, Record)
+    assert (found.messages, found.unread_keys) == ([Message("system", "s"), *TURNS], ())
+    chat = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "completion": "a"}
+    for record, fault in (
+        ({**pair, "history": [["a", "b"]]}, 'the record has a "history"; name the keys as those of alpaca'),
+        ({**chat, "system": "t"}, "the record has a system text and a system message; expected one of them"),
+    ):
+        assert fault in str(read(record, "prompt-completion"))
+    dolly = read({"instruction": "q", "context": "", "response": "a", "system": "s"}, "dolly")
+    assert isinstance(dolly, Record)
+    assert dolly.messages == [Message("system", "s"), *TURNS]
+
+
 def test_templates_are_for_texts_alone(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "q", "completion": "a"}')
     with pytest.raises(UsageError, match="--response-template with records of shape prompt-completion, whose answers"):

@@ -15,8 +15,8 @@ def alpaca(record: Object) -> ParsedRecord:
 
 
 def dolly(record: Object) -> ParsedRecord:
-    """instruction with context, and response."""
-    return fields.read_record(record, lambda record: _exchange(record, "context", "response"))
+    """`system` if given, instruction with context, and response."""
+    return fields.read_record(record, lambda record: fields.system(record) + _exchange(record, "context", "response"))
 
 
 def _alpaca_messages(record: KeyReader) -> list[Message]:

@@ -55,16 +55,25 @@ def text(record: Object, templates: TextTemplates | None = None) -> ParsedRecord
 
 
 def prompt_completion(record: Object) -> ParsedRecord:
-    """The messages of `prompt`, of which none is trained, and those of `completion`; a text is one message."""
+    """The messages of `prompt`, of which none is trained, and those of `completion`; a text is one message.
+
+    A top-level `system` becomes the first message.
+    """
 
     def read(record: KeyReader) -> list[Message]:
+        system = fields.system(record)
+        if record.take("history"):
+            right = "name the keys as those of alpaca, which has one: --columns instruction=prompt,output=completion"
+            raise RecordError('the record has a "history"', right, kind="keys")
         prompt = [
             msgspec.structs.replace(message, weight=0.0)
             if message.role == "assistant" and message.weight is None
             else message
             for message in _messages(record, "prompt", "user")
         ]
-        return prompt + _messages(record, "completion", "assistant")
+        if system and prompt and prompt[0].role == "system":
+            raise RecordError("the record has a system text and a system message", "expected one of them", kind="keys")
+        return system + prompt + _messages(record, "completion", "assistant")
 
     return fields.read_record(record, read)
 
