@@ -299,7 +299,7 @@ def test_a_reader_that_finds_damage_says_so_each_time_and_leaves_the_cursor(tmp_
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_damaged_byte_of_the_origins_is_read_past_or_named(tmp_path, packed):
-    rows = talks(1, 6)
+    rows = talks(1, 4)
     made = write_rows(tmp_path / "d", {"train": pack(rows, 60) if packed else rows})
     path = made / "train" / shard_name(0) / ORIGINS
     whole = path.read_bytes()
