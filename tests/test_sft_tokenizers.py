@@ -95,9 +95,15 @@ class _OnlyEncodes:
 @pytest.mark.parametrize(
     ("tokenizer", "line"),
     [
-        (_OnlyEncodes(), "the tokenizer, a _OnlyEncodes, has no method special_token_ids; expected one of chatmill,"),
-        ("bytes", "the tokenizer, a str, has no method special_token_ids; expected one of chatmill,"),
-        (None, "the tokenizer, a NoneType, has no method encode and no special_token_ids; expected one of chatmill,"),
+        (
+            _OnlyEncodes(),
+            "the tokenizer, a _OnlyEncodes, has no method special_token_ids; expected a tokenizer of chatmill,",
+        ),
+        ("bytes", "the tokenizer, a str, has no method special_token_ids; expected a tokenizer of chatmill,"),
+        (
+            None,
+            "the tokenizer, a NoneType, has no method encode and no special_token_ids; expected a tokenizer of ",
+        ),
     ],
 )
 def test_a_missing_method_is_named_in_one_line(tokenizer, line):

@@ -96,8 +96,8 @@ def test_a_file_names_the_tokenizer_alone_and_the_template_beside_it_is_named(ru
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", file)
     assert (code, stored("v1")) == (0, (CHATML, "chatml"))
     assert err == (
-        f"format: chatml, since {file} is a file and names the tokenizer alone\n"
-        "look: in chat_template.jinja has a chat template, which is not used; give --tokenizer in chat_template.jinja\n"
+        f"format: chatml, since {file} is a file, which selects only the tokenizer\n"
+        "look: the chat template of in chat_template.jinja is not used; pass --tokenizer in chat_template.jinja\n"
     )
 
 
@@ -154,12 +154,12 @@ def test_json_and_show_name_the_format(run, folders):
 def test_adding_tokens_to_a_template_says_how_to_name_a_preset(run, folders):
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", "in a list", "--add-tokens")
     assert code == 2
-    assert err.endswith("tokens that its tokenizer has, and a preset is chosen by its name, as --format chatml\n")
+    assert err.endswith("tokens of its tokenizer; name a preset, such as --format chatml\n")
 
 
 def test_rollouts_take_no_template_in_silence(folders):
     assert open_task("plain", None, fields=("name",)).format.name == "chatml"
-    with pytest.raises(UsageError, match="has a chat template, and rollouts cannot be written with one; name the"):
+    with pytest.raises(UsageError, match="has a chat template, which rollouts do not support; name the"):
         open_task("in a list", None, fields=("name",))
     assert open_task("in a list", "chatml", fields=("name",)).format.name == "chatml"
 

@@ -243,8 +243,8 @@ def test_exchanges_are_the_default_of_preparing_and_rows_are_packed_afterwards(t
     [cut, dropped] = warnings_of(metadata.ledger)
     assert cut.endswith("raise --max-tokens, or use --fit windows")
     assert dropped == (
-        "1 rows were dropped, since their last exchange is longer than a row; "
-        "raise --max-tokens, or cut into it with --fit turns or --fit windows"
+        "1 rows were dropped because their last exchange does not fit; "
+        "raise --max-tokens, or use --fit turns or --fit windows"
     )
 
 

@@ -132,7 +132,9 @@ def test_a_tokenizer_that_rewrites_the_text_is_refused_for_ranges_alone(tmp_path
         Record([Message("assistant", t, train_ranges=ranges)], file="f", line=3) for t in ("abc", "e\u0301x")
     )
     assert renderer.render([kept]).weights().tolist().count(0) >= 2
-    with pytest.raises(RecordError, match="f:3: message 0 has train_ranges, and where its characters are") as raised:
+    with pytest.raises(
+        RecordError, match="f:3: message 0 has train_ranges, but its characters cannot be located"
+    ) as raised:
         renderer.render([kept, composed])
     assert raised.value.kind == "vague_range"
     renderer.render([Record([Message("assistant", "e\u0301x")])])

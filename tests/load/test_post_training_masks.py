@@ -185,7 +185,7 @@ def test_other_datasets_are_refused_with_the_command_that_makes_blocks(tmp_path,
     with pytest.raises(DataError) as refused:
         EpisodeLoader(data, post_training(16))
     assert str(refused.value) == (
-        f"{data}: {what}, and post_training reads stream blocks of block_size + 1 = 17 tokens; make them with "
+        f"{data}: {what}, but post_training reads stream blocks of block_size + 1 = 17 tokens; make them with "
         "chatmill prepare … --format post-training --fit blocks --max-tokens 17"
     )
     # Without post-training the loader takes them as before.
@@ -197,7 +197,7 @@ def test_reweighed_blocks_are_taken_unless_they_train_more_than_answers(tmp_path
     for train_on in ("assistant", "all"):
         reweigh_dataset(data, tmp_path / train_on, train_on=train_on)
     EpisodeLoader(tmp_path / "assistant", post_training(16)).close()
-    with pytest.raises(DataError, match=r"all: trains more than answers \(--train-on all\), and post_training reads"):
+    with pytest.raises(DataError, match=r"all: trains more than answers \(--train-on all\), but post_training reads"):
         EpisodeLoader(tmp_path / "all", post_training(16))
 
 
@@ -205,14 +205,16 @@ def test_a_folder_without_metadata_is_refused(tmp_path):
     data = build(tmp_path, [], fit="blocks", max_tokens=17)
     for path in [*data.rglob("*.json"), *data.rglob("spans.bin"), *data.rglob("origins.bin")]:
         path.unlink()
-    with pytest.raises(DataError, match=r"data: does not say how its rows were made .*--fit blocks --max-tokens 17$"):
+    with pytest.raises(
+        DataError, match=r"data: does not record how its rows were made .*--fit blocks --max-tokens 17$"
+    ):
         EpisodeLoader(data, post_training(16, pad_token_id=0))
 
 
 def test_a_primer_cache_is_refused(tmp_path):
     rows = rows_from_mask(np.arange(34, dtype=np.uint32), np.ones(34), [17, 17])
     cache = write_source(tmp_path, "primer", {"train": rows, "val": rows})
-    with pytest.raises(DataError, match=r"primer: is a cache of conversations, one a row, and post_training reads"):
+    with pytest.raises(DataError, match=r"primer: is a cache with one conversation per row, but post_training reads"):
         EpisodeLoader(cache, post_training(16))
 
 
@@ -222,5 +224,5 @@ def test_every_source_of_a_mix_is_checked(tmp_path):
     for name, fit in (("one", "blocks"), ("two", "turns")):
         (tmp_path / name).mkdir()
         build(tmp_path / name, [], fit=fit, max_tokens=17).rename(root / name)
-    with pytest.raises(DataError, match=r"root/two: was made with --fit turns, and post_training reads"):
+    with pytest.raises(DataError, match=r"root/two: was made with --fit turns, but post_training reads"):
         EpisodeLoader(root, post_training(16, mix_sft={"one": 1, "two": 1}))

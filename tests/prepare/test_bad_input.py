@@ -71,7 +71,7 @@ FLAGS = {
     ),
     "chat.jsonl -o new/deep/x --val-split 0.00001": (
         1,
-        "the split val would be empty; the smallest that fills it is --val-split 0.",
+        "the split val would be empty; the smallest share that fills it is --val-split 0.",
     ),
     "chat.jsonl -o x --val-split 0.99999": (1, "the split train would be empty; give more records, or a smaller --val"),
     "chat.jsonl -o x --split shuffle --seed -1": (2, "--seed -1 is below 0; give a whole number from 0 on"),
@@ -79,7 +79,7 @@ FLAGS = {
     "chat.jsonl -o x --address auto": (2, "--address is of a Ray cluster; add --engine ray"),
     "chat.jsonl -o new/x --engine ray --address 127.0.0.1:1": (2, "no Ray cluster at 127.0.0.1:1 ("),
     "chat.jsonl -o x --fit error --max-tokens 20": (1, "chat.jsonl:1: "),
-    "chat.jsonl -o x --fit drop --max-tokens 3": (1, "the split train would be empty; of its records none is left"),
+    "chat.jsonl -o x --fit drop --max-tokens 3": (1, "the split train would be empty; no record is left"),
     "chat.jsonl -o .": (2, ".: has no name of its own; give the folder of the dataset as NAME or DIR/NAME"),
     "chat.jsonl -o ..": (2, "..: has no name of its own"),
     "chat.jsonl -o chat.jsonl": (1, "chat.jsonl: exists already; give another name, or --overwrite"),
@@ -111,7 +111,7 @@ INPUTS = {
     "no answer": (
         "a.jsonl",
         b'{"messages": [{"role": "user", "content": "?"}]}\n',
-        "the split train would be empty; of its records none is left to be trained on (1 no_trained_tokens)",
+        "the split train would be empty; no record is left to train on (1 no_trained_tokens)",
     ),
 }
 
@@ -132,7 +132,7 @@ def test_where_all_records_are_skipped_the_line_says_why(place, monkeypatch, cap
         main()
     assert ended.value.code == 1
     line = capsys.readouterr().err
-    assert "the split train would be empty; of its records none is left to be trained on (" in line
+    assert "the split train would be empty; no record is left to train on (" in line
     assert len((place / "x.rejects.jsonl").read_text().splitlines()) == 2
 
 

@@ -107,7 +107,7 @@ def test_a_chat_template_leaves_out_whitespace_and_refuses_other_text_outside_of
     user, answer = Message("user", "q"), Message("assistant", "a")
     space, text = (new_message("none", content, complete=False) for content in ("\n", "x"))
     assert only_turns(Record([user, space, answer])).messages == [user, answer]
-    with pytest.raises(RecordError, match="message 1 is text outside of turns, which a chat template cannot write"):
+    with pytest.raises(RecordError, match="message 1 is text outside turns, which a chat template cannot write"):
         only_turns(Record([user, text, answer]))
 
 
@@ -117,8 +117,8 @@ def test_why_a_token_is_context_is_said(tmp_path):
     told = [explain_token(view, "train", 0, token) for token in (0, 4, 9)]
     assert [(each.rule, each.weight) for each in told] == [("outside", 0), ("whitespace", 0), ("unfinished", 0)]
     assert told[0].sentence.endswith(
-        "the text outside of turns, from in.txt:1, is context: it stands outside of every turn of its transcript, "
-        "and answers alone are trained (rule outside)."
+        "the text outside turns, from in.txt:1, is context: it is outside the turns of its transcript, "
+        "and only answers are trained (rule outside)."
     )
 
 

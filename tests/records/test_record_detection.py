@@ -104,12 +104,15 @@ def test_faults_alone_tell_nothing_and_are_left_to_reading(read_bytes):
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ([{"a": 1, "b\n": 2}], f'a.jsonl: no shape is told by records with the keys "a", "b\\n"; {HINT}, {COLUMNS}'),
-        ([{}], f"a.jsonl: no shape is told by records with the keys none; {HINT}, {COLUMNS}"),
+        (
+            [{"a": 1, "b\n": 2}],
+            f'a.jsonl: cannot detect the shape of records with the keys "a", "b\\n"; {HINT}, {COLUMNS}',
+        ),
+        ([{}], f"a.jsonl: cannot detect the shape of records with the keys none; {HINT}, {COLUMNS}"),
         (
             [{"question": "a", "answer": "b"}],
-            f'a.jsonl: no shape is told by records with the keys "question", "answer"; {HINT}, or name the keys: '
-            "--columns prompt=question,completion=answer",
+            f'a.jsonl: cannot detect the shape of records with the keys "question", "answer"; {HINT}, or name the '
+            "keys: --columns prompt=question,completion=answer",
         ),
         (
             [{"system": "s", "query": "a", "response": "b", "history": []}],

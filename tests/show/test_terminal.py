@@ -93,7 +93,7 @@ def test_blocks_show_injected_copies_cut_turns_and_padding(tmp_path):
     shown = make(tmp_path, lines, format="post-training", fit="blocks", max_tokens=32)
     said = "\n".join(text for number in range(len(shown.dataset["train"])) for text in plain(shown, number))
     assert "begins a cut turn anew with an injected copy" in said
-    assert "not trained: not whole here, or after an answer that does not close" in said
+    assert "not trained: incomplete here, or after an unclosed answer" in said
     assert re.search(r"── padding: \d+ tokens", said)
 
 

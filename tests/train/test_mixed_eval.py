@@ -60,7 +60,7 @@ def test_sources_with_val_rows_are_evaluated_each_and_together(mix, tmp_path, ca
     assert not any(name.endswith("/none") for name in line)
     assert json.loads(json.dumps(result.to_json()))["val_sources"]["none"] is None
     notes = [each for each in printed.splitlines() if "no episodes in val" in each]
-    assert notes == ["no episodes in val: none; val loss is that of large, small"]
+    assert notes == ["no episodes in val: none; val loss covers large, small"]
     by_source = ", ".join(f"{name} {line[f'val_loss/{name}']:.4f}" for name in sums)
     assert f"over {count:,} trained tokens ({by_source})" in printed
     large, small = by_source.split(", ")

@@ -140,7 +140,7 @@ def test_a_mix_is_for_folders_of_caches_and_one_dataset_is_trained_without_it(ru
 def test_building_what_the_mix_leaves_out_is_noted(run):
     Path("chatmill.toml").write_text("data.mix_sft = {oasst1 = 1}\n")
     code, _, err = run("build-sft-primer")
-    assert (code, err) == (0, "chatmill.toml: data.mix_sft names oasst1: training leaves primer out\n")
+    assert (code, err) == (0, "chatmill.toml: data.mix_sft names oasst1; training leaves out primer\n")
 
 
 # Who wins.
@@ -330,7 +330,7 @@ def test_a_tokenizer_that_cannot_be_compared_is_said(run):
     config = replace(TrainConfig(), dataset_dir="caches/primer")
     left = "it is not compared with the tokenizer of the caches"
     notes = list(compare_tokenizer({"tokenizer.path": "away.json"}, config, tokenizer_sha256))
-    assert notes == [f"chatmill.toml: tokenizer.path is away.json, which is not there: {left}"]
+    assert notes == [f"chatmill.toml: tokenizer.path is away.json, which does not exist: {left}"]
     # As in an image without the packages that open tokenizers.
     notes = list(compare_tokenizer({"tokenizer.path": "bytes"}, config, lambda path: None))
     assert notes == [f"chatmill.toml: tokenizer.path is bytes, which cannot be opened here: {left}"]

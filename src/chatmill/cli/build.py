@@ -73,7 +73,7 @@ def cache_config(source: str, flags: Mapping[str, Any], *, input_flag: str) -> C
     if faults:
         raise UsageError("; ".join(faults))
     if source not in (mix := settings.get(MIXED, MIX_SFT)):
-        typer.echo(f"{FILE}: {MIXED} names {', '.join(map(one_line, mix))}: training leaves {source} out", err=True)
+        typer.echo(f"{FILE}: {MIXED} names {', '.join(map(one_line, mix))}; training leaves out {source}", err=True)
     return CacheConfig(**values)
 
 

@@ -19,7 +19,7 @@ SHOWN_MESSAGES = 12
 
 
 def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
-    """Read conversations and say what they hold, and how they were understood. The first fault stops with its line.
+    """Read conversations and print what they contain and how they were read. The first error stops with its line.
 
     \b
     Examples:

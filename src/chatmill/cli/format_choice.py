@@ -1,4 +1,4 @@
-"""The line that says which chat format a command chose."""
+"""The line that reports which chat format a command chose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chatmill.format import TEMPLATE, has_template, resolve_format
 
 
 def print_format(name: str | None, tokenizer: str, chat_template: str | None = None) -> None:
-    """Say on standard error which format is chosen where none is named; with `bytes` there is nothing to choose."""
+    """Print the chosen format on standard error if none is named; `bytes` leaves no choice."""
     if name is not None or (chat_template is None and (tokenizer == "bytes" or not Path(tokenizer).exists())):
         return
     # A folder that cannot be read is reported where it is opened.
@@ -23,8 +23,8 @@ def print_format(name: str | None, tokenizer: str, chat_template: str | None = N
                 f"format: template, the chat template of {one_line(chat_template or tokenizer, 300)}", file=sys.stderr
             )
         elif Path(tokenizer).is_file() and has_template(str(Path(tokenizer).parent)):
-            print(f"format: {chosen}, since {shown} is a file and names the tokenizer alone", file=sys.stderr)
+            print(f"format: {chosen}, since {shown} is a file, which selects only the tokenizer", file=sys.stderr)
             folder = one_line(str(Path(tokenizer).parent), 300)
-            print(f"look: {folder} has a chat template, which is not used; give --tokenizer {folder}", file=sys.stderr)
+            print(f"look: the chat template of {folder} is not used; pass --tokenizer {folder}", file=sys.stderr)
         else:
             print(f"format: {chosen}, since {shown} has no chat template", file=sys.stderr)

@@ -37,7 +37,7 @@ DatasetOrCaches = Annotated[Path, argument("DIR", "A dataset, a cache, or a fold
 TokenDtype = Annotated[
     Literal["uint16", "uint32"] | None,
     typer.Option(
-        "--token-dtype", help="What the tokens of another program's dataset are, if nothing in it says which."
+        "--token-dtype", help="Token type of another program's dataset, if the dataset does not determine it."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

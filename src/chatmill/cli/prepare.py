@@ -204,18 +204,18 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "answer_unfinished": "{tokens:,} tokens of answers that a block's end cuts are not trained; use larger blocks",
         "no_trained_tokens": "{rows:,} rows had no trained token and were dropped",
         "answers_cut_off": "{rows:,} rows lost all their answers to the cut and were dropped; raise --max-tokens",
-        "last_exchange_over_max_tokens": "{rows:,} rows were dropped, since their last exchange is longer than a row; "
-        "raise --max-tokens, or cut into it with --fit turns or --fit windows",
+        "last_exchange_over_max_tokens": "{rows:,} rows were dropped because their last exchange does not fit; "
+        "raise --max-tokens, or use --fit turns or --fit windows",
         "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
         "duplicate": "{rows:,} rows were of conversations that came before, and were dropped",
         "too_long": "{rows:,} rows were too long and were dropped",
         "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write; see --unroll",
         "messages_after_last_answer": "{rows:,} conversations go on after the last answer with a row; that is left out",
         "answer_without_row": "{rows:,} answers have a weight of 0, or never close, and so no row of their own",
-        "range_splits_token": "{tokens:,} tokens hold characters inside and outside of a range of train_ranges",
-        "control_text": "{rows:,} rows have texts that spell special tokens of the tokenizer, and are written as text",
+        "range_splits_token": "{tokens:,} tokens are partly inside and partly outside a range of train_ranges",
+        "control_text": "{rows:,} rows contain text that spells special tokens of the tokenizer; it is encoded as text",
         "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
-        "record_weight": "{rows:,} records have a weight of their own, which multiplies that of their trained tokens",
+        "record_weight": "{rows:,} records have a weight, which multiplies the weights of their trained tokens",
         "template_kwargs_unused": "{rows:,} records have chat_template_kwargs, which only --format template reads",
     }
     rendered = ledger.total("rendered").trained

@@ -21,7 +21,7 @@ from chatmill.rows import TrainOn
 Inputs = Annotated[list[str], argument("INPUT...", "Files or globs: .jsonl .json .txt, each also .gz; .parquet.")]
 Shape = Annotated[
     str | None,
-    typer.Option(help=f"How the records look: {', '.join(SHAPES)}. Left out, it is detected from the first records."),
+    typer.Option(help=f"Shape of the records: {', '.join(SHAPES)}. Default: detected from the first records."),
 ]
 Columns = Annotated[str | None, option(InputSource, "columns")]
 ResponseTemplate = Annotated[str | None, option(InputSource, "response_template")]

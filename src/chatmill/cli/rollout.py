@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json, echo_line
-from chatmill.cli.record_options import AddTokens, FormatName, TokenizerName
+from chatmill.cli.record_options import AddTokens, TokenizerName
 from chatmill.prepare.job import SHARD_TOKENS
 from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
 from chatmill.rollout.match import GATE
@@ -25,6 +25,13 @@ FieldNames = Annotated[
     str | None,
     typer.Option(
         "--fields", help="Entries have these fields, with commas between, matched if equal. Left out: desc and boxes."
+    ),
+]
+FormatName = Annotated[
+    str | None,
+    typer.Option(
+        help="Chat format: a preset (see `chatmill formats`) or a .toml file. Default: chatml; required if the "
+        "tokenizer's folder has a chat template."
     ),
 ]
 ShardTokens = Annotated[int, typer.Option(min=1, help="Tokens in a shard.")]

@@ -23,7 +23,7 @@ from chatmill.tokenizer import MissingTokensError, Tokenizer, open_tokenizer
 TEMPLATE = "template"
 """The format name that stands for the chat template of a tokenizer's folder."""
 DEFAULT_FORMAT = "chatml"
-"""The format of conversations where neither a format nor a chat template is named."""
+"""The format if neither a format nor a chat template is named."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class TemplateOptions:
 
 
 def resolve_format(name: str | None, tokenizer: str, *, chat_template: str | None = None) -> str:
-    """The format that is used where `name` is given or left out: every command decides it here.
+    """The name of the format to use; every command decides it here.
 
-    Left out, it is "template" if a chat template is named or the tokenizer is a folder that has one, else "chatml". A
-    file names the tokenizer alone, whatever lies beside it.
+    Without `name` it is "template" if a chat template is named or the tokenizer's folder has one, else "chatml". A path
+    to a file selects only the tokenizer, not a template beside it.
 
     >>> from chatmill.format import resolve_format
     >>> resolve_format(None, "bytes"), resolve_format("primer", "bytes")
@@ -103,8 +103,8 @@ def open_renderer(
             raise
     if add_tokens:
         raise UsageError(
-            "--add-tokens with --format template; a template writes the tokens that its tokenizer has, and a preset is "
-            "chosen by its name, as --format chatml"
+            "--add-tokens with --format template: a template writes only tokens of its tokenizer; name a preset, such "
+            "as --format chatml"
         )
     flags = {"--allow-no-end-token": template.allow_no_end_token, "--strip-prompt-space": template.strip_prompt_space}
     if template.mask == "tags" and any(flags.values()):

@@ -26,8 +26,8 @@ from chatmill.tokenizer import Tokenizer
 SPLIT = "range_splits_token"
 """The ledger's reason for tokens with characters of several weights."""
 REWRITES = (
-    "where its characters are in its tokens cannot be told: the tokenizer rewrites its text",
-    "use a tokenizer that keeps texts as they are, or leave out train_ranges",
+    "its characters cannot be located in its tokens: the tokenizer changes its text",
+    "use a tokenizer that keeps text unchanged, or remove train_ranges",
 )
 CharWeights = NDArray[np.float32]
 """By character, the weight that a range gives it; NaN where none does."""
@@ -145,5 +145,5 @@ def apply_ranges(rows: Rows, weights: TokenWeights, ledger: Ledger | None) -> Ro
 
 def vague(record: Record, number: int, why: str, right: str) -> RecordError:
     """The fault of a message whose ranges cannot be told in its tokens."""
-    what = f"message {number} has train_ranges, and {why}"
+    what = f"message {number} has train_ranges, but {why}"
     return RecordError(what, right, kind="vague_range").at(record.file, record.line, record.id)

@@ -19,7 +19,7 @@ def block_fault(dataset: Dataset, block_size: int) -> str | None:
         return None
     size = block_size + 1
     return (
-        f"{dataset.path}: {what}, and post_training reads stream blocks of block_size + 1 = {size:,} tokens; make them "
+        f"{dataset.path}: {what}, but post_training reads stream blocks of block_size + 1 = {size:,} tokens; make them "
         f"with chatmill prepare … --format post-training --fit blocks --max-tokens {size}"
     )
 
@@ -27,9 +27,9 @@ def block_fault(dataset: Dataset, block_size: int) -> str | None:
 def _other_rows(dataset: Dataset, block_size: int) -> str | None:
     """What a dataset is, if not blocks of this size that train answers alone."""
     if isinstance(dataset, PrimerCache):
-        return "is a cache of conversations, one a row"
+        return "is a cache with one conversation per row"
     if dataset.metadata is None:
-        return "does not say how its rows were made (it has no dataset_metadata.json)"
+        return "does not record how its rows were made (it has no dataset_metadata.json)"
     config = dataset.metadata.config
     if (fit := config.get("fit")) != "blocks":
         packed = f" --pack {config['pack']}" if config.get("pack") else ""

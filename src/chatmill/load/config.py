@@ -45,7 +45,7 @@ class LoadConfig(Config):
     mix_by: str = key("rows", "unit that the weights of mix_sft count", one_of(*MIX_BY))
     token_dtype: str | None = key(
         None,
-        "uint16 or uint32: the tokens of another program's dataset, if nothing in it says which",
+        "uint16 or uint32: token type of another program's dataset, if the dataset does not determine it",
         optional(one_of(*TOKEN_DTYPES)),
     )
 

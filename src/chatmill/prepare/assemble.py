@@ -87,12 +87,12 @@ def _why_empty(
         if name == "val" and (shares := _smallest_shares(staged, job)) is not None:
             by_hash, exact = (f"--val-split {share:.16g}" for share in shares)
             if job.split == "shuffle":
-                return f"the smallest that fills it is {exact}"
-            shuffle = f"--split shuffle --seed {job.seed} splits exactly, from {exact} on"
-            return f"the smallest that fills it is {by_hash}; {shuffle}"
+                return f"the smallest share that fills it is {exact}"
+            shuffle = f"{exact} with exact shares (--split shuffle --seed {job.seed})"
+            return f"the smallest share that fills it is {by_hash}, or {shuffle}"
         return f"give more records, or a {'larger' if name == 'val' else 'smaller'} --val-split"
     lost = [f"{entry.rows} {reason}" for bucket, reason, entry in ledger if bucket in ("rejected", "dropped")]
-    return f"of its records none is left to be trained on ({', '.join(lost) or 'there are none'})"
+    return f"no record is left to train on ({', '.join(lost) or 'there are none'})"
 
 
 def _smallest_shares(staged: Sequence[StagedFile], job: Job) -> tuple[float, float] | None:

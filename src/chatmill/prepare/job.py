@@ -48,20 +48,20 @@ class InputSource:
     """
 
     inputs: tuple[str, ...] = required("Files or globs.")
-    shape: str | None = key(None, "How the records look; left out, it is detected from the first records.")
+    shape: str | None = key(None, "Shape of the records. Default: detected from the first records.")
     name: str | None = key(None, "Name of the source; left out, that of each file.")
     train_on: TrainOn | None = key(None, "Whose turns are trained in these files; left out, as the job says.")
     only_val: bool = key(False, "Use all of these files for validation, whatever the split.")
     columns: str | None = key(
         None,
-        "The names that the files have for keys and roles: messages=conversations,role=from,content=value,user=human.",
+        "Names of keys and roles in the files: messages=conversations,role=from,content=value,user=human.",
         metavar="NAME=COLUMN,...",
     )
     response_template: str | None = key(
-        None, "With records of one text: train only what follows this text.", metavar="TEXT"
+        None, "For records of one text: train only the text after this string.", metavar="TEXT"
     )
     instruction_template: str | None = key(
-        None, "With --response-template: the text at which an answer ends and a question begins.", metavar="TEXT"
+        None, "With --response-template: the string at which an answer ends and the next prompt begins.", metavar="TEXT"
     )
 
     def options(self) -> ShapeOptions:
@@ -83,7 +83,7 @@ class Job:
     )
     format: str | None = key(
         None,
-        "How conversations are written: a preset (see `chatmill formats`), a .toml file, or `template`. Left out, the "
+        "Chat format: a preset (see `chatmill formats`), a .toml file, or `template`. Default: the "
         "chat template of the tokenizer's folder if it has one, else chatml.",
     )
     add_tokens: bool = key(False, "Add the control tokens of the format that the tokenizer lacks.")
@@ -123,8 +123,7 @@ class Job:
     max_tokens: int | None = key(None, "The longest row, or the size of a block. Left out, nothing is cut.")
     fit: Fit = key(
         "exchanges",
-        "How long rows are cut: to whole exchanges from the end, or otherwise, see docs/packing.md; blocks makes "
-        "stream blocks instead.",
+        "How rows over --max-tokens are cut: see docs/packing.md; blocks makes stream blocks instead.",
     )
     require_terminators: bool = key(False, "Drop rows that end inside an answer.")
     pack: int | None = key(None, "Put whole rows together into rows of at most this many tokens.")

@@ -38,7 +38,7 @@ class CacheConfig(Config):
     """What decides the bytes of a cache."""
 
     path: str = required("The file to read.", named("file"))
-    out_dir: str = key(CACHES, "Where caches lie, a folder a source.", named("folder"))
+    out_dir: str = key(CACHES, "Folder of the caches, one subfolder per source.", named("folder"))
     seed: int = key(
         42,
         "The seed of the shuffle that splits and orders.",

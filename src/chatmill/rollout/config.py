@@ -25,7 +25,9 @@ class TaskConfig(Config):
 
     truth: str | None = key(None, "a .jsonl file of ground-truth records: id, messages, objects")
     tokenizer: str = key("bytes", "tokenizer that the model was trained with")
-    format: str | None = key(None, "chat format that the model was trained with; null: chatml")
+    format: str | None = key(
+        None, "chat format that the model was trained with; null: chatml, if the tokenizer has no chat template"
+    )
     add_tokens: bool = key(False, "add the control and coordinate tokens that the tokenizer lacks")
     fields: Sequence[str] | None = key(
         None, "fields of an entry; null: desc and boxes", optional(ValueCheck("a list of names", _are_names))

@@ -165,7 +165,7 @@ def serialize_append(
     """What follows a prefix to name these objects and close the answer; `DataError` if the prefix cannot go on.
 
     {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
-    After a comma there must be an object, or the answer would be no JSON.
+    After a comma there must be an object, or the answer would not be valid JSON.
     """
     pieces = append_pieces([schema.check(thing) for thing in objects], start_index, prefix_text, schema)
     return "".join(piece.text for piece in pieces)

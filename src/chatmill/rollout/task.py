@@ -49,13 +49,13 @@ def open_task(
 ) -> Task:
     """A task whose entries have these fields, or, without them, a description and a box or polygon.
 
-    Without a format it is chatml; a tokenizer folder with a chat template of its own needs one to be named.
+    The default format is chatml; a tokenizer folder with a chat template needs a named format.
     """
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
     if (name := resolve_format(format, tokenizer)) == TEMPLATE:
         raise UsageError(
-            f"{one_line(tokenizer, 300)}: has a chat template, and rollouts cannot be written with one; name the "
-            "format that the model was trained with, such as chatml"
+            f"{one_line(tokenizer, 300)}: has a chat template, which rollouts do not support; name the format that the "
+            "model was trained with, such as chatml"
         )
     chosen = load_format(name)
     besides = COORDINATES if schema.uses_coordinates else ()

@@ -37,9 +37,9 @@ PARTS = {
 REASONS = {
     Rule.HEADER: "the format never trains {part} of a turn",
     Rule.GIVEN: "the mask came with the dataset and gives no reason",
-    Rule.UNFINISHED: "it is not whole in its row, or after an answer that does not close, and such are not learned",
+    Rule.UNFINISHED: "it is incomplete in its row, or comes after an unclosed answer",
     Rule.PAD: "padding is never trained",
-    Rule.INCOMPLETE_USER: "no complete user turn stands before this answer in its row",
+    Rule.INCOMPLETE_USER: "no complete user turn comes before this answer in its row",
     Rule.INJECTED: "it is a copy that begins a cut turn anew, and only the original is trained",
     Rule.EARLIER_WINDOW: "the row before holds it too, and what it teaches is taught there",
     Rule.PROMPT: "it is the prompt that a rollout answers",
@@ -48,9 +48,9 @@ REASONS = {
     Rule.MISSED: "the rollout missed it, or should have ended so",
     Rule.VALUES_OFF: "texts of appended entries were not to be trained",
     Rule.EARLIER_ROW: "the answer that it belongs to has a row of its own, and is trained there",
-    Rule.OUTSIDE: "it stands outside of every turn of its transcript, and answers alone are trained",
-    Rule.WHITESPACE: "it is whitespace between the turns of its transcript, and answers alone are trained",
-    Rule.NOT_ANSWER: "its message says that it is to be trained, but here answers alone are",
+    Rule.OUTSIDE: "it is outside the turns of its transcript, and only answers are trained",
+    Rule.WHITESPACE: "it is whitespace between turns of its transcript, and only answers are trained",
+    Rule.NOT_ANSWER: "its message sets train or weight, but here only answers are trained",
 }
 
 
@@ -96,7 +96,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
     id, text = int(row.ids[token]), view.text.token(int(row.ids[token]))
     what = PARTS[span.part]
     if span.rule in (Rule.OUTSIDE, Rule.WHITESPACE):
-        what += " outside of turns"
+        what += " outside turns"
     elif span.message is not None:
         what += f" of {span.role.name.lower()} message {span.message}"
     where = "" if origin.file is None else f", from {one_line(origin.file, None)}:{origin.line}"

@@ -16,16 +16,16 @@ from chatmill.show.text import TokenText, visible
 
 NOTES = {
     Rule.FLAG: "weighed by the message itself",
-    Rule.UNFINISHED: "not trained: not whole here, or after an answer that does not close",
-    Rule.INCOMPLETE_USER: "not trained: no complete user turn stands before it",
-    Rule.OUTSIDE: "not trained: outside of every turn",
+    Rule.UNFINISHED: "not trained: incomplete here, or after an unclosed answer",
+    Rule.INCOMPLETE_USER: "not trained: no complete user turn before it",
+    Rule.OUTSIDE: "not trained: outside turns",
     Rule.WHITESPACE: "whitespace between turns",
-    Rule.NOT_ANSWER: "not trained, whatever its message says: no answer",
+    Rule.NOT_ANSWER: "not trained, although its message sets train or weight: not an answer",
     Rule.INJECTED: "begins a cut turn anew with an injected copy",
     Rule.EARLIER_WINDOW: "in part of the row before, and trained there",
     Rule.VALUES_OFF: "appended texts are not trained",
     Rule.EARLIER_ROW: "trained in an earlier row",
-    Rule.RANGE: "in part weighed by its train_ranges",
+    Rule.RANGE: "partly weighted by train_ranges",
 }
 """Rules that a reader of a turn should know about."""
 

@@ -16,7 +16,9 @@ from chatmill.errors import DataError, one_line
 from chatmill.tokenizer.backend import TextTokenizer, faults_of
 from chatmill.tokenizer.tokenizer import Tokenizer
 
-_EXPECTED = "expected one of chatmill, tokenizers or transformers, or an object with encode and special_token_ids"
+_EXPECTED = (
+    "expected a tokenizer of chatmill, tokenizers or transformers, or an object with encode and special_token_ids"
+)
 _MAX_OPENED = 8
 _opened: OrderedDict[tuple[Any, ...], tuple[Any, Tokenizer]] = OrderedDict()
 """Tokenizers that were opened from objects, which takes a second, and these objects, so that no other has their id."""
@@ -65,7 +67,7 @@ def _opened_engine(name: str, engine: Any, control: dict[str, str]) -> Tokenizer
     parts = (repr(engine.normalizer), repr(engine.pre_tokenizer))
     key = (id(engine), engine.get_vocab_size(), *parts, *control.values())
     if key not in _opened:
-        with faults_of(name, "the tokenizer cannot be written as JSON", "use one without parts in Python"):
+        with faults_of(name, "the tokenizer cannot be written as JSON", "use one without Python components"):
             raw = engine.to_str().encode()
         backend = TokenizerJson(name, raw, msgspec.json.decode(raw), control=control.values())
         _opened[key] = engine, Tokenizer(backend, name=name, control=control)

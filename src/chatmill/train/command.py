@@ -150,7 +150,7 @@ def run(
                 f"dataset_dir is missing; expected the folder of a dataset, or {CACHE_ROOT} in {FILE}, or {CACHES}"
             )
         config = replace(config, dataset_dir=CACHES)
-        notes.append(f"trains on {CACHES}, where caches lie by default; --dataset_dir trains on something else")
+        notes.append(f"trains on {CACHES}, the default folder of caches; set --dataset_dir to train on other data")
     return train_model(
         config,
         model_name=where.model_name,
@@ -188,8 +188,8 @@ def summary(result: TrainResult) -> str:
     if result.cut_episodes:
         lines.append(
             f"truncated tail: {result.cut_episodes:,} conversations are longer than a row and lost "
-            f"{result.cut_tokens:,} tokens at their beginning, {result.answer_cut:,} of them a part of an answer "
-            "(answer_cut); raise block_size, or prepare the data with --max-tokens"
+            f"{result.cut_tokens:,} tokens at their beginning; {result.answer_cut:,} conversations lost part of an "
+            "answer (answer_cut); raise block_size, or prepare the data with --max-tokens"
         )
     if result.untrained_rows:
         lines.append(

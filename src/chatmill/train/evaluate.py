@@ -106,7 +106,7 @@ def val_notes(loader: EpisodeLoader) -> list[str]:
     if not without:
         return []
     names = ", ".join(one_line(source.name) for source in evaluated)
-    return [f"no episodes in val: {', '.join(without)}; val loss is that of {names}"]
+    return [f"no episodes in val: {', '.join(without)}; val loss covers {names}"]
 
 
 def check_ids(batch: Batch, model: CausalModel, loader: EpisodeLoader, world: World) -> None:

@@ -71,7 +71,7 @@ def compare_tokenizer(
         return
     named = f"{FILE}: {TOKENIZER} is {one_line(str(path))}"
     if str(path) != "bytes" and not path.exists():
-        yield f"{named}, which is not there: it is not compared with the tokenizer of the caches"
+        yield f"{named}, which does not exist: it is not compared with the tokenizer of the caches"
         return
     sha256 = None if tokenizer_sha256 is None else tokenizer_sha256(str(path))
     if sha256 is None:

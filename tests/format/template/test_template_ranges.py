@@ -135,13 +135,13 @@ def test_a_character_that_the_template_replaces_is_refused_if_a_range_is_about_i
     refused: list[RecordError] = []
     (kept,) = renderer.renderable([record, conversation("a x z", ())], refused.append)
     assert kept.messages[1].train_ranges == ()
-    assert str(refused[0]).startswith(f"chat.jsonl:4: message 1 has train_ranges, and {fault}; leave out train_ranges")
+    assert str(refused[0]).startswith(f"chat.jsonl:4: message 1 has train_ranges, but {fault}; remove train_ranges")
     assert refused[0].kind == "vague_range"
 
 
 def test_a_text_that_json_escapes_is_refused_for_ranges(tmp_path):
     renderer = chatml(tmp_path, "m.content | tojson")
-    with pytest.raises(RecordError, match="message 1 has train_ranges, and the chat template changes its text"):
+    with pytest.raises(RecordError, match="message 1 has train_ranges, but the chat template changes its text"):
         renderer.render([conversation('say "x"', [[0, 3, 0]])])
 
 

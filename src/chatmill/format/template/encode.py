@@ -253,7 +253,7 @@ class _RowEncoder:
     def as_whole(self, record: LaidOutRecord) -> Rows:
         """One row, encoded as one text, with the offsets that `tokenizers` reports."""
         if not self.encoder.can_encode_whole:
-            what = "where its tokens begin cannot be told: the tokenizer rewrites its text"
+            what = "the start of its tokens cannot be located: the tokenizer changes its text"
             raise RecordError(what, "use a tokenizer.json, or leave it out", kind="vague_border")
         layout: TokenLayout = record.layout
         texts, is_control = self._parts(record)

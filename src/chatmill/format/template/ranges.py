@@ -23,7 +23,7 @@ from chatmill.records import Record
 from chatmill.rows import Ids, offsets
 from chatmill.tokenizer.control_encoder import ControlEncoder
 
-LEAVE_OUT = "leave out train_ranges, or use a template that writes the content as it is"
+LEAVE_OUT = "remove train_ranges, or use a template that writes the content unchanged"
 
 
 def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | None:

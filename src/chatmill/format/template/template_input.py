@@ -55,7 +55,7 @@ def only_turns(record: Record) -> Record:
         return record
     for number, message in enumerate(record.messages):
         if message.role == NO_ROLE and not is_layout(message):
-            what = f"message {number} is text outside of turns, which a chat template cannot write"
+            what = f"message {number} is text outside turns, which a chat template cannot write"
             raise RecordError(what, "use --format post-training, or remove it", kind="text_outside_turns")
     return msgspec.structs.replace(record, messages=[each for each in record.messages if each.role != NO_ROLE])
 

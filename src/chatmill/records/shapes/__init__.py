@@ -231,7 +231,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
         line, record = unknown
         _refuse_other_data(file, line, record)
         keys = keys_shown(list(record)) or "none"
-        what = f"{file}: no shape is told by records with the keys {keys}"
+        what = f"{file}: cannot detect the shape of records with the keys {keys}"
         raise DataError(f"{what}; {_HINT}, or name the keys{_columns_hint(record)}")
     if possible is None:
         # If no record is an object, every shape reports the same faults.
