@@ -2,10 +2,10 @@
 
     U u E A a E U v E A b E      both answers
       u E A a E U v E A b E      the second: the user turn of the first is cut
-    U u E A a   U v E A b E      none: the first does not close, and hides where what follows belongs
+    U u E A a   U v E A b E      none: the first does not close, so the turns after it are uncertain
 
-`TurnRenderer` applies this to what it renders in a format with `requires_user`, `prepare` and `render` again to rows
-that were cut, and `cut_blocks` to each block. EOS alone, at the end of a conversation, begins anew.
+`TurnRenderer` applies these rules to rows of a format with `requires_user`, `prepare` and `render` apply them again to
+truncated rows, and `cut_blocks` applies them to each block. Only EOS, at the end of a conversation, resets them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chatmill.rows import Index, Part, Role, Rows, Rule, Table, joined
 
 Flags = NDArray[np.bool_]
 ALLOWED = 255
-"""The rule of a turn that keeps its weights and rules."""
+"""For a turn that keeps its weights and rules."""
 NOTED = {
     Rule.UNFINISHED: "answer_unfinished",
     Rule.INCOMPLETE_USER: "answer_incomplete_user",
@@ -29,11 +29,11 @@ NOTED = {
     Rule.OUTSIDE: "text_outside_turns",
     Rule.WHITESPACE: "whitespace_between_turns",
 }
-"""Rules that are counted in the ledger, with the reason that it names."""
+"""Rules that the ledger counts, with their reasons."""
 
 
 class TurnStates(NamedTuple):
-    """One entry for each turn; a run of tokens outside of turns is a turn without a role."""
+    """One entry for each turn; a run of tokens outside turns is a turn without a role."""
 
     first: Index
     """Its first span."""
@@ -48,13 +48,13 @@ class TurnStates(NamedTuple):
     """The turn of each span of the rows."""
 
     def latest(self, which: Flags) -> Index:
-        """For each turn the last one of these, itself included, in its conversation; -1 if there is none."""
+        """For each turn, the last selected turn up to it in its conversation; -1 if there is none."""
         last = np.maximum.accumulate(np.where(which, np.arange(len(which)), -1))
         return np.where(last >= self.conversation, last, -1)
 
 
 def turn_states(rows: Rows) -> TurnStates:
-    """The turns of rows, as their spans say."""
+    """The turns of rows, from their spans."""
     spans, part = rows.spans, rows.spans["part"]
     begins = np.zeros(len(spans), dtype=bool)
     begins[rows.first_span[:-1][np.diff(rows.first_span) > 0]] = True
@@ -70,15 +70,15 @@ def turn_states(rows: Rows) -> TurnStates:
 
 
 def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> NDArray[np.uint8]:
-    """For each turn why it is not trained as an answer of the row or block [start, stop) that it begins in, or ALLOWED.
+    """For each turn, the rule that excludes it as an answer of its row or block [start, stop), or ALLOWED.
 
-    Turns are of whole conversations or of rows that were cut; only what is in the range counts.
+    Turns may come from whole conversations or from truncated rows; only tokens in the range count.
     """
     answer = turns.role == Role.ASSISTANT
     user, left_open = turns.latest(turns.role == Role.USER), turns.latest(answer & ~turns.closed)
     whole = answer & turns.closed & (turns.start >= start) & (turns.stop <= stop) & ~_is_split(rows, turns)
     after_open = (left_open >= 0) & (turns.start[left_open] >= start)
-    # A user turn that reaches into a block from before is opened again there, so only its end counts.
+    # A user turn that begins before the block is repeated from its beginning, so only its end counts.
     has_user = (user >= 0) & turns.closed[user] & (turns.stop[user] > start)
     rule = np.where(has_user, np.uint8(ALLOWED), np.uint8(Rule.INCOMPLETE_USER))
     rule[~whole | after_open] = Rule.UNFINISHED
@@ -86,7 +86,7 @@ def answer_rules(rows: Rows, turns: TurnStates, start: Index, stop: Index) -> ND
 
 
 def _is_split(rows: Rows, turns: TurnStates) -> Flags:
-    """Whether an earlier window of the conversation holds the beginning of a turn that this row trains the end of."""
+    """Whether a turn began in an earlier window of its conversation and this row trains its end."""
     earlier = rows.spans["rule"] == Rule.EARLIER_WINDOW
     if not earlier.any():
         return np.zeros(len(turns.first), dtype=bool)
@@ -95,9 +95,9 @@ def _is_split(rows: Rows, turns: TurnStates) -> Flags:
 
 
 def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Table:
-    """The spans of the rows, with weight 0 for answers whose turn has a rule, and for other turns that a flag trains.
+    """The spans of the rows, with weight 0 for excluded answers and for other turns with `train` or `weight`.
 
-    What `train_on` all selects stays as it is: it is a choice for the whole dataset, which its metadata names.
+    Turns that `train_on` all selects keep their weights: the metadata of the dataset records that choice.
     """
     spans = joined([rows.spans])
     of_span, answer = rule[turns.of_span], spans["role"] == Role.ASSISTANT
@@ -110,7 +110,7 @@ def masked_spans(rows: Rows, turns: TurnStates, rule: NDArray[np.uint8]) -> Tabl
 
 
 def mask_answers(rows: Rows) -> Rows:
-    """The same rows, in which only whole answers after a complete user turn are trained.
+    """The same rows, with only whole answers after a complete user turn trained.
 
     >>> from chatmill import Message, Record, load_format, open_renderer
     >>> record = Record([Message("assistant", "a"), Message("user", "b"), Message("assistant", "c")])
@@ -127,9 +127,9 @@ def mask_answers(rows: Rows) -> Rows:
 
 
 def note_untrained(rows: Rows, ledger: Ledger) -> None:
-    """Count the tokens of answers that are not trained, and of what stands outside of turns, by reason."""
+    """Count the tokens of untrained answers and of text outside turns, by reason."""
     rule, length = rows.spans["rule"], rows.spans["length"]
-    # Most rows have none of these rules, and are passed over once.
+    # Most rows have none of these rules: one pass over them is enough.
     present = np.bincount(rule, minlength=256)
     for code, reason in NOTED.items():
         if not present[code]:

@@ -269,7 +269,7 @@ def read_toml(path: Path, *, what: str, error: type[ChatmillError] = DataError) 
     """The table of a TOML file; `what` says in the error message which file is expected."""
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
-        # Numbers and nesting that Python cannot write could not be reported either.
+        # Raises for numbers and nesting that Python cannot print in an error either.
         repr(table)
         return table
     except OSError as reason:

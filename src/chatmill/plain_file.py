@@ -30,9 +30,9 @@ _URL = re.compile("([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)
 
 
 def local_path(name: str | Path) -> Path:
-    """The path of a name that a user gave; `UsageError` for a URL, of which a folder `s3:` would be made or read.
+    """The local path that a user gave; raises `UsageError` for a URL, which would name a local folder `s3:`.
 
-    A local path that begins with such a folder can be given as an absolute path.
+    Give a local path that begins with such a folder as an absolute path.
     """
     if url := _URL.match(str(name)):
         shown = name if isinstance(name, str) else f"{url[1]}://{str(name)[url.end() :]}"

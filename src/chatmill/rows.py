@@ -41,7 +41,7 @@ class Role(IntEnum):
     ASSISTANT = 2
     TOOL = 3
     NONE = 255
-    """Padding, and tokens outside of every turn."""
+    """Padding, and tokens outside turns."""
 
 
 class Part(IntEnum):
@@ -79,10 +79,10 @@ class Rule(IntEnum):
     GIVEN = 3
     """By a mask that the caller gave."""
     UNFINISHED = 4
-    """The turn is not whole in its row, or an answer before it there is not closed, so nothing in it is trained."""
+    """The turn is incomplete in its row, or comes after an unclosed answer: not trained."""
     PAD = 5
     INCOMPLETE_USER = 6
-    """No complete user turn is before the answer in its row."""
+    """No complete user turn comes before the answer in its row."""
     INJECTED = 7
     """A copy that opens a cut turn again."""
     EARLIER_WINDOW = 8
@@ -100,13 +100,13 @@ class Rule(IntEnum):
     EARLIER_ROW = 14
     """With --unroll: trained in an earlier row of its conversation; here context for a later answer."""
     RANGE = 15
-    """By the message's own `train_ranges`, which are about characters of its content."""
+    """By `train_ranges` of the message, which select characters of its content."""
     OUTSIDE = 16
-    """Text of a transcript that no marker opens, or an end without a beginning: never trained."""
+    """Text of a transcript outside turns, or an end marker that closes nothing: never trained."""
     WHITESPACE = 17
     """Whitespace between the turns of a transcript: never trained."""
     NOT_ANSWER = 18
-    """No answer: in a block, or a format that trains answers alone, its message's own weight does not count."""
+    """Not an answer: blocks, and formats that train only answers, ignore `train` and `weight` of such a message."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)

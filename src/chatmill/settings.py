@@ -1,4 +1,4 @@
-"""Project settings: `chatmill.toml` in the current folder, which building caches and training on them both read.
+"""Project settings: `chatmill.toml` in the current folder, read by the commands that build caches and by training.
 
 flags  >  config file  >  chatmill.toml  >  defaults
 
@@ -50,7 +50,7 @@ KEYS: Mapping[str, ValueCheck] = {
 
 
 def read_settings() -> tuple[dict[str, Any], list[str]]:
-    """The settings of the file, if there is one, by their dotted names; and all that is wrong with it."""
+    """The settings of the file, if it exists, by dotted name; and a list of its errors."""
     if not FILE.exists():
         return {}, []
     settings, unknown, faults = {}, [], []

@@ -5,7 +5,7 @@
     pair  = pack_sft_ids_and_mask(ids, mask, S=T + 1, pad_id=eot, **special)
     x, y, loss_mask = collate_sft_batch([pair, …], T=T, device="cpu")
 
-The tokenizer is one of chatmill, a `tokenizers.Tokenizer` or a tokenizer of transformers that knows the four control
+The tokenizer is a chatmill tokenizer, a `tokenizers.Tokenizer` or a transformers tokenizer that has the four control
 tokens, or any object with `encode(text)` and `special_token_ids()` with the keys sys, usr, asst and eot.
 """
 
@@ -38,7 +38,7 @@ DEFAULT_SYSTEM_TEXT = "you are a helpful assistant."
 
 KEYS = ("sys", "usr", "asst", "eot")
 
-# Read once: these functions are called for every chat.
+# Read once: these functions are called for every conversation.
 _preset = cache(load_format)
 
 

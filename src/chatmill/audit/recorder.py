@@ -214,7 +214,7 @@ def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     """The dataset, the config, and everything that decides the order."""
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
     if config["token_dtype"] is None:
-        # Logs of runs without it stay as they were before there was such a key.
+        # Omitted if null, so that logs of such runs stay the same as before.
         del config["token_dtype"]
 
     def count(split: str) -> int:

@@ -36,7 +36,7 @@ def key_options(config: type[Any]) -> OptionGroup:
 
 
 def text_flags(*configs: type[Any], first: str | None = None) -> OptionGroup:
-    """Marks a parameter that gets the flags of configurations that are given, as text, in both spellings.
+    """Marks a parameter that receives the given config flags as text, in both spellings.
 
     The help shows the key `first` before all others.
     """

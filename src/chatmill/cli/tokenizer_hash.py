@@ -13,7 +13,7 @@ def tokenizer_sha256(path: str) -> str | None:
     except ModuleNotFoundError:
         return None
     with warnings.catch_warnings():
-        # What a tokenizer warns of was said when the cache was built.
+        # Warnings were shown when the cache was built.
         warnings.simplefilter("ignore")
         # A cache has the control tokens, so those that the tokenizer lacks were added.
         return open_tokenizer(path, control=load_format("primer").tokens, add_tokens=True).sha256

@@ -34,9 +34,9 @@ def train(
 ) -> None:
     """Train a model on a dataset, a cache, or a folder of caches that are mixed.
 
-    `python train.py` is the same command. Every key of a config file is a flag, as --batch_size 8 or --batch-size 8; a
-    flag wins over the file, and the file over chatmill.toml in the current folder, from which caches are built too.
-    Values are JSON or plain text, and a flag of a true-or-false key without a value is true.
+    `python train.py` is the same command. Every key of a config file is a flag, as --batch_size 8 or --batch-size 8.
+    Flags override the config file, which overrides chatmill.toml in the current folder, the settings that caches are
+    built with. Values are JSON or plain text, and a flag of a true-or-false key without a value is true.
 
     \b
     Examples:

@@ -28,7 +28,7 @@ from chatmill.rows import NO_FILE, Index, Rows, Rule, concat, offsets
 FitRule = Literal["exchanges", "turns", "tail", "windows", "drop", "error"]
 RULES: tuple[FitRule, ...] = get_args(FitRule)
 OVER = "last_exchange_over_max_tokens"
-"""Why the rule exchanges drops a row: nothing of the last exchange is cut off."""
+"""The reason for which the rule `exchanges` drops a row: it never cuts into the last exchange."""
 LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
 """The average number of consecutive unchanged rows from which on copying stretches of rows is faster."""
@@ -101,7 +101,7 @@ def truncate_with_sources(
     counted, counted_trained = size, trained
     if rule != "windows":
         counted, counted_trained = rows.lengths[cut.source], whole_trained[cut.source]
-    # What a rule leaves too long, because nothing of it may be cut off.
+    # Rows that a rule leaves too long, because it may not cut them.
     over = size > (LONGEST_ROW if capacity is None else capacity)
     reasons = {
         "too_long": over & (rule == "drop"),
@@ -163,7 +163,7 @@ def _cut_long(rows: Rows, long: Index, capacity: int, rule: FitRule) -> tuple[Tr
     few = rows.take(long)
     rules = {"exchanges": _exchanges, "turns": _turns, "tail": _tail, "windows": _windows, "drop": _whole}
     cut = rules[rule](few, capacity)
-    # These two cut nothing but whole messages.
+    # These two rules cut only whole messages.
     inside = np.zeros((2, len(cut.source)), dtype=bool)
     if rule not in ("exchanges", "drop"):
         inside = np.array(_answers_cut(few, cut))
@@ -187,13 +187,13 @@ def _exchanges(rows: Rows, capacity: int) -> Truncation:
         system | user asst | user asst tool asst | user asst             what follows the last trained exchange goes
         system             | user asst tool asst | user asst             then the oldest exchanges
 
-    An exchange is what is said to the assistant, and all that answers it; see `exchanges_of`.
+    An exchange is a user turn and everything up to the next one; see `exchanges_of`.
     """
     turn, count = exchanges_of(rows), len(rows)
     row_stop = rows.row_start[1:]
     head = turn.head_stop - rows.row_start[:-1]
 
-    # The last exchange is that of the last trained token: nothing behind it needs what comes later.
+    # The last exchange is that of the last trained token: no trained token depends on what follows.
     trained = rows.spans["weight"] > 0
     span_row = np.repeat(np.arange(count), np.diff(rows.first_span[rows.first_segment]))
     last_trained = by_row(np.maximum, np.where(trained, rows.span_start[1:] - 1, -1), span_row, count)
@@ -204,7 +204,7 @@ def _exchanges(rows: Rows, capacity: int) -> Truncation:
     begins = turn.begins & (turn.start <= last_trained[turn.row])
     fits = begins & (head[turn.row] + stop[turn.row] - turn.start <= capacity)
     start = by_row(np.minimum, np.where(fits, turn.start, LONGEST_ROW), turn.row, count, LONGEST_ROW)
-    # Of a row that only the head trains, the head is kept.
+    # If only the head of a row is trained, the head is kept.
     only_head = ~np.isin(np.arange(count), turn.row[begins]) & (head <= capacity)
     start = np.where(only_head, stop, start)
     is_kept = start <= stop

@@ -50,7 +50,7 @@ def turns_of(rows: Rows) -> TurnTable:
     is_system = np.append(role, Role.NONE)[first_turn] == Role.SYSTEM
     begins = (role == Role.NONE) & (rows.spans["part"][first_span] == Part.OPEN) & (start == row_start[row])
     begin_stop = np.maximum(by_row(np.maximum, np.where(begins, stop, -1), row, count), row_start)
-    # Text of a transcript that stands between the system turn and the next one belongs to the head.
+    # Text of a transcript between the system turn and the next turn belongs to the head.
     in_turns = np.flatnonzero(~np.isin(rows.spans["rule"][first_span], (Rule.OUTSIDE, Rule.WHITESPACE)))
     following = np.append(start[in_turns], len(rows.ids))[np.searchsorted(in_turns, first_turn, side="right")]
     head_stop = np.where(is_system, np.minimum(following, rows.row_start[1:]), begin_stop)
@@ -64,7 +64,7 @@ def turns_of(rows: Rows) -> TurnTable:
 
 @dataclass(frozen=True)
 class ExchangeTable:
-    """One entry for each turn: whether an exchange begins there; and for each row where its head ends."""
+    """For each turn, whether an exchange begins there; for each row, where its head ends."""
 
     start: Index
     row: Index
@@ -73,13 +73,13 @@ class ExchangeTable:
 
 
 def exchanges_of(rows: Rows) -> ExchangeTable:
-    """The exchanges of every row: user turns with all that answers them, up to the next user turn.
+    """The exchanges of every row: each is a user turn and everything up to the next user turn.
 
         BOS system system | asst | user user asst tool asst | system user asst
         head                       exchange                   exchange
 
-    Consecutive user turns are one question. A later system turn belongs to the question beside it. What stands before
-    the first user turn is an exchange of its own, which the conversation begins with.
+    Consecutive user turns begin one exchange. A later system turn belongs to the user turn next to it. Turns before the
+    first user turn are an exchange of their own.
     """
     turn, count = turns_of(rows), len(rows)
     number, in_turns = np.arange(len(turn.start)), turn.role != Role.NONE
@@ -90,7 +90,7 @@ def exchanges_of(rows: Rows) -> ExchangeTable:
     head_stop = np.maximum(by_row(np.maximum, np.where(leading, turn.stop, -1), turn.row, count), turn.head_stop)
 
     asks = ((turn.role == Role.USER) | (turn.role == Role.SYSTEM)) & (turn.start >= head_stop[turn.row])
-    # Tokens outside of every turn, such as line breaks between them, do not part a question.
+    # Tokens outside turns, such as line breaks between them, do not separate consecutive user turns.
     spoken = np.flatnonzero(in_turns)
     follows = np.zeros(len(spoken), dtype=bool)
     follows[1:] = asks[spoken[:-1]] & (turn.row[spoken[1:]] == turn.row[spoken[:-1]])

@@ -68,7 +68,7 @@ class ChatFormat:
     body: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_BODY))
     """Templates for reasoning, a tool call and the list of tools, each with one `{}`."""
     requires_user: bool = False
-    """Train only whole answers after a complete user turn of their row, and write whitespace between turns."""
+    """Train only whole answers after a complete user turn in the same row, and write whitespace between turns."""
 
     def split(self, text: str) -> list[tuple[str | None, str]]:
         """Text of the format split into control tokens, as (key, token), and text, as (None, text)."""
@@ -89,7 +89,7 @@ class ChatFormat:
 
     @property
     def has_turns(self) -> bool:
-        """Whether it marks turns: all formats but that of plain texts."""
+        """Whether it marks turns; only the format `text` does not."""
         return any(turn.open for turn in self.turns.values())
 
     @property
@@ -101,7 +101,7 @@ class ChatFormat:
         """Everything that determines the rendered text, for the metadata of a dataset; `from_json` is the inverse."""
         stored: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         if not self.requires_user:
-            # As in datasets from before there was this key, so that their bytes stay the same.
+            # Omitted if false, so that the bytes of earlier datasets stay the same.
             stored.pop("requires_user", None)
         return stored
 
@@ -269,7 +269,7 @@ class CompiledFormat:
             last = max((at for at, (key, _) in enumerate(closing) if key is not None), default=-1)
             close, after = closing[: last + 1], closing[last + 1 :]
             fixed += [format.split(format.begin), opening, [], close, after, format.split(format.end)]
-        # Text outside of turns: nothing opens it, and an end that closes no turn may follow it.
+        # Text outside turns: no marker opens it, and an end marker that closes no turn may follow it.
         self.prefix.append("")
         self.suffix.append("")
         fixed += [format.split(format.begin), [], [], [(format.eot, "")], [], format.split(format.end)]

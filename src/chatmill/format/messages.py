@@ -32,7 +32,7 @@ class BodyPiece(NamedTuple):
     """The key of the control token."""
     text: str
     content_at: int = -1
-    """Where the content of the message begins in the text, if it is in it."""
+    """The offset of the message's content in the text, if the text contains it."""
 
 
 Body = list[BodyPiece]
@@ -75,7 +75,7 @@ def text_runs(body: Body) -> list[str]:
 
 
 def content_place(body: Body) -> tuple[int, int]:
-    """The text run that the content of a message is in, and where it begins there."""
+    """The text run that contains the content of a message, and its offset in that run."""
     runs = groupby(body, key=lambda piece: piece.token is None)
     for number, pieces in enumerate([*pieces] for is_text, pieces in runs if is_text):
         start = 0
@@ -205,7 +205,7 @@ class MessageColumns:
 
     @property
     def outside(self) -> list[int]:
-        """Messages that are text outside of turns."""
+        """Messages that are text outside turns."""
         numbers: list[int] = np.flatnonzero(self.roles == ROLE_CODES[NO_ROLE]).tolist()
         return numbers
 

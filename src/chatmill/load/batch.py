@@ -84,10 +84,10 @@ class BatchCounts(NamedTuple):
     trained: int = 0
     """Positions of y with a loss."""
     cut_episodes: int = 0
-    """Episodes longer than a row, of which the last tokens are kept: what the ledger calls truncated by `tail`."""
+    """Episodes longer than a row; their last tokens are kept, as with the fit rule `tail`."""
     cut_tokens: int = 0
     answer_cut: int = 0
-    """Of these, episodes that lost a part of an answer, as the ledger notes it."""
+    """Of these, episodes that lost part of an answer; the ledger has the same reason."""
 
     def plus(self, other: BatchCounts) -> BatchCounts:
         return BatchCounts(*map(add, self, other))

@@ -51,7 +51,7 @@ class LoadConfig(Config):
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether only stream blocks of block_size + 1 tokens may be read, as in post-training."""
+        """Whether only stream blocks of block_size + 1 tokens are accepted, as in post-training."""
         return False
 
     def conflicts(self) -> Iterator[str]:

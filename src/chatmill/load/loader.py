@@ -126,7 +126,7 @@ class EpisodeLoader(IterableDataset):
             self.listen(listener)
 
     def listen(self, listener: Listener) -> None:
-        """Tell a listener of every batch from now on; before the first batch."""
+        """Call a listener for every batch; add it before the first batch."""
         self._listener = listener
         listener.loaded(self)
 
@@ -149,11 +149,11 @@ class EpisodeLoader(IterableDataset):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Splits of which a source has an episode of at least `episode_min_tokens`."""
+        """Splits in which some source has an episode of at least `episode_min_tokens`."""
         return tuple(name for name in SPLITS if self.sources_of(name))
 
     def sources_of(self, split: str) -> tuple[DataSource, ...]:
-        """The sources that have an episode of a split with at least `episode_min_tokens`."""
+        """Sources with an episode of at least `episode_min_tokens` in a split."""
         least = self.config.episode_min_tokens
         return tuple(
             source

@@ -49,7 +49,7 @@ class EpisodeSpans(NamedTuple):
     first_segment: Index
     """The first segment of each episode, and the number of segments."""
     answer_cut: NDArray[np.bool_]
-    """Whether each episode begins inside an answer, because the cut parts its trained tokens."""
+    """Whether each episode begins inside an answer after the cut."""
 
 
 class LocatedEpisodes(NamedTuple):
@@ -305,7 +305,7 @@ def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:
     weight, is_padding = spans.weight[kept], spans.is_padding[kept]
     target = None if spans.target is None else spans.target[kept]
     first_segment = np.searchsorted(segment_first, first)
-    # The spans on both sides of the cut; one that falls between two segments parts no answer.
+    # The spans on both sides of the cut; a cut between two segments splits no answer.
     is_trained, last = spans.weight > 0, len(spans.weight) - 1
     left, right = (np.clip(np.searchsorted(edges, begins - back, side="right") - 1, 0, last) for back in (1, 0))
     answer_cut = (cut > 0) & is_trained[left] & is_trained[right] & ~np.isin(begins, edges[spans.segment_first])

@@ -237,7 +237,7 @@ def _fingerprint(dataset: Dataset) -> str:
         episodes = dataset[split]
         for number, shard in enumerate(episodes.shards):
             if MASK not in shard.records and shard.dtype.itemsize > 2:
-                # The same bytes are other tokens with another token_dtype.
+                # With another token_dtype, the same bytes are different tokens.
                 digest.update(shard.dtype.name.encode())
             with reading():
                 for name in sorted(shard.records):
@@ -276,7 +276,7 @@ def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
 
 
 def episode_tokens(source: DataSource, split: str) -> int:
-    """Tokens of the episodes of a split; those of another program may leave out tokens of its files, or share them."""
+    """Tokens in the episodes of a split; episodes of another program may overlap, or leave out tokens."""
     episodes = source.episodes(split)
     return int(episodes.lengths.sum()) if source.is_foreign else episodes.num_tokens
 
@@ -316,7 +316,7 @@ def _ranges(episodes: Episodes, shard: int) -> tuple[Index, Index]:
 
 
 def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
-    """Tokens of these ranges that the mask marks; one in several ranges counts several times."""
+    """Tokens of these ranges that the mask marks; a token in several ranges counts several times."""
     with reading():
         mask = episodes.array(shard, MASK)
         marked = sum(int(count[mask[here] > 0].sum()) for here, count in coverage(start, stop, len(mask)))

@@ -69,7 +69,7 @@ def prepare_dataset(
     units = units_of(job, inputs, unit_bytes)
     refuse_inside(target, [*(unit.part.path for unit in units), *job.named_files()])
     if renderer is None:
-        # The bytes depend on it, so the job names it.
+        # The bytes depend on the chosen format, so the job records it.
         job = replace(job, format=resolve_format(job.format, job.tokenizer, chat_template=job.chat_template))
         renderer = job_renderer(job)
     if renderer.uses_date and job.template_date is None:

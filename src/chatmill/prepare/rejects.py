@@ -26,11 +26,11 @@ KEYS = ("file", "line", "id", "kind", "reason", "raw")
 
 
 UNREAD_KEY = "unread_key "
-"""Before the name of a key that the reader does not know: the reason of an entry in the ledger."""
+"""Prefix of the ledger reason for a key that is not read; the name of the key follows."""
 
 
 def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
-    """Note the keys of records that are not read, and records that have a weight of their own."""
+    """Note keys that are not read, and records with a weight."""
     for record in records:
         for name in record.unread_keys:
             ledger.add("noted", UNREAD_KEY + name, rows=1)

@@ -37,7 +37,7 @@ def transcript_lines(
             ledger.add("stored", rows=1, tokens=stored)
             if stored < length:
                 ledger.add("truncated", "pair_over_context", tokens=length - stored)
-            # With its end, a conversation reads the same whether lines are records or the file is one stream.
+            # With EOS, the file reads the same as lines and as one stream.
             text = "".join(turns[:count]) + renderer.format.end
             plain = text.isprintable() and text == text.strip() and all(message.complete for message in record.messages)
             yield text if plain else json.dumps(text, ensure_ascii=False)

@@ -121,7 +121,7 @@ def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[R
     if not requires_user(renderer):
         note_untrained(rows, ledger)
         return fit(rows, job.capacity)
-    # A cut may part an answer from its user turn. What is trained is known only then, and so which rows are dropped.
+    # Truncation may remove the user turn of an answer, so the mask, and which rows are dropped, is decided after it.
     cut, source = fit(rows, job.capacity, drop_untrained=False)
     cut = mask_answers(cut)
     note_untrained(cut, ledger)

@@ -110,7 +110,7 @@ def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
     trained, stored = sum(each.trained for each in splits), sum(each.tokens for each in splits)
     last = [Node("trained", trained, "tokens", "trained")]
     last += [
-        Node("outside of turns" if name == "none" else f"context: {name}", amount, "tokens", f"role-{name}")
+        Node("outside turns" if name == "none" else f"context: {name}", amount, "tokens", f"role-{name}")
         for name, amount in roles.items()
         if amount
     ]

@@ -1,12 +1,12 @@
-"""The end token that the tokenizer files of another program name.
+"""Find the end token in the tokenizer files of another program.
 
-There is no common format, so the forms that programs write are read, in this order:
+There is no common format, so these forms are read, in this order:
 
     {"eot_token_id": 50256}                               a name with an id; also eos, end_of_text, im_end, …
     {"eos_token": "<|endoftext|>", "vocab": {…}}          a name with a text, and a vocabulary that has the text
     {"eos_token": {"content": "</s>"}}, added_tokens …    the same as Hugging Face writes it
     {"special_tokens": {"<|endoftext|>": 50256}}          a special token whose text is a known one
-    {"encoding": "cl100k_base"}                           an encoding of tiktoken
+    {"encoding": "cl100k_base"}                           a tiktoken encoding
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ END_NAMES = (
     "end",
     "stop",
 )
-"""What names an end token, the first of them first; without punctuation and case."""
+"""Names of end tokens in order of precedence, without punctuation and case."""
 COMMON = {"end", "stop"}
-"""Names of many things, taken only in brackets or as those of a token: `<|end|>`, `stop_token_id`."""
+"""Ambiguous names, accepted only in brackets or with "token": `<|end|>`, `stop_token_id`."""
 SUFFIXES = {"id", "ids", "idx", "index", "token", "tokens", "str", "string"}
 SWITCHES = {"add", "append", "has", "is", "n", "no", "num", "prepend", "skip", "strip", "use", "with"}
-"""First words of names that say whether or how many, not which."""
+"""First words of names of flags and counts, which do not name a token."""
 VOCABULARIES = {
     "chars",
     "decoder",
@@ -79,7 +79,7 @@ ENCODING_NAMES = {
     "type",
 }
 DEEPEST = 4
-"""Tables inside tables that are looked at."""
+"""Maximum depth of nested tables that are searched."""
 IN_BRACKETS = re.compile(r"</s>|[<\[]\|?[^\s<>\[\]|]+\|?[>\]]")
 
 
@@ -95,7 +95,7 @@ class _Named(NamedTuple):
 
 
 def end_token(states: Sequence[Any], vocabularies: Sequence[Any] = ()) -> int | None:
-    """The id of the end token that one of these JSON values names; None if none can be told.
+    """The id of the end token that one of these JSON values names; None if there is none.
 
     `vocabularies` are further JSON values, in which the ids of texts are looked up.
 

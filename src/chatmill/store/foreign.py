@@ -1,14 +1,14 @@
-"""Datasets of other programs: tokens.bin, episodes.idx and perhaps mask.bin, in shards or directly in train/ and val/.
+"""Datasets of other programs: tokens.bin, episodes.idx, maybe mask.bin, in shards or directly in train/ and val/.
 
-No file says how wide a token is, and a wrong width gives wrong ids without an error. It is settled by
+tokens.bin does not state the width of a token, and a wrong width gives wrong ids without an error. It is taken from
 
 1. `token_dtype`, if the caller names it,
 2. mask.bin, which has one byte for each token,
 3. a type that dataset_metadata.json names, or else the number of tokens of its splits,
-4. the index: tokens are uint16, as the specification says, if the episodes would not fit into half as many tokens.
+4. the index: tokens are uint16, as the specification says, if an episode ends in the second half of the file.
 
-If they would, the tokens may be uint32 too, and the dataset is refused until `token_dtype` is named. What is said in
-several places must agree.
+Otherwise the tokens may also be uint32, and the dataset is refused until `token_dtype` is named. All sources of the
+width must agree.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def trace_of_chatmill(folder: OpenFolder) -> Path | None:
 
 
 def _is_foreign_state(folder: OpenFolder, path: Path) -> bool:
-    """Whether another program wrote this tokenizer state; one that nothing can be told of counts as chatmill's."""
+    """Whether another program wrote this tokenizer state; an unrecognized one counts as chatmill's."""
     try:
         state = json.loads(folder.read(path))
     except (OSError, ValueError, RecursionError):

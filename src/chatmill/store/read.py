@@ -39,9 +39,9 @@ def open_dataset(path: str | Path, *, token_dtype: str | None = None) -> Dataset
     >>> rows.lengths.tolist()
     [266, 85]
 
-    Datasets that other programs wrote by the episode specification open too, without spans and origins; `token_dtype`
-    is uint16 or uint32 if nothing in them says which, see `foreign`. If the dataset is replaced meanwhile, all of it is
-    the old one or all of it the new one; see `folder`.
+    Datasets that other programs wrote by the episode specification open too, without spans and origins; set
+    `token_dtype` to uint16 or uint32 if the dataset does not determine it, see `foreign`. If the dataset is replaced
+    meanwhile, all of it is the old one or all of it the new one; see `folder`.
     """
     return in_dataset_folder(Path(path), lambda folder: dataset_in(folder, token_dtype))
 
@@ -151,7 +151,7 @@ class Dataset:
         return split in self._splits
 
     def foreign_end_token(self) -> int | None:
-        """The end token that the tokenizer files of another program name; None if none can be told."""
+        """The end token in the tokenizer files of another program; None if there is none."""
         states = [self._json(TOKENIZER_STATE)]
         if (id := end_token(states)) is not None:
             return id
@@ -159,7 +159,7 @@ class Dataset:
         return end_token(states, [self._json(name) for name in VOCABULARY_FILES])
 
     def _json(self, name: str) -> Any:
-        """The content of a file of another program; None if it is not there, or no JSON."""
+        """The content of another program's JSON file; None if it is missing or not JSON."""
         if (path := self.path / name) not in self.stored:
             return None
         data = self.stored.read(path)

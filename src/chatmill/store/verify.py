@@ -120,7 +120,7 @@ def ledger_faults(folder: Path, ledger: Ledger, stored: dict[str, int]) -> Itera
 def _check_foreign(episodes: Episodes, number: int) -> tuple[int, int, int]:
     """Check a shard of another program; its trained tokens, those in no episode, and those in several.
 
-    Episodes may have gaps between them, stand in any order, and overlap: each is read by its own entry.
+    Episodes may have gaps, come in any order and overlap: each is read by its own entry.
     """
     shard, index = episodes.shards[number], episodes.array(number, INDEX)
     size, room = shard.num_tokens, np.uint64(shard.num_tokens)

@@ -21,13 +21,13 @@ _EXPECTED = (
 )
 _MAX_OPENED = 8
 _opened: OrderedDict[tuple[Any, ...], tuple[Any, Tokenizer]] = OrderedDict()
-"""Tokenizers that were opened from objects, which takes a second, and these objects, so that no other has their id."""
+"""Cache of opened tokenizers, since opening takes a second. It keeps the objects alive, so their ids stay unique."""
 
 
 def text_tokenizer(tokenizer: Any, *families: Mapping[str, str]) -> TextTokenizer:
     """A tokenizer of any library with `encode` and `special_token_ids`.
 
-    `families` are control tokens by key: the first of which it knows all are used.
+    `families` are sets of control tokens by key; the first set that the tokenizer has completely is used.
     """
     if _has(tokenizer, "encode", "special_token_ids"):
         of_chatmill: TextTokenizer = tokenizer

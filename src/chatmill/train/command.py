@@ -32,8 +32,8 @@ examples:
   torchrun --nproc-per-node 8 train.py --model_name mine --config_file configs/sft1/150M.json \
       --dataset_dir data/chat_sft --parallel fsdp
 
-Every key of a config file is a flag, which wins over the file, and the file over chatmill.toml in the current folder;
-values are JSON or plain text.
+Every key of a config file is a flag. Flags override the config file, which overrides chatmill.toml in the current
+folder. Values are JSON or plain text.
 """
 
 
@@ -43,7 +43,7 @@ def main(
     prog: str = "python train.py",
     tokenizer_sha256: TokenizerHash | None = None,
 ) -> None:
-    """Train as the flags say; `tokenizer_sha256` opens the tokenizer of chatmill.toml, if it is given."""
+    """Train with these flags; `tokenizer_sha256` hashes the tokenizer that chatmill.toml names."""
     with errors_of_first_rank():
         given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))
         flags = {name: text for name, text in vars(given).items() if isinstance(text, str)}

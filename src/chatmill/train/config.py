@@ -33,7 +33,7 @@ from chatmill.store.primer_cache import CACHES
 WARMUP = 0.03
 """The default share of a run that warms up."""
 FIRST_FLAG = "use_loss_mask"
-"""The flag that help shows first: left out, a run trains the questions too."""
+"""The flag that help lists first: without it, a run also trains user messages."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
 """What post_training sets: train what the mask marks, and all of one pass."""
 

@@ -70,8 +70,8 @@ def evaluate(
 ) -> Evaluation:
     """The loss of a split in the order of its files, or of the first batches of each source; moves no cursor.
 
-    Each source is evaluated by itself. The loss of all is the mean over their trained tokens, so that a source counts
-    by its tokens in the split, whatever its weight in the mix. All ranks call this.
+    Each source is evaluated separately. The total loss is the mean over all their trained tokens, whatever their
+    weights in the mix. All ranks call this.
     """
     sources = loader.sources_of(split)
     totals = torch.zeros(len(sources), dtype=torch.float64, device=world.device)

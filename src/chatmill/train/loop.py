@@ -86,11 +86,11 @@ class TrainResult:
     """Conversations longer than a row, which lost their beginning."""
     cut_tokens: int
     answer_cut: int
-    """Of these, conversations that lost a part of an answer."""
+    """Of these, conversations that lost part of an answer."""
     skipped_steps: int
     """Steps of post-training without a trained token."""
     non_answer_tokens: int
-    """Tokens of the train split that are trained and are no answers, because use_loss_mask is false."""
+    """Trained tokens of the train split that are not answers, because use_loss_mask is false."""
     seconds: float
     """Of the steps of this process, without evaluations and checkpoints."""
     data_wait: float
@@ -125,7 +125,7 @@ def train_model(
     after every evaluation. Sample answers are shown if `open_text` gives what turns their tokens into text. `notes` are
     printed when the run starts. `quiet` prints nothing.
 
-    A run that fails before its first step is finished leaves neither a folder nor an audit log.
+    A run that fails before it finishes its first step leaves neither a folder nor an audit log.
 
     >>> from chatmill import InputSource, Job, TrainConfig, prepare_dataset, train_model
     >>> _ = prepare_dataset(Job((InputSource(("data/conversations.jsonl",)),), tokenizer="bytes"), "sft")

@@ -1,4 +1,4 @@
-"""A GPU or a host that is out of memory, as one line that says what to lower."""
+"""Out-of-memory errors of GPU and host, as one line that names what to lower."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OutOfMemoryError(RankError):
 
 @contextmanager
 def memory_errors(config: TrainConfig, world: World) -> Iterator[None]:
-    """Raise `OutOfMemoryError` for what torch and Python raise when memory is out."""
+    """Raise `OutOfMemoryError` for the out-of-memory errors of torch and Python."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""The progress of a run as it is shown: a bar in a terminal, a line now and then elsewhere."""
+"""Progress of a run: a bar in a terminal, periodic lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DECAY = 0.95
 
 
 class TrainProgress:
-    """Shows steps as they end: a bar in a terminal, a line now and then elsewhere."""
+    """Shows finished steps: a bar in a terminal, periodic lines elsewhere."""
 
     def __init__(self, first: int, total: int, *, every: int, stream: TextIO | None = None) -> None:
         self._at, self._total, self._every = first, total, every

@@ -1,10 +1,10 @@
-"""What `chatmill.toml` means for a training run: the keys that it sets, and the caches that it was used to build.
+"""How a training run uses `chatmill.toml`: the config keys that it sets, and the caches built with it.
 
 tokenizer.path               compared with the tokenizer of the caches
 training.seed                seed, epoch_seed
-model.T                      block_size, and max_positions if that would be less
+model.T                      block_size, and max_positions if that is smaller
 data.caches.sft_token_cache  dataset_dir
-data.mix_sft                 mix_sft, where dataset_dir is a folder of caches
+data.mix_sft                 mix_sft, if dataset_dir is a folder of caches
 """
 
 from __future__ import annotations

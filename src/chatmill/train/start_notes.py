@@ -1,4 +1,4 @@
-"""What a run says of its data and settings before the first step, besides errors."""
+"""Notes about data and settings that a run prints before the first step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chatmill.store.primer_cache import PrimerCache
 
 
 class NonAnswers(NamedTuple):
-    """How much of the train split is trained without being an answer, because use_loss_mask is false."""
+    """How many non-answer tokens of the train split are trained, because use_loss_mask is false."""
 
     non_answers: int
     """Trained tokens that the loss mask does not mark."""
@@ -32,7 +32,7 @@ class NonAnswers(NamedTuple):
 
 
 def count_non_answers(loader: EpisodeLoader) -> NonAnswers | None:
-    """What an epoch over all sources trains besides answers; None if that is nothing, or no source has a mask.
+    """Non-answer tokens that an epoch over all sources trains; None if there are none, or no source has a mask.
 
     The metadata has the counts; the masks of datasets without metadata are read.
     """
@@ -53,7 +53,7 @@ def _conversations(source: DataSource, split: str) -> int:
 
 
 def cache_lengths(loader: EpisodeLoader) -> Iterator[str]:
-    """Caches whose rows were cut to another length than the rows of a batch have, and what that changes."""
+    """Caches whose `T_max` differs from `block_size`, and the effect on their rows."""
     block_size = loader.config.block_size
     caches = [source.dataset for source in loader.sources if isinstance(source.dataset, PrimerCache)]
     others = [cache for cache in caches if cache.meta.T_max != block_size]

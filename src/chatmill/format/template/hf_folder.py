@@ -79,7 +79,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 def has_template(tokenizer: str) -> bool:
-    """Whether this is a folder that has a chat template, be it one without a default."""
+    """Whether this is a folder with a chat template, even if none of its templates is the default."""
     path = Path(tokenizer)
     return tokenizer != "bytes" and path.is_dir() and bool(_templates(path, _json(path / "tokenizer_config.json")))
 

@@ -1,4 +1,4 @@
-"""`train_ranges` with chat templates: from the characters of a content to those of a rendering, and to its tokens."""
+"""`train_ranges` with chat templates: map characters of the content to characters of the rendering, then to tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEAVE_OUT = "remove train_ranges, or use a template that writes the content unch
 def rendered_weights(record: Record, derived: DerivedAnswers) -> CharWeights | None:
     """The weights of the characters of a rendering; None if no answer has ranges.
 
-    A `RecordError` if the template writes something else in place of a character that a range is about. What it trims
+    Raises `RecordError` if the template changes a character in a range. What it trims
     from the ends of a content has no tokens.
     """
     answers = {answer.message for answer in derived.answers}

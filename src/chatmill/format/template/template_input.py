@@ -45,12 +45,12 @@ class TemplateInput:
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Variables that a tokenizer may define for its template; undefined ones are written as an empty text."""
 LEFT_OUT = "whitespace_left_out"
-"""The note of a record with whitespace between its turns, which a template does not write."""
+"""Noted for a record with whitespace between turns, which a template does not write."""
 _ROLE_CODES: dict[str, int] = {role: code for code, role in enumerate(ROLES)}
 
 
 def only_turns(record: Record) -> Record:
-    """The record without whitespace between the turns of a transcript; other text there is refused."""
+    """The record without whitespace between turns of a transcript; other text between turns is refused."""
     if all(message.role != NO_ROLE for message in record.messages):
         return record
     for number, message in enumerate(record.messages):
