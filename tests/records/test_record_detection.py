@@ -116,12 +116,12 @@ def test_faults_alone_tell_nothing_and_are_left_to_reading(read_bytes):
         ),
         (
             [{"system": "s", "query": "a", "response": "b", "history": []}],
-            'a.jsonl: no shape is told by records with the keys "system", "query", "response", "history"; '
+            'a.jsonl: cannot detect the shape of records with the keys "system", "query", "response", "history"; '
             f"{HINT}, or name the keys: --columns instruction=query,output=response",
         ),
         (
             [{"text": "the question", "outputs": [{"text": "the answer"}]}],
-            f'a.jsonl: no shape is told by records with the keys "text", "outputs"; {HINT}, {COLUMNS}',
+            f'a.jsonl: cannot detect the shape of records with the keys "text", "outputs"; {HINT}, {COLUMNS}',
         ),
         ([{**ALPACA, "response": "b"}], f"a.jsonl: its records can be alpaca or dolly; {HINT}"),
         (
