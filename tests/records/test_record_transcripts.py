@@ -115,7 +115,7 @@ def test_three_records_whose_first_line_has_no_answer_are_not_joined(read_bytes)
     with pytest.raises(DataError) as asked:
         read_bytes(system + b"\n" + LINE + b"\n" + LINE, "a.txt", shape="transcript")
     assert str(asked.value) == (
-        "a.txt: has other records if each line is one than if only <|EOS|> separates them; "
+        "a.txt: lines and <|EOS|> separate it into different records; "
         "name it with --shape: transcript-lines or transcript-stream"
     )
 
@@ -146,7 +146,7 @@ def test_what_both_readings_may_be_is_asked(read_bytes, data):
 
 
 def test_text_without_any_marker_is_no_transcript_unless_it_is_said_to_be(read_bytes):
-    with pytest.raises(DataError, match=r"^a\.txt: holds none of the markers of a transcript; name it with --shape: "):
+    with pytest.raises(DataError, match=r"^a\.txt: has no markers of a transcript; name its shape with --shape: "):
         read_bytes(b"plain text\n", "a.txt")
     assert read_bytes(b"plain text\n", "a.txt", shape="transcript") == (found((1, [outside("plain text")])), [])
 

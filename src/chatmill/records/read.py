@@ -263,7 +263,7 @@ def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Unit
 
 
 def _with_shape(part: FilePart, shape: str | None, limit: int) -> FilePart:
-    """The part with the given or detected shape, transcripts told apart as lines or stream, and why."""
+    """The part with the given or detected shape, transcripts as lines or stream, and why."""
     path = part.path
     ending = files.suffix(path).removesuffix(".gz")
     if ending == ".parquet" and shape == "transcript-stream":
@@ -289,11 +289,11 @@ def _transcript_shape(path: Path, *, is_transcript: bool) -> str:
     if not is_transcript and not layout & (layout.MARKERS | layout.JSON) and layout & layout.TEXT:
         names = ", ".join(SHAPES)
         raise DataError(
-            f"{files.shown(path)}: holds none of the markers of a transcript; name it with --shape: {names}"
+            f"{files.shown(path)}: has no markers of a transcript; name its shape with --shape: {names}"
         )
     if layout.shape is None:
         raise DataError(
-            f"{files.shown(path)}: has other records if each line is one than if only <|EOS|> separates them; "
+            f"{files.shown(path)}: lines and <|EOS|> separate it into different records; "
             "name it with --shape: transcript-lines or transcript-stream"
         )
     return layout.shape
