@@ -111,6 +111,18 @@ def test_columns_that_cannot_be_are_one_line(tmp_path, columns, fault):
     assert str(refused.value).startswith(fault)
 
 
+def test_a_column_that_no_record_has_is_named(tmp_path):
+    records = [{"chat": [{"role": "user", "content": "q", "mood": 1}]}, {"chat": '[{"role": "user", "content": "q"}]'}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = ShapeOptions("messages=chat,system=sistem,name=mod")
+    with pytest.warns(UserWarning, match="--columns names") as told:
+        assert len(list(read_records([tmp_path / "a.jsonl"], options=options))) == 2
+    right = "which none of the first 1,000 records has; correct it, or leave it out"
+    assert {str(warning.message) for warning in told} == {
+        f'--columns names "{name}", {right}' for name in ("mod", "sistem")
+    }
+
+
 def test_columns_are_for_shapes_with_free_names():
     with pytest.raises(UsageError, match="--columns with records of shape primer, which have fixed names"):
         read({}, "primer", columns="role=from")

@@ -7,26 +7,30 @@ A part is a file, or the lines in a byte range of one; a worker needs nothing el
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
-from chatmill.errors import DataError, RecordError, UsageError
+from chatmill.errors import DataError, RecordError, UsageError, one_line
 from chatmill.records import columns, files, units
 from chatmill.records.columns import COMPILED, ChatColumns
 from chatmill.records.files import open_bytes
 from chatmill.records.input_files import InputFiles
 from chatmill.records.read_log import ReadLog
 from chatmill.records.record import Record
-from chatmill.records.shapes import NO_OPTIONS, SHAPES, ShapeOptions, ShapeParser, detect, oasst, parser
+from chatmill.records.shapes import NO_OPTIONS, SHAPES, ShapeOptions, ShapeParser, detect, keys_in, oasst, parser
 from chatmill.records.transcript_layout import transcript_layout
 
 MAX_LINE_BYTES = 64 * 2**20
 MIN_COLUMN_BYTES = 2**17
 """Bytes of consecutive lines for which columns are faster, where the lines of a block are mixed."""
+CHECKED_RECORDS = 1000
+"""Records of a file in which the names of `--columns` are looked for."""
 RETRY_BYTES = 2**16
 """Bytes of lines that are read one by one before columns are tried again."""
 SCAN = 2**18
@@ -122,7 +126,27 @@ def plan(
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
     options.column_map()
     options.templates()
-    return [_planned(path, shape, source, options, max_line_bytes) for path in files.expand(inputs)]
+    parts = [_planned(path, shape, source, options, max_line_bytes) for path in files.expand(inputs)]
+    if options.columns is not None:
+        _warn_of_missing_columns(parts, max_line_bytes)
+    return parts
+
+
+def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int) -> None:
+    """Warn of names in `--columns` that the first records of no file have, such as misspelled ones."""
+    missing: set[str] = set()
+    for part in parts:
+        columns = part.options.column_map()
+        assert columns is not None
+        missing = missing or {*columns.record, *columns.message}
+        with closing(_units(part, limit)) as numbered:
+            for _, data in islice(_readable(numbered), CHECKED_RECORDS):
+                missing -= keys_in(data)
+                if not missing:
+                    return
+    for name in sorted(missing):
+        what = f'--columns names "{one_line(name)}", which none of the first {CHECKED_RECORDS:,} records has'
+        warnings.warn(f"{what}; correct it, or leave it out", stacklevel=2)
 
 
 def _planned(path: Path, shape: str | None, source: str | None, options: ShapeOptions, limit: int) -> FilePart:

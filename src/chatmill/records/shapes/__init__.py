@@ -340,5 +340,21 @@ def _value(data: bytes) -> Any:
         return None
 
 
+def keys_in(data: bytes) -> set[str]:
+    """The keys of a record and of the objects in it, also of those in lists that are JSON text."""
+    keys: set[str] = set()
+    values = [_value(data)]
+    while values:
+        value = values.pop()
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            value = _value(value.encode())
+        if isinstance(value, dict):
+            keys |= value.keys()
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+    return keys
+
+
 def _has_marker(text: Any) -> bool:
     return isinstance(text, str) and any(mark in text for mark in ("<|SYSTEM|>", "<|USER|>", "<|ASSISTANT|>"))
