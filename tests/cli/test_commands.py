@@ -57,7 +57,7 @@ def test_check_counts_what_is_there(run):
     )
 
 
-def test_check_shows_the_first_record_and_names_what_is_not_read(run):
+def test_check_shows_the_first_record_and_names_unread_keys(run):
     call = {"name": "f", "arguments": {"x": 1}}
     answer = {"role": "assistant", "content": "no", "thinking": "hm", "tool_calls": [call], "train": False, "mood": 1}
     turns = [{"role": "user", "content": "hi\n\x1b[2J"}, answer]

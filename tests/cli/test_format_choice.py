@@ -91,7 +91,7 @@ def test_a_chat_template_that_is_named_is_used_without_a_format(run, folders):
     assert (code, err, stored("v1")) == (0, "format: template, the chat template of own.jinja\n", (OWN, "template"))
 
 
-def test_a_file_names_the_tokenizer_alone_and_the_template_beside_it_is_named(run, folders):
+def test_a_file_selects_only_the_tokenizer_and_a_note_names_the_template_beside_it(run, folders):
     file = "in chat_template.jinja/tokenizer.json"
     code, _, err = run("prepare", "chat.jsonl", "-o", "v1", "--tokenizer", file)
     assert (code, stored("v1")) == (0, (CHATML, "chatml"))
@@ -157,7 +157,7 @@ def test_adding_tokens_to_a_template_says_how_to_name_a_preset(run, folders):
     assert err.endswith("tokens of its tokenizer; name a preset, such as --format chatml\n")
 
 
-def test_rollouts_take_no_template_in_silence(folders):
+def test_rollouts_refuse_a_chat_template(folders):
     assert open_task("plain", None, fields=("name",)).format.name == "chatml"
     with pytest.raises(UsageError, match="has a chat template, which rollouts do not support; name the"):
         open_task("in a list", None, fields=("name",))

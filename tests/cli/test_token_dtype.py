@@ -37,7 +37,7 @@ def store(run):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command))
-def test_a_command_asks_for_the_type_and_takes_it(store, command):
+def test_a_command_refuses_an_unknown_type_and_accepts_the_flag(store, command):
     code, out, err = store(*command)
     said = (out + err).strip()
     assert code == 1 and "\n" not in said

@@ -185,7 +185,7 @@ def test_the_documented_scripts_refuse_urls(folder, capsys, monkeypatch, flag):
     assert names(folder) == before
 
 
-def test_what_is_no_path_may_be_a_url(run, folder):
+def test_values_that_are_not_paths_may_be_urls(run, folder):
     Path("ask.jsonl").write_text(CHAT.replace("hi", "see https://example.org"))
     assert run("prepare", "ask.jsonl", "-o", "v2")[0] == 0
     assert "URL" not in run("prepare", "chat.jsonl", "-o", "v3", "--address", "ray://head:10001")[2]

@@ -249,6 +249,6 @@ def test_exchanges_are_the_default_of_preparing_and_rows_are_packed_afterwards(t
 
 
 @pytest.mark.parametrize("rule", ["turns", "tail", "windows"])
-def test_other_rules_are_what_they_were(rule):
+def test_other_rules_are_unchanged(rule):
     rows = RENDERER.render([chat("Ss", "U1", "A" + "x" * 50)])
     assert len(truncate(rows, 30, rule, ledger=Ledger())) >= 1

@@ -257,7 +257,7 @@ def test_texts_and_conversations_are_not_mixed_up(template):
         assert str(faults[0]).startswith(fault)
 
 
-def test_a_tokenizer_without_the_end_token_says_so(tmp_path):
+def test_a_tokenizer_without_the_end_token_is_refused(tmp_path):
     path = folder(tmp_path / "model", eos_token=None)
     with pytest.raises(UsageError, match=r"lacks the control tokens <\|endoftext\|>; add them with --add-tokens"):
         open_renderer("text", str(path))

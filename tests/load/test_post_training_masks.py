@@ -150,7 +150,7 @@ def test_loaded_blocks_are_those_of_the_specification(tmp_path_factory, texts, s
     st.sampled_from([None, 40]),
 )
 @example([LEFT_OPEN], 8, "tail", None)
-def test_rows_that_are_no_blocks_hold_the_same_rules(tmp_path_factory, texts, size, fit, pack):
+def test_rows_that_are_not_blocks_follow_the_same_rules(tmp_path_factory, texts, size, fit, pack):
     data = build(tmp_path_factory.mktemp("rows"), texts, fit=fit, max_tokens=max(size, 8), pack=pack)
     names = {id: marker for marker, id in ID.items()}
     rows = open_dataset(data)["train"].rows(range(len(open_dataset(data)["train"])))

@@ -85,25 +85,25 @@ def test_in_blocks_records_without_markers_are_masked(tmp_path):
         ("windows", "too long", {"answer_cut": (3, 24), "answer_unfinished": (0, 20), "no_trained_tokens": (3, 24)}),
     ],
 )
-def test_an_answer_that_a_cut_parts_from_its_user_turn_is_not_trained(tmp_path, fit, answer, reasons):
+def test_an_answer_whose_user_turn_is_cut_off_is_not_trained(tmp_path, fit, answer, reasons):
     long = f"{U}<|ASSISTANT|>{answer}<|END|>"
     assert build(tmp_path, U + A, long, fit=fit, max_tokens=8) == (["UqEAaEX", "...***."], reasons)
 
 
-def test_a_flag_on_a_message_that_is_no_answer_does_not_train_it():
+def test_a_flag_on_a_message_that_is_not_an_answer_does_not_train_it():
     record = Record([Message("user", "q", train=True), Message("assistant", "a")])
     rows = open_renderer("post-training", "bytes").render([record])
     assert rows.mask().astype(int).tolist() == [0, 0, 0, 1, 1, 1, 0]
     assert set(rows.spans["rule"][:3].tolist()) == {Rule.NOT_ANSWER}
 
 
-def test_other_formats_write_text_outside_of_turns_and_leave_out_whitespace(tmp_path):
+def test_other_formats_write_text_outside_turns_and_leave_out_whitespace(tmp_path):
     rows, reasons = build(tmp_path, U + "\n" + A, U + "x" + A, format="primer")
     assert rows == ["UqEAaE", "....**", "UqExAaE", ".....**"]
     assert reasons == {"whitespace_left_out": (1, 0), "text_outside_turns": (0, 1)}
 
 
-def test_a_chat_template_leaves_out_whitespace_and_refuses_other_text_outside_of_turns():
+def test_a_chat_template_leaves_out_whitespace_and_refuses_other_text_outside_turns():
     user, answer = Message("user", "q"), Message("assistant", "a")
     space, text = (new_message("none", content, complete=False) for content in ("\n", "x"))
     assert only_turns(Record([user, space, answer])).messages == [user, answer]
@@ -111,7 +111,7 @@ def test_a_chat_template_leaves_out_whitespace_and_refuses_other_text_outside_of
         only_turns(Record([user, text, answer]))
 
 
-def test_why_a_token_is_context_is_said(tmp_path):
+def test_explain_names_why_a_token_is_context(tmp_path):
     build(tmp_path, "x" + U + "\n" + A + "<|ASSISTANT|>b", fit="blocks", max_tokens=12)
     view = open_view(tmp_path / "data")
     told = [explain_token(view, "train", 0, token) for token in (0, 4, 9)]
@@ -122,7 +122,7 @@ def test_why_a_token_is_context_is_said(tmp_path):
     )
 
 
-def test_a_format_of_ones_own_may_have_the_rule():
+def test_a_custom_format_may_have_the_rule():
     preset = load_format("post-training")
     assert preset.requires_user and preset.to_json()["requires_user"]
     assert "requires_user" not in load_format("chatml").to_json()

@@ -104,7 +104,7 @@ def test_columns_name_keys_and_roles(tmp_path, record, columns, messages, unread
         ("role=a,content=a", '--columns gives "a" or "content" twice; expected each once'),
     ],
 )
-def test_columns_that_cannot_be_are_one_line(tmp_path, columns, fault):
+def test_invalid_columns_are_reported_in_one_line(tmp_path, columns, fault):
     (tmp_path / "a.jsonl").write_text("{}")
     with pytest.raises(UsageError) as refused:
         list(read_records([tmp_path / "a.jsonl"], options=ShapeOptions(columns)))
@@ -208,7 +208,7 @@ def test_trained_parts_of_any_text(text):
     assert message.weight == (None if at == len(text) and text else 0.0)
 
 
-def test_templates_that_cannot_be_are_usage_errors():
+def test_invalid_templates_are_usage_errors():
     for options, fault in (
         ({"instruction_template": "Q"}, "--instruction-template without --response-template; give both"),
         ({"response_template": ""}, "must not be empty"),
@@ -319,7 +319,7 @@ def test_parts_with_weights_are_ranges_of_the_text():
         ({"conversation": [{"human": "q", "assistant": "a"}]}, "pairs of human and assistant; expected messages"),
     ],
 )
-def test_data_of_another_kind_is_named_when_no_shape_is_told(tmp_path, record, fault):
+def test_data_of_another_kind_is_named_when_no_shape_is_detected(tmp_path, record, fault):
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
     with pytest.raises(DataError) as refused:
         list(read_records([tmp_path / "a.jsonl"]))

@@ -263,7 +263,7 @@ def repeats(value: Any) -> bool:
 
 
 @given(JSON)
-def test_repeated_keys_are_told_by_any_json(value):
+def test_repeated_keys_are_found_in_any_json(value):
     from chatmill.records.shapes.decode import may_repeat_key, repeated_key
 
     data = written(value).encode()

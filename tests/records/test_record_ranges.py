@@ -63,7 +63,7 @@ def test_ranges_are_read_as_start_stop_and_weight(given, ranges):
         ("all", "message 0 has a string as train_ranges; expected a list of ranges"),
     ],
 )
-def test_a_range_that_cannot_be_meant_is_refused(given, fault):
+def test_invalid_ranges_are_refused(given, fault):
     with pytest.raises(RecordError, match=f"^{fault}"):
         read("train_ranges", given)
 
@@ -92,7 +92,7 @@ def test_the_example_of_axolotl_is_read_as_axolotl_reads_it(key):
     assert read(key, [], train=True) == Message("assistant", TEXT, train=True)
 
 
-def test_details_of_axolotl_that_cannot_be_meant_are_refused():
+def test_invalid_axolotl_details_are_refused():
     for entry, fault in (
         (
             {"begin_offset": 0, "end_offset": 31, "train": True},
@@ -118,6 +118,6 @@ def test_conversations_of_from_and_value_and_tool_turns_have_ranges_too():
         tool({"messages": [{"role": "toolresult", "content": "x", "train_ranges": [[0, 1, 0]]}]})
 
 
-def test_conversations_with_other_ranges_are_no_duplicates():
+def test_conversations_with_other_ranges_are_not_duplicates():
     records = [Record([Message("assistant", TEXT, train_ranges=each)]) for each in ((), [[0, 3, 0]], [[0, 3, 1]])]
     assert len({record_key(record) for record in records}) == 3

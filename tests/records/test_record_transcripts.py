@@ -86,7 +86,7 @@ def test_a_record_without_markers_is_read_as_text_outside_of_spans(read_bytes):
 
 
 @pytest.mark.parametrize(("data", "what"), [(b"-1", "a number"), (b'["x"]', "a list"), (b"null", "null")])
-def test_json_that_is_no_text_is_a_fault(read_bytes, data, what):
+def test_json_that_is_not_text_is_an_error(read_bytes, data, what):
     line = f'a.txt:1: the record is {what}; expected text, a string, or an object with "text"'
     assert read_bytes(data, "a.txt", shape="transcript-lines") == ([], [line])
 
@@ -126,7 +126,7 @@ def test_a_stream_whose_first_line_looks_like_a_record_stays_one(read_bytes):
     assert read_bytes(data, "a.txt") == (found((1, turns), (4, EXCHANGE)), [])
 
 
-def test_a_span_a_line_is_a_stream(read_bytes):
+def test_a_file_with_one_span_per_line_is_a_stream(read_bytes):
     data = b"<|USER|> hi <|END|>\n<|ASSISTANT|> yo <|END|>\n"
     assert read_bytes(data, "a.txt") == (found((1, SPACED)), [])
     assert read_bytes(data, "a.txt", shape="transcript-lines")[0] == found((1, EXCHANGE[:1]), (2, EXCHANGE[1:]))
@@ -140,12 +140,12 @@ def test_a_span_a_line_is_a_stream(read_bytes):
         b'"<|USER|>a<|END|>"\n<|USER|>a\nb<|END|>',
     ],
 )
-def test_what_both_readings_may_be_is_asked(read_bytes, data):
+def test_a_file_that_fits_both_readings_is_refused(read_bytes, data):
     with pytest.raises(DataError, match=r"name it with --shape: transcript-lines or transcript-stream$"):
         read_bytes(data, "a.txt")
 
 
-def test_text_without_any_marker_is_no_transcript_unless_it_is_said_to_be(read_bytes):
+def test_text_without_markers_is_a_transcript_only_if_the_shape_is_named(read_bytes):
     with pytest.raises(DataError, match=r"^a\.txt: has no markers of a transcript; name its shape with --shape: "):
         read_bytes(b"plain text\n", "a.txt")
     assert read_bytes(b"plain text\n", "a.txt", shape="transcript") == (found((1, [outside("plain text")])), [])
@@ -155,7 +155,7 @@ SOUP = ["<|SYSTEM|>", "<|USER|>", "<|ASSISTANT|>", "<|END|>", "<|END|>", "<|EOS|
 
 
 @given(st.lists(st.sampled_from(SOUP), max_size=24).map("".join))
-def test_a_question_is_asked_only_where_the_readings_differ(tmp_path_factory, text):
+def test_a_file_is_refused_only_where_the_readings_differ(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("soup") / "a.txt"
     path.write_text(text)
 

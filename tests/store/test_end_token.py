@@ -117,7 +117,7 @@ def test_the_files_of_a_tokenizer_beside_it_are_read_too(tmp_path, form):
     assert padded(folder) == [5, 6, 7, id]
 
 
-def test_a_state_of_chatmill_without_metadata_is_a_copy_that_broke_off(tmp_path):
+def test_a_state_of_chatmill_without_metadata_is_an_incomplete_copy(tmp_path):
     ours = {"name": "bytes", "sha256": "0" * 64, "vocab_size": 300, "control": {"eot": "<|eot|>"}}
     ours |= {"special_token_ids": {"eot": 9}, "added_tokens": []}
     for number, damaged in enumerate(({}, *({name: None} for name in ours))):

@@ -38,7 +38,7 @@ def each(rows):
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-def test_a_flat_dataset_opens_and_its_width_is_told_from_the_mask(tmp_path, dtype):
+def test_a_flat_dataset_opens_and_its_width_is_taken_from_the_mask(tmp_path, dtype):
     write(tmp_path / "train", EPISODES, dtype=dtype)
     write(tmp_path / "val", EPISODES[:1], dtype=dtype)
     assert is_dataset(tmp_path)

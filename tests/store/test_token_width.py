@@ -113,7 +113,7 @@ def read(folder: Path, token_dtype: str | None = None) -> tuple[list[list[int]],
 
 @settings(max_examples=40)
 @given(stores())
-def test_the_ids_are_exact_or_the_store_is_refused_until_its_type_is_said(store):
+def test_the_ids_are_exact_or_the_store_is_refused_until_its_type_is_given(store):
     dtype, every, said = store
     filled = [shard for shard in every if len(shard.tokens)]
     is_settled = said is not None or every[0].mask is not None
@@ -161,7 +161,7 @@ def test_half_covered_uint16_without_a_mask_is_never_read_as_uint32(tmp_path):
         ({}, "uint8", "token_dtype is uint8; expected uint16 or uint32"),
     ],
 )
-def test_what_is_said_of_the_type_must_agree(tmp_path, metadata, token_dtype, said):
+def test_all_sources_of_the_type_must_agree(tmp_path, metadata, token_dtype, said):
     folder = write(tmp_path / "d", [Shard(np.arange(8, dtype=np.uint16), None, [(0, 4)])])
     (folder / "dataset_metadata.json").write_text(json.dumps(metadata))
     with pytest.raises((DataError, UsageError)) as error:
@@ -202,7 +202,7 @@ def test_the_type_is_read_from_the_metadata_of_other_programs(tmp_path, metadata
     assert read(folder)[0] == [(ids if width == 2 else ids.view(np.uint32))[:4].tolist()]
 
 
-def test_batches_are_those_of_the_type_that_the_config_says(tmp_path):
+def test_batches_have_the_type_that_the_config_names(tmp_path):
     tokens = np.array([70000, 2, 3, 70001], np.uint32)
     folder = write(tmp_path / "d", [Shard(tokens, None, [(2, 2), (0, 2)])])
     config = {"pad_token_id": 0, "block_size": 2, "batch_size": 2, "epoch_shuffle": False}

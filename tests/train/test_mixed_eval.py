@@ -94,7 +94,7 @@ def test_eval_iters_are_batches_of_each_source(mix, tmp_path):
     assert len(counts) == 2 and all(0 < count < 16 for count in counts)
 
 
-def test_a_mix_without_any_val_rows_says_so(mix, tmp_path, capsys):
+def test_a_mix_without_any_val_rows_is_reported(mix, tmp_path, capsys):
     settings = config(mix_sft={"none": 1}, eval_interval=1, max_iters=1)
     result = train_model(settings, model_name="run", dataset_dir=mix, out_dir=tmp_path)
     assert (result.val_loss, result.val_sources) == (None, {})
@@ -109,7 +109,7 @@ def test_one_dataset_is_evaluated_without_names(sums_data, tmp_path):
     assert not any("/" in name for name in line)
 
 
-def test_val_rows_that_are_all_too_short_are_none(tmp_path, capsys):
+def test_val_rows_that_are_all_too_short_are_not_evaluated(tmp_path, capsys):
     data = write_files(tmp_path / "data", [[1, 2, 3]] * 8, [[0, 1, 1]] * 8)
     shutil.copytree(data / "train", data / "val")
     np.array([[0, 1], [5, 1]], np.uint64).tofile(data / "val/shard_00000/episodes.idx")

@@ -106,14 +106,14 @@ def test_what_is_stated_once_builds_the_caches_and_trains_on_them(run):
     assert json.loads(Path("checkpoints/mine/config.json").read_text())["block_size"] == 100
 
 
-def test_without_any_of_it_both_have_their_documented_defaults(run, runs):
+def test_without_the_file_both_have_their_documented_defaults(run, runs):
     assert run("build-sft-primer")[0] == 0
     config = config_of(runs)
     assert (config.dataset_dir, config.mix_sft, config.seed, config.block_size) == ("data/cache/sft", None, 1337, 512)
     assert MIX_SFT == {"primer": 0.10, "oasst1": 0.70, "dolly15k": 0.20}
 
 
-def test_a_run_without_data_says_where_it_could_be_stated(runs):
+def test_a_run_without_data_names_where_to_set_it(runs):
     with pytest.raises(UsageError) as error:
         config_of(runs)
     assert str(error.value) == (
@@ -196,7 +196,7 @@ def test_the_highest_layer_that_states_a_key_decides_it(runs, layers):
 @given(
     st.tuples(VALUES, VALUES), st.sampled_from(["bytes", "t.json", None]), st.sampled_from(["bytes", "u.json", None])
 )
-def test_so_it_is_for_building(place, layers, tokenizer, flag):
+def test_the_same_layers_decide_for_building(place, layers, tokenizer, flag):
     stated, in_flags = layers
     named = {} if tokenizer is None else {"tokenizer.path": tokenizer}
     Path("chatmill.toml").write_text(toml({**stated, **named}))
@@ -283,7 +283,7 @@ def test_what_python_cannot_read_or_write_is_one_line(run, content):
         (200, "no row is cut"),
     ],
 )
-def test_a_block_size_that_is_not_t_max_is_said_with_what_it_cuts(run, block_size, effect):
+def test_a_block_size_other_than_t_max_is_reported_with_what_it_cuts(run, block_size, effect):
     Path("chatmill.toml").write_text(EVERYTHING.replace(", dolly15k = 3", ""))
     assert run("build-sft-primer")[0] == 0
     lengths = open_cache("caches/primer")["train"].lengths
@@ -294,7 +294,7 @@ def test_a_block_size_that_is_not_t_max_is_said_with_what_it_cuts(run, block_siz
     assert err.splitlines()[0] == f"block_size is {block_size}, caches/primer has T_max 100: {effect}"
 
 
-def test_a_block_size_that_is_t_max_says_nothing(run):
+def test_a_block_size_equal_to_t_max_prints_no_note(run):
     Path("chatmill.toml").write_text(EVERYTHING.replace(", dolly15k = 3", ""))
     run("build-sft-primer")
     _, _, err = run("train", "--model_name", "mine", *SMALL, "--use_loss_mask", "--max_iters", "1")
@@ -324,7 +324,7 @@ def test_a_cache_of_another_tokenizer_is_refused_in_one_line(run):
     assert run(*args[:2], "other", *args[3:])[0] == 0
 
 
-def test_a_tokenizer_that_cannot_be_compared_is_said(run):
+def test_a_tokenizer_that_cannot_be_compared_is_noted(run):
     Path("chatmill.toml").write_text(EVERYTHING.replace('"bytes"', '"away.json"'))
     assert run("build-sft-primer", "--tokenizer", "bytes")[0] == 0
     config = replace(TrainConfig(), dataset_dir="caches/primer")

@@ -73,7 +73,7 @@ def test_metadata_is_counted_and_masks_are_left_alone(folders, monkeypatch):
     assert all(count_non_answers(loader) is not None for loader in loaders)
 
 
-def test_nothing_is_said_with_the_mask_without_one_or_where_all_is_an_answer(folders, tmp_path):
+def test_there_is_no_note_with_the_mask_without_one_or_if_all_tokens_are_answers(folders, tmp_path):
     assert count_non_answers(EpisodeLoader(folders["dataset"], config(use_loss_mask=True))) is None
     answers = write_files(tmp_path / "answers", [[1, 2, 3]], [[1, 1, 1]])
     assert count_non_answers(EpisodeLoader(answers, config(use_loss_mask=False, pad_token_id=0))) is None
@@ -82,7 +82,7 @@ def test_nothing_is_said_with_the_mask_without_one_or_where_all_is_an_answer(fol
 
 
 @pytest.mark.parametrize("command", ["train.py", "chatmill train"])
-def test_it_is_the_first_line_and_in_the_json_and_in_the_metrics(folders, tmp_path, monkeypatch, capsys, command):
+def test_the_note_is_the_first_line_and_in_the_json_and_in_the_metrics(folders, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     # chatmill.toml and other notes come after it.
     Path("chatmill.toml").write_text("training.seed = 3\n")

@@ -314,7 +314,7 @@ def test_post_training_after_plain_training_is_on_the_mask_and_on_all_blocks(pla
 
 
 @pytest.mark.parametrize("command", ["train.py", "chatmill train"])
-def test_post_training_refuses_what_is_not_made_of_blocks_of_its_size(place, monkeypatch, capsys, command):
+def test_post_training_refuses_datasets_without_blocks_of_its_size(place, monkeypatch, capsys, command):
     monkeypatch.setenv("POST_TRAINING", "1")
     line = "data/chat_sft: was made with --fit exchanges, but post_training reads "
     line += "stream blocks of block_size + 1 = 49 tokens"

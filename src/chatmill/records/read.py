@@ -312,9 +312,7 @@ def _transcript_shape(path: Path, *, is_transcript: bool) -> str:
         layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))
     if not is_transcript and not layout & (layout.MARKERS | layout.JSON) and layout & layout.TEXT:
         names = ", ".join(SHAPES)
-        raise DataError(
-            f"{files.shown(path)}: has no markers of a transcript; name its shape with --shape: {names}"
-        )
+        raise DataError(f"{files.shown(path)}: has no markers of a transcript; name its shape with --shape: {names}")
     if layout.shape is None:
         raise DataError(
             f"{files.shown(path)}: lines and <|EOS|> separate it into different records; "

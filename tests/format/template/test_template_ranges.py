@@ -126,7 +126,7 @@ def test_a_content_written_twice_has_its_ranges_twice(tmp_path):
         ("m.content | replace('q', 'y')", None),
     ],
 )
-def test_a_character_that_the_template_replaces_is_refused_if_a_range_is_about_it(tmp_path, content, fault):
+def test_a_character_that_the_template_replaces_is_refused_if_it_is_in_a_range(tmp_path, content, fault):
     renderer = chatml(tmp_path, content)
     record = conversation("a x z", [[0, 3, 0]])
     if fault is None:
