@@ -60,7 +60,7 @@ KINDS = ("text", "reasoning", "tool_call")
     [
         ("dpo_en_demo.json", "preference", 'the record has "chosen": it is preference data (DPO)'),
         ("kto_en_demo.json", "preference", 'as "label": it is preference data (KTO)'),
-        ("mllm_demo.json", "media", 'the record has "images", and only text can be trained'),
+        ("mllm_demo.json", "media", 'the record has "images", but only text can be trained'),
     ],
 )
 def test_data_that_is_not_for_fine_tuning_is_refused(name, kind, reason):

@@ -312,8 +312,8 @@ def test_parts_with_weights_are_ranges_of_the_text():
     ("record", "fault"),
     [
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, "it is preference data (DPO)"),
-        ({"query": "q", "images": ["a.png"]}, 'has "images", and only text can be trained'),
-        ({"input_ids": [1, 2], "labels": [1, 2]}, "it is tokenized already"),
+        ({"query": "q", "images": ["a.png"]}, 'has "images", but only text can be trained'),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, "it is already tokenized"),
         ({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, "the form of Gemini; expected messages with role"),
         ({"segments": [{"label": True, "text": "a"}]}, "the segments of Axolotl; expected messages with role"),
         ({"conversation": [{"human": "q", "assistant": "a"}]}, "pairs of human and assistant; expected messages"),

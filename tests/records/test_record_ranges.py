@@ -47,13 +47,13 @@ def test_ranges_are_read_as_start_stop_and_weight(given, ranges):
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        ([[0, 3, 0], [2, 5, 1]], "message 0 has train_ranges of characters 2 to 4, which others overlap"),
+        ([[0, 3, 0], [2, 5, 1]], "message 0 has train_ranges of characters 2 to 4, which overlap others"),
         ([[0, 32, 0]], "message 0 has train_ranges of characters 0 to 31; its content has 31 characters"),
         ([[3, 3, 0]], "message 0, train_ranges 0 holds no character; expected its start from 0 up"),
         ([[-1, 3, 0]], "message 0, train_ranges 0 holds no character; expected its start from 0 up"),
         ([[0, 3.0, 0]], "message 0, train_ranges 0 has a number as a place; expected whole numbers"),
         ([[0, True]], "message 0, train_ranges 0 has true as a place; expected whole numbers"),
-        ([[0, 3, -1]], "message 0, train_ranges 0 has weight -1; expected a finite number from 0 up"),
+        ([[0, 3, -1]], "message 0, train_ranges 0 has weight -1; expected a finite number, 0 or more"),
         ([[0, 3, None]], "message 0, train_ranges 0 has null as weight"),
         ([[0, 3, "yes"]], "message 0, train_ranges 0 has a string as weight"),
         ([[0, 3, 0, 0]], r"message 0, train_ranges 0 has 4 values; expected \[start, stop, weight\]"),
@@ -72,7 +72,7 @@ def test_invalid_ranges_are_refused(given, fault):
 @pytest.mark.parametrize("key", ["train_ranges", "train_detail", "training_detail"])
 def test_ranges_are_of_the_assistant_and_of_one_text(role, key):
     value = [[0, 3, 0]] if key == "train_ranges" else DETAIL
-    with pytest.raises(RecordError, match=f"^message 0 has {key} on role {role}; expected them on the assistant only$"):
+    with pytest.raises(RecordError, match=f"^message 0 has {key} on role {role}; expected them only on the assistant$"):
         read(key, value, role)
     parts = [{"type": "text", "text": TEXT}]
     with pytest.raises(RecordError, match=f"^message 0 has {key} and a list as content; expected its content as one"):

@@ -61,7 +61,7 @@ def test_rows_with_images_are_refused_and_rows_without_are_read(table, empty):
     assert [record.line for record in records] == [at for at in range(1, 28) if at % 3 != 2]
     assert {record.unread_keys for record in records} == {()}
     assert len(faults) == 9
-    assert faults[0].startswith('a.parquet:2: the record has "images", and only text can be trained; leave')
+    assert faults[0].startswith('a.parquet:2: the record has "images", but only text can be trained; leave')
 
 
 def test_bytes_are_never_read_as_text(table):

@@ -216,7 +216,7 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "control_text": "{rows:,} rows contain text that spells special tokens of the tokenizer; it is encoded as text",
         "tools_left_out": "{rows:,} rows have tools that the chat template does not show",
         "record_weight": "{rows:,} records have a weight, which multiplies the weights of their trained tokens",
-        "template_kwargs_unused": "{rows:,} records have chat_template_kwargs, which only --format template reads",
+        "template_kwargs_unused": "{rows:,} records have chat_template_kwargs, which only --format template uses",
     }
     rendered = ledger.total("rendered").trained
     for bucket, reason, entry in ledger:
@@ -237,7 +237,7 @@ def script(shape: str, doc: str) -> None:
     parser.add_argument("--val_split", type=float, default=0.0, help="share of conversations for validation")
     parser.add_argument("--val_file", nargs="+", help="files that are all for validation")
     parser.add_argument("--tokenization", default="bytes", help="as --tokenizer of `chatmill prepare`")
-    parser.add_argument("--format", default=None, help="as --format of `chatmill prepare`")
+    parser.add_argument("--format", default=None, help="see --format of `chatmill prepare`")
     parser.add_argument("--tokens_per_shard", type=int, default=SHARD_TOKENS, help="tokens in a shard")
     parser.add_argument("--seed", type=int, default=None, help="split by a shuffle with this seed, not by hash")
     parser.add_argument("--resume", action="store_true", help="go on with a build that was interrupted")

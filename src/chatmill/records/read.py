@@ -298,7 +298,7 @@ def _with_shape(part: FilePart, shape: str | None, limit: int) -> FilePart:
         # Objects in a text file are JSON Lines under another name.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
             shape = _transcript_shape(path, is_transcript=shape is not None)
-            return replace(part, shape=shape, why="as its lines and markers say")
+            return replace(part, shape=shape, why="by its lines and markers")
     why = "as --shape says"
     if shape is None:
         with closing(_units(part, limit)) as numbered:

@@ -1,12 +1,12 @@
-"""Whether a text file of transcripts holds one record a line, or one stream: decided by the whole file.
+"""Decide from the whole file whether transcripts are one record per line or one stream.
 
-Text is reduced to letters, a line at a time: S, U and A for the markers of spans, E for `<|END|>`, X for `<|EOS|>`; of
-text inside of a span only that it goes over the end of a line; x for other text, j for such that begins as JSON does.
+Each line is reduced to letters: S, U and A for the markers of spans, E for `<|END|>`, X for `<|EOS|>`, x for text
+outside spans, j for such text that begins like JSON. Of the text inside a span, only a line break is kept.
 
     <|USER|> hi <|END|> <|ASSISTANT|> yo <|END|>   ->   UEAE
 
-Both readings walk over the lines, one that begins anew with each line and one that only `<|EOS|>` parts. Files have few
-different lines in this form, so that each is walked over once.
+Two readings go over the lines: one starts a record with each line, one only after `<|EOS|>`. Files have few different
+lines in this form, so each is read only once.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def detect(file: str, units: Iterable[tuple[int, bytes]], columns: ColumnMap | N
         raise DataError(f"{what}; {_HINT}, or name the keys{_columns_hint(record)}")
     if possible is None:
         # If no record is an object, every shape reports the same faults.
-        return "messages", "no record tells another shape"
+        return "messages", "no record indicates another shape"
     if "messages" in possible:
         return "messages", possible["messages"]
     if len(possible) > 1:
@@ -262,8 +262,8 @@ def _refuse_other_data(file: str, line: int, record: Object) -> None:
     except RecordError as fault:
         raise fault.at(file, line) from None
     if "input_ids" in record:
-        what = 'the record has "input_ids": it is tokenized already'
-        raise RecordError(what, "expected the conversations that it was made of", kind="keys").at(file, line)
+        what = 'the record has "input_ids": it is already tokenized'
+        raise RecordError(what, "expected the original conversations", kind="keys").at(file, line)
     for key, format in _OTHER_FORMATS.items():
         items = record.get(key)
         if type(items) is list and items and type(items[0]) is dict and format.keys <= items[0].keys():

@@ -138,8 +138,8 @@ class KeyReader:
         """Fault where there are images, videos or audio; an empty list of them is read as none."""
         for key in MEDIA_KEYS:
             if self.take(key) not in (None, [], "", {}):
-                what = f'{self.owner} has "{key}", and only text can be trained'
-                raise RecordError(what, "leave these records out, or take the key out of them", kind="media")
+                what = f'{self.owner} has "{key}", but only text can be trained'
+                raise RecordError(what, "leave out these records, or remove the key", kind="media")
 
     def refuse_preferences(self) -> None:
         """Fault where there is more than the one answer to train on: pairs for DPO, labels for KTO."""
@@ -151,7 +151,7 @@ class KeyReader:
         for key in LABEL_KEYS:
             if type(value := self.peek(key)) in (bool, list) or (key == "kto_tag" and value is not None):
                 what = f'{self.owner} has {named(value)} as "{key}": it is preference data (KTO), with unwanted answers'
-                right = "keep the records with wanted answers, and take the key out of them"
+                right = "keep the records with desirable answers, and remove the key"
                 raise RecordError(what, right, kind="preference")
             if value is None:
                 self.take(key)
@@ -161,11 +161,11 @@ class KeyReader:
         if type(mask := self.peek("mask")) is str and mask.lower() == "user":
             self.take("mask")
         elif type(mask) is str:
-            what = f'{self.owner} has "mask", by which NeMo trains all roles but those'
+            what = f'{self.owner} has "mask", which NeMo uses to select the roles to train'
             raise RecordError(what, "expected train: true or false in the messages", kind="keys")
         if self.peek("only_last") is True:
             what = f'{self.owner} has "only_last"'
-            raise RecordError(what, "take the key out, and train with --train-on last", kind="keys")
+            raise RecordError(what, "remove the key, and use --train-on last", kind="keys")
 
     def only(self, known: Sequence[str]) -> None:
         """Fault where there is any key besides the known ones."""
@@ -205,7 +205,9 @@ def read_record(
     turns = read_messages(record)
     weight = read_weight(record)
     if weight is not None and any(turn.weight and weight * turn.weight > _MAX_WEIGHT for turn in turns):
-        raise RecordError("the weights of the record and a message are too large", "expected less", kind="weight")
+        raise RecordError(
+            "the weights of the record and a message are too large", "expected smaller ones", kind="weight"
+        )
     parsed = ParsedRecord(
         turns, record_id(record, id_key), tools(record), 1.0 if weight is None else weight, template_kwargs(record)
     )
@@ -332,13 +334,13 @@ def read_weight(fields: KeyReader, role: Role | None = None) -> float | None:
             raise RecordError(f"{owner} has {named(number)} as {key}", "expected true or false", kind="weight")
         number = number != (key == "masked")
     elif type(number) not in (int, float):
-        raise RecordError(f"{owner} has {named(number)} as {key}", "expected a number from 0 up", kind="weight")
+        raise RecordError(f"{owner} has {named(number)} as {key}", "expected a number, 0 or more", kind="weight")
     elif number != 0 and not _MIN_WEIGHT <= number <= _MAX_WEIGHT:
-        right = "expected 0 instead" if 0 < number < 1 else "expected a finite number from 0 up"
+        right = "expected 0 instead" if 0 < number < 1 else "expected a finite number, 0 or more"
         raise RecordError(f"{owner} has {key} {one_line(str(number))}", right, kind="weight")
     if number and key in ANSWER_KEYS and role not in (None, "assistant"):
-        what = f"{owner} has {key} on role {role}, which is never trained where that key comes from"
-        raise RecordError(what, "expected weight or train, if it is to be trained", kind="weight")
+        what = f"{owner} has {key} on role {role}, which the trainer with this key never trains"
+        raise RecordError(what, "use weight or train to train it", kind="weight")
     if number and role == "tool":
         what = f"{owner} has a weight over 0 on a tool result"
         raise RecordError(what, "expected none, or train: false", kind="weight")

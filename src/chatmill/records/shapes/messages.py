@@ -281,7 +281,7 @@ def _tool_calls(turn: KeyReader, role: Role) -> tuple[ToolCall, ...]:
         raise RecordError(f"{turn.owner} has {named(calls)} as tool_calls", "expected a list", kind="arguments")
     if calls and role != "assistant":
         what = f"{turn.owner} has tool_calls on role {role}"
-        raise RecordError(what, "expected them on the assistant only", kind="arguments")
+        raise RecordError(what, "expected them only on the assistant", kind="arguments")
     numbered = enumerate(calls)
     return tuple(
         _tool_call(turn, f"{turn.owner}, tool call {index}", "tool_calls[].", call) for index, call in numbered

@@ -31,7 +31,7 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
         raise RecordError(f"{owner} has {named(entries)} as {key}", "expected a list of ranges", kind="ranges")
     if role != "assistant" and entries:
         what = f"{owner} has {key} on role {role}"
-        raise RecordError(what, "expected them on the assistant only", kind="ranges")
+        raise RecordError(what, "expected them only on the assistant", kind="ranges")
     if type(content) is not str and entries:
         what = f"{owner} has {key} and {named(content)} as content"
         raise RecordError(what, "expected its content as one text", kind="ranges")
@@ -40,9 +40,9 @@ def read_ranges(turn: KeyReader, role: Role, content: Any, weight: float | None)
     for index, (start, stop, _) in enumerate(ranges):
         where = f"{owner} has {key} of characters {start} to {stop - 1}"
         if index and start < ranges[index - 1][1]:
-            raise RecordError(f"{where}, which others overlap", "expected ranges that do not overlap", kind="ranges")
+            raise RecordError(f"{where}, which overlap others", "expected ranges that do not overlap", kind="ranges")
         if stop > len(content):
-            raise RecordError(where, f"its content has {len(content)} characters, the first is 0", kind="ranges")
+            raise RecordError(where, f"its content has {len(content)} characters, counted from 0", kind="ranges")
     if key == "train_ranges":
         return tuple(ranges), weight
     return _as_axolotl(ranges, len(content or ""), weight)
