@@ -26,6 +26,8 @@ MAX_NAMES = 200
 """Reasons of one kind with a name, as `unread_key NAME`, of which data may have any number. All others of the kind are
 counted together, so that they do not take the place of other reasons."""
 OTHER_NAMES = "(other keys)"
+UNREAD_KEY = "unread_key "
+"""Prefix of the reason for a key of a record that is not read; the name of the key follows."""
 # "noted" counts rows that were kept but deserve a look (an answer that was cut); it is not part of the balance.
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
     ("records", "rows", ("read",), ("rejected", "rendered")),

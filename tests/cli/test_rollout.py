@@ -119,6 +119,15 @@ def test_true_answers_become_a_dataset_to_begin_with(run, files, tokenizer):
     assert tokenizer.decode(rows[1:2].ids.tolist()).endswith("assistant\n{}<|im_end|>")
 
 
+def test_keys_of_the_truth_that_are_not_read_are_named(run, files, tmp_path):
+    truth, _ = files
+    write(tmp_path / "truth.jsonl", [{**record, "score": 1} for record in truth])
+    for command in (["build", "rollouts.jsonl", "truth.jsonl"], ["answers", "truth.jsonl"]):
+        code, out, _ = run("rollout", *command, "-o", command[0], "--add-tokens")
+        assert code == 0
+        assert 'look: 2 records have the key "score", which is not read' in out.splitlines()
+
+
 def test_fields_need_no_coordinates(run, tmp_path):
     chat = [{"role": "user", "content": "who?"}]
     write(tmp_path / "truth.jsonl", [{"id": 1, "messages": chat, "objects": [{"name": "Ada", "born": 1815}]}])

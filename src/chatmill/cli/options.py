@@ -16,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chatmill.errors import one_line
-from chatmill.ledger import OTHER_NAMES, Ledger
-from chatmill.prepare.rejects import UNREAD_KEY
+from chatmill.ledger import OTHER_NAMES, UNREAD_KEY, Ledger
 
 T = TypeVar("T")
 

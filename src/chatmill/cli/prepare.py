@@ -19,11 +19,11 @@ from chatmill.cli.guard import guarded
 from chatmill.cli.options import AsJson, echo_json, echo_line, print_ledger, progress_on_stderr, share, unread_key
 from chatmill.cli.record_options import Columns, Inputs, InstructionTemplate, RejectsFile, ResponseTemplate, Shape
 from chatmill.errors import ChatmillError, DataError, UsageError
-from chatmill.ledger import Ledger
+from chatmill.ledger import UNREAD_KEY, Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
 from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job, load_recipe
 from chatmill.prepare.pipeline import BuildProgress, prepare_dataset
-from chatmill.prepare.rejects import UNREAD_KEY, Rejects, rejects_path
+from chatmill.prepare.rejects import Rejects, rejects_path
 from chatmill.records import ShapeOptions, expand
 from chatmill.records.shapes import NO_OPTIONS
 from chatmill.store.metadata import Metadata

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json, echo_line
+from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json, echo_line, unread_key
 from chatmill.cli.record_options import AddTokens, TokenizerName
+from chatmill.ledger import UNREAD_KEY
 from chatmill.prepare.job import SHARD_TOKENS
 from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
 from chatmill.rollout.match import GATE
@@ -181,6 +182,9 @@ def _tell(output: Path, metadata: Metadata, health: Health | None, *, as_json: b
     )
     for line in () if health is None else health_lines(health):
         typer.echo(line)
+    for _, reason, entry in metadata.ledger:
+        if reason.startswith(UNREAD_KEY):
+            typer.echo(f"look: {unread_key(reason, entry.rows)}")
 
 
 def health_lines(health: Health) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Literal, Self
 
 from chatmill.errors import DataError, RecordError, UsageError
-from chatmill.ledger import Ledger
+from chatmill.ledger import UNREAD_KEY, Ledger
 from chatmill.plain_file import local_path
 from chatmill.records.files import expand, shown
 from chatmill.records.read import FilePart, plan, read_records
@@ -23,10 +23,6 @@ from chatmill.store import files
 
 KEYS = ("file", "line", "id", "kind", "reason", "raw")
 """The keys of a line, in order."""
-
-
-UNREAD_KEY = "unread_key "
-"""Prefix of the ledger reason for a key that is not read; the name of the key follows."""
 
 
 def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:

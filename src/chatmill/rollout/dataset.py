@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from chatmill.errors import DataError, RecordError
-from chatmill.ledger import Ledger
+from chatmill.ledger import UNREAD_KEY, Ledger
 from chatmill.rollout.files import GroundTruth, Rollout, read_rollouts, read_truth
 from chatmill.rollout.task import Health, Task, answer_rows, target_rows
 from chatmill.rows import Rows
@@ -39,6 +39,8 @@ def build_target_dataset(
     check_target(output, overwrite=overwrite)
     truths = {each.record.id or "": each for each in read_truth(truth)}
     health, ledger = Health(), Ledger()
+    for each in truths.values():
+        _note_keys(each, ledger)
     options = {name: config[name] for name in ("train_values", "train_cut")}
 
     def rows() -> Iterator[Rows]:
@@ -63,15 +65,23 @@ def build_answer_dataset(
     progress: Progress = lambda count: None,
 ) -> Metadata:
     """A dataset of the true answers; `config` has shard_tokens, and is stored in the dataset."""
+    ledger = Ledger()
 
     def rows() -> Iterator[Rows]:
         chunk = None
         for chunk in _chunks(read_truth(truth), progress):
+            for each in chunk:
+                _note_keys(each, ledger)
             yield answer_rows(chunk, task)
         if chunk is None:
             raise DataError(f"{truth}: holds no record; expected at least one")
 
-    return _write(output, rows(), task, Ledger(), config=config, reads=(truth,), overwrite=overwrite)
+    return _write(output, rows(), task, ledger, config=config, reads=(truth,), overwrite=overwrite)
+
+
+def _note_keys(truth: GroundTruth, ledger: Ledger) -> None:
+    for name in truth.record.unread_keys:
+        ledger.add("noted", UNREAD_KEY + name, rows=1)
 
 
 def _chunks(items: Iterable[T], progress: Progress) -> Iterator[list[T]]:
