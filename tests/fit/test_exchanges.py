@@ -17,7 +17,7 @@ from chatmill.ledger import Ledger
 from chatmill.prepare import InputSource, Job, prepare_dataset
 from chatmill.prepare.unroll import render_unrolled
 from chatmill.records import Message, Record, unroll_record
-from chatmill.rows import Rows
+from chatmill.rows import Part, Role, Rows
 from chatmill.store.read import open_dataset
 
 RENDERER = open_renderer("chatml", "bytes")
@@ -252,3 +252,19 @@ def test_exchanges_are_the_default_of_preparing_and_rows_are_packed_afterwards(t
 def test_other_rules_are_unchanged(rule):
     rows = RENDERER.render([chat("Ss", "U1", "A" + "x" * 50)])
     assert len(truncate(rows, 30, rule, ledger=Ledger())) >= 1
+
+
+@pytest.mark.parametrize("rule", ["exchanges", "turns"])
+@pytest.mark.parametrize("in_head", [True, False])
+def test_a_header_in_the_head_is_noted_if_its_message_is_cut(rule, in_head):
+    rows = open_renderer("primer", "bytes").render([chat("Ss", "Uq", "Aa", "Uq", "Aa")])
+    if in_head:
+        # As templates do that write tools behind the header of the first user message.
+        header = (rows.spans["message"] == 1) & (rows.spans["part"] == Part.OPEN)
+        rows.spans["message"][header], rows.spans["role"][header] = 0, Role.SYSTEM
+        rows.spans["part"][header] = Part.CLOSE
+    ledger = Ledger()
+    assert len(truncate(rows, 10, rule, ledger=ledger).ids) == 9 + in_head
+    assert [reason for bucket, reason, _ in ledger if bucket == "noted"] == ["header_of_cut_message"] * in_head
+    assert truncate(rows, 15, rule, ledger=(whole := Ledger())) is rows
+    assert not list(whole)

@@ -23,7 +23,7 @@ from chatmill.errors import DataError, RecordError
 from chatmill.fit.gather_plan import OWN_RULE, GatherPlan, gather
 from chatmill.fit.turns import by_row, exchanges_of, turns_of
 from chatmill.ledger import Ledger
-from chatmill.rows import NO_FILE, Index, Rows, Rule, concat, offsets
+from chatmill.rows import NO_FILE, Index, Part, Rows, Rule, concat, offsets
 
 FitRule = Literal["exchanges", "turns", "tail", "windows", "drop", "error"]
 RULES: tuple[FitRule, ...] = get_args(FitRule)
@@ -77,7 +77,8 @@ def truncate_with_sources(
 
     Counted in the ledger: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short,
     no_trained_tokens, last_exchange_over_max_tokens, answers_cut_off (only the part that was cut had some) or
-    no_terminator; rows and tokens `repeated` by windows; and, `noted` as answer_cut, answers that lost a part.
+    no_terminator; rows and tokens `repeated` by windows; and, `noted`, rows in which answers lost a part (answer_cut),
+    or which keep the header of a message that is cut off (header_of_cut_message).
     """
     if capacity is not None and capacity < 1:
         raise DataError(f"rows of {capacity} tokens cannot be; give at least 1")
@@ -126,6 +127,8 @@ def truncate_with_sources(
     cut_answers = (begins_cut | ends_cut) & kept
     if cut_answers.any():
         ledger.add("noted", "answer_cut", rows=int(cut_answers.sum()), tokens=int(size[cut_answers].sum()))
+    if headers := int(_keeps_header(rows, cut.take(np.flatnonzero(shortened & kept))).sum()):
+        ledger.add("noted", "header_of_cut_message", rows=headers)
     if kept.all() and len(size) == len(rows) and not lost:
         return rows, cut.source
     chosen = cut.take(np.flatnonzero(kept))
@@ -352,6 +355,24 @@ def _answers_cut(rows: Rows, cut: Truncation) -> tuple[NDArray[np.bool_], NDArra
     begins = (first < stop[:, 2]) & _inside_answer(rows, first)
     ends = (start[:, 2] < stop[:, 2]) & _inside_answer(rows, stop[:, 2])
     return head_cut | begins, ends
+
+
+def _keeps_header(rows: Rows, cut: Truncation) -> NDArray[np.bool_]:
+    """Whether each new row lacks the message behind its head, but has the header of that message in the head.
+
+    Some templates write tools or the system text into the first user message, behind its header:
+
+        user header, tools | question | assistant … | user header, question | assistant …
+        user header, tools                          | user header, question | assistant …
+    """
+    head_stop, start = cut.stop[:, 0], cut.start[:, 2]
+    leaves_out = (cut.start[:, 0] < head_stop) & (head_stop < start) & (start < cut.stop[:, 2])
+    after_head, first = (
+        np.searchsorted(rows.span_start, np.where(leaves_out, at, 0), side="right") - 1 for at in (head_stop, start)
+    )
+    part = rows.spans["part"]
+    keeps: NDArray[np.bool_] = leaves_out & (part[after_head] == Part.CONTENT) & (part[first] == Part.OPEN)
+    return keeps
 
 
 def _inside_answer(rows: Rows, token: Index) -> NDArray[np.bool_]:
