@@ -163,6 +163,8 @@ def test_a_template_inside_of_a_json_file_is_named_with_its_key_and_its_own_line
     [
         ({}, "has no chat template; give one with --chat-template FILE"),
         ({"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": ""}]}'}, "rag but no default"),
+        ({"tokenizer_config.json": '{"chat_template": [{"name": "default"}]}'}, "else than names and templates"),
+        ({"tokenizer_config.json": '{"chat_template": 3}'}, "chat_template is 3; expected a text"),
         ({"tokenizer_config.json": "[1]"}, "tokenizer_config.json: holds no JSON object"),
         ({"generation_config.json": '{"eos_token_id": "x"}', "chat_template.jinja": GOOD}, "eos_token_id is 'x'"),
         ({"chat_template.jinja": b"\xff"}, "chat_template.jinja: cannot be read"),

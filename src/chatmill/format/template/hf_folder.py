@@ -93,10 +93,14 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSou
         templates["default"] = TemplateSource(f"{_shown(file)}:chat_template", listed)
     elif isinstance(listed, list):
         for entry in listed:
-            if not (isinstance(entry, dict) and isinstance(entry.get("name"), str)):
+            if not (isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))):
                 raise DataError(f"{_shown(file)}: chat_template holds something else than names and templates")
             key = f"{_shown(file)}:chat_template.{one_line(str(entry['name']))}"
-            templates[entry["name"]] = TemplateSource(key, str(entry.get("template")))
+            templates[entry["name"]] = TemplateSource(key, entry["template"])
+    elif listed is not None:
+        raise DataError(
+            f"{_shown(file)}: chat_template is {one_line(repr(listed))}; expected a text, or a list of them"
+        )
     if (own := folder / "chat_template.jinja").is_file():
         templates["default"] = TemplateSource(_shown(own), _text(own))
     elif "default" not in templates and isinstance(
