@@ -76,7 +76,8 @@ def test_it_says_what_it_made_and_where_all_tokens_went(place, monkeypatch, caps
 
 def test_json_holds_the_hash_the_splits_and_the_ledger(place, monkeypatch, capsys):
     told = json.loads(run(monkeypatch, capsys, "prepare data/conversations.jsonl -o x --pack 512 --json"))
-    assert told.keys() == {"path", "sha256", "splits", "ledger"}
+    assert told.keys() == {"path", "sha256", "format", "splits", "ledger"}
+    assert told["format"] == "chatml"
     assert (told["path"], told["sha256"]) == ("x", sha256("x"))
     train = told["splits"].pop("train")
     assert told["splits"] == {}
@@ -213,7 +214,7 @@ def test_the_scripts_take_their_other_flags(place, monkeypatch, capsys):
     assert summary["splits"]["train"]["shards"] > 3
     assert summary["splits"]["val"]["episodes"] == 80
     flags = "--tokenizer tokenizer.json --shard-tokens 5000 --val-split 0.2 --split shuffle --seed 7 --shape messages"
-    run(monkeypatch, capsys, f"prepare data/conversations.jsonl -o same {flags}")
+    run(monkeypatch, capsys, f"prepare data/conversations.jsonl -o same --format chatml {flags}")
     assert sha256("one") == sha256("same")
     script(f"prepare_chat_sft.py {common} --output_dir two --val_file data/primer.jsonl")
     assert len(open_dataset("two")["val"]) == 120

@@ -38,6 +38,8 @@ def strings(value: Any) -> Iterator[str]:
 
 def doubt(shape: str, data: bytes, record: Record) -> str:
     """Why this record cannot be what these bytes hold; empty if it may be."""
+    # A line of a transcript that is neither a JSON string nor an object is raw text.
+    is_raw = shape.startswith("transcript-") or (shape == "transcript" and data.lstrip()[:1] not in (b'"', b"{"))
     for message in record.messages:
         # Text of a transcript outside of its spans has no role.
         if message.role not in ROLES and not (message.role == "none" and shape.startswith("transcript")):
@@ -46,9 +48,9 @@ def doubt(shape: str, data: bytes, record: Record) -> str:
             said = message.content.encode()
         except UnicodeEncodeError:
             return "half a character"
-        if shape.startswith("transcript-") and said not in data:
+        if is_raw and said not in data:
             return f"words that nobody said: {message.content!r}"
-    if shape.startswith("transcript-"):
+    if is_raw:
         return ""
     try:
         value = json.loads(data.decode(), parse_constant=_no_constant)
