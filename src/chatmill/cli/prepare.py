@@ -201,8 +201,8 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
     """What to know before training on the dataset."""
     reasons = {
         "answer_cut": "{rows:,} rows lost a part of an answer; raise --max-tokens",
-        "header_of_cut_message": "{rows:,} rows lost a message whose header, with tools or the system text, is kept; "
-        "raise --max-tokens, or use --fit drop",
+        "header_of_cut_message": "{rows:,} rows: the chat template writes tools or the system text into the first "
+        "user message, which is cut off; --fit exchanges drops these rows; raise --max-tokens",
         "answer_unfinished": "{tokens:,} tokens of answers that a block's end cuts are not trained; use larger blocks",
         "no_trained_tokens": "{rows:,} rows had no trained token and were dropped",
         "answers_cut_off": "{rows:,} rows lost all their answers to the cut and were dropped; raise --max-tokens",

@@ -29,6 +29,8 @@ FitRule = Literal["exchanges", "turns", "tail", "windows", "drop", "error"]
 RULES: tuple[FitRule, ...] = get_args(FitRule)
 OVER = "last_exchange_over_max_tokens"
 """The reason for which the rule `exchanges` drops a row: it never cuts into the last exchange."""
+HEADER = "header_of_cut_message"
+"""A row that would begin with the header of a message that is cut off: dropped by the rule exchanges, else noted."""
 LONGEST_ROW = np.iinfo(np.int64).max
 STRETCH = 16
 """The average number of consecutive unchanged rows from which on copying stretches of rows is faster."""
@@ -76,9 +78,9 @@ def truncate_with_sources(
     """The rows that `truncate` returns, and the source row of each.
 
     Counted in the ledger: tokens `truncated` under the rule's name; rows `dropped` as too_long, too_short,
-    no_trained_tokens, last_exchange_over_max_tokens, answers_cut_off (only the part that was cut had some) or
-    no_terminator; rows and tokens `repeated` by windows; and, `noted`, rows in which answers lost a part (answer_cut),
-    or which keep the header of a message that is cut off (header_of_cut_message).
+    no_trained_tokens, last_exchange_over_max_tokens, header_of_cut_message, answers_cut_off (only the part that was
+    cut had some) or no_terminator; rows and tokens `repeated` by windows; and, `noted`, rows in which answers lost a
+    part (answer_cut), or which keep the header of a message that is cut off (header_of_cut_message).
     """
     if capacity is not None and capacity < 1:
         raise DataError(f"rows of {capacity} tokens cannot be; give at least 1")
@@ -104,11 +106,14 @@ def truncate_with_sources(
         counted, counted_trained = rows.lengths[cut.source], whole_trained[cut.source]
     # Rows that a rule leaves too long, because it may not cut them.
     over = size > (LONGEST_ROW if capacity is None else capacity)
+    keeps_header = np.zeros(len(size), dtype=bool)
+    keeps_header[shortened] = _keeps_header(rows, cut.take(np.flatnonzero(shortened)))
     reasons = {
         "too_long": over & (rule == "drop"),
         "too_short": size < min_tokens,
         "no_trained_tokens": (counted_trained == 0) & drop_untrained,
         OVER: over & (rule == "exchanges"),
+        HEADER: keeps_header & (rule == "exchanges"),
         "answers_cut_off": (trained == 0) & drop_untrained,
         "no_terminator": ends_cut & require_terminators,
     }
@@ -127,8 +132,8 @@ def truncate_with_sources(
     cut_answers = (begins_cut | ends_cut) & kept
     if cut_answers.any():
         ledger.add("noted", "answer_cut", rows=int(cut_answers.sum()), tokens=int(size[cut_answers].sum()))
-    if headers := int(_keeps_header(rows, cut.take(np.flatnonzero(shortened & kept))).sum()):
-        ledger.add("noted", "header_of_cut_message", rows=headers)
+    if headers := int((keeps_header & kept).sum()):
+        ledger.add("noted", HEADER, rows=headers)
     if kept.all() and len(size) == len(rows) and not lost:
         return rows, cut.source
     chosen = cut.take(np.flatnonzero(kept))
