@@ -287,3 +287,16 @@ def test_names_of_unread_keys_are_few_short_and_on_one_line():
     assert len(read.unread_keys) == 65
     assert read.unread_keys[-1] == "(other keys)"
     assert all(len(name) < 100 and "\n" not in name for name in read.unread_keys)
+
+
+@pytest.mark.parametrize("shape", ["sharegpt", "tool"])
+def test_a_system_text_and_another_system_message_are_refused(shape):
+    record, turns, _ = shaped(shape)
+    keys = ("from", "value") if shape == "sharegpt" else ("role", "content")
+    turns.insert(0, dict(zip(keys, ("system", "be brief"), strict=True)))
+    once = outcome(shape, record | {"system": "be brief"})
+    assert isinstance(once, Record)
+    assert [message.role for message in once.messages] == ["system", "user", "assistant"]
+    refused = outcome(shape, record | {"system": "be long"})
+    assert isinstance(refused, RecordError)
+    assert str(refused).endswith('the record has a "system" text and another system message; expected one of them')

@@ -265,6 +265,17 @@ def read_turn(
     return message
 
 
+def with_system(record: KeyReader, turns: list[Message]) -> list[Message]:
+    """The messages after the top-level `system` text; a system message of their own must be the same."""
+    first = system(record)
+    if first and turns and turns[0].role == "system":
+        if turns[0].content != first[0].content:
+            what = 'the record has a "system" text and another system message'
+            raise RecordError(what, "expected one of them", kind="content")
+        return turns
+    return first + turns
+
+
 def system(record: KeyReader) -> list[Message]:
     """The message that a top-level `system` text stands for; none if it is missing or empty."""
     text = record.optional_text("system")

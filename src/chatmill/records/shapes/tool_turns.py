@@ -38,7 +38,7 @@ def sharegpt(record: Object) -> ParsedRecord:
 
 
 def _sharegpt_messages(record: KeyReader) -> list[Message]:
-    return fields.system(record) + fields.messages(record, "conversations", _sharegpt_message, _PLAIN_SHAREGPT)
+    return fields.with_system(record, fields.messages(record, "conversations", _sharegpt_message, _PLAIN_SHAREGPT))
 
 
 def tool(record: Object) -> ParsedRecord:
@@ -47,7 +47,7 @@ def tool(record: Object) -> ParsedRecord:
 
 
 def _tool_messages(record: KeyReader) -> list[Message]:
-    return fields.system(record) + fields.messages(record, "messages", _tool_message, _PLAIN_TOOL)
+    return fields.with_system(record, fields.messages(record, "messages", _tool_message, _PLAIN_TOOL))
 
 
 def _sharegpt_message(turn: KeyReader) -> Message:
