@@ -11,15 +11,21 @@ DEV_STAMP := .venv/installed-$(call key,$(DEV))
 BENCH_STAMP := .venv-bench/installed-$(call key,requirements/bench.txt)
 DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test check compiler same-python browser demo bench profile docs gauntlet planted templates sanitize clean
+.PHONY: help install test examples clusters check compiler same-python browser demo bench profile docs gauntlet trials planted templates sanitize clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-8s %s\n' $$name "$$does"; done
 
 install: $(DEV_STAMP) ## make .venv with the pinned versions and the package, editable
 
-test: check browser ## install, check, run every test (ARGS="-k words" to choose)
-	.venv/bin/python -m pytest -n 2 $(ARGS)
+test: check browser ## install, check, run the tests but those of the next two targets (ARGS="-k words" to choose)
+	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" $(ARGS)
+
+examples: $(DEV_STAMP) ## run every example of the documentation, and the demo with fewer steps
+	.venv/bin/python -m pytest -n 2 -m examples $(ARGS)
+
+clusters: $(DEV_STAMP) ## the tests that start ranks, Ray nodes, trackers or object stores on this machine
+	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
 
 check: $(DEV_STAMP) ## format, lint, types, import direction, names
 	.venv/bin/ruff format --check .
@@ -53,6 +59,9 @@ docs: $(DOCS_STAMP) ## the pages of docs/ as a site, in site/
 
 gauntlet: $(DEV_STAMP) ## try to break it: kills, crashes, full disks, damage, hostile input (ARGS="--only kill" to choose)
 	.venv/bin/python tests/fault_injection/run.py $(ARGS)
+
+trials: $(DEV_STAMP) ## the same at short sizes: a minute or two on two cores
+	.venv/bin/python tests/fault_injection/run.py --short $(ARGS)
 
 # Without .venv it runs with $(PYTHON) as it is, and leaves out the tests that need what is not installed.
 sanitize: ## the compiled parts under ASan and UBSan, on this processor, in two minutes (PYTHON=python3 where there is no .venv)

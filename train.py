@@ -12,10 +12,11 @@ from chatmill.cli.guard import guarded
 
 
 def train() -> None:
+    from chatmill.cli.report_page import report_page
     from chatmill.cli.tokenizer_hash import tokenizer_sha256
     from chatmill.train.command import main
 
-    main(tokenizer_sha256=tokenizer_sha256)
+    main(tokenizer_sha256=tokenizer_sha256, report_page=report_page)
 
 
 if __name__ == "__main__":

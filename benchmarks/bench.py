@@ -4,7 +4,7 @@
     make bench ARGS=--quick           small sizes, to try it out: the page goes to benchmarks/.results/quick
     make bench ARGS="--only load"     this part again, and the page from it and what was measured before
     make bench ARGS="--gpu"           training too, on a machine with a GPU; `--gpu FILE ...` takes what
-                                      `python benchmarks/train.py --json` printed elsewhere
+                                      `python benchmarks/train.py --results FILE` wrote elsewhere
     make bench ARGS="--input chat.jsonl --tokenizer tokenizer.json"
 
 What each benchmark found is kept as JSON under benchmarks/.results.
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from chart import chart
 from flame import flame_graph
-from gpu import GPU, merged
+from gpu import keep, kept
 from lines import Results
 from measure import processor
 from page import page
@@ -67,10 +67,18 @@ STEPS = [
         ("--format", "template", "--runs", 5),
         ("--format", "template", "--runs", 2),
     ),
+    Step("near", "near_dedupe.py", False, (), ("--records", 5_000, "--peer-records", 5_000)),
     Step("load", "load.py", True, ("--billion", "--runs", 7), ("--billion", "--runs", 2)),
     Step("mix", "mix.py", False, (), ("--rows", 20_000)),
     Step("certify", "templates.py", False, (), ("--first", 4)),
     Step("open", "open.py", False, ("--folder", DATA), ("--folder", DATA, "--episodes", 200_000)),
+    Step(
+        "remote",
+        "remote.py",
+        False,
+        ("--folder", DATA, "--runs", 5),
+        ("--folder", DATA, "--runs", 1, "--megabytes", 40),
+    ),
     Step("rollout", "rollout.py", False, ("--runs", 5), ("--runs", 2, "--targets", 20)),
     Step("growth", "growth.py", True, (), ()),
     Step("view", "view.py", False, ("--folder", DATA), ("--folder", DATA, "--episodes", 20_000)),
@@ -152,20 +160,20 @@ def announced(name: str) -> Iterator[None]:
 
 
 def training(files: list[Path], results: Path) -> None:
-    """Take the figures of a GPU, of runs elsewhere or of three here, and keep them for all pages to come."""
-    if files:
-        runs = [json.loads(file.read_text("utf-8")) for file in files]
-    else:
+    """Keep the GPU results of `files`, or of a run on this machine, for this page and later ones."""
+    if not files:
+        files = [results / "train.jsonl"]
         with announced("training"):
-            runs = [run("train.py", []) for _ in range(3)]
-    (results / "train.json").write_text(json.dumps(runs, indent=1) + "\n", "utf-8")
-    GPU.write_text(json.dumps(merged(runs), indent=1) + "\n", "utf-8")
+            # It exits with 1 if a target is missed, after it has written its results.
+            command = [sys.executable, str(HERE / "train.py"), "--results", str(files[0]), "--warm"]
+            subprocess.run(command, check=False)
+    keep(files)
 
 
 def read(results: Path) -> Results:
     """What is in a folder of results, and the kept figures of a GPU."""
     found = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(results.glob("*.json"))}
-    return {**found, "gpu": json.loads(GPU.read_text("utf-8"))}
+    return {**found, "gpu": kept()}
 
 
 def write(found: Results, out: Path, *, whole: bool) -> list[Path]:

@@ -6,6 +6,7 @@ import math
 from xml.sax.saxutils import escape
 
 from lines import Line, Results, lines
+from train_lines import TRAIN_LINES
 
 WIDTH, LABEL, RIGHT, ROW, TOP = 860, 330, 70, 32, 54
 STYLE = """
@@ -66,12 +67,18 @@ def _bar(line: Line, y: float, at) -> list[str]:  # type: ignore[no-untyped-def]
 
 
 def _training(results: Results) -> list[Line]:
-    figures = results.get("gpu", {}).get("figures", {})
-    if "chatmill" not in figures:
+    """chatmill's own model compared with peers of the same precision, and with the usual setups."""
+    found = {name: one for name, one in results.get("gpu", {}).items() if "error" not in one}
+    if (ours := found.get("0.6b-own-adamw")) is None:
         return []
-    ours = figures["chatmill"]["tokens_per_s"][0]
+    names = ("0.6b-peer-fp32-compiled", "0.6b-peer-fp32", "0.6b-usual-packed", "0.6b-usual-padded")
     return [
-        Line("train 0.6 B on one GPU", "", peer=figures[work]["name"], times=ours / figures[work]["tokens_per_s"][1])
-        for work in ("hf-packed", "hf-padded")
-        if work in figures
+        Line(
+            "train 0.6 B on one GPU",
+            "",
+            peer=TRAIN_LINES[name].what,
+            times=ours["tokens_per_s"] / found[name]["tokens_per_s"],
+        )
+        for name in names
+        if name in found
     ]

@@ -1,26 +1,43 @@
-"""The figures of training on a GPU, kept in the repository: most runs of the benchmarks have none at hand."""
+"""GPU training results, kept in the repository because most benchmark runs have no GPU.
+
+python benchmarks/gpu.py FILE ...    keep the results that benchmarks/train.py wrote, and update docs/benchmarks.md
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
-from typing import Any
 
-GPU = Path(__file__).resolve().parent / "results" / "gpu.json"
+from page import with_training
+from train_report import Found, read_results
+
+HERE = Path(__file__).resolve().parent
+GPU, PAGE = HERE / "results" / "gpu.json", HERE.parent / "docs" / "benchmarks.md"
 
 
-def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs of benchmarks/train.py as one, each number as the least and the most of them."""
+def kept() -> dict[str, Found]:
+    """The kept results by line name."""
+    return dict(json.loads(GPU.read_text("utf-8")))
 
-    def ends(values: list[Any]) -> Any:
-        known = [value for value in values if value is not None]
-        return [min(known), max(known)] if known else None
 
-    works = [name for name, value in runs[0]["figures"].items() if not isinstance(value, str)]
-    figures = {
-        work: {
-            key: value if isinstance(value, str) else ends([run["figures"][work][key] for run in runs])
-            for key, value in runs[0]["figures"][work].items()
-        }
-        for work in works
-    }
-    return {"title": runs[0]["title"], "best_tflops": ends([run["best_tflops"] for run in runs]), "figures": figures}
+def keep(files: list[Path]) -> dict[str, Found]:
+    """Merge the last result of each line in these files into the kept results; returns all of them."""
+    found = kept() | read_results(files)
+    GPU.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    return found
+
+
+def main() -> int:
+    files = [Path(name) for name in sys.argv[1:]]
+    if not files or any(not file.is_file() for file in files):
+        print(__doc__, file=sys.stderr)
+        return 2
+    PAGE.write_text(with_training(PAGE.read_text("utf-8"), keep(files)), "utf-8")
+    print(f"written: {os.path.relpath(GPU)}, {os.path.relpath(PAGE)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

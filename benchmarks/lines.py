@@ -87,6 +87,24 @@ def _prepare(found: Any) -> list[Line]:
     ]
 
 
+def _near(found: Any) -> list[Line]:
+    beside = found["beside"]
+    return [
+        Line(
+            f"prepare {beside['records']:,} short conversations without near-duplicates",
+            seconds(beside["seconds"]),
+            peer=f"datatrove {found['versions']['datatrove']} MinHash, four stages",
+            theirs=seconds(beside["peer_seconds"]),
+            times=beside["times"],
+            memory=(beside["memory"], beside["peer_memory"]),
+        ),
+        *(
+            Line(f"the same of {size['records']:,}", seconds(size["seconds"]), memory=(size["memory"],))
+            for size in found["sizes"]
+        ),
+    ]
+
+
 def _pack(found: Any) -> list[Line]:
     plan, copy, blocks, memory = found["plan"], found["copy"], found["blocks"], found["memory"]
     trl = f"TRL {found['versions']['trl']}"
@@ -182,6 +200,22 @@ def _open(found: Any) -> list[Line]:
     ]
 
 
+def _remote(found: Any) -> list[Line]:
+    size, link = f"{found['bytes'] / 1e6:,.0f} MB", found["bytes"] / found["link"] / 1e6
+    alone = f"the link alone, {seconds(link)}"
+    local, warm = (found["positions"] / found[f"{name}_batches_s"] for name in ("local", "warm"))
+    return [
+        Line(
+            f"{size} in a bucket, {found['link']:g} MB/s, cold: the first batch of a shuffled epoch",
+            seconds(found["cold_first_s"]),
+            alone,
+            found["cold_first"],
+        ),
+        Line("the same: the whole epoch", seconds(found["cold_s"]), alone, found["cold_epoch"]),
+        Line("the same, warm: batches", rate(warm), f"the local dataset, {rate(local)}", found["warm"]),
+    ]
+
+
 def _growth(found: Any) -> list[Line]:
     size = found["sizes"][1]
     check = size["verify"]
@@ -233,9 +267,11 @@ LINES: dict[str, Callable[[Any], list[Line]]] = {
     "pack": _pack,
     "prepare": _prepare,
     "prepare_template": _prepare,
+    "near": _near,
     "load": _load,
     "open": _open,
     "growth": _growth,
+    "remote": _remote,
     "rollout": _rollout,
     "view": _view,
 }

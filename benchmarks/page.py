@@ -14,7 +14,9 @@ from typing import Any
 
 from flame import hottest
 from lines import LINES, Line, Results, digits, lines, megabytes, seconds
-from targets import TARGETS, missed, target_table
+from targets import target_table
+from train_lines import MODELS, TRAIN_LINES
+from train_report import measured_on, pairs
 
 TEXTS = tomllib.loads((Path(__file__).resolve().parent / "texts.toml").read_text("utf-8"))
 
@@ -90,10 +92,10 @@ def _head(results: Results) -> str:
     return "\n\n".join(["# Benchmarks", _wrapped(_say("head", where=where)), _wrapped(*how), chart])
 
 
-def _targets(results: Results) -> str:
-    known = sum(target.held(results) is not None for target in TARGETS)
-    said = _say("targets", met=known - len(missed(results)), known=known)
-    return "\n\n".join(["## Targets", _wrapped(said), target_table(results)])
+def _targets(results: Results, before: str = "") -> str:
+    shown = target_table(results, before)
+    met, missed = shown.count("| met |"), shown.count("| **missed** |")
+    return "\n\n".join(["## Targets", _wrapped(_say("targets", met=met, known=met + missed)), shown])
 
 
 # What is said above each table: what was compared, and whether both sides agree.
@@ -159,6 +161,11 @@ def _beside_trl(found: Any, text: str) -> list[str]:
     return [_say(text, start_up=start, why=why, alike=differ["alike"], differ=differ["peer_alone"])]
 
 
+def _near_duplicates(results: Results) -> list[str]:
+    found = results["near"]["beside"]
+    return [_say("near", changed=found["changed"], removed=found["removed"], peer_removed=found["peer_removed"])]
+
+
 def _loading(results: Results) -> list[str]:
     found = results["load"]
     compared = [shape["compared"] for shape in found["shapes"]]
@@ -181,6 +188,11 @@ def _opening(results: Results) -> list[str]:
     return said
 
 
+def _bucket(results: Results) -> list[str]:
+    found = results["remote"]
+    return [_say("remote", **found)]
+
+
 def _rollouts(results: Results) -> list[str]:
     return [_say("rollout", scans=digits(results["rollout"]["scans_per_second"]))]
 
@@ -198,8 +210,10 @@ SECTIONS: list[tuple[tuple[str, ...], str, Callable[[Results], list[str]]]] = [
     (("template",), "Chat templates", _template),
     (("pack",), "Packing and blocks", _packing),
     (("prepare", "prepare_template"), "Preparing", _preparing),
+    (("near",), "Near-duplicates", _near_duplicates),
     (("load",), "Loading", _loading),
     (("open", "growth"), "Opening and verifying", _opening),
+    (("remote",), "Loading from a bucket", _bucket),
     (("rollout",), "Rollout targets", _rollouts),
     (("view",), "Viewing", _viewing),
 ]
@@ -231,33 +245,64 @@ def _growth(results: Results) -> list[str]:
     return ["## Growth", _wrapped(*said), _markdown(["conversations", *names], rows, right={*names})]
 
 
-def _range(ends: list[float] | None, show: str) -> str:
-    if ends is None:
-        return ""
-    low, high = (show.format(end) for end in ends)
-    return low if low == high else f"{low} to {high}"
-
-
-def _training(found: Any) -> list[str]:
-    best = found["best_tflops"]
-    names = ["", "real tokens/s", "GiB", "ms a step", "wait for data", "TFLOP/s", "of the best product"]
+def _training(found: dict[str, Any]) -> list[str]:
+    """All measured lines, and a comparison of chatmill with peers at equal precision."""
+    good = {name: one for name, one in found.items() if "error" not in one}
+    best = sorted({f"{one['best_tflops']:.0f}" for one in good.values()}, key=float)
+    said = [_say("train", title=measured_on(good), best=" to ".join(dict.fromkeys([best[0], best[-1]])))]
+    failed = [f"{TRAIN_LINES[name].what} ({one['error']})" for name, one in found.items() if "error" in one]
+    said += [_say("train_failed", what="; ".join(failed))] if failed else []
+    names = ["model", "", "frozen weights", "trained weights", "gradients", "optimizer state", "matrix products"]
+    right = ["real tokens/s", "GiB", "reserved", "ms per step", "data wait", "of the fastest product"]
     rows = []
-    for one in found["figures"].values():
-        wait = None if one["wait"] is None else [100 * end for end in one["wait"]]
-        share = None if one["tflops"] is None else [100 * one["tflops"][0] / best[1], 100 * one["tflops"][1] / best[0]]
-        rows.append(
-            [
-                one["name"],
-                _range(one["tokens_per_s"], "{:,.0f}"),
-                _range(one["gib"], "{:.1f}"),
-                _range(one["step_ms"], "{:.0f}"),
-                _range(wait, "{:.2f} %"),
-                _range(one["tflops"], "{:.0f}"),
-                _range(share, "{:.0f} %"),
-            ]
-        )
-    said = _say("train", title=found["title"].removeprefix("training; "), best=_range(best, "{:.0f}"))
-    return ["## Training", _wrapped(said), _markdown(names, rows, right={*names[1:]})]
+    for model, name, one in ((TRAIN_LINES[name].model, name, one) for name, one in sorted(good.items(), key=_rank)):
+        of = TRAIN_LINES[name].precision
+        figures = [
+            f"{one['tokens_per_s']:,.0f}",
+            f"{one['gib']:.1f}",
+            f"{one['reserved_gib']:.1f}" if one.get("reserved_gib") else "",
+            f"{one['step_ms']:.0f}",
+            "" if one["wait"] is None else f"{one['wait']:.2%}",
+            "" if one["tflops"] is None else f"{one['tflops'] / one['best_tflops']:.0%}",
+        ]
+        what = TRAIN_LINES[name].what
+        rows.append([_model(model), what, of.base, of.weights, of.gradients, of.state, of.compute, *figures])
+    parts = ["## Training", _wrapped(*said), _markdown([*names, *right], rows, right={*right})]
+    compared = [
+        [
+            _model(line.model),
+            f"{line.what.removeprefix('chatmill, ')}; {peer.what}",
+            str(line.precision),
+            _times(good[line.name]["tokens_per_s"] / good[peer.name]["tokens_per_s"]),
+            f"{good[line.name]['gib'] / good[peer.name]['gib']:.2f}",
+        ]
+        for line, peer in pairs(dict(sorted(good.items(), key=_rank)))
+    ]
+    if compared:
+        names = ["model", "chatmill; peer", "precision", "speed / peer's", "memory / peer's"]
+        parts += [_wrapped(_say("train_equal")), _markdown(names, compared, right={*names[3:]})]
+    return parts
+
+
+def _rank(named: tuple[str, Any]) -> tuple[int, int]:
+    """Sort key: by model, then in the order of declaration."""
+    return list(MODELS).index(TRAIN_LINES[named[0]].model), list(TRAIN_LINES).index(named[0])
+
+
+def _model(name: str) -> str:
+    return f"{name[:-1]} {name[-1].upper()}"
+
+
+def with_training(text: str, gpu: dict[str, Any]) -> str:
+    """Update the training section of a page and the training targets; the rest of the page stays the same."""
+    sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    for number, section in enumerate(sections):
+        end = "\n\n" if number < len(sections) - 1 else "\n"
+        if section.startswith("## Training\n"):
+            sections[number] = "\n\n".join(_training(gpu)) + end
+        elif section.startswith("## Targets\n"):
+            sections[number] = _targets({"gpu": gpu}, before=section) + end
+    return "".join(sections)
 
 
 # Where the time goes. What was done is history; the figures are of the run.

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "chatmill"
-BASE = {"errors", "rows", "ledger", "plain_file", "_exports"}
+BASE = {"errors", "rows", "ledger", "plain_file", "remote", "_exports"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_exports": set(),
     "plain_file": {"errors"},
+    "remote": {"errors", "plain_file"},
     "_native": set(),
     "config": {"errors", "plain_file"},
     "rows": {"errors", "_native"},
@@ -43,8 +44,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"__main__"}
 # What `chatmill` exports, it imports only when a name is used.
 MAY_IMPORT["__init__"] |= MAY_IMPORT.keys() - {"__init__", "__main__", "cli"}
-MAY_IMPORT_BESIDES: dict[str, set[str]] = {"train/chat_model.py": {"records", "tokenizer", "format"}}
-"""What single files may import beyond their part: chatting renders text, which the rest of train/ does without."""
+MAY_IMPORT_BESIDES: dict[str, set[str]] = {
+    "train/chat_model.py": {"records", "tokenizer", "format"},
+    "train/run_dir.py": {"__init__"},
+}
+"""What single files may import beyond their part: chatting renders text, which the rest of train/ does not;
+trackers get the version."""
 
 HEAVY = {"torch", "transformers", "peft", "triton"}
 HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout"}

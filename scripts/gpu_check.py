@@ -2,6 +2,7 @@
 
 Each way trains, stops half way, and goes on from its checkpoint; its losses must be close to those of float32 on the
 CPU, and no step may make the host wait for the GPU. Needs numpy, torch and safetensors, one GPU and half a minute.
+If transformers and peft are installed, Hugging Face models and LoRA are checked too, with bitsandbytes QLoRA as well.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "src"))
 
+from chatmill.train import sharded_save
 from chatmill.train.config import TrainConfig
+from chatmill.train.load_model import open_ready
 from chatmill.train.loop import train_model
 from chatmill.train.run_dir import read_metrics
 
@@ -34,11 +38,38 @@ WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {"compile": False},
     "bfloat16, compiled": {},
     "compiled, checkpointed": {"activation_checkpointing": True},
+    "compiled, offloaded": {"activation_offload": True},
     "losses by row": {"compile": False, "log_rows": True},
     "ddp": {"parallel": "ddp"},
     "fsdp": {"parallel": "fsdp"},
     "fsdp, checkpointed": {"parallel": "fsdp", "activation_checkpointing": True},
+    "fsdp, offloaded": {"parallel": "fsdp", "activation_offload": True},
     "fsdp, sharded files": {"parallel": "fsdp", "checkpoint": "sharded"},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "adamw_bf16": {"optimizer": "adamw_bf16"},
+    "fsdp, adamw8bit": {"parallel": "fsdp", "optimizer": "adamw8bit"},
+}
+QLORA: dict[str, Any] = {"lora": {"r": 8}, "quantize": "nf4", "learning_rate": 3e-3}
+QLORA_WAYS: dict[str, dict[str, Any]] = {
+    "QLoRA on the CPU": {"device": "cpu", "dtype": "float32"},
+    "QLoRA": {"compile": False},
+    "QLoRA, compiled": {},
+    "QLoRA, checkpointed": {"activation_checkpointing": True},
+    "QLoRA, offloaded": {"activation_offload": True},
+    "QLoRA, ddp": {"parallel": "ddp"},
+}
+HF_WAYS: dict[str, dict[str, Any]] = {
+    "Hugging Face on the CPU": {"device": "cpu", "dtype": "float32"},
+    "Hugging Face": {},
+    "Hugging Face, fsdp": {"parallel": "fsdp"},
+    "Hugging Face, fsdp, plain": {"parallel": "fsdp", "compile": False, "activation_checkpointing": True},
+}
+LORA: dict[str, Any] = {"lora": {"r": 8}, "learning_rate": 3e-3}
+LORA_WAYS: dict[str, dict[str, Any]] = {
+    "LoRA on the CPU": {"device": "cpu", "dtype": "float32"},
+    "LoRA": {},
+    "LoRA, fsdp": {"parallel": "fsdp"},
+    "LoRA, fsdp, plain": {"parallel": "fsdp", "compile": False, "activation_checkpointing": True},
 }
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29417"}
 
@@ -55,6 +86,17 @@ def write_data(folder: Path) -> Path:
     )
     np.concatenate([np.arange(length) > length // 2 for length in lengths]).astype("u1").tofile(shard / "mask.bin")
     np.stack([starts, lengths], axis=1).astype("<u8").tofile(shard / "episodes.idx")
+    return folder
+
+
+def write_model(folder: Path) -> Path:
+    """Save a small Qwen3 with random bfloat16 weights."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads), dtype=torch.bfloat16).save_pretrained(folder)
     return folder
 
 
@@ -102,10 +144,13 @@ def losses(data: Path, out: Path, name: str, **changes: Any) -> list[float]:
     if "log_rows" in changes:
         lines = (out / run / "rows" / "rank_00000.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1))
+    if changes.get("parallel") == "fsdp":
+        # What was saved in shards opens whole.
+        assert open_ready(out / run).num_parameters > 0
     return [line["loss"] for line in read_metrics(out / run)]
 
 
-def waits() -> int:
+def waits(optimizer: str) -> int:
     """Operations of the steps of a run that made the host wait."""
     with warnings.catch_warnings(record=True) as seen, tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("always")
@@ -114,7 +159,7 @@ def waits() -> int:
         def watch(step: Any) -> None:
             torch.cuda.set_sync_debug_mode("warn" if 3 <= step.step < STEPS - 1 else "default")
 
-        settings = config(data, save_interval=0, log_rows=True)
+        settings = config(data, save_interval=0, log_rows=True, optimizer=optimizer)
         train_model(settings, model_name="waits", out_dir=Path(folder), watch=watch, quiet=True)
         torch.cuda.set_sync_debug_mode("default")
         found = [each for each in seen if "called a synchronizing CUDA operation" in str(each.message)]
@@ -123,30 +168,48 @@ def waits() -> int:
     return len(found)
 
 
+def compare(data: Path, folder: Path, ways: dict[str, dict[str, Any]]) -> int:
+    """Train each variant; returns how many failed or have losses far from those of the first."""
+    faults = 0
+    right: list[float] = []
+    for name, changes in ways.items():
+        began = time.perf_counter()
+        try:
+            curve = losses(data, folder, name, **changes)
+        except Exception:
+            traceback.print_exc()
+            faults += 1
+            continue
+        right = right or curve
+        far = max(abs(one - other) for one, other in zip(curve, right, strict=True))
+        faults += far > CLOSE
+        seconds = time.perf_counter() - began
+        print(f"{name:<24} {curve[0]:.5f} to {curve[-1]:.5f}, at most {far:.5f} off, {seconds:.1f} s", flush=True)
+    return faults
+
+
 def main() -> int:
     if not torch.cuda.is_available():
         print("torch finds no GPU")
         return 1
-    faults = 0
     with tempfile.TemporaryDirectory() as folder:
         data = write_data(Path(folder) / "data")
-        right: list[float] = []
-        for name, changes in WAYS.items():
-            began = time.perf_counter()
-            try:
-                found = losses(data, Path(folder), name, **changes)
-            except Exception:
-                traceback.print_exc()
-                faults += 1
-                continue
-            right = right or found
-            far = max(abs(one - other) for one, other in zip(found, right, strict=True))
-            faults += far > CLOSE
-            seconds = time.perf_counter() - began
-            print(f"{name:<24} {found[0]:.5f} to {found[-1]:.5f}, at most {far:.5f} off, {seconds:.1f} s", flush=True)
+        ways = dict(WAYS)
+        if find_spec("torchao") is not None and torch.cuda.get_device_capability() >= (8, 9):
+            ways["fp8"] = {"fp8": True}
+        # A model of several files.
+        sharded_save.SHARD_BYTES = 1 << 18
+        faults = compare(data, Path(folder), ways)
+        if all(find_spec(name) for name in ("transformers", "peft")):
+            model = {"init_from_model": str(write_model(Path(folder) / "model"))}
+            faults += compare(data, Path(folder), {name: model | changes for name, changes in HF_WAYS.items()})
+            faults += compare(data, Path(folder), {name: model | LORA | changes for name, changes in LORA_WAYS.items()})
+        if all(find_spec(name) for name in ("transformers", "peft", "bitsandbytes")):
+            base = {"init_from_model": str(write_model(Path(folder) / "base")), **QLORA}
+            faults += compare(data, Path(folder), {name: base | changes for name, changes in QLORA_WAYS.items()})
     for variable in ONE_RANK:
         os.environ.pop(variable, None)
-    count = waits()
+    count = sum(map(waits, ("adamw", "adamw8bit")))
     print(f"operations that made the host wait: {count}")
     return 1 if faults or count else 0
 

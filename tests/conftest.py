@@ -1,12 +1,27 @@
 """What every test stands on: property tests that give the same examples on every machine, and who runs which."""
 
 import os
+import re
 import signal
 import sys
 
 import process_watch
 import pytest
 from hypothesis import HealthCheck, settings
+from remote.servers import (  # noqa: F401 (fixtures)
+    az,
+    az_server,
+    gs,
+    gs_server,
+    hf,
+    hf_server,
+    rclone,
+    rclone_server,
+    s3,
+    s3_server,
+    web,
+    web_server,
+)
 from xdist.scheduler import LoadScopeScheduling
 
 # No deadline and no "too slow": a busy machine must not fail a test that is right.
@@ -23,6 +38,8 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 process_watch.mark_children()
 # Processes hold their output back as they do for a user, whatever the machine of the tests is set to.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# A process that was in a Ray cluster with a token cannot start one whose nodes have other home folders.
+os.environ["RAY_AUTH_MODE"] = "disabled"
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
@@ -40,6 +57,30 @@ def pytest_timeout_set_timer(item, settings):
     return result
 
 
+CLUSTER = re.compile(
+    r"tests/(remote/.*|train/test_(fsdp.*|cluster_scripts|lost_ranks|trackers|remote_train)|load/test_remote"
+    r"|train/test_(step|loop_hf|mixed_eval|optimizers|resumed_runs)"
+    r"|prepare/test_(ray.*|cluster_build|remote_input)|store/test_remote_publish|cli/test_(stores|remote_datasets))\.py"
+)
+"""Files with the marker `cluster`: their tests start ranks, Ray nodes, trackers or object stores."""
+
+EXAMPLES = ("test_docs.py::test_the_examples_of_a_page", "test_demo.py::")
+"""Tests with the marker `examples`: every command and block of the pages, and the demo."""
+
+
+def pytest_make_parametrize_id(val, argname):
+    """Name bytes by their parameter: content such as a compression time would differ between test processes."""
+    return argname if isinstance(val, bytes) else None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if CLUSTER.search(item.path.as_posix()):
+            item.add_marker(pytest.mark.cluster)
+        if any(part in item.nodeid for part in EXAMPLES):
+            item.add_marker(pytest.mark.examples)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
     """A process that is left behind by the tests of a file is a fault of its last test."""
@@ -50,11 +91,16 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 class FilesAndPages(LoadScopeScheduling):
-    """Each file runs in one process, because its tests share fixtures; pages of the docs are long and share nothing."""
+    """Each file runs in one process, because its tests share fixtures; pages of the docs are long and share nothing.
+
+    Files that start Ray run after each other: two clusters that start at once can wait for each other in vain.
+    """
 
     def _split_scope(self, nodeid):
         file, _ = nodeid.split("::", 1)
-        return nodeid if file.endswith("test_docs.py") else file
+        if file.endswith("test_docs.py"):
+            return nodeid
+        return "ray" if "prepare/test_ray" in file else file
 
     # xdist 3.8 gives work to a process that has not collected its tests yet, which is a KeyError, and runs a test
     # that ended its process again, as often as it may start processes.

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -85,7 +86,9 @@ def _serve(ours: socket.socket, children: dict[int, tuple[BaseProcess, int]]) ->
             if ready in children:
                 child, tell = children.pop(ready)
                 child.join()
-                os.write(tell, str(child.exitcode).encode())
+                with suppress(BrokenPipeError):
+                    # The shell may end a command that nobody reads any more.
+                    os.write(tell, str(child.exitcode).encode())
                 os.close(tell)
                 continue
             message, streams, _, _ = socket.recv_fds(ours, 1 << 20, 4)

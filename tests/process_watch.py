@@ -21,6 +21,8 @@ PATIENCE = 60.0
 """Seconds after which a process that should be ending is one that was left behind."""
 LAST_WORDS = 10.0
 """Seconds that a process is given to print its stacks."""
+SERVERS: set[int] = set()
+"""Processes that serve all tests, and so outlive the tests of a file."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,17 @@ def mark_children() -> None:
 
 
 def started_processes() -> list[Process]:
-    """What this process started and has not ended, and all that was started by that; without Python's own servers."""
-    # They serve all tests, and end with this process.
+    """What this process started and has not ended, and all that was started by that; without servers of all tests."""
+    # Python's own, and object stores: they end with this process.
     servers = {multiprocessing.forkserver._forkserver._forkserver_pid}
     servers.add(multiprocessing.resource_tracker._resource_tracker._pid)
     running = {process.pid: process for process in map(_look_at, Path("/proc").glob("[0-9]*")) if process is not None}
     return [
         process
         for process in running.values()
-        if process.pid not in {*servers, os.getpid()} and (process.marked or _is_below(process, running))
+        if process.pid not in {*servers, os.getpid()}
+        and (process.marked or _is_below(process, running, os.getpid()))
+        and not any(_is_below(process, running, server) for server in SERVERS)
     ]
 
 
@@ -64,8 +68,9 @@ def _look_at(folder: Path) -> Process | None:
     return None if state == "Z" else Process(int(folder.name), int(parent), command[:300], marked)
 
 
-def _is_below(process: Process, running: dict[int, Process]) -> bool:
-    while process.parent != os.getpid():
+def _is_below(process: Process, running: dict[int, Process], ancestor: int) -> bool:
+    """Whether it is, or was started by, the ancestor or what the ancestor started."""
+    while process.pid != ancestor:
         if process.parent not in running:
             return False
         process = running[process.parent]

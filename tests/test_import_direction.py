@@ -42,7 +42,7 @@ def test_the_tree_keeps_the_direction():
 def test_a_planted_import_against_the_direction_is_named_with_its_line(tmp_path, statement, before):
     package = plant(tmp_path, "records/jsonl.py", "import json\n" + before + statement + "\n")
     line = 3 if before else 2
-    what = "records imports format; it may import only _exports, _native, errors, ledger, plain_file and rows"
+    what = "records imports format; it may import only _exports, _native, errors, ledger, plain_file, remote and rows"
     assert check(package) == (1, [f"src/chatmill/records/jsonl.py:{line}: {what}"])
 
 

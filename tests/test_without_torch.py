@@ -61,9 +61,13 @@ RUNS = {
     "tokenizer train": "tokenizer train chat.jsonl --vocab-size 258 -o t.json",
     "tokenizer info": "tokenizer info t.json",
     "certify": "certify --tokenizer t.json --chat-template plain.jinja",
+    "recipe snippet": "recipe snippet oasst",
+    "recipe check": "recipe check recipe.toml",
     "prepare": "prepare chat.jsonl -o d",
     "verify": "verify d",
     "reweigh": "reweigh d -o d2 --train-on all",
+    "removed": "removed d",
+    "clean": "clean d --dry-run",
     "diff": "diff d d2",
     "order": "order d",
     "show": "show d 0",
@@ -71,6 +75,7 @@ RUNS = {
     "stats": "stats d",
     "report": "report d",
     "view": "view --help",
+    "doctor": "doctor",
     "build-sft-primer": "build-sft-primer --primer-jsonl primer.jsonl",
     "build-sft-oasst1": "build-sft-oasst1 --input tree.jsonl",
     "build-sft-dolly15k": "build-sft-dolly15k --input dolly.jsonl",
@@ -86,6 +91,7 @@ RUNS = {
 NEEDS_TORCH = {
     "train": "train --model_name m",
     "chat": "chat model --prompt q",
+    "merge": "merge model -o merged",
     "eval": "eval model d",
     "rows": "rows checkpoints/run --step 1",
     "rollout train": "rollout train config.json -o run",
@@ -107,6 +113,7 @@ def test_every_command_runs_without_torch_or_says_what_to_install(tmp_path):
         "tree.jsonl": TREE,
         "dolly.jsonl": DOLLY,
         "plain.jinja": "{% for message in messages %}{{ message.content }}{% endfor %}",
+        "recipe.toml": '[[source]]\ninputs = ["chat.jsonl"]\n',
         "config.json": "{}",
         "model/config.json": '{"model_type": "llama"}',
         # A header of two bytes, without a tensor.
@@ -142,7 +149,9 @@ print(json.dumps(ends))
         tmp_path,
     )
     ends = json.loads(out)
-    # The template writes no end of a turn, which certify is there to say.
-    assert {name: ends[name][:2] for name in RUNS} == {name: [int(name == "certify"), True] for name in RUNS}
+    # The template writes no end of a turn, which certify is there to say; and training needs torch.
+    assert {name: ends[name][:2] for name in RUNS} == {
+        name: [int(name in ("certify", "doctor")), True] for name in RUNS
+    }
     missing = "chatmill: this needs torch, which is not installed; pip install 'chatmill[train]'\n"
     assert {name: ends[name] for name in NEEDS_TORCH} == {name: [2, False, missing] for name in NEEDS_TORCH}

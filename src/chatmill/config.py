@@ -30,6 +30,9 @@ LONGEST = 1 << 31
 LARGEST = sys.float_info.max
 """The largest number: neither infinity nor an integer that a float cannot hold."""
 
+NO_FLAG = ""
+"""The `flag` of a key that only files can set."""
+
 T = TypeVar("T")
 
 
@@ -114,7 +117,7 @@ class Key(NamedTuple):
     help: str
     check: ValueCheck
     flag: str | None
-    """The command-line flag, if it is not the key's own name."""
+    """The command-line flag, if it is not the key's own name; `NO_FLAG` if there is none."""
     variable: str | None
     """The environment variable that sets it."""
     metavar: str | None
@@ -185,7 +188,7 @@ class Config:
 
     def to_json(self) -> dict[str, Any]:
         """Every key with its value, as JSON holds it."""
-        return asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
@@ -265,17 +268,18 @@ def _flag_value(text: str, check: ValueCheck) -> Any:
 # Files.
 
 
-def read_toml(path: Path, *, what: str, error: type[ChatmillError] = DataError) -> dict[str, Any]:
-    """The table of a TOML file; `what` says in the error message which file is expected."""
+def read_toml(path: Path, *, what: str, name: str = "", error: type[ChatmillError] = DataError) -> dict[str, Any]:
+    """The table of a TOML file; in an error message `what` says which file is expected, and `name` which this is."""
+    name = name or str(path)
     try:
         table = tomllib.loads(local_path(path).read_text("utf-8"))
         # Raises for numbers and nesting that Python cannot print in an error either.
         repr(table)
         return table
     except OSError as reason:
-        raise error(f"{path}: cannot be read ({reason.strerror}); {what}") from None
+        raise error(f"{name}: cannot be read ({reason.strerror}); {what}") from None
     except (ValueError, RecursionError) as reason:
-        raise error(f"{path}: not TOML: {one_line(str(reason))}") from None
+        raise error(f"{name}: not TOML: {one_line(str(reason))}") from None
 
 
 def read_values(path: Path, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The ledger: where every row and token went, and why.
 
-    records:  read = rejected + rendered
+    records:  read = rejected + filtered + rendered
     tokens:   rendered + repeated + injected + padding = stored + truncated + dropped
     rows:     rendered + repeated = stored + dropped        (a row here is a conversation, packed or not)
 
@@ -16,7 +16,17 @@ from typing import Literal, get_args
 from chatmill.errors import ChatmillError
 
 Bucket = Literal[
-    "read", "rejected", "rendered", "repeated", "injected", "padding", "stored", "truncated", "dropped", "noted"
+    "read",
+    "rejected",
+    "filtered",
+    "rendered",
+    "repeated",
+    "injected",
+    "padding",
+    "stored",
+    "truncated",
+    "dropped",
+    "noted",
 ]
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 MAX_REASONS = 1000
@@ -30,7 +40,7 @@ UNREAD_KEY = "unread_key "
 """Prefix of the reason for a key of a record that is not read; the name of the key follows."""
 # "noted" counts rows that were kept but deserve a look (an answer that was cut); it is not part of the balance.
 BALANCES: tuple[tuple[str, str, tuple[Bucket, ...], tuple[Bucket, ...]], ...] = (
-    ("records", "rows", ("read",), ("rejected", "rendered")),
+    ("records", "rows", ("read",), ("rejected", "filtered", "rendered")),
     ("rows", "rows", ("rendered", "repeated"), ("stored", "dropped")),
     ("tokens", "tokens", ("rendered", "repeated", "injected", "padding"), ("stored", "truncated", "dropped")),
 )

@@ -35,9 +35,11 @@ def local_path(name: str | Path) -> Path:
     Give a local path that begins with such a folder as an absolute path.
     """
     if url := _URL.match(str(name)):
-        shown = name if isinstance(name, str) else f"{url[1]}://{str(name)[url.end() :]}"
+        text = name if isinstance(name, str) else f"{url[1]}://{str(name)[url.end() :]}"
+        # Without user, password and signature.
+        shown = re.sub(r"^([^/]*//)[^/]*@", r"\1", text.partition("?")[0])
         raise UsageError(
-            f"{shown}: is a URL, and URLs are not supported yet; download or mount it, and give a local path"
+            f"{shown}: is a URL, and this must be a local path; download or mount it, and give the path here"
         )
     return Path(name)
 

@@ -146,7 +146,7 @@ def test_who_is_trained_must_be_one_of_three(run):
         ("export parquet v1 -o loop", "loop: a symbolic link; give the folder itself"),
         ("reweigh v1 -o loop --train-on all", "loop: a symbolic link; give the folder itself"),
         ("report v1 -o loop", "loop: exists already; give another name, or --overwrite"),
-        ("build-sft-primer --primer-jsonl loop", "loop: no such file; expected a file or a glob"),
+        ("build-sft-primer --primer-jsonl loop", "loop: no such file; expected a file, a folder or a glob"),
     ],
 )
 def test_a_link_to_itself_is_one_line_and_is_kept(run, args, line):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.format import load_format
@@ -73,7 +74,7 @@ def weights(folder: Path) -> dict[str, list]:
 
 
 def test_a_run_writes_its_rollouts_its_metrics_and_its_model(files):
-    result = train_rollouts(config_of(files), files / "run", quiet=True)
+    result = train_rollouts(config_of(files, report_to=["tensorboard"]), files / "run", quiet=True)
     assert (result.step, result.total, result.health.rollouts) == (6, 6, 18)
     logged = lines_of(files / "run" / "rollouts.jsonl")
     assert [(line["step"], line["row"]) for line in logged] == [(step, row) for step in (0, 2, 4) for row in range(6)]
@@ -90,7 +91,14 @@ def test_a_run_writes_its_rollouts_its_metrics_and_its_model(files):
     rounds = [line["rollouts"] for line in metrics if "rollouts" in line]
     assert len(rounds) == 3
     assert {"valid", "dropped", "truncated", "matched", "missed", "gated", "rollout_tokens"} <= rounds[0].keys()
+    events = EventAccumulator(str(files / "run" / "tensorboard")).Reload()
+    reported = {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in ("loss", "rollouts/valid")}
+    assert reported["loss"] == [(line["step"], pytest.approx(line["loss"])) for line in steps]
+    assert reported["rollouts/valid"] == [(step, line["valid"]) for step, line in zip((1, 3, 5), rounds, strict=True)]
     assert weights(files / "run") != weights(files / "model")
+    train_rollouts(config_of(files, max_iters=1, save_dtype="bfloat16"), files / "half", quiet=True)
+    half = open_model(model_folder(files / "half"), weights="stored")
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
 def test_every_step_is_one_forward_pass_for_each_of_its_rows(files, monkeypatch):
@@ -209,7 +217,7 @@ def test_a_command_says_what_was_too_long(run, files):
 
 
 def test_a_gradient_that_is_no_number_is_named(files):
-    said = r"^step 2: the length of the gradient is \w+; lower learning_rate, and go on from .*/step_00000001$"
+    said = r"^step 2: the gradient norm is \w+; lower learning_rate, and resume from .*/step_00000001$"
     settings = {"learning_rate": 1e30, "rollout_every": 1, "save_interval": 1}
     with pytest.raises(ChatmillError, match=said):
         train_rollouts(config_of(files, **settings), files / "run", quiet=True)
@@ -310,12 +318,14 @@ def test_settings_that_cannot_be_are_one_line(files, changes, said):
 
 def test_a_model_of_another_vocabulary_or_settings_of_another_run_are_refused(files):
     train_rollouts(config_of(files, max_iters=2), files / "run", quiet=True)
-    with pytest.raises(UsageError, match="seed was 1337, now it is 5; a run goes on as it began"):
+    with pytest.raises(UsageError, match="seed was 1337, now it is 5; resume with the original settings"):
         train_rollouts(config_of(files, seed=5), files / "run", resume="auto", quiet=True)
     truth = files / "truth.jsonl"
     said = truth.read_text()
     truth.write_text(said.replace("500", "501"))
-    with pytest.raises(UsageError, match=r"truth.jsonl was \w{12}…, now it is \w{12}…; a run goes on as it began"):
+    with pytest.raises(
+        UsageError, match=r"truth.jsonl was \w{12}…, now it is \w{12}…; resume with the original settings"
+    ):
         train_rollouts(config_of(files), files / "run", resume="auto", quiet=True)
     truth.write_text(said)
     trained = {"init_from_model": str(files / "run")}

@@ -176,3 +176,26 @@ def test_each_command_has_help_that_may_be_read_in_part(monkeypatch):
                 main()
             assert stopped.value.code == 0, name
             stream.close()
+
+
+ENDS_IN_ABORT = """
+import atexit, ctypes, sys, types
+from chatmill.cli.guard import guarded
+
+sys.modules["chatmill.train.process_group"] = types.SimpleNamespace(has_joined={joined})
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
+atexit.register(print, "closed")
+guarded(lambda: print("trained"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names a function of glibc")
+def test_a_rank_that_is_done_ends_well_though_a_destructor_of_its_libraries_aborts():
+    ended = [
+        subprocess.run(
+            [sys.executable, "-c", ENDS_IN_ABORT.format(joined=joined)], capture_output=True, text=True, check=False
+        )
+        for joined in (True, False)
+    ]
+    assert [(done.returncode, done.stdout) for done in ended] == [(0, "trained\nclosed\n"), (-6, "trained\nclosed\n")]

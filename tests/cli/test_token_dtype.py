@@ -85,4 +85,4 @@ def test_all_commands_that_take_a_dataset_take_its_type():
             takes_a_dataset = options & {"dataset", "dataset_dir"} or {"one", "other"} <= options
             if takes_a_dataset and "token_dtype" not in options:
                 without.add(f"{name} {of}".strip())
-    assert without == {"audit replay", "audit verify", "reweigh"}
+    assert without == {"audit replay", "audit verify", "clean", "removed", "reweigh"}

@@ -6,105 +6,83 @@ import inspect
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import typer.main
 
 from chatmill.cli.main import app_of
-from chatmill.cli.prepare import script
 from chatmill.errors import UsageError
 from chatmill.plain_file import local_path
 
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}\n'
 TRUTH = '{"id": "a", "messages": [{"role": "user", "content": "hi"}], "objects": []}\n'
 PATHS = """
-check URL.jsonl
-check chat.jsonl --on-error skip --rejects URL
-render URL.jsonl
 
-render chat.jsonl --tokenizer URL
-render chat.jsonl --format URL.toml
-render chat.jsonl --format template --chat-template URL
-render chat.jsonl --on-error skip --rejects URL
-certify URL.jsonl --tokenizer bytes --chat-template plain.jinja
-certify chat.jsonl --tokenizer bytes --chat-template plain.jinja --on-error skip --rejects URL
-certify --tokenizer URL
-certify --tokenizer bytes --chat-template URL
-prepare URL/*.jsonl -o out
-prepare URL.toml -o out
-prepare recipe.toml -o out
-prepare chat.jsonl -o URL
-prepare chat.jsonl -o URL --on-error skip
-prepare chat.jsonl -o out --val-file URL.jsonl
-prepare chat.jsonl -o out --on-error skip --rejects URL
-prepare chat.jsonl -o out --tokenizer URL
-prepare chat.jsonl -o out --format URL.toml
-prepare chat.jsonl -o out --format template --chat-template URL
-verify URL
-reweigh URL --train-on all -o out
-reweigh v1 --train-on all -o URL
-diff URL v1
-diff v1 URL
-order URL
 order v1 --config URL
-show URL
-show v1 --tokenizer URL
-explain URL 0:0
-explain v1 0:0 --tokenizer URL
-stats URL
-report URL
 report v1 -o URL.html
-report v1 --tokenizer URL
-view URL
-view v1 --tokenizer URL
 view v1 --audit URL
 view v1 --config URL
 view v1 --records URL
 view v1 --index URL
-train --model_name m --dataset_dir URL
+doctor --shared URL
 train --model_name m --dataset_dir v1 --out_dir URL
-train --model_name m --dataset_dir v1 --config_file URL
 train --model_name m --config_file heir.json
 train --model_name m --dataset_dir v1 --audit_dir URL
-train --model_name m --dataset_dir v1 --init_from_model URL
 train --model_name m --dataset_dir v1 --resume URL
-chat URL
-eval URL v1
 rows URL --step 1
-rows v1 --step 1 --dataset URL
-build-sft-primer --primer-jsonl URL.jsonl
 build-sft-primer --primer-jsonl chat.jsonl --out-dir URL
-build-sft-primer --primer-jsonl chat.jsonl --tokenizer URL
-build-sft-oasst1 --input URL.jsonl
-build-sft-oasst1 --input chat.jsonl --rejects URL --on-error skip
-build-sft-dolly15k --input URL.jsonl
-build-sft-dolly15k --input chat.jsonl --rejects URL --on-error skip
 audit verify URL
-audit verify some.log --dataset URL
 audit verify some.log --checkpoint URL
 audit replay URL --step 0
-audit replay some.log --step 0 --dataset URL
-tokenizer train URL.jsonl --vocab-size 300 -o out
 tokenizer train chat.jsonl --vocab-size 300 -o URL
-tokenizer train chat.jsonl --vocab-size 300 -o out --format URL.toml
-tokenizer train chat.jsonl --vocab-size 300 -o out --on-error skip --rejects URL
-tokenizer info URL
-export transcripts URL.jsonl -o out --context-length 99
 export transcripts chat.jsonl -o URL --context-length 99
-export transcripts chat.jsonl -o out --on-error skip --rejects URL --context-length 99
-export parquet URL -o out
 export parquet v1 -o URL
-rollout build URL truth.jsonl -o out --add-tokens
-rollout build rollouts.jsonl URL -o out --add-tokens
 rollout build rollouts.jsonl truth.jsonl -o URL --add-tokens
-rollout answers URL -o out --add-tokens
 rollout answers truth.jsonl -o URL --add-tokens
 rollout train URL -o out
+merge v1 -o URL
 rollout train stage2.json -o URL
 """
 LINES = [line for line in PATHS.splitlines() if line]
+RECORDS = """
+check URL.jsonl
+render URL.jsonl
+certify URL.jsonl --tokenizer bytes --chat-template plain.jinja
+prepare URL.jsonl -o out
+prepare chat.jsonl -o out --val-file URL.jsonl
+prepare recipe.toml -o out
+recipe check recipe.toml
+build-sft-primer --primer-jsonl URL.jsonl
+build-sft-oasst1 --input URL.jsonl
+build-sft-dolly15k --input URL.jsonl
+tokenizer train URL.jsonl --vocab-size 300 -o out
+export transcripts URL.jsonl -o out --context-length 99
+rollout build URL.jsonl truth.jsonl -o out --add-tokens
+rollout build rollouts.jsonl URL.jsonl -o out --add-tokens
+rollout answers URL.jsonl -o out --add-tokens
+"""
+"""Commands that read records from URLs."""
+NAMED = """
+render chat.jsonl --tokenizer URL
+render chat.jsonl --format URL.toml
+render chat.jsonl --format template --chat-template URL
+certify --tokenizer URL
+certify --tokenizer bytes --chat-template URL
+prepare URL.toml -o out
+recipe check URL.toml
+prepare chat.jsonl -o out --tokenizer URL
+prepare chat.jsonl -o out --format URL.toml
+prepare chat.jsonl -o out --format template --chat-template URL
+show v1 --tokenizer URL
+explain v1 0:0 --tokenizer URL
+report v1 --tokenizer URL
+view v1 --tokenizer URL
+build-sft-primer --primer-jsonl chat.jsonl --tokenizer URL
+tokenizer train chat.jsonl --vocab-size 300 -o out --format URL.toml
+tokenizer info URL
+"""
+"""Commands that read tokenizers, chat templates, formats and recipes from URLs."""
 
 
 @pytest.fixture
@@ -115,7 +93,7 @@ def folder(run, tmp_path):
     Path("rollouts.jsonl").write_text("")
     Path("plain.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     Path("heir.json").write_text(json.dumps({"inherits": "gs://bucket/base.json"}))
-    Path("recipe.toml").write_text('[[source]]\ninputs = ["abfs://bucket/chat.jsonl"]\n')
+    Path("recipe.toml").write_text('[[source]]\ninputs = ["memory://bucket/x.jsonl"]\n')
     Path("stage2.json").write_text(json.dumps({"truth": "truth.jsonl", "init_from_model": "hf://org/model"}))
     assert run("prepare", "chat.jsonl", "-o", "v1")[0] == 0
     return tmp_path
@@ -130,9 +108,20 @@ def test_a_url_is_refused_in_one_line_wherever_a_path_is_taken_and_nothing_is_wr
     for line in LINES:
         code, out, err = run(*shlex.split(line.replace("URL", "s3://bucket/x")))
         told = re.fullmatch(
-            r"chatmill: [^\n]*(s3|gs|abfs)://bucket/\S*: is a URL, and URLs are not supported yet; [^\n]+\n", err
+            r"chatmill: [^\n]*(s3|gs|abfs)://bucket/\S*: is a URL, and this must be a local path; [^\n]+\n", err
         )
         assert (code, out, told is not None) == (2, "", True), f"{line}\n{code}\n{out}\n{err}"
+        assert names(folder) == before, line
+
+
+@pytest.mark.parametrize("lines", [RECORDS, NAMED], ids=["records", "named files"])
+def test_files_are_read_from_urls_and_one_of_nothing_is_one_line(run, folder, lines):
+    before = names(folder)
+    for line in filter(None, lines.splitlines()):
+        code, out, err = run(*shlex.split(line.replace("URL", "memory://bucket/x")))
+        assert (code, out) == (1, ""), f"{line}\n{err}"
+        expected = r"chatmill: memory://bucket/x(\.jsonl|\.toml)?: no such object; check the name\n"
+        assert re.fullmatch(expected, err), f"{line}\n{err}"
         assert names(folder) == before, line
 
 
@@ -159,7 +148,7 @@ def test_every_path_of_every_command_is_tried():
 )
 def test_any_scheme_is_a_url_as_text_and_as_a_path(url):
     for given in (url, Path(url)):
-        with pytest.raises(UsageError, match="is a URL, and URLs are not supported yet"):
+        with pytest.raises(UsageError, match="is a URL, and this must be a local path"):
             local_path(given)
 
 
@@ -173,19 +162,17 @@ def test_a_folder_with_a_colon_in_its_name_is_written_and_read(run, folder):
     assert run("verify", "a:b/v:1", "--full")[0] == 0
 
 
-@pytest.mark.parametrize("flag", ["--input", "--output_dir", "--tokenization", "--val_file"])
-def test_the_documented_scripts_refuse_urls(folder, capsys, monkeypatch, flag):
-    flags = {"--input": "chat.jsonl", "--output_dir": "out", flag: "s3://bucket/x.jsonl"}
-    monkeypatch.setattr(sys, "argv", ["prepare_chat_sft.py", *(word for pair in flags.items() for word in pair)])
-    before = names(folder)
-    with pytest.raises(SystemExit) as ended:
-        script("messages", "")
-    assert ended.value.code == 2
-    assert "s3://bucket/x.jsonl: is a URL" in capsys.readouterr().err
-    assert names(folder) == before
-
-
 def test_values_that_are_not_paths_may_be_urls(run, folder):
     Path("ask.jsonl").write_text(CHAT.replace("hi", "see https://example.org"))
     assert run("prepare", "ask.jsonl", "-o", "v2")[0] == 0
     assert "URL" not in run("prepare", "chat.jsonl", "-o", "v3", "--address", "ray://head:10001")[2]
+
+
+def test_a_truth_with_a_password_or_signature_is_refused_since_runs_store_it(run, folder):
+    truth = "https://me:secret@host/truth.jsonl?signature=secret"
+    config = {"truth": truth, "init_from_model": "v1", "add_tokens": True}
+    Path("signed.json").write_text(json.dumps(config))
+    code, out, err = run("rollout", "train", "signed.json", "-o", "run")
+    assert (code, out) == (2, "")
+    assert err.startswith("chatmill: https://host/truth.jsonl: its password or query would be stored with the run; ")
+    assert "secret" not in err

@@ -16,7 +16,19 @@ from typing import Any
 from chatmill.store import files
 from chatmill.store.files import Disk
 
-OPERATIONS = ("make_folder", "create", "append", "write", "sync", "link", "rename", "rename_new", "exchange", "remove")
+OPERATIONS = (
+    "make_folder",
+    "create",
+    "append",
+    "write",
+    "sync",
+    "link",
+    "symlink",
+    "rename",
+    "rename_new",
+    "exchange",
+    "remove",
+)
 
 
 class KilledAt(Disk):

@@ -22,7 +22,7 @@ from chatmill.cli import streams
 from chatmill.errors import RecordError
 from chatmill.format.template.process import channel
 from chatmill.prepare import build_dir, engine, pipeline, staging, unit
-from chatmill.records import read_log
+from chatmill.records import input_files
 from chatmill.records.shapes import ShapeParser
 from chatmill.records.shapes.decode import decode_object
 from chatmill.store import files, folder, foreign, hashed, layout, mapped, metadata, publish, write
@@ -30,6 +30,7 @@ from chatmill.tokenizer import tokenizer_json
 from fault_injection.trial import Trial
 from fault_injection.trials import (
     audit_kills,
+    cache_kills,
     changed_data,
     changed_input,
     checkpoint_crashes,
@@ -44,6 +45,7 @@ from fault_injection.trials import (
     hostile_models,
     identity,
     large_store,
+    object_store,
     outputs,
     overwrite,
     ranks,
@@ -332,7 +334,7 @@ def faults_forgotten() -> None:
 
 def input_known_by_size() -> None:
     """What was read before is taken to be what a file has, if its size is the same."""
-    read_log.BytesRead.is_in = lambda self, path: path.exists()
+    input_files.has_bytes = unit.has_bytes = lambda path, read: path.exists()
 
 
 def sandbox_open() -> None:
@@ -435,9 +437,91 @@ def losses_of_ranks_not_reported() -> None:
 def _no_report() -> None:
     from contextlib import nullcontext
 
-    from chatmill.train import distributed
+    from chatmill.train import process_group
 
-    distributed._lost_ranks = nullcontext
+    process_group.lost_rank_errors = lambda *_: nullcontext()
+    process_group.RankWatch = lambda *_: None
+
+
+# Object stores.
+
+
+def remote_metadata_first() -> None:
+    """Other objects are uploaded after the one that says that all are there."""
+    from chatmill.store import remote_publish
+
+    def swapped(folder: Path, target: Any, uploads: Any) -> None:
+        text = (folder / metadata.METADATA).read_bytes()
+        remote_publish.publish_metadata(target, text)
+        for name, info in metadata.listed_files(metadata.parse_metadata(text, place="")):
+            uploads.add(folder / name, info)
+        uploads.wait()
+
+    pipeline.publish_remote = swapped
+
+
+def uploads_not_awaited() -> None:
+    """The metadata is written while files are still uploaded."""
+    from chatmill.store import remote_publish
+
+    upload = remote_publish.upload_object
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.05)
+        upload(*args)
+
+    remote_publish.upload_object = slow
+    remote_publish.Uploads.wait = lambda self: None
+    remote_publish.Uploads.__exit__ = lambda self, *error: self._pool.shutdown()
+
+
+def condition_dropped() -> None:
+    """The metadata is written whatever is there."""
+    from chatmill.remote import objects
+
+    write = objects.write
+    objects.write = lambda url, data, **condition: write(url, data)
+
+
+def clean_without_metadata() -> None:
+    """Objects in use are removed like others."""
+    from chatmill.store import clean
+
+    clean._named = lambda url, there, others: set()
+    clean._named_now = lambda url: set()
+
+
+def cache_not_locked() -> None:
+    """Whoever misses an object downloads it, whoever else does."""
+    from chatmill.remote import cache
+
+    cache._locked = lambda folder, name: nullcontext()
+
+
+def fetched_hashes_believed() -> None:
+    """What is fetched is used whatever its hash."""
+    from chatmill.remote import cache
+
+    write = cache._write
+
+    def believed(url: Any, size: int, partial: Path, is_stopped: Any) -> str:
+        write(url, size, partial, is_stopped)
+        return partial.name
+
+    cache._write = believed
+
+
+def objects_not_hashed() -> None:
+    """Verifying downloads objects, and does not compare their hashes."""
+    from chatmill.store import remote_verify
+
+    download = remote_verify.Downloads._download
+
+    def believed(self: Any, url: Any, size: int, to: Path) -> str:
+        download(self, url, size, to)
+        return to.name
+
+    remote_verify.Downloads._download = believed
 
 
 # What is printed and served.
@@ -533,6 +617,13 @@ PLANTED = (
     Planted("a failed write is swallowed, training", full_disk_swallowed, failing_calls.WRITES_OF_RUNS, 3),
     Planted("errors of the system do not name their file", files_not_named, failing_calls.READS_OF_BUILDS, 4),
     Planted("all that a replaced folder holds is removed", everything_is_replaced, overwrite.TRIAL, 2),
+    Planted("metadata is not written last, object store", remote_metadata_first, object_store.TRIAL, 12),
+    Planted("uploads are not awaited", uploads_not_awaited, object_store.TRIAL, 12),
+    Planted("the condition of a write is dropped", condition_dropped, object_store.TRIAL, 12),
+    Planted("objects in use are cleaned away", clean_without_metadata, object_store.TRIAL, 12),
+    Planted("downloads to the cache are not locked", cache_not_locked, cache_kills.TRIAL, 6),
+    Planted("hashes of fetched objects are believed", fetched_hashes_believed, object_store.DAMAGED, 20),
+    Planted("objects are not hashed by verify", objects_not_hashed, object_store.DAMAGED, 20),
     Planted("nobody locks", nobody_locks, two_builders.TRIAL, 2),
     Planted("ids are not checked against the vocabulary", ids_not_checked, tokenizer_files.LIARS, 4),
     Planted("staged units are not checked", crc_not_checked, damage_of_runs.STAGED, 12),

@@ -213,7 +213,7 @@ def test_a_world_that_cannot_be_is_refused(dataset, rank, world_size, what):
 
 
 def test_an_order_without_epochs_cannot_end_after_some(dataset):
-    with pytest.raises(UsageError, match="epochs is 2, and the order random/1 has none"):
+    with pytest.raises(UsageError, match="epochs is 2, and the order random/1 has no epochs"):
         EpisodeLoader(dataset, {**SMALL, "batch_sampling_mode": "random"}, epochs=2)
 
 

@@ -47,10 +47,9 @@ def refused(monkeypatch, capsys, command: str) -> tuple[int, str]:
 
 
 FLAGS = {
-    "no.jsonl -o x": (1, "no.jsonl: no such file; expected a file or a glob"),
+    "no.jsonl -o x": (1, "no.jsonl: no such file; expected a file, a folder or a glob"),
     "'no*.jsonl' -o x": (1, "no*.jsonl: the glob matches no file; expected at least one"),
-    ". -o x": (1, ".: is a folder; name its files with a glob, like *.jsonl"),
-    "chat.jsonl -o new/deep/x --val-file no.jsonl": (1, "no.jsonl: no such file; expected a file or a glob"),
+    "chat.jsonl -o new/deep/x --val-file no.jsonl": (1, "no.jsonl: no such file; expected a file, a folder or a glob"),
     "chat.jsonl -o x --tokenizer no.json": (1, "no.json: "),
     "chat.jsonl -o x --format nothing": (2, '"nothing"'),
     "chat.jsonl -o x --shape nothing": (2, 'unknown shape "nothing"; expected '),
@@ -87,8 +86,8 @@ FLAGS = {
     "chat.jsonl -o chat.jsonl/x": (1, "chat.jsonl/x: cannot be made there (File exists); give another folder"),
     "chat.jsonl -o /proc/x": (1, "/proc/x: cannot be made there ("),
     "chat.jsonl -o /proc/no/where/x": (1, "/proc/no/where/x: cannot be made there ("),
-    "no.toml -o x": (1, "no.toml: cannot be read (No such file or directory); a recipe is a TOML file"),
-    "chat.jsonl no.toml -o x": (1, "no.toml: no such file; expected a file or a glob"),
+    "no.toml -o x": (1, "no.toml: cannot be read (No such file or directory); a recipe is a YAML or TOML file"),
+    "chat.jsonl no.toml -o x": (1, "no.toml: no such file; expected a file, a folder or a glob"),
 }
 
 
@@ -232,13 +231,13 @@ RECIPES = {
     ),
     "a row that is too long": (
         f'pack = {"9" * 20}\n[[source]]\ninputs = ["chat.jsonl"]',
-        f"--pack {'9' * 20} is too large; give at most 2147483648",
+        f"recipe.toml: pack {'9' * 20} is too large; give at most 2147483648",
     ),
-    "no source": ('fit = "tail"', "recipe.toml: no [[source]]; name the files of each in `inputs`"),
-    "no inputs": ("[[source]]", "recipe.toml: source 0 has no inputs; give a list of files or globs"),
-    "a text for a list": ('[[source]]\ninputs = "chat.jsonl"', "source 0: inputs must be a list of texts"),
+    "no source": ('fit = "tail"', "recipe.toml: no sources; give a list of tables, [[sources]] in TOML, each with"),
+    "no inputs": ("[[source]]", "recipe.toml: source 0 has no inputs; give a list of files, globs, folders or URLs"),
+    "a number for a list": ("[[source]]\ninputs = 1", "source 0: inputs must be a list of texts"),
     "an unknown key": ('[[source]]\ninputs = ["chat.jsonl"]\ncolour = 1', 'source 0 has unknown key "colour" (known: '),
-    "a table for a list": ('[source]\ninputs = ["chat.jsonl"]', "no [[source]]"),
+    "a table for a list": ('[source]\ninputs = ["chat.jsonl"]', "no sources; give a list of tables"),
     "wrong kinds": (
         'max_tokens = "9"\nval_split = true\nfit = "best"\ndedupe = 1\n[[source]]\ninputs = ["chat.jsonl"]',
         "recipe.toml: the recipe: max_tokens must be a whole number; the recipe: val_split must be a number; "
@@ -249,7 +248,7 @@ RECIPES = {
         '[[source]]\ninputs = ["chat.jsonl"]\nname = "../up"',
         'the source name "../up" is empty or a path; give a plain name',
     ),
-    "too small": ('max_tokens = 1\n[[source]]\ninputs = ["chat.jsonl"]', "--max-tokens 1 is too small"),
+    "too small": ('max_tokens = 1\n[[source]]\ninputs = ["chat.jsonl"]', "recipe.toml: max_tokens 1 is too small"),
 }
 
 

@@ -8,8 +8,8 @@ import pytest
 from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, write_corpus
 
 from chatmill.format import load_format
-from chatmill.prepare import assemble, unit
-from chatmill.records import units
+from chatmill.prepare import assemble, pipeline, unit
+from chatmill.records import InputFiles, units
 from chatmill.store.verify import verify_dataset
 from chatmill.tokenizer import byte_bpe, train_bpe
 
@@ -89,3 +89,10 @@ def test_many_units_need_few_open_files(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
+
+
+def test_a_large_input_has_larger_units_instead_of_more(inputs, monkeypatch):
+    files = InputFiles([inputs])
+    assert len(pipeline.units_of(job_of(inputs), files, 1_000)) > 50
+    monkeypatch.setattr(pipeline, "MOST_UNITS", 20)
+    assert len(pipeline.units_of(job_of(inputs), files, 1_000)) <= 20 + len(inputs)

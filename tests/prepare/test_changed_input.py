@@ -23,7 +23,8 @@ from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.pipeline import prepare_dataset
 from chatmill.prepare.rejects import CountedRecords, Rejects
 from chatmill.records import read_records
-from chatmill.records.read_log import LoggedFile, ReadLog
+from chatmill.records.raw_files import LoggedFile, has_bytes
+from chatmill.records.read_log import ReadLog
 from chatmill.tokenizer import train_bpe
 
 UNIT_BYTES = 1_000
@@ -293,8 +294,8 @@ def test_a_log_knows_exactly_the_bytes_that_were_read(tmp_path_factory, data, re
             file.seek(start)
             file.read(count)
     read, at = log.bytes_read(), at % len(data)
-    assert read.is_in(path)
+    assert has_bytes(path, read)
     path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    assert read.is_in(path) == all(not start <= at < start + count for start, count in reads)
+    assert has_bytes(path, read) == all(not start <= at < start + count for start, count in reads)
     path.write_bytes(data + b"x")
-    assert read.is_in(path) == (not read.ends)
+    assert has_bytes(path, read) == (not read.ends)

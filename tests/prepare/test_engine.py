@@ -118,6 +118,6 @@ def test_the_death_of_the_process_that_forked_is_one_line(held):
     os.kill(first, signal.SIGKILL)
     _, err = program.communicate()
     assert err.splitlines()[-1].endswith(
-        "the process that runs the workers was killed, perhaps for lack of memory; go on with --resume"
+        "the process that runs the workers was killed, perhaps for lack of memory; continue with --resume"
     )
     wait_for_end(workers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unicodedata import normalize
+
 import numpy as np
 import pytest
 from prepare_fixtures import JOBS, assert_equal, build, job_of, joined, stored_rows, told, write_corpus
@@ -42,10 +44,13 @@ def expected(job: Job, ledger: Ledger) -> dict[str, list[Rows]]:
         path = rows.files[0].path.rpartition("/")[2]
         rows = Rows(*(getattr(rows, name) for name in FIELDS), files=(File(rows.files[0].source, path),))
         if job.dedupe and len(rows):
-            if key in seen:
+            compared = tuple(
+                (each.role, " ".join(normalize("NFKC", each.content).lower().split())) for each in record.messages
+            )
+            if compared in seen:
                 ledger.add("dropped", "duplicate", rows=len(rows), tokens=len(rows.ids), trained=int(rows.mask().sum()))
                 continue
-            seen.add(key)
+            seen.add(compared)
         if source.only_val:
             val = True
         elif job.split == "shuffle":

@@ -234,7 +234,7 @@ def test_ctrl_c_ends_at_once_with_one_line_and_keeps_the_units(held):
     build = held()
     workers = workers_of(build)
     build.send_signal(signal.SIGINT)
-    assert build.communicate() == ("", "chatmill: stopped; go on with --resume\n")
+    assert build.communicate() == ("", "chatmill: stopped; continue with --resume\n")
     assert build.returncode == 130
     wait_for_end(workers)
     assert left_beside(Path("x")) == [".x.building.units"]
@@ -250,7 +250,7 @@ def test_a_lost_worker_is_one_line_and_the_units_are_kept(held):
     assert (out, build.returncode) == ("", 1)
     assert err == (
         "chatmill: a worker process was killed, perhaps for lack of memory; "
-        "go on with --resume, or with fewer --workers\n"
+        "continue with --resume, or with fewer --workers\n"
     )
     wait_for_end(workers)
     assert left_beside(Path("x")) == [".x.building.units"]

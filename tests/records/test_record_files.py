@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import FilePart, Message, Record, expand, plan, read_part, read_records
-from chatmill.records.shapes import parser
+from chatmill.records.shapes import ShapeOptions, parser
 from chatmill.records.units import elements
 
 
@@ -139,7 +141,7 @@ def test_a_line_is_too_long_from_one_byte_over_the_limit(read_bytes, end):
     data = line("abc") + b"\n" + line("abcd") + b"\n" + line("x" * 300_000) + b"\r\n" + line("abc") + end
     found, faults = read_bytes(data, max_line_bytes=limit)
     assert found == records((1, "abc"), (4, "abc"))
-    what = f"the record is longer than {limit} bytes; expected at most that, or a higher limit"
+    what = f"the record is longer than {limit} bytes; split the conversation, or remove it"
     assert faults == [f"a.jsonl:2: {what}", f"a.jsonl:3: {what}"]
 
 
@@ -165,7 +167,7 @@ def test_damaged_compression_is_one_fault_after_what_was_readable(read_bytes, na
             whole[:-8] + b"xxxx" + whole[-4:],
             "the compressed data is corrupt; expected a whole gzip file; copy it again",
         ),
-        (b"plain text", "the compressed data is corrupt; expected a whole gzip file; copy it again"),
+        (b"plain text", "the file is text, not gzip; name it without .gz"),
     ]:
         found, faults = read_bytes(packed, name, shape="messages" if "txt" in name else shape)
         assert [record.line for record in found] == list(range(1, len(found) + 1))
@@ -201,19 +203,23 @@ def test_a_file_that_is_named_twice_is_read_once_in_its_first_place(tmp_path, mo
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("none.jsonl", "none.jsonl: no such file; expected a file or a glob"),
+        ("none.jsonl", "none.jsonl: no such file; expected a file, a folder or a glob"),
         ("none*.jsonl", "none*.jsonl: the glob matches no file; expected at least one"),
-        ("sub", "sub: is a folder; name its files with a glob, like sub/*.jsonl"),
+        (
+            "sub",
+            "sub: the folder holds no file that is read; expected .jsonl, .json, .txt, .parquet, .arrow, "
+            "each also with .gz, .zst, .xz, .bz2",
+        ),
         (
             "a.csv",
-            "a.csv: not a kind of file that is read; "
-            "expected .jsonl, .json, .txt, .jsonl.gz, .json.gz, .txt.gz, .parquet",
+            "a.csv: unsupported file type; "
+            "expected .jsonl, .json, .txt, .parquet, .arrow, each also with .gz, .zst, .xz, .bz2",
         ),
     ],
 )
 def test_names_that_stand_for_no_file_are_one_line_at_once(tmp_path, monkeypatch, name, what):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, "a.csv", "sub/a.jsonl")
+    write(tmp_path, "a.csv", "sub/.a.jsonl")
     with pytest.raises(DataError) as caught:
         read_records([name])
     assert str(caught.value) == what
@@ -321,3 +327,50 @@ def test_lines_that_are_read_together_are_what_each_is_alone(tmp_path_factory, p
         if data.strip():
             alone += [each if isinstance(each, Record) else str(each) for each in parse(number, data)]
     assert found == alone
+
+
+class Endless(io.RawIOBase):
+    """A line without end; reading much more of it than a line may have is an error."""
+
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer):
+        self.left -= len(buffer)
+        assert self.left > 0
+        buffer[:] = b"a" * len(buffer)
+        return len(buffer)
+
+    def seek(self, offset, whence=0):
+        return offset
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+@pytest.mark.parametrize("columns", [None, "messages=turns"])
+def test_a_line_that_is_too_long_is_not_read_to_its_end_if_reading_stops_there(tmp_path, monkeypatch, name, columns):
+    (tmp_path / name).write_bytes(b"a")
+    monkeypatch.setattr("chatmill.records.files.open_raw", lambda *_, **__: Endless(1 << 24))
+    options = ShapeOptions(columns=columns if name == "a.jsonl" else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reading = read_records([tmp_path / name], options=options, max_line_bytes=1000)
+    with pytest.raises(RecordError, match="the record is longer than 1000 bytes; split "):
+        next(reading)
+
+
+def test_the_shape_of_a_file_is_detected_after_a_line_that_is_too_long_if_it_is_skipped(tmp_path):
+    line = '{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}\n'
+    (tmp_path / "a.jsonl").write_text("a" * 5000 + "\n" + line)
+    faults: list[RecordError] = []
+    reading = read_records([tmp_path / "a.jsonl"], on_error="skip", on_reject=faults.append, max_line_bytes=1000)
+    assert [[turn.content for turn in record.messages] for record in reading] == [["hi", "yes"]]
+    assert [fault.kind for fault in faults] == ["too_long"]
+
+
+def test_a_text_file_of_other_bytes_is_one_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xd3\n\x80\x81\n\xff")
+    with pytest.raises(DataError, match=r"a\.txt: is not UTF-8 text; expected conversations as text$"):
+        read_records([tmp_path / "a.txt"])

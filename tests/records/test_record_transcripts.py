@@ -203,7 +203,7 @@ def test_a_conversation_over_the_limit_is_one_fault_and_is_not_held(read_bytes):
     data = LINE + b"<|EOS|>\n<|USER|>" + b"x\n" * 500_000 + b"<|END|><|EOS|>" + LINE
     records, faults = read_bytes(data, "a.txt", shape="transcript-stream", max_line_bytes=100)
     assert records == found((1, EXCHANGE), (500_002, EXCHANGE))
-    assert faults == ["a.txt:2: the record is longer than 100 bytes; expected at most that, or a higher limit"]
+    assert faults == ["a.txt:2: the record is longer than 100 bytes; split the conversation, or remove it"]
 
 
 @given(st.lists(st.sampled_from([b"<|EOS|>", b"<|", b"EOS", b"|>", b"\n", b" ", b"ab"]), max_size=12), st.data())

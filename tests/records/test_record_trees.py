@@ -146,4 +146,4 @@ def test_a_tree_over_the_limit_is_one_fault(read_bytes):
     data = lines([*chain, reply("a", None, message_tree_id="u")])
     records, faults = read_bytes(data, shape="oasst1", max_line_bytes=500)
     assert records == [record(user("a"), id="u", line=101)]
-    assert faults == ["a.jsonl:1: the record is longer than 500 bytes; expected at most that, or a higher limit"]
+    assert faults == ["a.jsonl:1: the record is longer than 500 bytes; split the conversation, or remove it"]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
-from model_fixtures import SIZES, VOCAB, conversation, inputs, packed, small_gpt
+import torch.nn.functional as F
+from model_fixtures import SIZES, VOCAB, conversation, inputs, packed, save_qwen, small_gpt
 
 from chatmill.train.attention import attend, block_mask, dense_mask, segment_start
+from chatmill.train.config import LoraSizes
 from chatmill.train.generation import generate
+from chatmill.train.load_model import open_model
 from chatmill.train.loss import LMHead, TrainedPositions, entropy, weighted_loss
 from chatmill.train.model import Inputs
+from chatmill.train.rotary import rotate, rotations, split_heads
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
@@ -24,9 +29,53 @@ ROWS = [CHATS[:3], CHATS[3:]]
 WIDER = replace(SIZES, head_dim=32, max_positions=512)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(compiled):
+    batch = Inputs.of(packed(ROWS, 512), "cuda")
+    peaks, results = [], []
+    for offload in (False, True):
+        model = small_gpt(replace(WIDER, n_layer=12, n_embd=512), compute=torch.bfloat16).cuda()
+        model.checkpoint_blocks(offload=offload)
+        if compiled:
+            model.compile_blocks()
+        # Twice, so that host buffers are reused; the first call compiles.
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            torch.cuda.reset_peak_memory_stats()
+            start = torch.cuda.memory_allocated()
+            hidden = model.hidden(*batch[:3])
+            peaks.append(torch.cuda.memory_allocated() - start)
+            hidden.float().square().sum().backward()
+        results.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    # Kept between forward and backward: the inputs of 12 layers, or of one.
+    one = hidden.nbytes
+    assert peaks[1] >= 12 * one and peaks[3] < 6 * one
+
+
 def far(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = a.double().cpu(), b.double().cpu()
     return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("heads", "size"), [((6, 2, 2), 32), ((3, 3, 3), 24), ((16, 8, 8), 128)])
+def test_the_rotary_kernel_equals_norm_followed_by_rotation(heads, size, norm):
+    torch.manual_seed(0)
+    cos, sin = rotations(torch.randint(0, 500, (2, 333), device="cuda"), size, 1e4)
+    qkv = torch.randn(2, 333, sum(heads) * size, device="cuda", requires_grad=True)
+    weights = tuple(torch.rand(size, device="cuda", requires_grad=True) for _ in "qk") if norm else None
+
+    q, k, v = qkv.unflatten(-1, (-1, size)).split(heads, dim=-2)
+    if weights:
+        q, k = (F.rms_norm(part, (size,), weight, 1e-6) for part, weight in zip((q, k), weights, strict=True))
+    wanted = rotate(q, cos, sin), rotate(k, cos, sin), v
+    found = split_heads(qkv, weights, cos, sin, list(heads), 1e-6)
+    assert max(map(far, found, wanted)) < 1e-6
+    towards = [torch.randn_like(part) for part in wanted]
+    inputs_of = [qkv, *(weights or ())]
+    grads = (torch.autograd.grad(outputs, inputs_of, towards) for outputs in (found, wanted))
+    assert max(map(far, *grads)) < 1e-6
 
 
 def test_the_kernel_of_cross_entropy_is_the_plain_function():
@@ -126,3 +175,109 @@ def test_a_transformers_model_has_the_losses_of_the_cpu():
     assert model.lm.config._attn_implementation == "chatmill_flex" and far(losses.tokens, wanted) < 2e-2
     losses.total.backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adapters_on_a_half_precision_model_match_the_float32_losses_of_the_cpu(dtype, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = save_qwen(tmp_path / "base", hidden_size=64, intermediate_size=96, head_dim=32)
+    path = folder / "model.safetensors"
+    narrow = {name: (tensor * 4).to(dtype) for name, tensor in load_file(path).items()}
+    save_file(narrow, path, metadata={"format": "pt"})
+    batch, results = packed(ROWS, 512), []
+    for device, compute in (("cpu", None), ("cuda", torch.bfloat16)):
+        model = open_model(folder, weights="stored", compute=compute).with_lora(LoraSizes(r=4), folder).to(device)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for tensor in model.trained_state().values():
+                tensor.copy_(torch.randn(tensor.shape) / 4)
+        if device == "cuda":
+            kinds = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
+            assert kinds == ({dtype} if dtype is torch.bfloat16 else {dtype, torch.float32})
+            model.compile_blocks()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        losses = model.train()(*Inputs.of(batch, device))
+        results.append((losses.tokens, torch.autograd.grad(losses.total, trained)))
+        assert {gradient.dtype for gradient in results[-1][1]} == {torch.float32}
+    assert far(results[1][0], results[0][0]) < 5e-2
+    sizes = [torch.stack([gradient.norm().cpu() for gradient in gradients]) for _, gradients in results]
+    assert far(sizes[1], sizes[0]) < 0.2
+
+
+def test_a_4_bit_base_gives_the_same_results_as_on_the_cpu(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    folder = save_qwen(tmp_path / "base", hidden_size=128, intermediate_size=256, max_position_embeddings=512)
+    results = []
+    for device, compute in (("cpu", None), ("cuda", None), ("cuda", torch.bfloat16)):
+        torch.manual_seed(1)
+        model = open_model(folder, weights="nf4", compute=compute).with_lora(LoraSizes(r=4), folder).to(device)
+        batch = Inputs.of(packed(ROWS, 512), device)
+        losses = model(*batch)
+        losses.total.backward()
+        results.append((losses.tokens, [weight.grad for weight in model.parameters() if weight.grad is not None]))
+    (right, gradients), *others = results
+    for (tokens, found), most in zip(others, (1e-3, 3e-2), strict=True):
+        assert far(tokens, right) < most
+        assert all(far(a, b) < 10 * most for a, b in zip(found, gradients, strict=True) if b.any())
+
+
+@pytest.mark.parametrize("eight_bit", [True, False])
+def test_the_compiled_step_of_low_precision_adamw_equals_the_eager_one(eight_bit):
+    from chatmill.train.low_precision import LowPrecisionAdamW
+
+    ends = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((96, 256), (64, 512), (80, 1408), (50, 128), (33,), (70, 70))
+        weights = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in shapes]
+        numbers = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        optimizer = LowPrecisionAdamW(weights, **numbers, eight_bit=eight_bit)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator).to(device)
+            optimizer.step()
+        ends.append(weights)
+    # A value between two codes may get either; bfloat16 moments are rounded by other random numbers.
+    assert all(far(gpu.detach(), cpu.detach()) < 1e-3 for cpu, gpu in zip(*ends, strict=True))
+
+
+def test_stochastic_rounding_on_a_gpu_preserves_the_mean_and_depends_on_the_seed():
+    from chatmill.train.low_precision import LowPrecisionAdamW
+
+    ends = []
+    for seed in (1, 1, 2):
+        weight = torch.nn.Parameter(torch.ones(512, 2048, dtype=torch.bfloat16, device="cuda"))
+        optimizer = LowPrecisionAdamW([weight], lr=1e-4, betas=(0.9, 0.95), eps=1e-8, eight_bit=True)
+        weight.grad = torch.ones_like(weight)
+        torch.manual_seed(seed)
+        optimizer.step()
+        ends.append(weight.detach().float())
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+    # The next bfloat16 below 1 is 1 - 1/256, so 2.6% of the weights are rounded to it.
+    assert abs(float(ends[0].mean()) - (1 - 1e-4)) < 1e-5
+
+
+def test_float8_products_are_close_to_bfloat16():
+    if find_spec("torchao") is None or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs torchao, and a GPU that multiplies in float8")
+    from chatmill.train.float8 import use_float8
+
+    batch = Inputs.of(packed(ROWS, 512), "cuda")
+    results = []
+    for is_float8 in (False, True):
+        model = small_gpt(WIDER, compute=torch.bfloat16).cuda()
+        if is_float8:
+            use_float8(model)
+            model.checkpoint_blocks()
+            model.compile_blocks()
+        losses = model(*batch)
+        losses.total.backward()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        results.append((losses.total.detach() / batch.targets.weight, gradient))
+    (exact, gradient), (rounded, other) = results
+    assert 0 < abs(float(rounded - exact)) < 0.05
+    assert torch.nn.functional.cosine_similarity(gradient, other, dim=0) > 0.9

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model_fixtures import VOCAB, conversation, gradients, inputs, packed, plain_loss
+from safetensors.torch import load_file, save_file
 
 from chatmill.errors import DataError
 from chatmill.train.generation import Sampling, beam_search, generate, prefill
@@ -51,8 +52,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     # These do not keep conversations apart by themselves: positions in the bias, or a state that runs on.
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    # Its causal model calls a part of its base model.
+    "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
-APART = {"bloom", "mamba"}
+APART = {"bloom", "mamba", "opt"}
 
 
 def fresh(name: str, **changes: Any) -> Any:
@@ -165,6 +168,18 @@ def test_a_model_trained_for_twenty_steps_and_saved_has_the_same_logits_when_tra
     assert (tmp_path / "saved" / "chat_template.jinja").read_text() == "hello"
 
 
+def test_a_generation_config_that_transformers_refuses_to_write_is_copied_verbatim(tmp_path):
+    folder = qwen(tmp_path)
+    # A temperature without do_sample, as some published models have it.
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3], "temperature": 0.6}')
+    model = open_model(folder)
+    for place in (tmp_path / "saved", folder):
+        place.mkdir(exist_ok=True)
+        model.save(place)
+        assert (place / "generation_config.json").read_text() == '{"eos_token_id": [2, 3], "temperature": 0.6}'
+    assert model.lm.generation_config.temperature == 0.6
+
+
 def test_given_weights_are_saved_in_place_of_its_own(tmp_path):
     model = open_model(qwen(tmp_path))
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
@@ -217,6 +232,16 @@ def test_a_head_that_says_something_else_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(HFModel, "head", lambda self: LMHead(self.lm.get_output_embeddings().weight, scale=2.0))
     with pytest.raises(DataError, match="its logits are not those of its head"):
         open_model(qwen(tmp_path))
+
+
+@pytest.mark.parametrize("weights", ["float32", "stored", "bfloat16"])
+def test_a_model_with_nan_weights_is_refused(tmp_path, weights):
+    folder = qwen(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 2] = torch.nan
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match="its logits are NaN; it has weights that are NaN or infinite"):
+        open_model(folder, weights=weights)
 
 
 def test_folders_that_transformers_cannot_open_are_one_line(tmp_path):

@@ -10,11 +10,9 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,13 +24,15 @@ from train_fixtures import SMALL, config, curve, prepare, ranks, run_chatmill, s
 from chatmill.audit import verify_log
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.load.loader import EpisodeLoader
+from chatmill.load.source import conversation
 from chatmill.store import files
 from chatmill.store.read import open_dataset
 from chatmill.train.checkpoint_files import list_checkpoints, model_folder, self_sha256
 from chatmill.train.gpt import GPT
 from chatmill.train.load_model import open_model
-from chatmill.train.loop import StepRecord, train_model
+from chatmill.train.loop import train_model
 from chatmill.train.out_of_memory import OutOfMemoryError
+from chatmill.train.result import StepRecord
 from chatmill.train.run_dir import read_metrics, read_rows
 from chatmill.train.score import score_model
 from chatmill.train.step import NotFiniteError, Stepper
@@ -42,6 +42,7 @@ def test_a_run_leaves_its_config_metrics_picture_and_checkpoint(sums_data, tmp_p
     result = trained(sums_data, tmp_path, eval_interval=4)
     assert sorted(path.name for path in result.folder.iterdir()) == [
         "config.json",
+        "first_batch.json",
         "loss.svg",
         "metrics.jsonl",
         "step_00000004",
@@ -187,9 +188,9 @@ def test_without_val_nothing_is_evaluated_and_that_is_said(tmp_path, capsys):
 def test_progress_is_told_in_lines_where_there_is_no_terminal(sums_data, tmp_path, capsys):
     settings = config(log_interval=3, eval_interval=8)
     train_model(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path)
-    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
     assert [line.split("  ")[0] for line in lines[:3]] == ["step 3/8", "step 6/8", "step 8/8"]
-    assert [word.split()[-1] for word in lines[0].split("  ")[2:]] == ["tokens/s", "trained/s", "left"]
+    assert [word.split()[-1] for word in lines[0].split("  ")[3:]] == ["tokens/s", "trained/s", "left"]
     assert lines[3].startswith("step 8: val loss ")
     assert len(lines) == 4
 
@@ -351,29 +352,32 @@ def broken(settings, vocab_size, value):
 def test_a_loss_that_is_no_number_stops_and_names_the_episodes(sums_data, tmp_path, value):
     settings = config(save_interval=1)
     loader = EpisodeLoader(sums_data, settings)
-    episodes = next(iter(loader.plan("train").one_epoch())).episodes.tolist()
+    episodes = sorted(next(iter(loader.plan("train").one_epoch())).episodes.tolist())
     model = broken(settings, loader.vocab_size, value)
     with pytest.raises(NotFiniteError) as error:
         train_model(settings, model_name="run", dataset_dir=sums_data, out_dir=tmp_path, model=model, quiet=True)
-    said = str(error.value)
-    assert said.startswith("step 1: the loss is nan; its episodes are " + ", ".join(map(str, episodes)) + "; ")
-    assert "\n" not in said
+    places = [conversation(loader.sources, "train", episode, -1).place for episode in episodes]
+    names = ", ".join(f"{place} (episode {each}, loss nan)" for place, each in zip(places, episodes[:3], strict=False))
+    assert str(error.value) == (
+        f"step 1: the loss is nan; none of its 4 conversations has a finite loss: {names} and 1 more; lower "
+        "learning_rate, or look at them, and start again from the beginning: no checkpoint was written"
+    )
     # Nothing that is broken is ever saved.
     assert list_checkpoints(tmp_path / "run") == []
 
 
 def test_a_run_that_breaks_later_names_that_step_and_the_last_good_checkpoint(sums_data, tmp_path):
-    with pytest.raises(NotFiniteError, match=r"^step \d+: .* go on from .*step_0000000\d$") as error:
+    with pytest.raises(NotFiniteError, match=r"^step \d+: .* resume from .*step_0000000\d$") as error:
         trained(sums_data, tmp_path, learning_rate=1e30, warmup_iters=0, grad_clip=0, weight_decay=0, save_interval=1)
     step = int(str(error.value).split()[1].rstrip(":"))
     assert list_checkpoints(tmp_path / "run")[-1].name == f"step_{step - 1:08d}"
 
 
 def test_a_batch_without_trained_tokens_changes_nothing_to_nan(tmp_path):
-    data = write_files(tmp_path / "data", [[1, 2, 3, 4]] * 8, [[0, 0, 0, 0]] * 8)
-    result = trained(data, tmp_path, batch_size=2, pad_token_id=0, max_iters=4)
-    assert (result.step, result.loss, result.trained, result.untrained_rows) == (4, None, 0, 8)
-    assert [line["loss"] for line in read_metrics(result.folder)] == [None] * 4
+    data = write_files(tmp_path / "data", [[1, 2, 3, 4]] * 8, [[0, 0, 0, 0]] * 6 + [[0, 0, 1, 1]] * 2)
+    result = trained(data, tmp_path, batch_size=2, pad_token_id=0, max_iters=4, epoch_shuffle=False)
+    assert (result.step, result.trained, result.untrained_rows) == (4, 4, 6)
+    assert [line["loss"] for line in read_metrics(result.folder)] == [None, None, None, result.loss]
     assert all(np.isfinite(tensor).all() for tensor in weights(result.checkpoint).values())
 
 
@@ -454,7 +458,8 @@ def test_a_full_gpu_says_what_to_lower(sums_data, tmp_path, monkeypatch):
         trained(sums_data, tmp_path, gradient_accumulation_steps=2)
     assert str(error.value) == (
         "the GPU is out of memory with 2 rows of 48 tokens at a time; "
-        "raise gradient_accumulation_steps from 2, or set activation_checkpointing"
+        "raise gradient_accumulation_steps from 2, or set activation_checkpointing, "
+        "or set optimizer to adamw8bit (6 bytes per parameter instead of 16)"
     )
 
 
@@ -499,51 +504,6 @@ def test_a_model_that_the_host_cannot_hold_is_one_line(sums_data, tmp_path, size
 
     assert end_children([start_child(train_and_print_the_error, output=tmp_path)]) == [0]
     assert re.sub(r"[0-9.]+ GiB", "N GiB", (tmp_path / "out").read_text()) == HOST_IS_FULL
-
-
-def test_memory_is_compared_with_the_model_before_it_is_made(sums_data, tmp_path, monkeypatch):
-    def train_with(available: int) -> None:
-        monkeypatch.setattr("chatmill.train.preflight.available_memory", lambda: available)
-        trained(sums_data, tmp_path / str(available), max_iters=1)
-
-    sizes = config().sizes(EpisodeLoader(sums_data, config()).sources[0].vocab_size)
-    bytes_needed = 16 * sizes.num_parameters
-    train_with(bytes_needed)
-    with monkeypatch.context() as patched:
-        patched.setattr("chatmill.train.preflight.GPT", None)
-        with pytest.raises(OutOfMemoryError) as error:
-            train_with(bytes_needed - 1)
-    assert re.sub(r"[0-9.]+ GiB", "N GiB", f"{error.value}\n") == HOST_IS_FULL
-
-
-def test_tensorboard_that_is_not_installed_is_one_line_and_leaves_no_run_behind(sums_data, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match="pip install tensorboard"):
-        trained(sums_data, tmp_path / "out", tensorboard=True)
-    assert not (tmp_path / "out").exists()
-
-
-def test_tensorboard_gets_all_that_was_measured(tmp_path, monkeypatch):
-    written = []
-
-    class Writer:
-        def __init__(self, folder: str) -> None:
-            assert Path(folder).is_dir()
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            written.append({"step": step, name: float(value)})
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    # The second of two steps has nothing to train, and so no loss.
-    data = write_files(tmp_path / "data", [[1, 2, 3, 4]] * 2, [[0, 1, 1, 1], [0, 0, 0, 0]])
-    settings = {"batch_size": 1, "epoch_shuffle": False, "pad_token_id": 0, "max_iters": 2, "tensorboard": True}
-    lines = read_metrics(trained(data, tmp_path, **settings).folder)
-    assert [line["loss"] is None for line in lines] == [False, True]
-    parts = [(line["step"], name, value) for line in lines for name, value in line.items() if name != "step"]
-    assert written == [{"step": step, name: float(value)} for step, name, value in parts if value is not None]
 
 
 def test_random_order_has_no_pass(sums_data, tmp_path):
@@ -597,7 +557,13 @@ def test_val_without_trained_tokens_has_no_loss(tmp_path):
     mask.write_bytes(bytes(mask.stat().st_size))
     result = trained(data, tmp_path, pad_token_id=0, max_iters=1, eval_interval=1)
     assert (result.val_loss, result.val_perplexity) == (None, None)
-    assert read_metrics(result.folder)[-1] == {"step": 1, "val_loss": None, "val_perplexity": None, "val_trained": 0}
+    assert read_metrics(result.folder)[-1] == {
+        "step": 1,
+        "epoch": 0.5,
+        "val_loss": None,
+        "val_perplexity": None,
+        "val_trained": 0,
+    }
 
 
 def test_a_run_that_failed_can_be_gone_on_with_in_the_same_process(sums_data, tmp_path):
@@ -638,3 +604,21 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(sums_data, tmp_pa
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step_00000004"]
     assert trained(sums_data, tmp_path, resume="auto").step == 8
     assert not list((tmp_path / "run").glob(".*"))
+
+
+def test_the_seconds_of_every_step_hold_its_wait_for_data_and_its_computation(sums_data, tmp_path, monkeypatch):
+    computed = []
+    step = Stepper.step
+
+    def timed(self, *args, **more):
+        began = time.perf_counter()
+        pending = step(self, *args, **more)
+        computed.append(time.perf_counter() - began)
+        return pending
+
+    monkeypatch.setattr(Stepper, "step", timed)
+    trained(sums_data, tmp_path, max_iters=4)
+    lines = [line for line in read_metrics(tmp_path / "run") if "seconds" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line, seconds in zip(lines, computed, strict=True):
+        assert line["seconds"] >= line["data_wait"] + seconds

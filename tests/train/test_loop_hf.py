@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import socket
 import warnings
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
-from model_fixtures import save_qwen
+from model_fixtures import save_qwen, small_gpt
+from safetensors.torch import load_file, save_file
 from train_fixtures import curve, prepare, ranks, run_chatmill, sums, trained
 
 from chatmill.errors import DataError, UsageError
-from chatmill.train.checkpoint import list_checkpoints
-from chatmill.train.load_model import open_model
+from chatmill.train.chat_model import open_chat_model
+from chatmill.train.checkpoint import list_checkpoints, save
+from chatmill.train.distributed import World
+from chatmill.train.load_model import open_model, open_ready
+from chatmill.train.lora import LoraModel
+from chatmill.train.preflight import base_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -46,6 +54,78 @@ def test_a_run_that_goes_on_ends_with_the_same_bits_dropout_included(base, sums_
     assert contents(parts.checkpoint) == contents(whole.checkpoint)
     assert contents(parts.checkpoint / "model") == contents(whole.checkpoint / "model")
     assert curve(parts.folder) == curve(whole.folder)
+
+
+@pytest.fixture
+def half(base, tmp_path):
+    """The same model in bfloat16, with norms in float32."""
+    folder = tmp_path / "half"
+    shutil.copytree(base, folder)
+    tensors = load_file(base / "model.safetensors")
+    narrow = {name: tensor if tensor.ndim == 1 else tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(narrow, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((base / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return folder
+
+
+def dtypes_in(path: Path) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in load_file(path).items()}
+
+
+@WAYS
+def test_a_run_on_a_half_precision_model_resumes_bitwise_exactly(half, sums_data, tmp_path, way):
+    settings = {"init_from_model": str(half), "save_interval": 2, "keep_checkpoints": 9, **way}
+    whole = trained(sums_data, tmp_path, name="whole", max_iters=4, **settings)
+    shutil.copytree(whole.folder, tmp_path / "parts")
+    shutil.rmtree(list_checkpoints(tmp_path / "parts")[-1])
+    parts = trained(sums_data, tmp_path, name="parts", max_iters=4, resume="auto", **settings)
+    assert contents(parts.checkpoint) == contents(whole.checkpoint)
+    assert contents(parts.checkpoint / "model") == contents(whole.checkpoint / "model")
+    # Trained weights and the state to resume from are float32.
+    assert set(dtypes_in(parts.checkpoint / "state-00000-of-00001.safetensors").values()) == {torch.float32}
+    if way:
+        assert set(dtypes_in(parts.checkpoint / "model" / "adapter_model.safetensors").values()) == {torch.float32}
+    else:
+        assert dtypes_in(parts.checkpoint / "model" / "model.safetensors") == dtypes_in(half / "model.safetensors")
+
+
+def test_a_model_is_saved_in_the_dtypes_it_was_loaded_from_or_in_save_dtype(base, half, sums_data, tmp_path):
+    for number, (folder, save_dtype, dtype) in enumerate(
+        [
+            (half, "auto", torch.bfloat16),
+            (base, "auto", torch.float32),
+            (half, "float32", torch.float32),
+            (base, "float16", torch.float16),
+        ]
+    ):
+        settings = {"init_from_model": str(folder), "save_dtype": save_dtype, "max_iters": 1}
+        saved = trained(sums_data, tmp_path, name=str(number), **settings).checkpoint / "model"
+        assert json.loads((saved / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        assert AutoModelForCausalLM.from_pretrained(saved, dtype="auto").dtype == dtype
+        # The trained model is float32 and is rounded once.
+        state = load_file(saved.parent / "state-00000-of-00001.safetensors")
+        for name, tensor in load_file(saved / "model.safetensors").items():
+            assert torch.equal(tensor, state[f"weights/lm.{name}"].to(tensor.dtype)), name
+    adapters = trained(sums_data, tmp_path, init_from_model=str(half), save_dtype="bfloat16", max_iters=1, **ADAPTERS)
+    assert set(dtypes_in(adapters.checkpoint / "model" / "adapter_model.safetensors").values()) == {torch.bfloat16}
+    own = trained(sums_data, tmp_path, name="own", save_dtype="bfloat16", max_iters=1).checkpoint / "model"
+    again = trained(sums_data, tmp_path, name="again", init_from_model=str(own), max_iters=1).checkpoint / "model"
+    for folder in (own, again):
+        assert set(dtypes_in(folder / "model.safetensors").values()) == {torch.bfloat16}
+
+
+def test_a_weight_outside_the_float16_range_is_a_one_line_error(tmp_path):
+    model = small_gpt()
+    with torch.no_grad():
+        model.embedding.weight[3, 4] = 1e6
+    optimizer = torch.optim.AdamW(model.parameters())
+    world = World(0, 1, torch.device("cpu"))
+    with pytest.raises(
+        DataError, match=r"^embedding.weight: has values outside the range of float16; set save_dtype to"
+    ):
+        save(tmp_path, {"step": 1}, model, optimizer, world, sharded=False, keep=1, about={}, save_dtype="float16")
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_transformers_opens_what_was_trained_for_twenty_steps(base, sums_data, tmp_path):
@@ -84,7 +164,7 @@ def test_ranks_train_them_as_one_does(base, sums_data, tmp_path, way, parallel):
 
 def test_adapters_need_a_hugging_face_model(sums_data, tmp_path):
     own = trained(sums_data, tmp_path, name="own", max_iters=1)
-    with pytest.raises(UsageError, match="is no Hugging Face model, and lora is given"):
+    with pytest.raises(UsageError, match="is not a Hugging Face model, and lora is given"):
         trained(sums_data, tmp_path, init_from_model=str(own.folder), **ADAPTERS)
 
 
@@ -105,8 +185,51 @@ def test_adapters_go_on_only_with_the_model_they_began_on(base, sums_data, tmp_p
     assert first.step == 2
 
 
+def test_adapters_load_from_any_directory_without_a_network(base, sums_data, tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    shutil.copytree(base, here / "model")
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (here / "model" / name).write_text("{}")
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+    def refused(*_, **__):
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr(socket, "getaddrinfo", refused)
+    adapters = trained(sums_data, tmp_path, init_from_model="model", max_iters=1, **ADAPTERS).checkpoint / "model"
+    assert {"tokenizer_config.json", "chat_template.jinja"} <= {path.name for path in adapters.iterdir()}
+    shutil.copytree(adapters, there / "copy")
+    monkeypatch.chdir(there)
+    opened = open_chat_model("copy", device="cpu")
+    assert isinstance(opened.model, LoraModel)
+    assert json.loads((adapters / "adapter_config.json").read_text())["base_model_name_or_path"] == str(here / "model")
+    # Adapters that are trained further still name their base model.
+    further = trained(sums_data, tmp_path, name="further", init_from_model="copy", max_iters=1).checkpoint / "model"
+    assert base_of(further) == base_of(adapters) == {"folder": str(here / "model"), "sha256": ANY}
+
+    (here / "model").rename(there / "moved")
+    with pytest.raises(DataError, match=r"is not a folder on this machine; restore it, change base_model_name_or_path"):
+        open_ready("copy", "cpu")
+    assert open_ready("copy", "cpu", base_model="moved").vocab_size == 300
+    with pytest.raises(UsageError, match="moved: is not an adapter folder, and --base-model is given; leave it out"):
+        open_ready("moved", "cpu", base_model="moved")
+    weights = bytearray((there / "moved" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (there / "moved" / "model.safetensors").write_bytes(weights)
+    changed = (
+        rf"copy: these adapters were trained on {here / 'model'} with weights \w{{12}}…, moved has \w{{12}}…; use the"
+    )
+    with pytest.raises(DataError, match=changed):
+        open_ready("copy", "cpu", base_model="moved")
+
+
 def test_adapters_on_a_damaged_model_of_a_checkpoint_are_not_opened(base, sums_data, tmp_path):
     own = trained(sums_data, tmp_path, name="own", init_from_model=str(base), max_iters=1)
+    assert trained(sums_data, tmp_path, name="further", init_from_model=str(own.folder), max_iters=1).step == 1
     adapted = trained(sums_data, tmp_path, init_from_model=str(own.folder), max_iters=1, **ADAPTERS)
     assert open_model(adapted.checkpoint / "model").vocab_size == 300
     damaged = own.checkpoint / "model" / "model.safetensors"

@@ -9,13 +9,14 @@ import torch
 from model_fixtures import conversation, inputs, packed, save_qwen
 
 from chatmill.errors import DataError, UsageError
-from chatmill.train.hf import HFModel, LoraModel, LoraSizes
+from chatmill.train.config import LoraSizes
+from chatmill.train.hf import HFModel
 from chatmill.train.load_model import open_model
+from chatmill.train.lora import LoraModel
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import peft  # noqa: F401
-    from transformers import AutoModelForCausalLM
+    import peft
 
 CHATS = [conversation(length, seed=length) for length in (5, 9, 3, 7)]
 BATCH = packed([CHATS[:2], CHATS[2:]], 16)
@@ -67,18 +68,24 @@ def test_fresh_adapters_change_nothing_and_are_all_that_is_trained(base):
     assert changed == names
 
 
-def test_merged_logits_are_those_with_adapters_and_the_merged_folder_needs_no_peft(base, tmp_path):
-    model = adapted(base)
-    Run(model).steps(20)
-    wanted = logits_of(model)
-    assert not torch.allclose(wanted, logits_of(open_model(base)), atol=0.1)
-    merged = model.merge()
-    assert torch.allclose(logits_of(merged), wanted, atol=1e-4)
-    (tmp_path / "merged").mkdir()
-    merged.save(tmp_path / "merged")
-    names = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
-    assert not any("lora" in name for name in names)
-    assert torch.allclose(logits_of(open_model(tmp_path / "merged")), wanted, atol=1e-4)
+def test_adapted_layers_compute_what_peft_does(base):
+    model = adapted(base, alpha=7.0)
+    Run(model).steps(3)
+    layers = [module for module in model.lm.modules() if type(module).__name__ == "AdaptedLinear"]
+    assert len(layers) == 2 * 7
+    model.eval()
+
+    def outcome() -> list[torch.Tensor]:
+        model.zero_grad()
+        logits = model.logits(BATCH.x, BATCH.positions, BATCH.segments)
+        logits.square().sum().backward()
+        return [logits.detach(), *(weight.grad for weight in model.parameters() if weight.requires_grad)]
+
+    ours = outcome()
+    for layer in layers:
+        layer.__class__ = peft.tuners.lora.Linear
+    for mine, theirs in zip(ours, outcome(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
 
 
 def test_saved_adapters_are_read_back_bit_by_bit_with_the_model_under_them(base, tmp_path):
@@ -93,6 +100,15 @@ def test_saved_adapters_are_read_back_bit_by_bit_with_the_model_under_them(base,
     again = open_model(tmp_path / "adapters")
     assert isinstance(again, LoraModel) and torch.equal(logits_of(again), logits_of(model))
     assert list(again.trained_state()) == list(model.trained_state())
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_adapters_that_are_trained_further_keep_the_precision_of_their_base_model(base, tmp_path, weights):
+    """bfloat16 is what adamw8bit trains all weights in; the base model is not trained."""
+    adapted(base).save(tmp_path / "adapters")
+    model = open_model(tmp_path / "adapters", weights=weights)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert torch.equal(logits_of(model), logits_of(open_model(tmp_path / "adapters")))
 
 
 def test_training_resumed_from_saved_weights_is_bitwise_training_that_never_stopped(base):
@@ -120,7 +136,7 @@ def test_adapters_may_stand_on_some_layers_only(base):
 
 
 @pytest.mark.parametrize(
-    ("targets", "says"), [(["nonesuch"], "nonesuch"), (["q_proj", "lm_head"], "lm_head is the head")]
+    ("targets", "says"), [(["nonesuch"], "nonesuch"), (["q_proj", "lm_head"], "lm_head is the output head")]
 )
 def test_targets_that_cannot_be_are_one_line(base, targets, says):
     with pytest.raises(UsageError, match=says) as caught:
@@ -135,5 +151,7 @@ def test_adapters_whose_model_is_gone_are_one_line(base, tmp_path):
     with pytest.raises(DataError) as caught:
         open_model(tmp_path / "adapters")
     assert str(caught.value) == (
-        f"{tmp_path / 'adapters'}: these adapters go onto the model {base}, which is no folder here; put it back there"
+        f"{tmp_path / 'adapters'}: base model {base} is not a folder on this machine; "
+        "restore it, change base_model_name_or_path in adapter_config.json, or pass its folder as --base-model to "
+        "chat, eval and merge"
     )

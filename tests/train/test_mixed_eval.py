@@ -19,7 +19,9 @@ from chatmill.train.command import summary
 from chatmill.train.load_model import open_model
 from chatmill.train.loop import train_model
 from chatmill.train.run_dir import read_metrics
+from chatmill.train.sharded_tensors import ShardedTensors
 
+KINDS = ("weights/", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")
 MIX = {"large": 0.5, "none": 0.2, "small": 0.3}
 
 
@@ -77,8 +79,22 @@ def test_losses_do_not_depend_on_ranks_and_micro_batches(mix, sums_data, tmp_pat
         mixed = trained(mix, out_dir, name="mix", mix_sft=MIX, **settings, **more)
         return [one.val_loss, mixed.val_loss, *(each["loss"] for each in mixed.val_sources.values() if each)]
 
+    def on_rank(rank: int) -> list[float]:
+        # Nothing is learned, so that no evaluation but the first is an improvement.
+        early = {"max_iters": None, "epochs": 1, "eval_interval": 2, "early_stop_patience": 2, "learning_rate": 0.0}
+        place = {"name": "early", "checkpoint": "sharded", "save_interval": 5, "parallel": "fsdp"}
+        result = trained(mix, tmp_path / "two", mix_sft=MIX, **early, **place)
+        assert (result.step, result.best_step, result.best_val_loss) == (6, 2, result.val_loss)
+        assert (result.folder / "best" / "model" / "model.safetensors").is_file()
+        assert not (result.folder / "step_00000005" / "model").exists()
+        # A checkpoint after an evaluation holds the moments of all weights, in shards.
+        stored = ShardedTensors(result.checkpoint.glob("state-*.safetensors"))
+        kinds = [{name.removeprefix(kind) for name in stored.names if name.startswith(kind)} for kind in KINDS]
+        assert kinds[0] == kinds[1] == kinds[2] and len(kinds[0]) > 3
+        return evaluated(tmp_path / "two")
+
     in_parts = evaluated(tmp_path / "parts", gradient_accumulation_steps=2)
-    on_ranks = ranks(2, lambda rank: evaluated(tmp_path / "two"))
+    on_ranks = ranks(2, on_rank)
     assert len(in_parts) == 4
     assert np.ptp([evaluated(tmp_path), in_parts, *on_ranks], axis=0).max() < 1e-5
 

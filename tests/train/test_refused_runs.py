@@ -101,7 +101,8 @@ REFUSALS = {
     "an audit folder in a file": ["--audit_dir", "file/logs"],
     "an output folder that is a file": ["--out_dir", "file"],
     "an output folder in a file": ["--out_dir", "file/runs"],
-    "tensorboard that is not installed": ["--tensorboard"],
+    "a tracker that is not installed": ["--report_to", "tensorboard"],
+    "no such tracker": ["--report_to", "paper"],
     "a settings file with an unknown key": ["--config_file", "../small.json", "--dataset_dir", "../sums"],
 }
 
@@ -109,7 +110,7 @@ REFUSALS = {
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_a_refused_run_leaves_everything_as_it_was(inputs, monkeypatch, capsys, refusal):
     monkeypatch.chdir(inputs / "settings" if refusal.startswith("a settings file") else inputs)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("chatmill.train.preflight.available_memory", lambda: 1e9)
     args = list(REFUSALS[refusal])

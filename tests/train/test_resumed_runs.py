@@ -32,7 +32,7 @@ def files(folder) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 7])
-def test_a_run_that_goes_on_from_any_step_ends_with_the_same_bits(undisturbed, sums_data, tmp_path, step):
+def test_resuming_from_any_step_is_bitwise_exact(undisturbed, sums_data, tmp_path, step):
     shutil.copytree(undisturbed.folder, tmp_path / "run")
     for path in list_checkpoints(tmp_path / "run")[step:]:
         shutil.rmtree(path)
@@ -62,7 +62,7 @@ def test_resume_auto_begins_where_there_is_nothing(sums_data, tmp_path):
 
 
 def test_a_run_is_not_overwritten(undisturbed, sums_data):
-    with pytest.raises(UsageError, match="run: holds a run already; --resume auto goes on with it"):
+    with pytest.raises(UsageError, match="run: holds a run already; --resume auto continues it"):
         trained(sums_data, undisturbed.folder.parent)
 
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_stage_2_is_refused_and_its_model_offered(sums_data, tmp
     with pytest.raises(UsageError) as error:
         trained(sums_data, tmp_path, resume=str(path))
     assert str(error.value) == (
-        f"{path}: was written by chatmill rollout train, which goes on with it; "
+        f"{path}: was written by chatmill rollout train, which can resume from it; "
         f"to train its model, give --init_from_model {path}"
     )
 

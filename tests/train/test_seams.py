@@ -68,7 +68,7 @@ class Bigram(CausalModel):
     def blocks(self):
         return []
 
-    def checkpoint_blocks(self):
+    def checkpoint_blocks(self, *, offload=False):
         pass
 
     def save(self, folder, state=None):
@@ -76,7 +76,7 @@ class Bigram(CausalModel):
         torch.save(dict(state or self.state_dict()), folder / "weights.pt")
 
     @classmethod
-    def load(cls, folder, *, compute=None):
+    def load(cls, folder, *, compute=None, weights="float32"):
         model = cls(json.loads((folder / "config.json").read_text())["vocab_size"])
         model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
         return model
@@ -96,5 +96,5 @@ def test_a_model_family_from_outside_is_opened_trained_and_saved(dataset, tmp_pa
 
 
 def test_a_family_that_takes_no_adapters_says_so(tmp_path):
-    with pytest.raises(UsageError, match="is no Hugging Face model, and lora is given"):
+    with pytest.raises(UsageError, match="is not a Hugging Face model, and lora is given"):
         small_gpt().with_lora(None, tmp_path)

@@ -127,7 +127,7 @@ def test_every_conversation_has_its_own_loss():
     batch = a_batch()
     stepper = a_stepper(small_gpt())
     parts = micro_batches(batch, 2, CPU)
-    rows = stepper.step(parts, weight=1.0, lr=0.0, rows=True).read().rows
+    rows = stepper.step(parts, weight=1.0, lr=0.0, rows=True).read().rows()
     found = {}
     model = small_gpt()
     for row, ids in enumerate(batch.episode_ids.tolist()):

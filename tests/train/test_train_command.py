@@ -243,7 +243,7 @@ def test_sigterm_saves_and_the_command_ends_well(place):
     code, out, _ = started.ended()
     assert code == 0
     assert out.startswith("stopped by SIGTERM at step ")
-    assert "go on with --resume auto" in out
+    assert "continue with --resume auto" in out
     step = int(out.split()[5])
     assert (place / f"checkpoints/mine/step_{step:08d}/checkpoint.json").is_file()
 
@@ -303,13 +303,13 @@ def test_blocks_are_post_trained_with_the_documented_variable(place, monkeypatch
 def test_post_training_after_plain_training_is_on_the_mask_and_on_all_blocks(place, monkeypatch, capsys):
     data = prepare(place, "blocks", "--format", "post-training", "--fit", "blocks", "--max-tokens", "32")
     main(flags("--max_iters", "null", "--use_loss_mask", "false", "--block_size", "31", data=str(data)))
-    said = "2 of 22 episodes fill no batch at the end of the pass and are left out; set epoch_drop_last to false"
+    said = "2 of 22 episodes do not fill a batch at the end of the epoch and are left out; set epoch_drop_last to false"
     assert said in capsys.readouterr().err
     monkeypatch.setenv("POST_TRAINING", "1")
     main(["--model_name", "mine", "--resume", "auto"])
     stored = json.loads(Path("checkpoints/mine/config.json").read_text())
     assert (stored["use_loss_mask"], stored["epoch_drop_last"]) == (True, False)
-    assert "fill no batch" not in capsys.readouterr().err
+    assert "fill a batch" not in capsys.readouterr().err
     assert len(read_metrics(Path("checkpoints/mine"))) == 22 // 4 + -(-22 // 4)
 
 

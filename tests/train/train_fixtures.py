@@ -24,7 +24,8 @@ from chatmill.store.layout import INDEX, MASK, TOKENS, shard_name
 from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.write import SplitWriter
 from chatmill.train.config import TrainConfig
-from chatmill.train.loop import TrainResult, train_model
+from chatmill.train.loop import train_model
+from chatmill.train.result import TrainResult
 
 SMALL: dict[str, Any] = {
     "batch_size": 4,

@@ -26,7 +26,7 @@ from chatmill.audit.log import AuditError, AuditLog, Clock, now, read_log
 from chatmill.audit.saved_state import SavedState, first_difference, logged_checkpoints
 from chatmill.errors import DataError, one_line
 from chatmill.load.config import LoadConfig, order_sha256
-from chatmill.load.mix import shares
+from chatmill.load.mix import MixedOrder, shares
 from chatmill.load.order import effective_seed
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep, datasets_hash
 
@@ -213,9 +213,10 @@ def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> Non
 def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
     """The dataset, the config, and everything that decides the order."""
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
-    if config["token_dtype"] is None:
-        # Omitted if null, so that logs of such runs stay the same as before.
-        del config["token_dtype"]
+    for name in ("token_dtype", "mix_epochs"):
+        if config[name] is None:
+            # Omitted if null, so that logs of such runs stay the same as before.
+            del config[name]
 
     def count(split: str) -> int:
         sources = plan.sources
@@ -271,9 +272,11 @@ def complete_fields(plan: LoadPlan, epoch: int, step: PlannedStep) -> dict[str, 
 def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
     """The shares that were requested, and those realised since the first step."""
     everything = sum(total.values()) or 1
+    assert isinstance(plan.order, MixedOrder)
+    requested = plan.order.shares if plan.config.mix_sft is None else shares(plan.config.mix_sft)
     return {
         "mix_by": plan.config.mix_by,
-        "requested": {name: round(float(share), 6) for name, share in shares(plan.config.mix_sft or {}).items()},
+        "requested": {name: round(float(share), 6) for name, share in requested.items()},
         "realised": {name: round(amount / everything, 6) for name, amount in total.items()},
     }
 

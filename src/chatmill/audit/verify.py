@@ -21,6 +21,7 @@ from chatmill.load.config import LoadConfig
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep
 from chatmill.load.source import open_sources
 from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place
 from chatmill.rows import Index
 from chatmill.store.primer_cache import PrimerCache, verify_cache
 from chatmill.store.verify import verify_dataset
@@ -51,7 +52,7 @@ class AuditResult:
 
 def verify_log(
     log: str | Path,
-    dataset: str | Path | None = None,
+    dataset: str | Place | None = None,
     *,
     heads: Mapping[str, str] | None = None,
     states: Mapping[str, SavedState] | None = None,
@@ -66,7 +67,6 @@ def verify_log(
         assert result.fault is None
     """
     place = local_path(log)
-    local_path(dataset or "")
     lines = read_log(place)
     result = AuditResult(len(lines))
     checker = _Checker(dataset, progress, result)
@@ -138,7 +138,9 @@ class _LoggedState(NamedTuple):
 class _Checker:
     """Follows a run line by line; raises `MismatchError` for a line that differs from what the dataset gives."""
 
-    def __init__(self, dataset: str | Path | None, progress: Callable[[int], None] | None, result: AuditResult) -> None:
+    def __init__(
+        self, dataset: str | Place | None, progress: Callable[[int], None] | None, result: AuditResult
+    ) -> None:
         self._dataset, self._progress, self.result = dataset, progress, result
         self._run: LoggedRun | None = None
         self._state = _LoggedState()
@@ -179,7 +181,7 @@ class _Checker:
             return None
         plan = self._run.plan
         for source in plan.sources:
-            if isinstance(source.dataset, PrimerCache):
+            if isinstance(source.dataset, PrimerCache) and isinstance(source.path, Path):
                 checked = verify_cache(source.path, full=True)
             else:
                 checked = verify_dataset(source.path, full=True, token_dtype=plan.config.token_dtype)
@@ -253,7 +255,7 @@ class LoggedRun(NamedTuple):
     fields: Mapping[str, str]
 
 
-def load_run(line: LogLine, dataset: str | Path | None) -> LoggedRun:
+def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
     """Open the dataset of a dataset_load line, and check the line against it."""
     try:
         values = json.loads(line.fields.get("config", ""))
@@ -325,7 +327,7 @@ class ReplayedStep:
     line: int
 
 
-def replay_step(log: str | Path, step: int, dataset: str | Path | None = None) -> ReplayedStep:
+def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) -> ReplayedStep:
     """Rebuild the global batch of a step, from the dataset that the log names or from `dataset`.
 
     The rows must have the digest that was logged: `DataError` if not.
@@ -333,7 +335,6 @@ def replay_step(log: str | Path, step: int, dataset: str | Path | None = None) -
         replay_step("logs/audit/audit_20260103T164419Z.log", step=7).batch
     """
     place = local_path(log)
-    local_path(dataset or "")
     loaded: LogLine | None = None
     covered = 0
     for number, line in _current_lines(place):

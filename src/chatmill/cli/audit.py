@@ -10,14 +10,30 @@ from typing import Annotated
 import typer
 
 from chatmill.audit import replay_step, saved_states, verify_log
-from chatmill.cli.options import AsJson, argument, command_group, counting, echo_json, echo_line
+from chatmill.cli.options import (
+    AsJson,
+    GivenPlace,
+    argument,
+    command_group,
+    counting,
+    dataset_place,
+    echo_json,
+    echo_line,
+)
 from chatmill.errors import one_line
 from chatmill.show.order_view import replay_tokenizer, replayed_rows
 
 app = command_group("Check the audit log of a run, or see a step of it again.")
 Log = Annotated[Path, argument("LOG", "A log: logs/audit/audit_….log.")]
 DatasetDir = Annotated[
-    Path | None, typer.Option("--dataset", metavar="DIR", help="What the run read.", show_default="as logged")
+    GivenPlace | None,
+    typer.Option(
+        "--dataset",
+        metavar="DIR",
+        help="What the run read: a folder or a URL.",
+        show_default="as logged",
+        parser=dataset_place,
+    ),
 ]
 
 

@@ -22,7 +22,7 @@ HELP = """\
   /new           begin a new conversation
   /quit          end; so does Ctrl-D. Ctrl-C cuts an answer short."""
 
-ModelPath = Annotated[str, argument("MODEL", "A run (checkpoints/NAME), one of its checkpoints, or a model folder.")]
+ModelPlace = Annotated[str, argument("MODEL", "A run (checkpoints/NAME), one of its checkpoints, or a model folder.")]
 ModelTokenizer = Annotated[
     str | None,
     typer.Option(
@@ -31,9 +31,20 @@ ModelTokenizer = Annotated[
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where; auto: on a GPU if there is one.")]
 
+BaseChoice = Annotated[
+    Literal["trained", "original"],
+    typer.Option(
+        "--base", help="Base model of adapters: as in training (4-bit if it was quantized), or as stored on disk."
+    ),
+]
+BaseModel = Annotated[
+    str | None,
+    typer.Option("--base-model", metavar="FOLDER", help="Folder of the base model of adapters, if it has moved."),
+]
+
 
 def chat(
-    model: ModelPath,
+    model: ModelPlace,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Say this and print the answer. Several are said one after the other.")
     ] = None,
@@ -48,6 +59,8 @@ def chat(
         str | None, typer.Option("--format", help="The one it was trained with, if the model does not say.")
     ] = None,
     device: Device = "auto",
+    base: BaseChoice = "trained",
+    base_model: BaseModel = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk to a model: what you type is written as it was in training, and answers end at the end token.
@@ -67,7 +80,9 @@ def chat(
     from chatmill.train.chat_model import ChatSession, open_chat_model
     from chatmill.train.generation import Sampling
 
-    chat_model = open_chat_model(model, tokenizer=tokenizer, format=format, device=device)
+    chat_model = open_chat_model(
+        model, tokenizer=tokenizer, format=format, device=device, base=base, base_model=base_model
+    )
     session = ChatSession(chat_model, max_tokens, Sampling(temperature, top_k, top_p, seed))
     session.reset(system)
     if prompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,8 @@ from chatmill.cli.options import AsJson, echo_json, echo_line, print_losses, pro
 from chatmill.cli.record_options import Inputs, ReadOptions, print_rejects
 from chatmill.errors import DataError, one_line
 from chatmill.records import FilePart, Message, Record
+from chatmill.records.files import label, shown
+from chatmill.remote.urls import place
 
 SHOWN_FILES = 5
 SHOWN_MESSAGES = 12
@@ -37,12 +39,12 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
             trainable += any(message.role == "assistant" for message in record.messages)
     good = sum(sources.values())
     if not good and not records.ledger.total("rejected").rows:
-        raise DataError(f"{', '.join(inputs)}: holds no record; expected at least one")
+        raise DataError(f"{', '.join(shown(place(name)) for name in inputs)}: holds no record; expected at least one")
     files = records.files()
     if as_json:
         reasons = {reason: entry.rows for bucket, reason, entry in records.ledger if bucket == "rejected"}
         counts = {"messages": dict(sorted(roles.items())), "sources": dict(sources), "rejected": reasons}
-        shapes = [{"file": str(part.path), "shape": part.shape, "why": part.why} for part in files]
+        shapes = [{"file": label(part.path), "shape": part.shape, "why": part.why} for part in files]
         understood = None if first is None else msgspec.to_builtins(first)
         noted = records.ledger.to_json().get("noted", {})
         echo_json(
@@ -53,29 +55,29 @@ def check(inputs: Inputs, read: ReadOptions, as_json: AsJson = False) -> None:
     typer.echo(f"{good:,} records, {trainable:,} of them with an assistant turn")
     typer.echo("messages: " + ", ".join(f"{count:,} {role}" for role, count in sorted(roles.items())))
     typer.echo("sources:  " + ", ".join(f"{count:,} {source}" for source, count in sources.items()))
-    for line in _shapes(files):
+    for line in shape_lines(files):
         echo_line(line)
     if first is not None:
         echo_line(f"first:    {first.file}:{first.line}" + (f" (id={first.id})" if first.id is not None else ""))
-        for line in _understood(first):
+        for line in message_lines(first):
             echo_line(f"  {line}")
     print_losses(records.ledger)
     print_rejects(records)
 
 
-def _shapes(files: list[FilePart]) -> Iterator[str]:
+def shape_lines(files: list[FilePart]) -> Iterator[str]:
     """The shape of each file and why; files of one shape and reason together."""
     groups: dict[tuple[str, str], list[str]] = {}
     for part in files:
-        groups.setdefault((part.shape, part.why), []).append(str(part.path))
+        groups.setdefault((part.shape, part.why), []).append(label(part.path))
     for (shape, why), names in groups.items():
         others = f" and {len(names) - SHOWN_FILES} others" if len(names) > SHOWN_FILES else ""
         of_files = f" ({', '.join(names[:SHOWN_FILES])}{others})" if len(groups) > 1 else ""
         yield f"shape:    {shape}: {why}{of_files}"
 
 
-def _understood(record: Record) -> Iterator[str]:
-    """The record as it was read, a line for each message."""
+def message_lines(record: Record, trained: Sequence[bool] = ()) -> Iterator[str]:
+    """The record as it was read, a line for each message, with a note at those that are `trained`."""
     facts: dict[str, Any] = {
         "tools": len(record.tools) or None,
         "weight": record.weight if record.weight != 1 else None,
@@ -83,8 +85,9 @@ def _understood(record: Record) -> Iterator[str]:
     }
     if any(facts.values()) or record.weight != 1:
         yield ", ".join(f"{name}: {value}" for name, value in facts.items() if value is not None)
-    for message in record.messages[:SHOWN_MESSAGES]:
-        yield f"{'text' if record.is_text else message.role:<9} {_message(message)}"
+    for number, message in enumerate(record.messages[:SHOWN_MESSAGES]):
+        note = " (trained)" if number < len(trained) and trained[number] else ""
+        yield f"{'text' if record.is_text else message.role:<9} {_message(message)}{note}"
     if len(record.messages) > SHOWN_MESSAGES:
         yield f"… and {len(record.messages) - SHOWN_MESSAGES} more messages"
 

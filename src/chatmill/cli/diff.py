@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from chatmill.cli.options import AsJson, TokenDtype, argument, echo_json, echo_line
+from chatmill.cli.options import AsJson, GivenPlace, TokenDtype, argument, dataset_place, echo_json, echo_line
 from chatmill.errors import one_line
+from chatmill.remote.urls import Place
 from chatmill.store.diff import ConversationOrigin, Diff, diff_datasets
 
 MEANING = {
@@ -22,8 +22,8 @@ MEANING = {
 
 
 def diff(
-    one: Annotated[Path, argument("A", "A dataset.")],
-    other: Annotated[Path, argument("B", "Another.")],
+    one: Annotated[GivenPlace, argument("A", "A dataset.", dataset_place)],
+    other: Annotated[GivenPlace, argument("B", "Another.", dataset_place)],
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="End with exit code 1 if a conversation differs, as git diff does.")
     ] = False,
@@ -54,7 +54,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def _print_diff(one: Path, other: Path, result: Diff) -> None:
+def _print_diff(one: Place, other: Place, result: Diff) -> None:
     if result.identical:
         echo_line(f"{one} and {other} are the same dataset, byte for byte")
     elif result.same:

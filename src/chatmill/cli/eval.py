@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chatmill.cli.chat import Device, ModelPath
+from chatmill.cli.chat import BaseChoice, BaseModel, Device, ModelPlace
 from chatmill.cli.guard import print_error
 from chatmill.cli.options import AsJson, DatasetOrCaches, TokenDtype, counting, echo_json, print_table, share
 from chatmill.cli.show import ItsTokenizer
@@ -30,7 +29,7 @@ REASONS = {
 
 
 def eval_command(
-    model: ModelPath,
+    model: ModelPlace,
     dataset: DatasetOrCaches,
     split: Annotated[str, typer.Option(help="train or val.")] = "val",
     max_tokens: Annotated[int, typer.Option(min=1, help="Cut an answer that is longer.")] = 256,
@@ -40,6 +39,8 @@ def eval_command(
     wrong: Annotated[int, typer.Option(min=0, help="Show so many answers that are not exact.")] = 0,
     tokenizer: ItsTokenizer = None,
     device: Device = "auto",
+    base: BaseChoice = "trained",
+    base_model: BaseModel = None,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,12 +61,12 @@ def eval_command(
     from chatmill.train.score import check_tokenizer, end_ids, open_all, score_model
 
     sources = open_all(dataset, token_dtype)
-    check_tokenizer(Path(model), sources[0])
+    check_tokenizer(model, sources[0])
     if not end_ids(sources):
         print_error(f"{dataset} does not say which token ends a turn: no question is asked")
     with counting("conversations and answers") as advance:
         report = score_model(
-            open_ready(model, device),
+            open_ready(model, device, base=base, base_model=base_model),
             dataset,
             split=split,
             max_tokens=max_tokens,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_origin
 
 import typer
 
-from chatmill.config import flag_spellings, keys_of
+from chatmill.config import NO_FLAG, flag_spellings, keys_of
 
 
 class OptionGroup(NamedTuple):
@@ -26,7 +26,7 @@ def option_parameter(name: str, annotation: Any, default: Any) -> inspect.Parame
 
 def key_options(config: type[Any]) -> OptionGroup:
     """Marks a parameter that gets the value of every key of a configuration, from options of the keys' own types."""
-    keys = keys_of(config)
+    keys = {name: each for name, each in keys_of(config).items() if each.flag != NO_FLAG}
     tuples = {name for name, each in keys.items() if get_origin(each.type) is tuple}
     options = []
     for name, each in keys.items():

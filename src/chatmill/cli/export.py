@@ -24,7 +24,7 @@ from chatmill.cli.record_options import AddTokens, Inputs, ReadOptions, Tokenize
 from chatmill.format import TurnRenderer, load_format
 from chatmill.prepare.job import existing
 from chatmill.prepare.transcripts import transcript_lines
-from chatmill.records import expand
+from chatmill.records.files import local_files
 from chatmill.store.files import refuse_existing, writing
 from chatmill.store.parquet import export_parquet
 from chatmill.tokenizer import open_tokenizer
@@ -55,7 +55,7 @@ def transcripts(
       chatmill export transcripts data/conversations.jsonl -o chat.txt --context-length 512
     """
     reads = existing(tokenizer)
-    refuse_existing(output, overwrite=read.overwrite, reads=[*expand(inputs), *reads])
+    refuse_existing(output, overwrite=read.overwrite, reads=[*local_files(inputs), *reads])
     format = load_format("post-training")
     renderer = TurnRenderer(format, open_tokenizer(tokenizer, control=format.tokens, add_tokens=add_tokens))
     with (

@@ -8,19 +8,21 @@ from pathlib import Path
 
 from chatmill.errors import ChatmillError, one_line
 from chatmill.format import TEMPLATE, has_template, resolve_format
+from chatmill.remote.urls import Url, place
 
 
 def print_format(name: str | None, tokenizer: str, chat_template: str | None = None) -> None:
     """Print the chosen format on standard error if none is named; `bytes` leaves no choice."""
-    if name is not None or (chat_template is None and (tokenizer == "bytes" or not Path(tokenizer).exists())):
+    if name is not None or (chat_template is None and (tokenizer == "bytes" or not _exists(tokenizer))):
         return
     # A folder that cannot be read is reported where it is opened.
     with suppress(ChatmillError):
-        shown = one_line(tokenizer, 300)
+        shown = one_line(str(place(tokenizer)), 300)
         chosen = resolve_format(name, tokenizer, chat_template=chat_template)
         if chosen == TEMPLATE:
             print(
-                f"format: template, the chat template of {one_line(chat_template or tokenizer, 300)}", file=sys.stderr
+                f"format: template, the chat template of {one_line(str(place(chat_template or tokenizer)), 300)}",
+                file=sys.stderr,
             )
         elif Path(tokenizer).is_file() and has_template(str(Path(tokenizer).parent)):
             print(f"format: {chosen}, since {shown} is a file, which selects only the tokenizer", file=sys.stderr)
@@ -28,3 +30,8 @@ def print_format(name: str | None, tokenizer: str, chat_template: str | None = N
             print(f"look: the chat template of {folder} is not used; pass --tokenizer {folder}", file=sys.stderr)
         else:
             print(f"format: {chosen}, since {shown} has no chat template", file=sys.stderr)
+
+
+def _exists(tokenizer: str) -> bool:
+    path = place(tokenizer)
+    return isinstance(path, Url) or path.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -26,7 +28,22 @@ def guarded(command: Callable[[], object]) -> NoReturn:
         else:
             with suppress(OSError, SystemExit):
                 sys.stdout.flush()
+        group = sys.modules.get("chatmill.train.process_group")
+        if group is not None and group.has_joined:
+            _end_rank(code)
         sys.exit(code)
+
+
+def _end_rank(code: int) -> NoReturn:
+    """End a rank of a distributed run, without the destructors of C++ objects.
+
+    Threads of torch's process groups may outlive them, which aborts a process that has already done its work.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _exit_code(command: Callable[[], object]) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -15,24 +15,44 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from chatmill.errors import one_line
+from chatmill.errors import UsageError, one_line
 from chatmill.ledger import OTHER_NAMES, UNREAD_KEY, Ledger
+from chatmill.remote.urls import Place, Url, place
 
 T = TypeVar("T")
 
 
-def argument(metavar: str, help: str) -> Any:
+def argument(metavar: str, help: str, parser: Callable[[str], Any] | None = None) -> Any:
     """A positional argument; its help shows no default."""
-    return typer.Argument(metavar=metavar, help=help, show_default=False)
+    return typer.Argument(metavar=metavar, help=help, show_default=False, parser=parser)
 
 
 def command_group(help: str) -> typer.Typer:
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
 
 
-Dataset = Annotated[Path, argument("DIR", "A dataset.")]
-DatasetOrCache = Annotated[Path, argument("DIR", "A dataset, or the cache of a source.")]
-DatasetOrCaches = Annotated[Path, argument("DIR", "A dataset, a cache, or a folder of caches.")]
+def dataset_place(name: str) -> Place:
+    """The folder or URL of a dataset, without a slash at its end."""
+    from chatmill.store.layout import METADATA
+
+    where = place(name)
+    if where.name == METADATA and not (isinstance(where, Path) and where.is_dir()):
+        raise UsageError(f"{one_line(str(where), 1000)}: is a file of a dataset; give the folder, {where.parent}")
+    return Url(where.address.rstrip("/")) if isinstance(where, Url) and where.is_folder else where
+
+
+if TYPE_CHECKING:
+    GivenPlace = Place
+else:
+    # typer takes no union of types, and shows the name of a class in the help; `place` makes the value.
+    GivenPlace = type("path or URL", (), {})
+Dataset = Annotated[GivenPlace, argument("DIR", "A dataset.", dataset_place)]
+DatasetOrCache = Annotated[GivenPlace, argument("DIR", "A dataset, or the cache of a source.", dataset_place)]
+DatasetOrCaches = Annotated[GivenPlace, argument("DIR", "A dataset, a cache, or a folder of caches.", dataset_place)]
+DatasetFolder = Annotated[
+    GivenPlace,
+    typer.Option("--output", "-o", metavar="DIR", help="The folder or URL of the dataset.", parser=dataset_place),
+]
 TokenDtype = Annotated[
     Literal["uint16", "uint32"] | None,
     typer.Option(

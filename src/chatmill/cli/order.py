@@ -38,7 +38,7 @@ def order(
 ) -> None:
     """Recompute the order of an epoch: the numbers of its first episodes, or the position of one.
 
-    Episodes are numbered over all shards, and over all sources in the order of mix_sft. Those with fewer tokens
+    Episodes are numbered over all shards, and over all sources in the order of their names. Those with fewer tokens
     than episode_min_tokens (2) are in no epoch. With packing this is the order in which episodes are packed.
 
     \b

@@ -5,27 +5,46 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from chatmill.cli.build_progress import BuildProgressDisplay
 from chatmill.cli.expand import key_options
 from chatmill.cli.format_choice import print_format
 from chatmill.cli.guard import guarded
-from chatmill.cli.options import AsJson, echo_json, echo_line, print_ledger, progress_on_stderr, share, unread_key
-from chatmill.cli.record_options import Columns, Inputs, InstructionTemplate, RejectsFile, ResponseTemplate, Shape
+from chatmill.cli.options import (
+    AsJson,
+    DatasetFolder,
+    echo_json,
+    echo_line,
+    print_ledger,
+    share,
+    unread_key,
+)
+from chatmill.cli.record_options import (
+    AllowCode,
+    Columns,
+    Inputs,
+    InstructionTemplate,
+    RejectsFile,
+    ResponseTemplate,
+    Shape,
+)
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.ledger import UNREAD_KEY, Ledger
 from chatmill.prepare.engine import Engine, LocalEngine
-from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job, load_recipe
-from chatmill.prepare.pipeline import BuildProgress, prepare_dataset
+from chatmill.prepare.job import SHARD_TOKENS, InputSource, Job
+from chatmill.prepare.pipeline import prepare_dataset
+from chatmill.prepare.progress import BuildProgress
+from chatmill.prepare.recipe import SUFFIXES, load_recipe
 from chatmill.prepare.rejects import Rejects, rejects_path
-from chatmill.records import ShapeOptions, expand
+from chatmill.records import ShapeOptions
+from chatmill.records.files import local_files
 from chatmill.records.shapes import NO_OPTIONS
+from chatmill.remote.urls import Place, place
 from chatmill.store.metadata import Metadata
 
 
@@ -38,7 +57,7 @@ class StoppedError(ChatmillError):
 def prepare_command(
     context: typer.Context,
     inputs: Inputs,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")],
+    output: DatasetFolder,
     keys: Annotated[dict[str, Any], key_options(Job)],
     shape: Shape = None,
     columns: Columns = None,
@@ -53,6 +72,7 @@ def prepare_command(
     ] = "local",
     address: Annotated[str | None, typer.Option(help="The Ray cluster; one is started here if left out.")] = None,
     rejects: RejectsFile = None,
+    allow_code: AllowCode = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the dataset and the rejects, if they are there.")
     ] = False,
@@ -62,7 +82,8 @@ def prepare_command(
     """Turn conversations into a dataset: read, render, fit, split, and publish in one step.
 
     The dataset appears whole or not at all, and its bytes depend on the input and the flags alone, whatever the
-    number of processes. INPUT may be one recipe.toml instead, which names several sources.
+    number of processes. INPUT may be one recipe instead, a .yaml or .toml
+    file that names several sources.
 
     \b
     Examples:
@@ -70,19 +91,22 @@ def prepare_command(
       chatmill prepare 'chat/*.jsonl' -o data/v2 --tokenizer tokenizer.json --max-tokens 2048 --pack 4096
       chatmill prepare chat.jsonl -o data/v3 --tokenizer Qwen3-4B
       chatmill prepare chat.jsonl -o data/v3 --tokenizer Qwen3-4B --unroll
-      chatmill prepare recipe.toml -o data/v4
+      chatmill prepare recipe.yaml -o data/v4
     """
-    if len(inputs) == 1 and inputs[0].endswith(".toml"):
+    if len(inputs) == 1 and (recipe := place(inputs[0])).name.lower().endswith(SUFFIXES):
         of_source = {"shape", "columns", "response_template", "instruction_template", "val_file"}
         of_recipe = [each for each in context.command.params if each.name in {*keys, *of_source}]
         if flags := [each.opts[0] for each in of_recipe if _was_given(context, str(each.name))]:
-            raise UsageError(f"{', '.join(flags)} with a recipe; write it into {inputs[0]} instead")
-        job = load_recipe(Path(inputs[0]))
+            raise UsageError(f"{', '.join(flags)} with a recipe; write it into {recipe} instead")
+        job = load_recipe(inputs[0])
     else:
         options = ShapeOptions(columns, response_template, instruction_template)
         job = Job(_sources(inputs, val_file, shape, options), **keys)
+    if engine == "ray" and "-" in [name for source in job.sources for name in source.inputs]:
+        raise UsageError("-: standard input is read by this machine alone; with --engine ray give files or URLs")
     chosen = _engine(engine, workers, address)
-    run(job, output, engine=chosen, rejects=rejects, overwrite=overwrite, resume=resume, as_json=as_json)
+    flags_of_run = {"overwrite": overwrite, "resume": resume, "as_json": as_json}
+    run(job, output, engine=chosen, rejects=rejects, allow_code=allow_code or (), **flags_of_run)
 
 
 def _sources(
@@ -99,22 +123,28 @@ def _was_given(context: typer.Context, name: str) -> bool:
 
 
 def run(
-    job: Job, output: Path, *, engine: Engine, rejects: Path | None, overwrite: bool, resume: bool, as_json: bool
+    job: Job,
+    output: Place,
+    *,
+    engine: Engine,
+    rejects: Place | None,
+    overwrite: bool,
+    resume: bool,
+    as_json: bool,
+    allow_code: Sequence[str] = (),
 ) -> None:
     """Build the dataset with progress on standard error, and print its summary."""
-    rejected, bar = None, _build_bar()
+    rejected = None
     if job.on_error == "skip":
-        reads = [*expand([name for source in job.sources for name in source.inputs]), *job.named_files()]
+        reads = [*local_files([name for source in job.sources for name in source.inputs]), *job.named_files()]
         path = rejects or rejects_path(output)
         rejected = Rejects(path, reads=reads, output=output, overwrite=overwrite)
-    with rejected or nullcontext(), ExitStack() as opened:
+    with rejected or nullcontext(), BuildProgressDisplay() as display:
 
         def advance(now: BuildProgress) -> None:
-            if not bar.tasks:
-                # Not before: it has a thread, and workers are forked where there is none.
+            if display.is_empty:
                 print_format(job.format, job.tokenizer, job.chat_template)
-                opened.enter_context(bar)
-            _show_progress(bar, now)
+            display.show(now)
 
         try:
             metadata = prepare_dataset(
@@ -123,11 +153,12 @@ def run(
                 engine=engine,
                 overwrite=overwrite,
                 resume=resume,
+                allow_code=allow_code,
                 on_fault=rejected or (lambda fault: None),
                 on_progress=advance,
             )
         except KeyboardInterrupt:
-            raise StoppedError("stopped; go on with --resume") from None
+            raise StoppedError("stopped; continue with --resume") from None
     if as_json:
         echo_json(_summary(output, metadata))
         return
@@ -146,27 +177,7 @@ def _engine(name: str, workers: int | None, address: str | None) -> Engine:
     return RayEngine(workers, address)
 
 
-def _build_bar() -> Progress:
-    return progress_on_stderr(
-        TextColumn("{task.description:<7}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[rows]:,} rows, {task.fields[tokens]:,} tokens, {task.fields[speed]:.1f} Mtok/s"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-
-
-def _show_progress(bar: Progress, now: BuildProgress) -> None:
-    """Advance the bar of this step of the build; each step has its own."""
-    if now.step not in [task.description for task in bar.tasks]:
-        bar.add_task(now.step, rows=0, tokens=0, speed=0.0)
-    [task] = [task for task in bar.tasks if task.description == now.step]
-    speed = now.tokens / task.elapsed / 1e6 if task.elapsed else 0.0
-    bar.update(task.id, completed=now.done, total=now.total, rows=now.rows, tokens=now.tokens, speed=speed)
-
-
-def _summary(output: Path, metadata: Metadata) -> dict[str, Any]:
+def _summary(output: Place, metadata: Metadata) -> dict[str, Any]:
     return {
         "path": str(output),
         "sha256": metadata.sha256,
@@ -185,7 +196,7 @@ def _summary(output: Path, metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _print_summary(output: Path, metadata: Metadata) -> None:
+def _print_summary(output: Place, metadata: Metadata) -> None:
     for name, split in _summary(output, metadata)["splits"].items():
         echo_line(
             f"{output}/{name}: {split['episodes']:,} episodes, {split['tokens']:,} tokens, "
@@ -209,7 +220,8 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
         "last_exchange_over_max_tokens": "{rows:,} rows were dropped because their last exchange does not fit; "
         "raise --max-tokens, or use --fit turns or --fit windows",
         "no_terminator": "{rows:,} rows ended inside an answer and were dropped",
-        "duplicate": "{rows:,} rows were of conversations that came before, and were dropped",
+        "duplicate": "{rows:,} rows were of conversations that equal another, and were dropped",
+        "near_duplicate": "{rows:,} rows were of conversations that nearly equal another, and were dropped",
         "too_long": "{rows:,} rows were too long and were dropped",
         "reasoning_left_out": "{rows:,} rows lost reasoning that the chat template does not write; see --unroll",
         "messages_after_last_answer": "{rows:,} conversations go on after the last answer with a row; that is left out",
@@ -234,15 +246,15 @@ def warnings_of(ledger: Ledger) -> Iterator[str]:
 def script(shape: str, doc: str) -> None:
     """The documented scripts: the same pipeline, with their documented flags."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", required=True, nargs="+", help="files or globs of conversations")
-    parser.add_argument("--output_dir", required=True, type=Path, help="the folder of the dataset")
+    parser.add_argument("--input", required=True, nargs="+", help="files, globs, folders or URLs of conversations")
+    parser.add_argument("--output_dir", required=True, type=place, help="the folder or URL of the dataset")
     parser.add_argument("--val_split", type=float, default=0.0, help="share of conversations for validation")
     parser.add_argument("--val_file", nargs="+", help="files that are all for validation")
     parser.add_argument("--tokenization", default="bytes", help="as --tokenizer of `chatmill prepare`")
     parser.add_argument("--format", default=None, help="see --format of `chatmill prepare`")
     parser.add_argument("--tokens_per_shard", type=int, default=SHARD_TOKENS, help="tokens in a shard")
     parser.add_argument("--seed", type=int, default=None, help="split by a shuffle with this seed, not by hash")
-    parser.add_argument("--resume", action="store_true", help="go on with a build that was interrupted")
+    parser.add_argument("--resume", action="store_true", help="continue a build that was interrupted")
     parser.add_argument("--overwrite", action="store_true", help="replace the dataset if it is there")
     parser.add_argument("--verbose", action="store_true", help="print the whole ledger as JSON, too")
     args = parser.parse_args()

@@ -10,15 +10,23 @@ from typing import Annotated, Literal
 import typer
 
 from chatmill.cli.expand import option
-from chatmill.cli.options import argument
+from chatmill.cli.options import GivenPlace, argument
 from chatmill.errors import one_line
 from chatmill.format import Mask, TemplateOptions, TextTokens
 from chatmill.prepare.job import InputSource, Job
 from chatmill.prepare.rejects import CountedRecords
 from chatmill.records import SHAPES, ShapeOptions
+from chatmill.remote.urls import place
 from chatmill.rows import TrainOn
 
-Inputs = Annotated[list[str], argument("INPUT...", "Files or globs: .jsonl .json .txt, each also .gz; .parquet.")]
+Inputs = Annotated[
+    list[str],
+    argument(
+        "INPUT...",
+        "Files, globs, folders and URLs of .jsonl .json .txt .parquet .arrow, each also .gz .zst .xz .bz2; - is "
+        "standard input.",
+    ),
+]
 Shape = Annotated[
     str | None,
     typer.Option(help=f"Shape of the records: {', '.join(SHAPES)}. Default: detected from the first records."),
@@ -31,12 +39,18 @@ OnError = Annotated[
     typer.Option(help="At a faulty record: stop with its line, or skip it and write it to the rejects."),
 ]
 RejectsFile = Annotated[
-    Path | None,
+    GivenPlace | None,
     typer.Option(
         "--rejects",
+        metavar="FILE",
+        parser=place,
         help="Where skipped records go, with their reasons. Only with --on-error skip.",
         show_default="OUTPUT.rejects.jsonl, or rejects.jsonl without an output",
     ),
+]
+AllowCode = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MODULE:FUNCTION", help="A predicate of the recipe that may run; may be given several times."),
 ]
 OverwriteFiles = Annotated[
     bool, typer.Option("--overwrite", help="Replace what this command writes, if it is there: output and rejects.")

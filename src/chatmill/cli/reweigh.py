@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, Dataset, echo_json, echo_line, share
+from chatmill.cli.options import AsJson, Dataset, GivenPlace, dataset_place, echo_json, echo_line, share
 from chatmill.rows import TrainOn
 from chatmill.store.reweigh import reweigh_dataset
 
@@ -22,7 +21,12 @@ def reweigh(
             "trains, stays as it is."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="NEW", help="The dataset to write.")],
+    output: Annotated[
+        GivenPlace,
+        typer.Option(
+            "--output", "-o", metavar="NEW", help="The dataset to write: a folder or a URL.", parser=dataset_place
+        ),
+    ],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace NEW if it is there.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -63,7 +67,7 @@ def reweigh(
     if done.untrained:
         typer.echo(f"{done.untrained:,} conversations have no trained token now")
     if done.copied:
-        echo_line(f"{done.copied:,} files are copied: no hard link can be made from {dataset} to {output}")
+        echo_line(f"{done.copied:,} files were copied")
     else:
         echo_line(f"{done.linked:,} files are shared with {dataset}")
     echo_line(f"{output}: sha256 {done.metadata.sha256}")

@@ -20,7 +20,7 @@ from chatmill.store.metadata import Metadata
 
 app = command_group("Train on the model's own answers.")
 
-TruthFile = Annotated[Path, argument("TRUTH", "A .jsonl of records: id, messages, objects.")]
+TruthFile = Annotated[str, argument("TRUTH", "A .jsonl of records: id, messages, objects.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The folder of the dataset.")]
 FieldNames = Annotated[
     str | None,
@@ -41,7 +41,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the datase
 
 @app.command("build")
 def build(
-    rollouts: Annotated[Path, argument("ROLLOUTS", "A .jsonl of answers: id, response_token_ids, prompt_token_ids.")],
+    rollouts: Annotated[str, argument("ROLLOUTS", "A .jsonl of answers: id, response_token_ids, prompt_token_ids.")],
     truth: TruthFile,
     output: Output,
     tokenizer: TokenizerName = "bytes",
@@ -111,7 +111,7 @@ def train(
     config: Annotated[Path, argument("CONFIG", "A JSON file of settings.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder of the run.")],
     resume: Annotated[
-        str | None, typer.Option(help="auto: go on with the newest checkpoint, if there is one; or its folder.")
+        str | None, typer.Option(help="auto: continue from the newest checkpoint, if there is one; or its folder.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -139,7 +139,7 @@ def train(
     if result.checkpoint is not None:
         echo_line(f"model: {result.checkpoint / 'model'}")
     if result.stopped_by is not None:
-        typer.echo(f"stopped by {result.stopped_by}; go on with --resume auto")
+        typer.echo(f"stopped by {result.stopped_by}; continue with --resume auto")
 
 
 @app.command("keys")

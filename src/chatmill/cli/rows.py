@@ -7,9 +7,19 @@ from typing import Annotated
 
 import typer
 
-from chatmill.cli.options import AsJson, TokenDtype, argument, echo_json, echo_line, print_table
+from chatmill.cli.options import (
+    AsJson,
+    GivenPlace,
+    TokenDtype,
+    argument,
+    dataset_place,
+    echo_json,
+    echo_line,
+    print_table,
+)
 from chatmill.errors import UsageError, one_line
 from chatmill.plain_file import local_path
+from chatmill.remote.urls import place
 from chatmill.show.order_view import step_previews
 
 RUNS = Path("checkpoints")
@@ -22,7 +32,13 @@ def rows_command(
         int | None, typer.Option("--limit", "-n", min=1, help="Conversations to list at most; all if left out.")
     ] = None,
     dataset: Annotated[
-        Path | None, typer.Option(help="What it was trained on, if that was moved since.", show_default=False)
+        GivenPlace | None,
+        typer.Option(
+            metavar="DIR",
+            help="What it was trained on, if that was moved since.",
+            show_default=False,
+            parser=dataset_place,
+        ),
     ] = None,
     token_dtype: TokenDtype = None,
     as_json: AsJson = False,
@@ -40,13 +56,12 @@ def rows_command(
     from chatmill.train.run_dir import read_rows, rows_data
 
     folder = local_path(run) if run else newest_run(RUNS)
-    local_path(dataset or "")
     losses = sorted(read_rows(folder, step), key=lambda row: (-row.loss, row.episode, row.segment))
     data = rows_data(folder, step)
     weight = sum(row.weight for row in losses)
     mean = sum(row.loss * row.weight for row in losses) / weight if weight else 0.0
     places = [(row.episode, row.segment) for row in losses[:limit]]
-    where = dataset or Path(data.dataset_dir)
+    where = dataset or place(data.dataset_dir)
     previews = step_previews(where, places, sha256=data.dataset_sha256, mix_sft=data.mix_sft, token_dtype=token_dtype)
     listed = list(zip(losses, previews, strict=False))
     if as_json:

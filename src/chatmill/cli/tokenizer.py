@@ -14,7 +14,7 @@ from chatmill.cli.record_options import AddTokens, Inputs, ReadOptions, print_re
 from chatmill.errors import UsageError, one_line
 from chatmill.format import load_format, record_texts
 from chatmill.prepare.job import existing
-from chatmill.records import expand
+from chatmill.records.files import local_files
 from chatmill.store.files import refuse_existing, write_file
 from chatmill.tokenizer import open_tokenizer, train_bpe
 
@@ -46,7 +46,7 @@ def train(
       chatmill tokenizer train data/conversations.jsonl --vocab-size 2000 -o tokenizer.json
     """
     reads = existing(format)
-    refuse_existing(output, overwrite=read.overwrite, reads=[*expand(inputs), *reads])
+    refuse_existing(output, overwrite=read.overwrite, reads=[*local_files(inputs), *reads])
     control = load_format(format).tokens
     with read.records(inputs, reads=reads, output=output) as records:
         texts = chain.from_iterable(map(record_texts, progress(records, "records")))

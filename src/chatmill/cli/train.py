@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from chatmill.cli.expand import text_flags
-from chatmill.cli.options import AsJson
+from chatmill.cli.options import AsJson, echo_line, print_table
+from chatmill.cli.report_page import report_page
 from chatmill.cli.tokenizer_hash import tokenizer_sha256
+from chatmill.remote.urls import Place
 from chatmill.show.dataset import dataset_text
 from chatmill.train.config import FIRST_FLAG, RunFlags, TrainConfig, with_bare_switches
+
+if TYPE_CHECKING:
+    from chatmill.train.fitting import Fit
 
 
 class TrainCommand(TyperCommand):
@@ -42,6 +46,7 @@ def train(
     Examples:
       chatmill train --model_name mine --config_file configs/sft1/150M.json --dataset_dir data/chat_sft
       chatmill train --model_name mine --resume auto --json
+      chatmill train --config_file configs/sft1/600M.json --vocab_size 151936 --estimate --gpu_memory 24
     """
     from chatmill.train.command import errors_of_first_rank, run_and_print
 
@@ -53,10 +58,21 @@ def train(
             as_json=as_json,
             open_text=_decoder,
             tokenizer_sha256=tokenizer_sha256,
+            report_page=report_page,
+            print_fit=_print_fit,
         )
 
 
-def _decoder(dataset: Path) -> Callable[[Sequence[int]], str] | None:
+def _decoder(dataset: Place) -> Callable[[Sequence[int]], str] | None:
     """How to decode the tokens of a dataset, if its tokenizer is there; else sample answers are not shown."""
     text = dataset_text(dataset)
     return None if text.tokenizer is None else text.text
+
+
+def _print_fit(fit: Fit) -> None:
+    """Print an estimate as a table, with notes."""
+    from chatmill.train.fitting import FIT_COLUMNS
+
+    print_table(FIT_COLUMNS[:1], FIT_COLUMNS[1:], fit.rows())
+    for line in fit.notes():
+        echo_line(line)

@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.plain_file import local_path
 from chatmill.records import NO_ROLE, ROLES
+from chatmill.remote.named_files import local_file
+from chatmill.remote.urls import place
 from chatmill.rows import Part, Rule, offsets
 from chatmill.tokenizer import Tokenizer
 
@@ -120,15 +121,15 @@ def load_format(spec: str | Path) -> ChatFormat:
     if str(spec) in PRESETS:
         text = resources.files(__package__).joinpath("presets", f"{spec}.toml").read_text("utf-8")
         return parse_format(text, where=str(spec))
-    path = local_path(spec)
-    if path.suffix != ".toml":
-        raise UsageError(f'no format "{one_line(str(spec))}"; there are {", ".join(PRESETS)}, or give a .toml file')
+    given = place(spec)
+    if Path(given.name).suffix != ".toml":
+        raise UsageError(f'no format "{one_line(str(given))}"; there are {", ".join(PRESETS)}, or give a .toml file')
     try:
-        text = path.read_text("utf-8")
+        text = local_file(spec).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise DataError(f"{path}: cannot be read ({reason}); a format is a TOML file") from None
-    return parse_format(text, where=str(path))
+        raise DataError(f"{given}: cannot be read ({reason}); a format is a TOML file") from None
+    return parse_format(text, where=str(given))
 
 
 def parse_format(text: str, *, where: str) -> ChatFormat:

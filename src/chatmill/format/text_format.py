@@ -18,8 +18,8 @@ import msgspec
 from chatmill.errors import RecordError
 from chatmill.format.chat_format import ChatFormat, TurnMarkers
 from chatmill.format.template.hf_folder import special_tokens
-from chatmill.plain_file import local_path
 from chatmill.records import Record
+from chatmill.remote.named_files import TOKENIZER_LIMIT, local_file
 from chatmill.rows import TrainOn
 from chatmill.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ def text_format(tokenizer: str) -> ChatFormat:
     """The text format for one tokenizer."""
     if tokenizer == "bytes":
         return _format([], [BYTES_END])
-    path = local_path(tokenizer)
+    path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     file = path / "tokenizer.json" if path.is_dir() else path
     begin, end = _around(file) if file.suffix == ".json" and file.is_file() else ([], [])
     if not end:

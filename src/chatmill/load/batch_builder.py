@@ -116,7 +116,7 @@ def _split(batch: Batch, widths: list[int]) -> list[Batch]:
 
 def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index | None:
     """Rows, tokens or trained tokens that each source has in a batch of these rows; None if nothing is mixed."""
-    if plan.config.mix_sft is None:
+    if plan.config.mix is None:
         return None
     count, first = len(plan.sources), plan.first_of_source
     source = np.searchsorted(first, rows.episodes, side="right") - 1

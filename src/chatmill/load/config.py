@@ -42,6 +42,9 @@ class LoadConfig(Config):
     episode_min_tokens: int = key(2, "skip episodes with fewer tokens", integer(0))
     packing: Literal["none", "bins"] = key("none", "none: one episode per row; bins: several whole episodes per row")
     mix_sft: Mapping[str, float] | None = key(None, "sources to mix, with their weights", optional(MIX))
+    mix_epochs: Mapping[str, float] | None = key(
+        None, "instead of mix_sft: how often each row of a source comes in one epoch of the mix", optional(MIX)
+    )
     mix_by: str = key("rows", "unit that the weights of mix_sft count", one_of(*MIX_BY))
     token_dtype: str | None = key(
         None,
@@ -62,11 +65,25 @@ class LoadConfig(Config):
             )
         if self.packing == "bins" and self.episode_min_tokens < 1:
             yield "episode_min_tokens is 0; packing bins takes episodes of at least 1 token"
-        if self.mix_sft is not None:
+        if self.mix_sft is not None and self.mix_epochs is not None:
+            yield "mix_sft and mix_epochs both say how sources are mixed; set one of them"
+        if self.mix_epochs is not None and self.mix_by != "rows":
+            yield f"mix_by is {self.mix_by}, and mix_epochs counts rows; set mix_sft, or leave mix_by out"
+        if self.mix is not None:
             try:
-                shares(self.mix_sft)
+                shares(self.mix, self.mix_key)
             except ChatmillError as error:
                 yield str(error)
+
+    @property
+    def mix(self) -> Mapping[str, float] | None:
+        """The sources that are mixed, with their weights or epochs; None if nothing is mixed."""
+        return self.mix_sft if self.mix_epochs is None else self.mix_epochs
+
+    @property
+    def mix_key(self) -> str:
+        """The key that names the sources of the mix."""
+        return "mix_sft" if self.mix_epochs is None else "mix_epochs"
 
     def order_part(self) -> dict[str, Any]:
         """The keys that decide which episodes stand in which batch: runs that agree in them agree in the order."""
@@ -81,6 +98,7 @@ class LoadConfig(Config):
         ]
         names += ["block_size"] if self.packing == "bins" or self.mix_by != "rows" else []
         names += ["mix_sft", "mix_by"] if self.mix_sft is not None else []
+        names += ["mix_epochs"] if self.mix_epochs is not None else []
         names += ["use_loss_mask"] if self.mix_by == "trained_tokens" else []
         return {name: getattr(self, name) for name in names}
 

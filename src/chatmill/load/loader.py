@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from itertools import islice
@@ -26,7 +27,10 @@ from chatmill.load.batch_builder import BatchBuilder, ReadyBatch
 from chatmill.load.config import LoadConfig, order_sha256
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep, datasets_hash
 from chatmill.load.prefetch import BatchStream
-from chatmill.load.source import DataSource, open_sources
+from chatmill.load.remote import start_prefetch
+from chatmill.load.source import DataSource, open_sources, val_only_sources
+from chatmill.remote.prefetch import Prefetch, Progress
+from chatmill.remote.urls import Place, place
 from chatmill.rows import Index
 from chatmill.store.layout import SPLITS
 
@@ -87,7 +91,7 @@ class EpisodeLoader(IterableDataset):
 
     def __init__(
         self,
-        dataset_dir: str | Path,
+        dataset_dir: str | Place,
         config: LoadConfig | Mapping[str, Any] | str | Path | None = None,
         *,
         split: str = "train",
@@ -101,8 +105,9 @@ class EpisodeLoader(IterableDataset):
         ahead: int = 2,
     ) -> None:
         super().__init__()
-        self.dataset_dir = Path(dataset_dir)
+        self.dataset_dir = place(dataset_dir)
         self.sources, self.config = open_sources(dataset_dir, _load_config(config))
+        self._val_only = val_only_sources(self.sources)
         self.split, self.rank, self.world_size, self.epochs = split, rank, world_size, epochs
         self._check_world()
         self._options: dict[str, Any] = {}
@@ -116,12 +121,14 @@ class EpisodeLoader(IterableDataset):
         self._cursors: dict[str, Cursor] = {}
         self._counts: dict[str, BatchCounts] = {}
         self._streams: dict[str, BatchStream] = {}
+        self._prefetches: dict[str, Prefetch] = {}
+        """Downloads of datasets at URLs."""
         self._skip: int | None = None
         """In a worker: batches that other workers build before its next; None before the first."""
         # Everything that is wrong with the settings is raised here, not at the first batch.
         order = self._builder(self.plan(split)).plan.order
         if epochs is not None and order.length is None:
-            raise UsageError(f"epochs is {epochs}, and the order {order.name} has none; leave it out")
+            raise UsageError(f"epochs is {epochs}, and the order {order.name} has no epochs; leave it out")
         if listener is not None:
             self.listen(listener)
 
@@ -157,7 +164,7 @@ class EpisodeLoader(IterableDataset):
         least = self.config.episode_min_tokens
         return tuple(
             source
-            for source in self.sources
+            for source in (*self.sources, *self._val_only)
             if split in source and len(source.short(split, least)) < len(source.episodes(split))
         )
 
@@ -201,6 +208,8 @@ class EpisodeLoader(IterableDataset):
         stream = self._streams.get(name)
         if stream is None or stream.process != os.getpid():
             plan = self.plan(name)
+            if (warning := self.prefetch(split=name)) is not None:
+                warnings.warn(warning, stacklevel=2)
             stream = BatchStream(self._builder(plan), plan.steps(self.cursor(name)), self._ahead)
             self._streams[name] = stream
         try:
@@ -211,6 +220,30 @@ class EpisodeLoader(IterableDataset):
             raise
         return self._return(stream.plan, item)
 
+    def prefetch(self, steps: int | None = None, *, split: str | None = None) -> str | None:
+        """Start downloading what the next `steps` batches need (None: an epoch), for datasets at URLs.
+
+        Batches start it if it was not called before. Returns a warning if the cache is too small for it.
+        """
+        name = split or self.split
+        return self._start_prefetch(name, self.plan(name), self.cursor(name), steps)
+
+    def _start_prefetch(self, name: str, plan: LoadPlan, at: Cursor, steps: int | None) -> str | None:
+        """Start the downloads of this name, unless this process did."""
+        # Threads do not survive a fork.
+        if name in self._prefetches and self._prefetches[name].process == os.getpid():
+            return None
+        if (started := start_prefetch(plan, at, steps)) is None:
+            return None
+        self._prefetches[name], warning = started
+        return warning
+
+    @property
+    def downloads(self) -> Progress | None:
+        """The progress of all downloads that were started; None if there is nothing to download."""
+        parts = [each.progress for each in self._prefetches.values()]
+        return Progress(*map(sum, zip(*parts, strict=True))) if parts else None
+
     def one_pass(self, split: str, *, source: DataSource | None = None) -> Iterator[Batch]:
         """Every eligible episode once, in the order of the files, without moving a cursor or dropping a row.
 
@@ -220,6 +253,7 @@ class EpisodeLoader(IterableDataset):
         sources = (source,) if source is not None else self.sources_of(split) or self.sources
         plan = LoadPlan(sources, self.config, split, in_stored_order=True)
         builder = BatchBuilder(plan, self.rank, self.num_rows, **self._options)
+        self._start_prefetch(f"{split} of {source.name if source else 'all'}", plan, Cursor(), None)
         with closing(BatchStream(builder, plan.one_epoch(), self._ahead)) as stream:
             for item in stream.batches:
                 if item.on_return is not None:
@@ -250,6 +284,7 @@ class EpisodeLoader(IterableDataset):
         if self._listener is not None:
             raise UsageError("a loader with a listener runs in the process that trains; give DataLoader no workers")
         plan = self.plan(self.split)
+        self.prefetch()
         steps = islice(plan.steps(self.cursor()), self._skipped(number), None, workers)
         for item in self._builder(plan).batches(steps):
             if self.epochs is not None and item.step.at.epoch >= self.epochs:
@@ -305,13 +340,16 @@ class EpisodeLoader(IterableDataset):
 
     def close(self) -> None:
         """End the prefetching threads; the loader can still be used."""
+        # Downloads first: a stream may wait for one.
+        for prefetch in self._prefetches.values():
+            prefetch.stop()
         for stream in self._streams.values():
             stream.close()
-        self._streams = {}
+        self._streams, self._prefetches = {}, {}
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled for another process: everything but threads, and plans with their caches."""
-        return {**vars(self), "_streams": {}, "_plans": {}}
+        return {**vars(self), "_streams": {}, "_prefetches": {}, "_plans": {}}
 
 
 def _load_config(config: LoadConfig | Mapping[str, Any] | str | Path | None) -> LoadConfig:

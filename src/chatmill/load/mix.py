@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -23,33 +24,39 @@ MIX_SFT: Mapping[str, float] = {"primer": 0.10, "oasst1": 0.70, "dolly15k": 0.20
 """The default weights of the sources of a fine-tuning run."""
 PERIOD = 1 << 16
 """The longest period of a schedule, in rows."""
+MOST_ROWS = 1 << 38
+"""The longest period of a long schedule, in rows."""
+BLOCK = 1 << 14
+"""About how many rows of a long schedule are tabulated together."""
 MIX_BY = ("rows", "tokens", "trained_tokens")
 
 
-def shares(weights: Mapping[str, object]) -> dict[str, Fraction]:
+def shares(weights: Mapping[str, object], key: str = "mix_sft") -> dict[str, Fraction]:
     """Normalise weights to exact fractions that sum to 1; 0.1 counts as one tenth.
 
-    All faults of the weights are one error.
+    All faults of the weights are one error, which names the `key` of the config.
 
     >>> from chatmill.load import shares
     >>> shares({"a": 0.5, "b": 1.5})
     {'a': Fraction(1, 4), 'b': Fraction(3, 4)}
     """
     if not weights:
-        raise DataError("mix_sft names no source; expected at least one with its weight")
-    if faults := [fault for name, weight in weights.items() if (fault := _weight_fault(name, weight))]:
+        number = "weight" if key == "mix_sft" else "epochs"
+        raise DataError(f"{key} names no source; expected at least one with its {number}")
+    if faults := [fault for name, weight in weights.items() if (fault := _weight_fault(name, weight, key))]:
         raise DataError("; ".join(faults))
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     total = sum(exact.values())
     return {name: weight / total for name, weight in exact.items()}
 
 
-def _weight_fault(name: str, weight: object) -> str | None:
-    shown = f"mix_sft: the weight of {one_line(name)} is {one_line(str(weight))}"
+def _weight_fault(name: str, weight: object, key: str) -> str | None:
+    numbers = "the weight of {} is" if key == "mix_sft" else "the epochs of {} are"
+    shown = f"{key}: {numbers.format(one_line(name))} {one_line(str(weight))}"
     if type(weight) not in (int, float) or not abs(weight) <= sys.float_info.max:  # type: ignore[arg-type]
         return f"{shown}; expected a finite number over 0"
     if weight < 0:  # type: ignore[operator]
-        return f"{shown}; a weight is over 0"
+        return f"{shown}; {'a weight is' if key == 'mix_sft' else 'epochs are'} over 0"
     return f"{shown}; leave out what is not to be mixed" if weight == 0 else None
 
 
@@ -88,6 +95,22 @@ def row_weights(requested: Mapping[str, Fraction], *, row_size: Mapping[str, Fra
             )
     divisor = math.gcd(*counts.values())
     return {name: count // divisor for name, count in counts.items()}
+
+
+def epoch_rows(epochs: Mapping[str, float], num_rows: Mapping[str, int]) -> dict[str, int]:
+    """Rows of each source in one epoch of a mix: its epochs times its rows, to the nearest whole number from 1 on.
+
+    >>> from chatmill.load.mix import epoch_rows
+    >>> epoch_rows({"a": 2, "b": 0.5}, {"a": 10, "b": 7})
+    {'a': 20, 'b': 4}
+    """
+    rows = {
+        name: max(1, math.floor(Fraction(str(count)) * num_rows[name] + Fraction(1, 2)))
+        for name, count in epochs.items()
+    }
+    if sum(rows.values()) > MOST_ROWS:
+        raise DataError(f"mix_epochs: an epoch of the mix would have {sum(rows.values())} rows; at most {MOST_ROWS}")
+    return rows
 
 
 class MixSchedule:
@@ -135,6 +158,71 @@ class MixSchedule:
         return periods * self.weights + np.array(in_period, dtype=np.int64)
 
 
+class LongMixSchedule:
+    """Assigns positions to sources by integer weights of any sum up to `MOST_ROWS`, exactly over each period.
+
+    A period is cut into equal blocks, and the rows of each source are spread evenly over them, each block with a
+    schedule of its own. At every position each source is within two rows of its share.
+
+    >>> from chatmill.load.mix import LongMixSchedule
+    >>> LongMixSchedule([100_003, 50_000]).counts(150_003).tolist()
+    [100003, 50000]
+    """
+
+    def __init__(self, weights: ArrayLike) -> None:
+        self.weights: Index = np.asarray(weights, dtype=np.int64)
+        self.period = int(self.weights.sum())
+        self._blocks = -(-self.period // BLOCK)
+        # Few distinct ones: each source has one of two numbers of rows in a block.
+        self._schedule = lru_cache(maxsize=16)(lambda rows: MixSchedule([count for count in rows if count]))
+
+    def at(self, positions: ArrayLike) -> tuple[Index, Index]:
+        """The source of each position, and how many rows of that source come before it."""
+        periods, within = np.divmod(np.asarray(positions, dtype=np.int64), self.period)
+        block = self._block(within)
+        source, ordinal = np.empty_like(within), np.empty_like(within)
+        for number in np.unique(block).tolist():
+            here = block == number
+            names, before, schedule = self._part(number)
+            of_block, in_block = schedule.at(within[here] - before.sum())
+            source[here] = names[of_block]
+            ordinal[here] = before[source[here]] + in_block
+        return source, periods * self.weights[source] + ordinal
+
+    def find(self, source: int, ordinal: int) -> int:
+        """The position of a row of a source: the inverse of `at`."""
+        periods, within = divmod(ordinal, int(self.weights[source]))
+        number = ((within + 1) * self._blocks - 1) // int(self.weights[source])
+        names, before, schedule = self._part(number)
+        in_block = schedule.find(int(np.flatnonzero(names == source)[0]), within - int(before[source]))
+        return periods * self.period + int(before.sum()) + in_block
+
+    def counts(self, stop: int) -> Index:
+        """Rows of each source before this position."""
+        periods, within = divmod(stop, self.period)
+        names, before, schedule = self._part(int(self._block(np.array([within]))[0]))
+        counts = before.copy()
+        counts[names] += schedule.counts(within - int(before.sum()))
+        return periods * self.weights + counts
+
+    def _before(self, block: int) -> Index:
+        """Rows of each source before a block."""
+        return self.weights * block // self._blocks
+
+    def _block(self, positions: Index) -> Index:
+        """The block of each position of a period."""
+        block = positions * self._blocks // self.period
+        # Rounding down the rows of each source, a block may begin a few rows before its share of the period.
+        following = (self.weights[:, None] * (block + 1) // self._blocks).sum(axis=0)
+        return block + (positions >= following)
+
+    def _part(self, block: int) -> tuple[Index, Index, MixSchedule]:
+        """The sources in a block, the rows of all sources before it, and its schedule."""
+        before = self._before(block)
+        rows = self._before(block + 1) - before
+        return np.flatnonzero(rows), before, self._schedule(tuple(rows.tolist()))
+
+
 def _sources(weights: Index) -> Index:
     """The source at each position of one period."""
     total, slack = int(weights.sum()), 2 * len(weights) - 2
@@ -173,16 +261,37 @@ class MixedOrder(Order):
             if name not in orders:
                 raise DataError(f"mix_sft: no source {one_line(name)}; there are {', '.join(orders) or 'none'}")
         self.sources = tuple(weights)
-        self.schedule = MixSchedule(list(weights.values()))
+        divisor = math.gcd(*weights.values())
+        weights = {name: weight // divisor for name, weight in weights.items()}
+        is_long = sum(weights.values()) > PERIOD
+        self.schedule: MixSchedule | LongMixSchedule = (LongMixSchedule if is_long else MixSchedule)(
+            list(weights.values())
+        )
         self._orders = [orders[name] for name in self.sources]
         self._first = offsets(np.array([order.num_episodes for order in self._orders], dtype=np.int64))
         self.num_episodes = int(self._first[-1])
         parts = (f"{name}={weight}*{orders[name].name}" for name, weight in weights.items())
-        self.name = f"mix/1({', '.join(parts)})"
+        self.name = f"{'mix-long/1' if is_long else 'mix/1'}({', '.join(parts)})"
 
     def source_of(self, episodes: ArrayLike) -> Index:
         """Which source each of these episodes belongs to, as its place in `sources`."""
         return np.searchsorted(self._first, np.asarray(episodes, dtype=np.int64), side="right") - 1
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows of each source, each counted once."""
+        return dict(zip(self.sources, np.diff(self._first).tolist(), strict=True))
+
+    @property
+    def shares(self) -> dict[str, Fraction]:
+        """The share of rows of each source."""
+        weights = zip(self.sources, self.schedule.weights.tolist(), strict=True)
+        return {name: Fraction(weight, self.schedule.period) for name, weight in weights}
+
+    def passes(self, stop: int) -> dict[str, float]:
+        """How many passes over each source the positions before `stop` make."""
+        counts = self.schedule.counts(stop) / np.diff(self._first)
+        return dict(zip(self.sources, counts.tolist(), strict=True))
 
     def at(self, epoch: int, positions: ArrayLike) -> Index:
         if epoch != 0:

@@ -10,9 +10,10 @@ A plan is a pure function of a `Cursor`: the step at a cursor names the cursor o
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +21,11 @@ import numpy as np
 from chatmill.errors import DataError, UsageError
 from chatmill.fit import pack_lengths
 from chatmill.load.config import LoadConfig
-from chatmill.load.mix import MixedOrder, row_weights, shares
+from chatmill.load.mix import MixedOrder, epoch_rows, row_weights, shares
 from chatmill.load.order import IdentityOrder, Order, make_order
 from chatmill.load.read import EpisodeReader
-from chatmill.load.source import DataSource, row_size
+from chatmill.load.row_size import row_size
+from chatmill.load.source import DataSource
 from chatmill.rows import Index, offsets
 
 WINDOW = 1 << 16
@@ -116,11 +118,18 @@ class LoadPlan:
         self.order = IdentityOrder(sum(eligible)) if in_stored_order else _order(sources, config, split, eligible)
         # A prefetching thread may be in another part of the order than the caller: keep a few.
         self._block = lru_cache(maxsize=4)(self._look_up)
-        self._packed = lru_cache(maxsize=2)(self._pack)
+        self._packed = lru_cache(maxsize=4)(self._pack)
 
     @property
     def num_eligible(self) -> int:
         return self.num_episodes - len(self.skipped)
+
+    @cached_property
+    def pass_episodes(self) -> int:
+        """Episodes in one pass over the data: all eligible ones; with `mix_epochs`, the epochs of each source."""
+        if self.config.mix_epochs is None or not isinstance(self.order, MixedOrder):
+            return self.num_eligible
+        return sum(epoch_rows(self.config.mix_epochs, self.order.num_rows).values())
 
     @property
     def pad_token_id(self) -> int:
@@ -150,6 +159,17 @@ class LoadPlan:
     def first_episodes(self, epoch: int, count: int) -> Index:
         """The first episodes of an epoch, in its order."""
         return self.episodes(self.order.block(epoch, 0, self._limited(count)))
+
+    def episodes_from(self, at: Cursor) -> Iterator[Index]:
+        """The episodes from a cursor on in the order of the epochs, in blocks, without end.
+
+        With packing, those of the whole window that the cursor is in.
+        """
+        epoch, position = at.epoch, at.window * WINDOW + (at.row if self.config.packing == "none" else 0)
+        while True:
+            stop = self._limited(position + BLOCK)
+            yield self.episodes(self.order.block(epoch, position, stop))
+            epoch, position = (epoch, stop) if stop != self.order.length else (epoch + 1, 0)
 
     def _limited(self, position: int) -> int:
         """The position, or the end of the epoch if that comes first."""
@@ -191,6 +211,46 @@ class LoadPlan:
             first = window * WINDOW
             return Window(self._at_positions(epoch, first + start, first + stop), _one_each(stop - start))
         return self._packed(epoch, window).rows(start, stop)
+
+    # Epochs.
+
+    def count_rows(self, epoch: int) -> int:
+        """The number of rows of an epoch, for orders with epochs."""
+        return sum(self._num_rows(epoch, window) for window in range(self.num_windows() or 0))
+
+    def last_episodes(self, epoch: int, rows: int) -> int:
+        """The number of episodes in the last rows of an epoch, for orders with epochs."""
+        episodes = 0
+        for window in reversed(range(self.num_windows() or 0)):
+            count = self._num_rows(epoch, window)
+            start = max(0, count - rows)
+            episodes += len(self._rows(epoch, window, start, count).episodes)
+            rows -= count - start
+        return episodes
+
+    def rows_of_episodes(self, episodes: int) -> int:
+        """The number of first rows of a mix, which has no end, that hold this many episodes."""
+        if self.config.packing == "none":
+            return episodes
+        rows = 0
+        for window in itertools.count():
+            first = self._packed(0, window).first
+            if episodes <= first[-1]:
+                return rows + int(np.searchsorted(first, episodes))
+            rows, episodes = rows + len(first) - 1, episodes - int(first[-1])
+        raise AssertionError
+
+    def passes(self, at: Cursor) -> float | None:
+        """Passes over the data before a cursor, as a fraction; None for `random`. Inside a window, rows count equally.
+
+        One pass over a mix is as many episodes as its sources hold together, or as `mix_epochs` says.
+        """
+        if self.config.batch_sampling_mode == "random":
+            return None
+        start = at.window * WINDOW
+        size = self._limited(start + WINDOW) - start
+        within = size * at.row / self._num_rows(at.epoch, at.window) if at.row else 0
+        return at.epoch + (start + within) / self.pass_episodes
 
     # Steps.
 
@@ -288,11 +348,14 @@ def _order(sources: Sequence[DataSource], config: LoadConfig, split: str, eligib
         make_order(config.batch_sampling_mode, count, seed=config.epoch_seed, shuffle=config.epoch_shuffle)
         for count in eligible
     ]
-    if config.mix_sft is None:
+    if config.mix is None:
         return orders[0]
-    sizes = None if config.mix_by == "rows" else {source.name: row_size(source, split, config) for source in sources}
     by_name = {source.name: order for source, order in zip(sources, orders, strict=True)}
-    return MixedOrder(by_name, row_weights(shares(config.mix_sft), row_size=sizes))
+    if config.mix_epochs is not None:
+        num_rows = {name: order.num_episodes for name, order in by_name.items()}
+        return MixedOrder(by_name, epoch_rows(config.mix_epochs, num_rows))
+    sizes = None if config.mix_by == "rows" else {source.name: row_size(source, split, config) for source in sources}
+    return MixedOrder(by_name, row_weights(shares(config.mix), row_size=sizes))
 
 
 def datasets_hash(sources: Sequence[DataSource]) -> str:

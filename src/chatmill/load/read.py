@@ -85,6 +85,7 @@ class EpisodeReader:
     """Reads the episodes of several splits, numbered one after the other."""
 
     def __init__(self, parts: Sequence[Episodes]) -> None:
+        self._parts = tuple(parts)
         self._shards = [(part, number) for part in parts for number in range(len(part.shards))]
         infos = [part.shards[number] for part, number in self._shards]
         self._first = offsets(np.array([info.num_episodes for info in infos], dtype=np.int64))
@@ -100,6 +101,15 @@ class EpisodeReader:
                     f"{8 * self.dtype.itemsize}; what is read together must have one width, write one of them again"
                 )
 
+    @property
+    def shards(self) -> list[tuple[Episodes, int]]:
+        """The split and number of every shard."""
+        return self._shards
+
+    def shard_of(self, episodes: Index) -> Index:
+        """The shard of each episode."""
+        return np.searchsorted(self._first, episodes, side="right") - 1
+
     def array(self, shard: int, name: str) -> NDArray[Any]:
         """One file of a shard, mapped."""
         part, number = self._shards[shard]
@@ -107,7 +117,7 @@ class EpisodeReader:
 
     def locate(self, episodes: Index) -> Places:
         """Where these episodes lie; `DataError` if an index points beyond its tokens."""
-        shard = np.searchsorted(self._first, episodes, side="right") - 1
+        shard = self.shard_of(episodes)
         number = episodes - self._first[shard]
         entries = np.empty((len(episodes), 2), dtype=np.uint64)
         with reading():
@@ -122,6 +132,8 @@ class EpisodeReader:
 
     def last_tokens(self, episodes: Index, capacity: int) -> LocatedEpisodes:
         """The last tokens of these episodes, at most `capacity` of each."""
+        for part in self._parts:
+            part.drop_evicted()
         places = self.locate(episodes)
         cut = np.maximum(places.length - capacity, 0)
         start, stop = places.start + cut, places.start + places.length

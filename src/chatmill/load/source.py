@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +16,9 @@ from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.block_check import block_fault
 from chatmill.load.config import LoadConfig
 from chatmill.load.mix import MIX_SFT
-from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place, Url, place
 from chatmill.rows import NO_FILE, Index, Rows
 from chatmill.store.episodes import Episodes
-from chatmill.store.foreign import coverage
 from chatmill.store.layout import INDEX, MASK, TOKEN_DTYPES
 from chatmill.store.mapped import check_mapped, reading
 from chatmill.store.primer_cache import PrimerCache, cache_folder, is_cache, open_cache
@@ -28,6 +26,8 @@ from chatmill.store.read import Dataset, in_dataset_folder, is_dataset, open_dat
 
 BUILDERS = ("primer", "oasst1", "dolly15k")
 """Sources that have a build command of their own."""
+STORED_MIX = ("mix_sft", "mix_epochs")
+"""Keys of a dataset's config that hold the mix of its recipe."""
 SCAN = 1 << 20
 """Index entries that are scanned together."""
 SAMPLE = 1 << 16
@@ -42,7 +42,7 @@ class DataSource:
     dataset: Dataset
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         return self.dataset.path
 
     def __contains__(self, split: str) -> bool:
@@ -152,27 +152,26 @@ def conversation(sources: Sequence[DataSource], split: str, episode: int, segmen
     return None
 
 
-def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[DataSource, ...], LoadConfig]:
+def open_sources(
+    dataset_dir: str | Place, config: LoadConfig, *, stored_mix: bool = True
+) -> tuple[tuple[DataSource, ...], LoadConfig]:
     """Open the sources of a run, and fill in the mix and the padding token of its config from them.
 
-    The folder is a dataset, the cache of one source, or a root with the folders that `mix_sft` names. Sources are
-    sorted by name.
+    The folder or URL is a dataset, the cache of one source, or a root with the folders that `mix_sft` or `mix_epochs`
+    names. Of a dataset that remembers several sources they name some of these; without both, the dataset is mixed as
+    its recipe says, unless `stored_mix` is false, or is one source. Sources are sorted by name.
     """
-    folder = local_path(dataset_dir)
+    folder = place(dataset_dir)
+    if isinstance(folder, Url):
+        sources, config = _remote_sources(folder, config, stored_mix)
     # A folder without episodes but with metadata is opened too, for the error that says what is wrong with it.
-    if is_dataset(folder) or (folder.is_dir() and in_dataset_folder(folder, stored_metadata) is not None):
-        sources: tuple[DataSource, ...] = (DataSource("", open_dataset(folder, token_dtype=config.token_dtype)),)
+    elif is_dataset(folder) or (folder.is_dir() and in_dataset_folder(folder, stored_metadata) is not None):
+        sources, config = _of_dataset(open_dataset(folder, token_dtype=config.token_dtype), config, stored_mix)
     elif is_cache(folder):
-        sources = (DataSource("", open_cache(folder)),)
+        sources, config = _of_dataset(open_cache(folder), config, stored_mix)
     else:
-        mix = dict(sorted((config.mix_sft or MIX_SFT).items()))
-        config = replace(config, mix_sft=mix)
-        sources = _mixed(folder, mix, config.token_dtype)
-    if config.mix_sft is not None and sources[0].name == "":
-        raise UsageError(
-            f"{folder}: is one dataset, and mix_sft names {', '.join(map(one_line, config.mix_sft))}; "
-            "expected the folder that holds them"
-        )
+        config = _sorted_mix(config if config.mix is not None else replace(config, mix_sft=MIX_SFT))
+        sources = _mixed(folder, config)
     if faults := list(_faults(sources, config)):
         raise DataError("; ".join(faults))
     if config.pad_token_id is None:
@@ -180,7 +179,70 @@ def open_sources(dataset_dir: str | Path, config: LoadConfig) -> tuple[tuple[Dat
     return sources, config
 
 
-def _mixed(root: Path, mix: Mapping[str, float], token_dtype: str | None) -> tuple[DataSource, ...]:
+def _remote_sources(url: Url, config: LoadConfig, stored_mix: bool) -> tuple[tuple[DataSource, ...], LoadConfig]:
+    """The dataset at a URL or, if it is none and a mix is named, the datasets of the mix below it."""
+    if config.mix is None or is_dataset(url):
+        return _of_dataset(open_dataset(url, token_dtype=config.token_dtype), config, stored_mix)
+    config = _sorted_mix(config)
+    sources = [
+        DataSource(name, open_dataset(cache_folder(url, name), token_dtype=config.token_dtype))
+        for name in config.mix or ()
+    ]
+    return tuple(sources), config
+
+
+def _sorted_mix(config: LoadConfig) -> LoadConfig:
+    """The config with the sources of its mix sorted by name."""
+    changes: dict[str, Any] = {config.mix_key: dict(sorted((config.mix or {}).items()))}
+    return replace(config, **changes)
+
+
+def _of_dataset(dataset: Dataset, config: LoadConfig, stored_mix: bool) -> tuple[tuple[DataSource, ...], LoadConfig]:
+    """The sources of one dataset: those of the mix, or all of it as one."""
+    if config.mix is None and stored_mix and dataset.sources and dataset.metadata is not None:
+        stored = {name: dataset.metadata.config[name] for name in STORED_MIX if name in dataset.metadata.config}
+        try:
+            config = replace(config, **stored)
+        except UsageError as error:
+            raise DataError(f"{dataset.path}: the mix of its recipe cannot be read ({error}); rebuild it") from None
+    if config.mix is None:
+        return (DataSource("", dataset),), config
+    config = _sorted_mix(config)
+    names = list(config.mix or ())
+    if not dataset.sources:
+        raise UsageError(
+            f"{dataset.path}: is one dataset, and {config.mix_key} names {', '.join(map(one_line, names))}; "
+            "expected the folder that holds them, or a dataset that a recipe of several sources made"
+        )
+    if unknown := [one_line(name) for name in names if name not in dataset.sources]:
+        known = ", ".join(map(one_line, dataset.sources))
+        raise UsageError(f"{dataset.path}: {config.mix_key} names {', '.join(unknown)}; the sources are {known}")
+    sources = tuple(_part(dataset, name) for name in names)
+    if empty := [one_line(source.name) for source in sources if "train" not in source]:
+        known = ", ".join(one_line(name) for name in dataset.sources if "train" in _part(dataset, name))
+        raise UsageError(
+            f"{dataset.path}: {config.mix_key} names {', '.join(empty)}, without rows in train; the sources with some "
+            f"are {known}"
+        )
+    return sources, config
+
+
+def _part(dataset: Dataset, name: str) -> DataSource:
+    return DataSource(name, dataset.of_source(name))
+
+
+def val_only_sources(sources: Sequence[DataSource]) -> tuple[DataSource, ...]:
+    """If these are sources of one dataset: its other sources that have nothing but rows for validation."""
+    whole = sources[0].dataset.whole
+    if whole is None:
+        return ()
+    used = {source.name for source in sources}
+    others = (_part(whole, name) for name in sorted(whole.sources) if name not in used)
+    return tuple(source for source in others if "train" not in source and "val" in source)
+
+
+def _mixed(root: Path, config: LoadConfig) -> tuple[DataSource, ...]:
+    mix = config.mix or {}
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; expected a dataset, a cache, or a folder of caches")
     missing = [name for name in mix if not _is_source(cache_folder(root, name))]
@@ -190,14 +252,16 @@ def _mixed(root: Path, mix: Mapping[str, float], token_dtype: str | None) -> tup
             "expected a folder that chatmill prepare or chatmill build-sft-… wrote"
         )
     if missing:
-        faults = [f"{root}: mix_sft names {one_line(name)}, which is not built" for name in missing]
+        faults = [f"{root}: {config.mix_key} names {one_line(name)}, which is not built" for name in missing]
         command = f"prepare … -o {root / missing[0]}"
         if missing[0] in BUILDERS:
             command = f"build-sft-{missing[0]} --out-dir {root}"
         raise DataError("; ".join([*faults, f"build it with chatmill {command}"]))
     folders = {name: cache_folder(root, name) for name in mix}
     return tuple(
-        DataSource(name, open_cache(folder) if is_cache(folder) else open_dataset(folder, token_dtype=token_dtype))
+        DataSource(
+            name, open_cache(folder) if is_cache(folder) else open_dataset(folder, token_dtype=config.token_dtype)
+        )
         for name, folder in folders.items()
     )
 
@@ -242,107 +306,9 @@ def _fingerprint(dataset: Dataset) -> str:
             with reading():
                 for name in sorted(shard.records):
                     data = episodes.array(number, name).view(np.uint8)
-                    place = (shard.folder / name).relative_to(dataset.path)
+                    place = PurePath(str(shard.folder / name)).relative_to(str(dataset.path))
                     digest.update(json.dumps([str(place), len(data)]).encode())
                     for start in dict.fromkeys((0, max(0, len(data) // 2 - SAMPLE // 2), max(0, len(data) - SAMPLE))):
                         digest.update(data[start : start + SAMPLE].data)
                 episodes.check([number])
     return digest.hexdigest()
-
-
-# How much a row of a source holds on average, for mixing by tokens.
-
-
-def row_size(source: DataSource, split: str, config: LoadConfig) -> Fraction:
-    """What `mix_by` counts, averaged over the eligible episodes of a split as they are in batches.
-
-    Totals come from the metadata. The index is scanned only if episodes are skipped or cut, or for the mask of first
-    tokens: the first token of a row is never trained, because nothing predicts it.
-    """
-    episodes = source.episodes(split)
-    by_mask = config.mix_by == "trained_tokens" and config.use_loss_mask
-    longest = source.longest(split)
-    short = len(source.short(split, config.episode_min_tokens))
-    count = len(episodes) - short
-    if source.is_foreign:
-        total = sum(_kept(source, split, shard, config, by_mask=by_mask) for shard in range(len(episodes.shards)))
-        return Fraction(total - (count if config.mix_by == "trained_tokens" and not by_mask else 0), max(1, count))
-    total = marked_tokens(source, split) if by_mask else episodes.num_tokens
-    if by_mask or short or longest is None or longest > config.block_size + 1:
-        total -= sum(_lost(source, split, shard, config, by_mask=by_mask) for shard in range(len(episodes.shards)))
-    if config.mix_by == "trained_tokens" and not by_mask:
-        total -= count
-    return Fraction(total, max(1, count))
-
-
-def episode_tokens(source: DataSource, split: str) -> int:
-    """Tokens in the episodes of a split; episodes of another program may overlap, or leave out tokens."""
-    episodes = source.episodes(split)
-    return int(episodes.lengths.sum()) if source.is_foreign else episodes.num_tokens
-
-
-def marked_tokens(source: DataSource, split: str) -> int:
-    """Tokens of the episodes of a split that the mask marks."""
-    dataset = source.dataset
-    if isinstance(dataset, PrimerCache):
-        return dataset.meta.splits[split].num_label_tokens
-    if dataset.metadata is not None:
-        return dataset.metadata.splits[split].num_trained_tokens
-    episodes, marked = source.episodes(split), 0
-    for shard in range(len(episodes.shards)):
-        start, length = _ranges(episodes, shard)
-        marked += _marked(episodes, shard, start, start + length)
-    return marked
-
-
-def _kept(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Tokens of another program's shard in batches; `by_mask`: trained ones without the first token of each row."""
-    episodes = source.episodes(split)
-    start, length = _ranges(episodes, shard)
-    kept = np.where(length < config.episode_min_tokens, 0, np.minimum(length, config.block_size + 1))
-    if not by_mask:
-        return int(kept.sum())
-    stop, rows = start + length, kept > 0
-    return _marked(episodes, shard, (stop - kept + 1)[rows], stop[rows])
-
-
-def _ranges(episodes: Episodes, shard: int) -> tuple[Index, Index]:
-    """The start and length of every episode of a shard."""
-    with reading():
-        index = episodes.array(shard, INDEX)
-        start, length = (index[name].astype(np.int64) for name in ("start", "length"))
-        check_mapped(index)
-    return start, length
-
-
-def _marked(episodes: Episodes, shard: int, start: Index, stop: Index) -> int:
-    """Tokens of these ranges that the mask marks; a token in several ranges counts several times."""
-    with reading():
-        mask = episodes.array(shard, MASK)
-        marked = sum(int(count[mask[here] > 0].sum()) for here, count in coverage(start, stop, len(mask)))
-        check_mapped(mask)
-    return marked
-
-
-def _lost(source: DataSource, split: str, shard: int, config: LoadConfig, *, by_mask: bool) -> int:
-    """Tokens of a shard in no batch: all of a skipped episode, what is cut from the front of a long one.
-
-    `by_mask`: trained tokens instead, and the first token of each row too.
-    """
-    episodes = source.episodes(split)
-    lost = 0
-    with reading():
-        index = episodes.array(shard, INDEX)
-        for at in range(0, len(index), SCAN):
-            start, length = (index[name][at : at + SCAN].astype(np.int64) for name in ("start", "length"))
-            kept = np.where(length < config.episode_min_tokens, 0, np.minimum(length, config.block_size + 1))
-            cut = length - kept
-            if not by_mask:
-                lost += int(cut.sum())
-                continue
-            mask = episodes.array(shard, MASK)
-            lost += int(np.count_nonzero(mask[(start + cut)[kept > 0]]))
-            for number in np.flatnonzero(cut):
-                lost += int(np.count_nonzero(mask[start[number] : start[number] + cut[number]]))
-        episodes.check([shard])
-    return lost

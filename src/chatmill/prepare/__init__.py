@@ -1,13 +1,13 @@
 """Build datasets from conversations: units rendered in any order by any number of processes, then one pass in order.
 
     Job, InputSource   what to build: files, tokenizer, format, fit, split
-    load_recipe        a job from a TOML file
+    load_recipe        a job from a YAML or TOML file
     prepare_dataset    build the dataset of a job and publish it in one rename
     Rejects            a file of the records that could not be read, with reasons
     LocalEngine        processes on this machine; RayEngine: a Ray cluster
 
 How a build runs: `pipeline` cuts the input into units, an `engine` runs them, each `unit` reads, renders and fits its
-part and writes the rows to `staging` files in the `build_dir`, and `assemble` reads those in order to dedupe, split,
+part and writes the rows to `staging` files in the `build_dir`, and `assemble` reads those to dedupe, split,
 pack and write the shards. Names are imported when they are first used.
 """
 
@@ -22,10 +22,10 @@ if _TYPE_CHECKING:
     from chatmill.prepare.engine import LocalEngine as LocalEngine
     from chatmill.prepare.job import InputSource as InputSource
     from chatmill.prepare.job import Job as Job
-    from chatmill.prepare.job import load_recipe as load_recipe
-    from chatmill.prepare.pipeline import BuildProgress as BuildProgress
     from chatmill.prepare.pipeline import prepare_dataset as prepare_dataset
+    from chatmill.prepare.progress import BuildProgress as BuildProgress
     from chatmill.prepare.ray_engine import RayEngine as RayEngine
+    from chatmill.prepare.recipe import load_recipe as load_recipe
     from chatmill.prepare.rejects import CountedRecords as CountedRecords
     from chatmill.prepare.rejects import Rejects as Rejects
 

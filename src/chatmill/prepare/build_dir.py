@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,10 @@ from pathlib import Path
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.prepare.staging import PART
+from chatmill.remote.objects import RemoteError
+from chatmill.remote.urls import Place
 from chatmill.store import files
+from chatmill.store.clean import ObjectCount
 from chatmill.store.publish import DATASET, FolderKind, check_target, locked, recover, remove_folder, staging_for
 
 JOB = "job.json"
@@ -37,16 +41,19 @@ class BuildDir:
 
 
 @contextmanager
-def build_dir(target: Path, job: bytes, *, resume: bool, overwrite: bool) -> Iterator[BuildDir]:
+def build_dir(
+    target: Path, job: bytes, *, resume: bool, overwrite: bool, name: Place | None = None
+) -> Iterator[BuildDir]:
     """Lock and create the folders to build in; what the block does not publish is removed when it ends.
 
-    Bad input leaves nothing behind; any other error keeps the units, for --resume.
+    Bad input leaves nothing behind; any other error keeps the units, for --resume. `name` is what errors call the
+    dataset, if it is built elsewhere than it is published.
     """
     staging = staging_for(target)
     units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
     missing = [folder for folder in target.absolute().parents if not folder.exists()]
     try:
-        with _alone(lock, target):
+        with _alone(lock, name or target):
             recover(target)
             check_target(target, overwrite=overwrite)
             resumed = _take_over(staging, units, job, resume=resume)
@@ -55,7 +62,7 @@ def build_dir(target: Path, job: bytes, *, resume: bool, overwrite: bool) -> Ite
             except BaseException as error:
                 # A failing cleanup must not hide the error; the next build cleans up as well.
                 _remove(staging, DATASET)
-                if isinstance(error, DataError | UsageError):
+                if isinstance(error, DataError | UsageError) and not isinstance(error, RemoteError):
                     _remove(units, UNITS)
                 raise
             if left := _remove(units, UNITS):
@@ -64,13 +71,39 @@ def build_dir(target: Path, job: bytes, *, resume: bool, overwrite: bool) -> Ite
         if error.errno not in FULL:
             raise
         raise ChatmillError(
-            f"{error.filename or target}: {error.strerror}; nothing was published; make room and go on with --resume"
+            f"{error.filename or target}: {error.strerror}; nothing was published; make room and continue with --resume"
         ) from None
     finally:
         for folder in missing:
             # Folders created for this build; those that are not empty stay.
             with suppress(OSError):
                 folder.rmdir()
+
+
+@dataclass(frozen=True)
+class CleanedBuilds:
+    """The files that killed builds left next to their target."""
+
+    removed: ObjectCount
+    young: ObjectCount
+    """Files that stay, because they are too young."""
+
+
+def clean_builds(target: Path, *, older_than: float, dry_run: bool) -> CleanedBuilds:
+    """Remove what a killed build of `target` left next to it, if nothing of it was written for so many seconds."""
+    staging = staging_for(target)
+    units, lock = (staging.with_name(f"{staging.name}.{name}") for name in ("units", "lock"))
+    counts = {True: ObjectCount(0, 0), False: ObjectCount(0, 0)}
+    if staging.exists() or units.exists():
+        with _alone(lock, target):
+            for folder, kind in ((staging, DATASET), (units, UNITS)):
+                statuses = [path.stat() for path in folder.rglob("*") if path.is_file()]
+                newest = max((status.st_mtime for status in statuses), default=0.0)
+                is_old = time.time() - newest >= older_than
+                counts[is_old] += ObjectCount(len(statuses), sum(status.st_size for status in statuses))
+                if is_old and not dry_run and (left := _remove(folder, kind)):
+                    raise DataError(f"{folder}: {left}; it is of an earlier build, look and remove it")
+    return CleanedBuilds(removed=counts[True], young=counts[False])
 
 
 def _take_over(staging: Path, units: Path, job: bytes, *, resume: bool) -> bool:
@@ -98,7 +131,7 @@ def _remove(folder: Path, kind: FolderKind) -> str:
 
 
 @contextmanager
-def _alone(lock: Path, target: Path) -> Iterator[None]:
+def _alone(lock: Path, target: Place) -> Iterator[None]:
     """Hold a lock that ends with the processes that hold it; `DataError` if another build does."""
 
     def opened() -> int:

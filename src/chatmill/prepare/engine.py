@@ -46,7 +46,7 @@ class LocalEngine:
             for unit in units:
                 yield run_unit(unit, job, renderer, folder)
             return
-        if threading.active_count() > 1:
+        if threading.active_count() > 1 and self.parent is None:
             yield from run_in_fresh_process(units, job, renderer, folder, workers=self.workers)
             return
         # Objects made before the fork are never collected, so their pages stay shared.
@@ -81,7 +81,7 @@ def _result(future: Future[Done]) -> Done:
         return future.result()
     except BrokenProcessPool:
         raise ChatmillError(
-            "a worker process was killed, perhaps for lack of memory; go on with --resume, or with fewer --workers"
+            "a worker process was killed, perhaps for lack of memory; continue with --resume, or with fewer --workers"
         ) from None
 
 

@@ -20,6 +20,7 @@ from chatmill.errors import ChatmillError
 from chatmill.format import Renderer
 from chatmill.prepare.job import Job
 from chatmill.prepare.unit import Done, Unit, renderer_identity, same_renderer
+from chatmill.remote.named_files import copies_made, use_copies
 
 SERVE = "from chatmill.prepare.fresh_process import serve; serve()"
 
@@ -40,7 +41,7 @@ def run_in_fresh_process(
             process_group=0,
         )
     try:
-        pipe.send((units, job, renderer_identity(renderer), folder, workers))
+        pipe.send((units, job, renderer_identity(renderer), folder, workers, copies_made()))
         for _ in units:
             result = pipe.recv()
             if isinstance(result, BaseException):
@@ -48,7 +49,7 @@ def run_in_fresh_process(
             yield result
     except (EOFError, ConnectionError):
         raise ChatmillError(
-            "the process that runs the workers was killed, perhaps for lack of memory; go on with --resume"
+            "the process that runs the workers was killed, perhaps for lack of memory; continue with --resume"
         ) from None
     finally:
         # The workers watch its other end.
@@ -65,8 +66,10 @@ def serve() -> None:
 
     try:
         with Connection(os.dup(0)) as pipe:
-            units, job, identity, folder, workers = pipe.recv()
+            units, job, identity, folder, workers, copies = pipe.recv()
             try:
+                # So that nothing is downloaded here, which takes threads.
+                use_copies(copies)
                 engine = LocalEngine(workers, parent=pipe.fileno())
                 with closing(engine.run(units, job, same_renderer(job, identity), folder)) as running:
                     for done in running:

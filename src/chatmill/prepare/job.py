@@ -1,20 +1,4 @@
-"""Job: everything that determines the bytes of a dataset; and recipes, which are jobs as TOML files.
-
-A recipe may have several sources, each read in its own way:
-
-    tokenizer = "tokenizer.json"
-    max_tokens = 2048
-    val_split = 0.05
-
-    [[source]]
-    inputs = ["chat/*.jsonl"]
-
-    [[source]]
-    inputs = ["tools.jsonl"]
-    shape = "tool"
-    name = "tools"
-    train_on = "last"
-"""
+"""Job: everything that determines the bytes of a dataset. A recipe is a job as a file: see `recipe`."""
 
 from __future__ import annotations
 
@@ -22,36 +6,98 @@ import hashlib
 import json
 import math
 import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from chatmill.config import LONGEST, key, keys_of, misfits, read_toml, required
-from chatmill.errors import DataError, UsageError, one_line
+from chatmill.config import (
+    LARGEST,
+    LONGEST,
+    NO_FLAG,
+    SHARE,
+    ValueCheck,
+    integer,
+    key,
+    optional,
+    required,
+)
+from chatmill.errors import UsageError, one_line
 from chatmill.format import Mask, TextTokens
 from chatmill.records import ShapeOptions
+from chatmill.remote.urls import Url, place
 from chatmill.rows import TrainOn
 
 Fit = Literal["exchanges", "turns", "tail", "windows", "drop", "error", "blocks"]
 FITS: tuple[str, ...] = get_args(Fit)
 SplitBy = Literal["hash", "shuffle"]
 SHARD_TOKENS = 2**24
+POSITIVE = ValueCheck(
+    "a number over 0", lambda value: value is None or (type(value) in (int, float) and 0 < value <= LARGEST)
+)
+TABLE = ValueCheck("a table of filters", lambda value: isinstance(value, Filters))
 UNROLL_ALL = "--unroll makes a row of each answer, and --train-on all trains every turn; give one of them"
 
 
 @dataclass(frozen=True)
+class Filters:
+    """Which records are kept: those that pass every filter that is given."""
+
+    min_tokens: int | None = key(None, "The fewest tokens of a conversation, before it is cut.", optional(integer(1)))
+    max_tokens: int | None = key(None, "The most tokens of a conversation, before it is cut.", optional(integer(1)))
+    min_turns: int | None = key(None, "The fewest messages, system messages not counted.", optional(integer(1)))
+    max_turns: int | None = key(None, "The most messages, system messages not counted.", optional(integer(1)))
+    min_trained_share: float | None = key(None, "The smallest share of tokens that are trained.", optional(SHARE))
+    max_trained_share: float | None = key(None, "The largest share of tokens that are trained.", optional(SHARE))
+    match: str | None = key(None, "A regular expression that the text of a message must match.")
+    no_match: str | None = key(None, "A regular expression that the text of no message may match.")
+    languages: tuple[str, ...] = key((), "Languages of answers as ISO 639-1 codes, such as en.")
+    predicate: str | None = key(None, "A Python function as module:function, which must be allowed with --allow-code.")
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with these filters."""
+        for what in ("tokens", "turns", "trained_share"):
+            least, most = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            if least is not None and most is not None and least > most:
+                yield f"min_{what} {least} is over max_{what} {most}, so that no record would be left"
+        for name in ("match", "no_match"):
+            try:
+                re.compile(getattr(self, name) or "")
+            except (re.error, RecursionError, OverflowError) as error:
+                yield f"{name} is not a regular expression ({one_line(str(error))})"
+        for code in self.languages:
+            if not re.fullmatch("[a-z]{2,3}", code):
+                yield f'"{one_line(code)}" is not the code of a language; give codes such as en or de'
+        if self.predicate is not None and not re.fullmatch(r"\w+(\.\w+)*:\w+", self.predicate):
+            yield f'predicate "{one_line(self.predicate)}" is not a function; give it as module:function'
+
+
+@dataclass(frozen=True)
 class InputSource:
-    """Files and globs that are read with the same settings.
+    """Files, globs, folders and URLs that are read with the same settings.
 
     >>> chatmill.InputSource(("data/tool_conversations.jsonl",), shape="tool", train_on="last").name is None
     True
     """
 
-    inputs: tuple[str, ...] = required("Files or globs.")
+    inputs: tuple[str, ...] = required("Files, globs, folders and URLs.")
     shape: str | None = key(None, "Shape of the records. Default: detected from the first records.")
     name: str | None = key(None, "Name of the source; left out, that of each file.")
     train_on: TrainOn | None = key(None, "Whose turns are trained in these files; left out, as the job says.")
     only_val: bool = key(False, "Use all of these files for validation, whatever the split.")
+    weight: float | None = key(
+        None, "Share of the training rows that come from this source, relative to the other weights.", POSITIVE
+    )
+    epochs: float | None = key(
+        None, "How often each row of this source is trained in one pass over the dataset.", POSITIVE
+    )
+    max_samples: int | None = key(
+        None, "Keep at most this many records: the first that no filter and no duplicate removes.", optional(integer(1))
+    )
+    val_split: float | None = key(None, "The share of this source for validation; left out, that of the recipe.")
+    filters: Filters = key(Filters(), "Filters for this source, besides those of the recipe.", TABLE, flag=NO_FLAG)
     columns: str | None = key(
         None,
         "Names of keys and roles in the files: messages=conversations,role=from,content=value,user=human.",
@@ -79,7 +125,9 @@ class Job:
 
     sources: tuple[InputSource, ...]
     tokenizer: str = key(
-        "bytes", "`bytes` (embedded), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face folder."
+        "bytes",
+        "`bytes` (embedded), a tokenizer.json, a SentencePiece or tiktoken file, or a Hugging Face folder, here or at "
+        "a URL.",
     )
     format: str | None = key(
         None,
@@ -131,7 +179,20 @@ class Job:
     split: SplitBy = key("hash", "By hash, which never moves a conversation, or by a shuffle with --seed.")
     seed: int = key(42, "For --split shuffle.")
     shard_tokens: int = key(SHARD_TOKENS, "Tokens in a shard.")
-    dedupe: bool = key(False, "Keep only the first of equal conversations; 16 bytes of memory for each.")
+    dedupe: bool = key(
+        False,
+        "Keep only the first of conversations that are equal but for case and white space.",
+    )
+    near_dedupe: float | None = key(
+        None,
+        "As --dedupe, and drop conversations that nearly equal another: from this share of common 5-token sequences "
+        "on, such as 0.8.",
+        metavar="SHARE",
+    )
+    precedence: tuple[str, ...] = key(
+        (), "Names of sources: of duplicates, that of the first of them is kept.", flag=NO_FLAG
+    )
+    filters: Filters = key(Filters(), "Filters for all sources.", TABLE, flag=NO_FLAG)
     on_error: Literal["stop", "skip"] = key(
         "stop", "At a faulty record: stop with its line, or skip it and write it to the rejects."
     )
@@ -163,13 +224,39 @@ class Job:
             faults.append("--val-split and --val-file both say what is for validation; give one")
         if self.seed < 0:
             faults.append(f"--seed {self.seed} is below 0; give a whole number from 0 on")
-        for source in self.sources:
-            if source.name is not None and (not source.name or "/" in source.name or "\\" in source.name):
-                faults.append(f'the source name "{one_line(source.name)}" is empty or a path; give a plain name')
+        faults += self._source_faults()
+        if self.near_dedupe is not None and not 0.5 <= self.near_dedupe <= 1:
+            faults.append(f"--near-dedupe {self.near_dedupe} is outside of 0.5 to 1; 0.8 is common")
+        if self.precedence and not self.removes_duplicates:
+            faults.append("precedence is for duplicates, and none are looked for; add dedupe or near_dedupe")
+        faults += [f"filters: {fault}" for fault in self.filters.faults()]
         if self.shard_tokens < 1:
             faults.append(f"--shard-tokens {self.shard_tokens} is too small; give at least 1")
         if faults:
             raise UsageError("; ".join(faults))
+
+    def _source_faults(self) -> Iterator[str]:
+        """Faults of sources and of what names them."""
+        names = [source.name for source in self.sources if source.name is not None]
+        for name in names:
+            if not name or "/" in name or "\\" in name:
+                yield f'the source name "{one_line(name)}" is empty or a path; give a plain name'
+        for name in [name for name, count in Counter(names).items() if count > 1]:
+            yield f'two sources have the name "{one_line(name)}"; give each its own `name`'
+        for name in self.precedence:
+            if name not in names:
+                known = ", ".join(map(one_line, names)) or "none, give each a `name`"
+                yield f'precedence has "{one_line(name)}", which is not the name of a source ({known})'
+        yield from _mix_faults(self.sources)
+        for number, source in enumerate(self.sources):
+            where = f"source {number if source.name is None else one_line(source.name)}"
+            yield from (f"{where}: filters: {fault}" for fault in source.filters.faults())
+            if source.val_split is None:
+                continue
+            if source.only_val:
+                yield f"{where}: val_split and only_val both say what is for validation; give one"
+            if not (math.isfinite(source.val_split) and 0 <= source.val_split < 1):
+                yield f"{where}: val_split {source.val_split} is outside of 0 to 1; 0.1 keeps a tenth for validation"
 
     @property
     def capacity(self) -> int | None:
@@ -178,61 +265,68 @@ class Job:
 
     @property
     def wants_val(self) -> bool:
-        return self.val_split > 0 or any(source.only_val for source in self.sources)
+        return any(source.only_val or self.val_share(source) > 0 for source in self.sources)
+
+    def val_share(self, source: InputSource) -> float:
+        """The share of a source that is for validation."""
+        return self.val_split if source.val_split is None else source.val_split
+
+    @property
+    def removes_duplicates(self) -> bool:
+        return self.dedupe or self.near_dedupe is not None
+
+    def source_name(self, number: int) -> str | None:
+        """The name under which the dataset remembers a source: if there are several, and all have names."""
+        named = len(self.sources) > 1 and all(source.name is not None for source in self.sources)
+        return self.sources[number].name if named else None
+
+    def default_mix(self) -> dict[str, dict[str, float]]:
+        """How training mixes the sources, as the key of its config; empty if no source has a weight or epochs."""
+        named = [(source.name, source) for source in self.sources if source.name is not None and not source.only_val]
+        if any(source.epochs is not None for _, source in named):
+            return {"mix_epochs": {name: 1.0 if source.epochs is None else source.epochs for name, source in named}}
+        weights = {name: source.weight for name, source in named if source.weight is not None}
+        return {"mix_sft": weights} if weights else {}
 
     def named_files(self) -> list[Path]:
         """The files and folders that it reads besides its input: tokenizer, format and chat template."""
         return existing(self.tokenizer, self.format, self.chat_template)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """All keys, URLs without user, password and query: these are secret, and may differ from build to build."""
+        stored = asdict(self)
+        for source in stored["sources"]:
+            source["inputs"] = tuple(map(_safe, source["inputs"]))
+        return stored | {name: _safe(stored[name]) for name in ("tokenizer", "format", "chat_template")}
 
     def sha256(self) -> str:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
 
+def _mix_faults(sources: Sequence[InputSource]) -> Iterator[str]:
+    """Faults of `weight` and `epochs`, which say how training mixes the sources."""
+    trained = [source for source in sources if not source.only_val]
+    mixed = [source for source in sources if source.weight is not None or source.epochs is not None]
+    if not mixed:
+        return
+    if len(sources) == 1:
+        yield "weight and epochs mix several sources, and there is one; leave them out, and train for more epochs"
+        return
+    if any(source.only_val for source in mixed):
+        yield "weight and epochs are for training; leave them out of sources that are only_val"
+    weights = [source.weight is not None for source in trained]
+    if any(weights) and any(source.epochs is not None for source in trained):
+        yield "weight and epochs both say how often a source is trained; give one of them for all sources"
+    elif any(weights) and not all(weights):
+        yield "some sources have a weight; give one to every source that is trained, or to none"
+    if any(source.name is None for source in sources):
+        yield "weight and epochs need names; give each source a `name`"
+
+
+def _safe(name: str | None) -> str | None:
+    return str(place(name)) if name is not None and isinstance(place(name), Url) else name
+
+
 def existing(*names: str | None) -> list[Path]:
     """Those names that are files or folders, rather than the names of something built in."""
     return [Path(name) for name in names if name is not None and os.path.exists(name)]  # noqa: PTH110
-
-
-def load_recipe(path: Path) -> Job:
-    """The job that a recipe describes; all faults of the file are reported together, in one line."""
-    data = read_toml(path, what="a recipe is a TOML file")
-    faults: list[str] = []
-    tables = data.pop("source", [])
-    if not isinstance(tables, list) or not tables:
-        faults.append("no [[source]]; name the files of each in `inputs`")
-        tables = []
-    sources = []
-    for number, table in enumerate(tables):
-        values = _values(InputSource, table, f"source {number}", faults)
-        if not values.get("inputs"):
-            faults.append(f"source {number} has no inputs; give a list of files or globs")
-        sources.append(values)
-    values = _values(Job, data, "the recipe", faults)
-    if faults:
-        raise DataError(f"{path}: " + "; ".join(faults))
-    return Job(tuple(InputSource(**source) for source in sources), **values)
-
-
-def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dict[str, Any]:
-    """The values of a table that are right; all others are faults."""
-    if not isinstance(table, dict):
-        faults.append(f"{where} must be a table")
-        return {}
-    keys = keys_of(config)
-    known = ", ".join(sorted(keys))
-    faults += [f'{where} has unknown key "{one_line(name)}" (known: {known})' for name in table if name not in keys]
-    wrong = misfits(keys, table)
-    for each in wrong:
-        # TOML has no null, and lists options with commas.
-        expected = each.expected.removesuffix(", or null").replace('" or "', '", "')
-        faults.append(f"{where}: {each.name} must be {expected}")
-    refused = {each.name for each in wrong}
-    right = {name: value for name, value in table.items() if name in keys and name not in refused}
-    # As Job holds them: its hash names the build.
-    return {
-        name: tuple(value) if isinstance(value, list) else float(value) if keys[name].type is float else value
-        for name, value in right.items()
-    }

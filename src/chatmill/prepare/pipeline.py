@@ -5,50 +5,59 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chatmill.config import keys_of
 from chatmill.errors import DataError, RecordError
 from chatmill.format import Renderer, resolve_format
 from chatmill.ledger import Ledger
-from chatmill.plain_file import local_path
-from chatmill.prepare.assemble import StagedFile, assemble
+from chatmill.prepare.assemble import assemble
 from chatmill.prepare.build_dir import BuildDir, build_dir
+from chatmill.prepare.cluster_build import ClusterBuild
+from chatmill.prepare.dedupe_columns import dedupe_identity
 from chatmill.prepare.engine import Engine, LocalEngine
-from chatmill.prepare.job import Job
+from chatmill.prepare.filters import Predicate, allowed_predicates, check_languages, filters_of
+from chatmill.prepare.job import InputSource, Job
+from chatmill.prepare.progress import BuildProgress, SourceProgress
+from chatmill.prepare.ray_engine import RayEngine
+from chatmill.prepare.removed import write_removed
+from chatmill.prepare.select import StagedFile, choose
 from chatmill.prepare.unit import Done, Unit, finished, job_renderer, renderer_identity
-from chatmill.records import BytesRead, InputFiles, plan
-from chatmill.store.layout import WIDE
-from chatmill.store.metadata import Metadata, write_metadata
+from chatmill.records import BytesRead, InputFiles
+from chatmill.records.files import identity, label, shown
+from chatmill.records.read import plan_files
+from chatmill.records.standard_input import is_standard_input
+from chatmill.remote import urls
+from chatmill.remote.objects import RemoteError
+from chatmill.remote.urls import Place, Url
+from chatmill.rows import File
+from chatmill.store.files import make_folder
+from chatmill.store.layout import REMOVED, WIDE
+from chatmill.store.metadata import Metadata, ShardInfo, write_metadata
 from chatmill.store.publish import check_target, publish, refuse_inside
+from chatmill.store.remote_publish import Uploads, check_remote_target, publish_remote, scratch_folder
 
 UNIT_BYTES = 4 * 2**20
 """Bytes of input in a unit, if the file can be cut. It has no influence on the bytes of the dataset."""
-
-
-@dataclass(frozen=True)
-class BuildProgress:
-    """Progress of a build: `step` is check (of units to resume), render (in bytes of input) or write (in tokens)."""
-
-    step: str
-    done: int
-    total: int
-    rows: int
-    tokens: int
+MOST_UNITS = 2**16
+"""Of a large input units are larger instead: one process collects their results."""
 
 
 def prepare_dataset(
     job: Job,
-    target: str | Path,
+    target: str | Place,
     *,
     renderer: Renderer | None = None,
     engine: Engine | None = None,
     overwrite: bool = False,
     resume: bool = False,
     unit_bytes: int = UNIT_BYTES,
+    allow_code: Sequence[str] = (),
     on_fault: Callable[[RecordError], None] = lambda fault: None,
     on_progress: Callable[[BuildProgress], None] = lambda progress: None,
 ) -> Metadata:
@@ -60,14 +69,21 @@ def prepare_dataset(
     {'train': 356, 'val': 44}
 
     `renderer` is the one that `job` names, if it is open already. With `resume` the units that an interrupted build
-    of the same job completed are used. Each rejected record goes to `on_fault`.
+    of the same job completed are used. Each rejected record goes to `on_fault`. `allow_code` names the predicates of
+    filters, as module:function, that may run.
     """
     job.check()
-    target = local_path(target)
-    check_target(target, overwrite=overwrite)
+    check_languages(job)
+    predicates = allowed_predicates(job, allow_code)
+    where = urls.place(target)
+    remote = check_remote_target(where, overwrite=overwrite) if isinstance(where, Url) else None
+    # A dataset for a URL is built here, and uploaded shard by shard.
+    local = scratch_folder(where) if isinstance(where, Url) else where
+    check_target(local, overwrite=overwrite)
     inputs = InputFiles([source.inputs for source in job.sources])
-    units = units_of(job, inputs, unit_bytes)
-    refuse_inside(target, [*(unit.part.path for unit in units), *job.named_files()])
+    units = units_of(job, inputs, unit_bytes, predicates)
+    read_here = [unit.part.path for unit in units if isinstance(unit.part.path, Path)]
+    refuse_inside(local, [*read_here, *job.named_files()])
     if renderer is None:
         # The bytes depend on the chosen format, so the job records it.
         job = replace(job, format=resolve_format(job.format, job.tokenizer, chat_template=job.chat_template))
@@ -78,53 +94,91 @@ def prepare_dataset(
     if (size := renderer.tokenizer.vocab_size) > WIDE:
         raise DataError(f"{renderer.tokenizer.name}: a vocabulary of {size} ids; at most {WIDE} can be stored")
     fingerprint = _fingerprint(job, renderer, units, inputs)
-    with build_dir(target, fingerprint, resume=resume, overwrite=overwrite) as place:
-        build = _Build(job, renderer, inputs, units, place, on_progress)
-        ledger, staged, read = Ledger(), list[StagedFile](), list[tuple[Path, BytesRead]]()
+    cluster = None
+    if remote is not None and isinstance(engine, RayEngine):
+        cluster = ClusterBuild(engine, remote, fingerprint, resume)
+    with (
+        build_dir(local, fingerprint, resume=resume, overwrite=overwrite, name=where) as place,
+        cluster.opened() if cluster is not None else nullcontext(),
+    ):
+        build = _Build(job, renderer, inputs, units, place, on_progress, cluster)
+        ledger, staged, read = Ledger(), list[StagedFile](), list[tuple[Place, BytesRead]]()
         with closing(_render(build, engine or LocalEngine())) as rendered:
             for unit, (done, before) in zip(units, rendered, strict=True):
                 ledger.merge(done.ledger)
                 read.append((unit.part.path, done.read))
-                staged += [StagedFile(unit.path(place.units, n), unit.only_val, before) for n in range(done.files)]
+                staged += _staged(build, unit, done, before)
                 for fault in done.faults:
                     on_fault(fault)
-        inputs.check(read, is_planned=lambda: units_of(job, inputs, unit_bytes) == units)
+        inputs.check(read, is_planned=lambda: units_of(job, inputs, unit_bytes, predicates) == units)
         inputs.check_names()
-        metadata = _write(build, staged, ledger)
-        publish(place.staging, target, overwrite=overwrite)
+        if remote is None:
+            metadata = _write(build, staged, ledger)
+            publish(place.staging, local, overwrite=overwrite)
+        else:
+            with Uploads(remote) as uploads:
+                metadata = _write(build, staged, ledger, on_shard=uploads.add_shard)
+                if cluster is not None:
+                    uploads.skip(
+                        info
+                        for split in metadata.splits.values()
+                        for shard in split.shards
+                        for info in shard.files.values()
+                    )
+                publish_remote(place.staging, remote, uploads)
     return metadata
 
 
-def units_of(job: Job, inputs: InputFiles, unit_bytes: int) -> list[Unit]:
+def units_of(job: Job, inputs: InputFiles, unit_bytes: int, predicates: Sequence[Predicate] = ()) -> list[Unit]:
     """The units of the input, in its order."""
     parts = [
-        (part, source)
-        for source, files in zip(job.sources, inputs.groups, strict=True)
-        for part in plan(files, shape=source.shape, source=source.name, options=source.options())
+        (part, number)
+        for number, (source, files) in enumerate(zip(job.sources, inputs.groups, strict=True))
+        for part in plan_files(
+            files, shape=source.shape, source=source.name, options=source.options(), on_error=job.on_error
+        )
     ]
-    seen = {part.path.resolve() for part, source in parts if not source.only_val}
-    for part, source in parts:
-        if source.only_val and part.path.resolve() in seen:
-            raise DataError(f"{part.path}: is given for training and for validation; leave it out of one")
+    seen = {identity(part.path) for part, number in parts if not job.sources[number].only_val}
+    for part, number in parts:
+        if job.sources[number].only_val and identity(part.path) in seen:
+            raise DataError(f"{shown(part.path)}: is given for training and for validation; leave it out of one")
+    tests = [
+        tuple(each for each in predicates if each.name in [one.predicate for one in filters_of(job, number)])
+        for number in range(len(job.sources))
+    ]
     names = relative_names([part.path for part, _ in parts])
     units: list[Unit] = []
     sizes = inputs.sizes
-    for (part, source), name in zip(parts, names, strict=True):
-        end = sizes[part.path]
+    unit_bytes = max(unit_bytes, sum(sizes.values()) // MOST_UNITS)
+    for (part, number), name in zip(parts, names, strict=True):
+        source, end = job.sources[number], sizes[part.path]
         for piece in part.cut(unit_bytes, end=end):
             size = (end if piece.stop is None else piece.stop) - piece.start
-            units.append(Unit(len(units), piece, name, source.train_on or job.train_on, source.only_val, size))
+            about = (name, source.train_on or job.train_on, source.only_val, size, number, tests[number])
+            units.append(Unit(len(units), piece, *about))
     if not units:
         raise DataError("the input is empty; there is nothing to prepare")
     return units
 
 
-def relative_names(paths: Sequence[Path]) -> list[str]:
-    """Names that do not depend on where the files are: as given, or relative to the folder all have in common."""
-    if not any(path.is_absolute() for path in paths):
-        return [str(path) for path in paths]
-    # A path may begin with two slashes, and is then not below one that begins with one.
-    absolute = [Path("/", *path.absolute().parts[1:]) for path in paths]
+def relative_names(paths: Sequence[Place]) -> list[str]:
+    """Names that do not depend on where the files are: as given, or relative to the folder all have in common.
+
+    A URL is like an absolute path; beside local files it is stored whole. Standard input is `-`.
+    """
+    here = [path for path in paths if isinstance(path, Path) and not is_standard_input(path)]
+    urls = [path for path in paths if isinstance(path, Url)]
+    names: dict[Place, str] = {path: label(path) for path in paths}
+    if urls and not here:
+        # s3://bucket/chat/a.jsonl -> /s3:/bucket/chat/a.jsonl
+        names |= dict(zip(urls, _below_common([Path("/", *str(url).split("/")) for url in urls]), strict=True))
+    if any(path.is_absolute() for path in here):
+        # A path may begin with two slashes, and is then not below one that begins with one.
+        names |= dict(zip(here, _below_common([Path("/", *path.absolute().parts[1:]) for path in here]), strict=True))
+    return [names[path] for path in paths]
+
+
+def _below_common(absolute: Sequence[Path]) -> list[str]:
     common = os.path.commonpath([path.parent for path in absolute])
     return [os.path.relpath(path, common) for path in absolute]
 
@@ -139,6 +193,16 @@ class _Build:
     units: Sequence[Unit]
     place: BuildDir
     on_progress: Callable[[BuildProgress], None]
+    cluster: ClusterBuild | None
+    """The Ray cluster that builds it, if its target is a URL."""
+
+
+def _staged(build: _Build, unit: Unit, done: Done, lines_before: int) -> list[StagedFile]:
+    folder = build.place.units
+    if build.cluster is not None:
+        return list(build.cluster.staged(unit, done, lines_before, folder))
+    about: dict[str, Any] = {"source": unit.source, "unit": unit.number, "file": File(unit.part.source, unit.name)}
+    return [StagedFile(folder / unit.staged_name(n), unit.only_val, lines_before, **about) for n in range(done.files)]
 
 
 def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, None]:
@@ -147,27 +211,28 @@ def _render(build: _Build, engine: Engine) -> Generator[tuple[Done, int], None, 
     Units that an interrupted build completed are not run again.
     """
     units, place = build.units, build.place
-    completed = _completed(build) if place.resumed else {}
+    # On a cluster the workers look which units are complete.
+    completed = _completed(build) if place.resumed and build.cluster is None else {}
     left = [unit for unit in units if unit.number not in completed]
-    total, seen, rows, tokens, before = sum(unit.size for unit in units), 0, 0, 0, 0
-    with closing(engine.run(left, build.job, build.renderer, place.units)) as running:
+    progress, before = SourceProgress(build.job, units), 0
+    job, renderer, cluster = build.job, build.renderer, build.cluster
+    run = partial(engine.run, folder=place.units) if cluster is None else cluster.run
+    with closing(run(left, job, renderer)) as running:
         for unit in units:
             if not unit.part.start:
                 before = 0
             try:
                 done = completed[unit.number] if unit.number in completed else next(running)
-            except RecordError as fault:
+            except (RecordError, RemoteError) as fault:
                 # A file that changes under its reader breaks records, too.
                 build.inputs.check_times()
-                fault.line += before
+                if isinstance(fault, RecordError):
+                    fault.line += before
                 raise
             build.inputs.check_size(unit.part.path)
             for passed in done.faults:
                 passed.line += before
-            seen += unit.size
-            rows += done.ledger.total("rendered").rows
-            tokens += done.ledger.total("rendered").tokens
-            build.on_progress(BuildProgress("render", seen, total, rows, tokens))
+            build.on_progress(progress.after(unit, done))
             yield done, before
             before += done.lines
 
@@ -183,7 +248,13 @@ def _completed(build: _Build) -> dict[int, Done]:
     return completed
 
 
-def _write(build: _Build, staged: Sequence[StagedFile], ledger: Ledger) -> Metadata:
+def _write(
+    build: _Build,
+    staged: Sequence[StagedFile],
+    ledger: Ledger,
+    *,
+    on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
+) -> Metadata:
     """Write all files of the dataset from staged rows, the metadata last."""
     if not ledger.total("read").rows:
         raise DataError("the input holds no record; there is nothing to prepare")
@@ -197,9 +268,17 @@ def _write(build: _Build, staged: Sequence[StagedFile], ledger: Ledger) -> Metad
     job, renderer, staging = build.job, build.renderer, build.place.staging
     tokenizer = renderer.tokenizer
     vocab_size = tokenizer.vocab_size
-    splits = assemble(staged, job, vocab_size=vocab_size, staging=staging, ledger=ledger, on_tokens=on_tokens)
+    # Blocks are cut in order, by this process.
+    write = (
+        build.cluster.assemble
+        if build.cluster is not None and job.fit != "blocks"
+        else partial(assemble, staging=staging, on_shard=on_shard)
+    )
+    selection = choose(staged, job, ledger)
+    splits = write(staged, selection.chosen, job, vocab_size=vocab_size, ledger=ledger, on_tokens=on_tokens)
     ledger.check()
     special = tokenizer.special_token_ids()
+    make_folder(staging)
     return write_metadata(
         staging,
         Metadata(
@@ -211,6 +290,7 @@ def _write(build: _Build, staged: Sequence[StagedFile], ledger: Ledger) -> Metad
             splits=splits,
             ledger=ledger,
             config=_config(job, build.units),
+            removed=write_removed(staging / REMOVED, staged, selection),
         ),
         tokenizer_state=tokenizer.state(added_tokens=job.add_tokens),
     )
@@ -221,9 +301,11 @@ def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: In
 
     Of the input it has the sizes: each unit has the hash of the bytes that it read.
     """
-    parts = [(str(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
-    files = {str(path): size for path, size in inputs.sizes.items()}
+    parts = [(label(unit.part.path), unit.part.start, unit.part.stop, unit.part.shape) for unit in units]
+    files = {label(path): size for path, size in inputs.sizes.items()}
     identity = {"job": job.to_json(), "renderer": renderer_identity(renderer), "parts": parts, "files": files}
+    identity |= dedupe_identity(job)
+    identity["predicates"] = sorted({(each.name, each.sha256) for unit in units for each in unit.predicates})
     return json.dumps(identity, sort_keys=True).encode()
 
 
@@ -235,17 +317,34 @@ def _config(job: Job, units: Sequence[Unit]) -> dict[str, Any]:
     for key in ("tokenizer", "on_error", "format", *of_template, *of_answers):
         # Stored with the tokenizer or the format, or without influence on the bytes.
         del config[key]
-    if not job.unroll:
-        # As in datasets from before there was this key, so that their bytes stay the same.
-        del config["unroll"]
+    for name in ("unroll", "near_dedupe", "precedence", "filters"):
+        if getattr(job, name) == keys_of(Job)[name].default:
+            # As in datasets from before there was this key, so that their bytes stay the same.
+            del config[name]
     read = dict.fromkeys(
-        (unit.name, unit.part.shape, unit.part.source, unit.train_on, unit.only_val, unit.part.options)
+        (
+            unit.name,
+            unit.part.shape,
+            unit.part.source,
+            unit.train_on,
+            unit.only_val,
+            unit.part.options,
+            unit.source,
+        )
         for unit in units
     )
     names = ("file", "shape", "source", "train_on", "only_val")
     config["sources"] = [
         dict(zip(names, values, strict=True))
         | {name: value for name, value in asdict(options).items() if value is not None}
-        for *values, options in read
+        | _selection_keys(job.sources[number])
+        for *values, options, number in read
     ]
-    return config
+    return config | job.default_mix()
+
+
+def _selection_keys(source: InputSource) -> dict[str, Any]:
+    """The keys of a source, where they are given, that say which of its records are used."""
+    filters = {name: value for name, value in asdict(source.filters).items() if value not in (None, ())}
+    keys = {"val_split": source.val_split, "max_samples": source.max_samples, "filters": filters or None}
+    return {name: value for name, value in keys.items() if value is not None}

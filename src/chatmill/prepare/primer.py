@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +21,8 @@ from chatmill.prepare.job import Job, existing
 from chatmill.prepare.rejects import CountedRecords
 from chatmill.prepare.unit import trained_tokens
 from chatmill.records import Record, shuffle_split
+from chatmill.records.files import local_files, shown
+from chatmill.remote.urls import place
 from chatmill.rows import Rows, concat
 from chatmill.store.primer_cache import CACHES, CacheMeta, check_place, write_cache
 from chatmill.store.publish import refuse_inside
@@ -64,7 +65,7 @@ def build_cache(
     """
     out, ledger = local_path(config.out_dir), records.ledger
     target = check_place(out, source, overwrite=overwrite)
-    refuse_inside(target, [Path(config.path), *existing(config.tokenizer)])
+    refuse_inside(target, [*local_files([config.path]), *existing(config.tokenizer)])
     format = load_format("primer")
     renderer = TurnRenderer(
         format, open_tokenizer(config.tokenizer, control=format.tokens, add_tokens=config.add_tokens)
@@ -74,7 +75,7 @@ def build_cache(
     if not len(rows):
         rejects = records.rejects
         why = f"all records were rejected, see {rejects.path}" if rejects and rejects.counts else "holds no record"
-        raise DataError(f"{config.path}: {why}; expected at least one")
+        raise DataError(f"{shown(place(config.path))}: {why}; expected at least one")
     ledger.add("rendered", rows=len(rows), tokens=len(rows.ids), trained=trained_tokens(rows))
     split = shuffle_split(len(rows), config.val_frac, seed=config.seed)
     return write_cache(

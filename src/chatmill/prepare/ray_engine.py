@@ -1,6 +1,7 @@
-"""Run units as tasks of a Ray cluster, which retries those whose worker was lost.
+"""Run units, and write the shards of a dataset at a URL, as tasks of a Ray cluster, which retries lost ones.
 
-Input, tokenizer and target must be on a file system that all nodes see under the same paths.
+Where input, tokenizer and target are URLs, nodes need nothing in common. Whatever of them is a local path must be on a
+file system that all nodes see under the same path.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ import json
 import os
 import socket
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from chatmill.errors import ChatmillError, UsageError, one_line
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.format import Renderer
 from chatmill.prepare.job import Job
-from chatmill.prepare.unit import Done, Unit, renderer_identity, run_unit, same_renderer
+from chatmill.prepare.remote_shards import write_remote_shards
+from chatmill.prepare.shard_plan import ShardPlan
+from chatmill.prepare.unit import Done, Unit, finished, renderer_identity, run_unit, same_renderer
+from chatmill.remote import objects
+from chatmill.remote.threads import in_threads
+from chatmill.remote.urls import Place, Url
+from chatmill.store.metadata import ShardInfo
+from chatmill.store.remote_publish import RemoteTarget
 
 RETRIES = 8
 """How often a unit is run again after its worker was lost; errors of the unit itself are never retried."""
@@ -25,6 +35,8 @@ PATIENCE = 600
 TASKS_PER_CPU = 4
 """Tasks that are submitted at a time; after a fault only these are waited for."""
 
+REMOVED_TOGETHER = 500
+"""Objects that a task removes."""
 LOOK_SECONDS = 1.0
 """How often it is checked that the cluster is there while its units are waited for."""
 MISSED = 4
@@ -41,21 +53,54 @@ class RayEngine:
     def __init__(self, workers: int | None = None, address: str | None = None) -> None:
         self.workers = workers
         self.address = address
+        self._started = False
 
-    def run(self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Path) -> Generator[Done, None, None]:
-        ray = self._connect()
-        try:
+    def run(
+        self, units: Sequence[Unit], job: Job, renderer: Renderer, folder: Place, *, resume: bool = False
+    ) -> Generator[Done, None, None]:
+        """As `Engine.run`; with `resume`, units whose staged objects are in the folder are not run again."""
+        local = [*job.named_files(), *(unit.part.path for unit in units), folder]
+        # Paths are kept as the user gave them, because they appear in errors.
+        here = Path.cwd() if any(isinstance(place, Path) for place in local) else None
+        folder = folder.absolute() if isinstance(folder, Path) else folder
+        yield from self._in_order(_run, units, (job, renderer_identity(renderer), folder, here, resume))
+
+    def write_shards(
+        self, plans: Iterable[ShardPlan], target: RemoteTarget, *, vocab_size: int, per_task: int = 1
+    ) -> Generator[ShardInfo, None, None]:
+        """Write shards of a dataset at a URL from staged objects, and yield what was written in their order."""
+        left = iter(plans)
+        tasks = iter(lambda: list(islice(left, per_task)), [])
+        for infos in self._in_order(_write, tasks, (target, vocab_size)):
+            yield from infos
+
+    def remove(self, urls: Sequence[Url]) -> None:
+        """Remove objects, in tasks: each takes a request."""
+        parts = [urls[at : at + REMOVED_TOGETHER] for at in range(0, len(urls), REMOVED_TOGETHER)]
+        for _ in self._in_order(_remove, parts, None):
+            pass
+
+    def num_cpus(self) -> int:
+        """Of the whole cluster."""
+        with self.connected() as ray:
+            return int(ray.cluster_resources().get("CPU", 1))
+
+    def _in_order(self, work: Callable[[Any, Any], Any], items: Iterable[Any], shared: Any) -> Generator[Any]:
+        """The results of `work` for all items, in their order; the first error in that order is raised."""
+        with self.connected() as ray:
             # Less than one CPU each, or the tasks of a small cluster starve the ones that feed them.
-            remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(_run)
-            shared = ray.put((job, renderer_identity(renderer), folder.absolute(), Path.cwd()))
-            places, waiting = _places(ray), deque(units)
+            remote = ray.remote(num_cpus=0.9, max_retries=RETRIES, retry_exceptions=False)(work)
+            shared = ray.put(shared)
+            places, waiting = _places(ray), iter(items)
             # Once: a call of the head while it is lost may end this process.
-            most = max(4, TASKS_PER_CPU * int(ray.cluster_resources().get("CPU", 1)))
+            most = max(4, TASKS_PER_CPU * self.num_cpus())
             pending: deque[Any] = deque()
             try:
-                while pending or waiting:
-                    while waiting and len(pending) < most:
-                        pending.append(remote.remote(waiting.popleft(), shared))
+                while True:
+                    for item in islice(waiting, most - len(pending)):
+                        pending.append(remote.remote(item, shared))
+                    if not pending:
+                        break
                     yield _result(ray, pending[0], places)
                     pending.popleft()
             except LostClusterError:
@@ -66,17 +111,16 @@ class RayEngine:
                 if pending and not self._started:
                     # Not cancelled: Ray may end this process if a task completes while it is being cancelled.
                     ray.wait(list(pending), num_returns=len(pending), timeout=PATIENCE)
-        finally:
-            if self._started:
-                ray.shutdown()
 
-    def _connect(self) -> Any:
+    @contextmanager
+    def connected(self) -> Iterator[Any]:
+        """Ray, connected until the end of the block; a cluster that was started for it ends then."""
         try:
             import ray
         except ImportError:
             raise UsageError("--engine ray needs ray: pip install 'chatmill[ray]'") from None
-        self._started = not ray.is_initialized()
-        if self._started:
+        starts = not ray.is_initialized()
+        if starts:
             # "local": Ray would otherwise join any cluster that happens to run on this machine.
             own = {"address": "local", "num_cpus": self.workers, "include_dashboard": False}
             where = {"address": self.address} if self.address else own
@@ -86,7 +130,13 @@ class RayEngine:
             except (OSError, ValueError, RuntimeError) as error:
                 what = f"no Ray cluster at {self.address}" if self.address else "Ray does not start"
                 raise UsageError(f"{what} ({one_line(str(error), 200)}); start one with `ray start --head`") from None
-        return ray
+            self._started = True
+        try:
+            yield ray
+        finally:
+            if starts:
+                self._started = False
+                ray.shutdown()
 
 
 def _check_reachable(address: str | None) -> None:
@@ -119,20 +169,19 @@ def _wait(ray: Any, task: Any, places: Sequence[str]) -> None:
             if missed == MISSED:
                 raise LostClusterError(
                     f"the Ray cluster is lost: {place} cannot be reached ({error.strerror or error}); "
-                    "start it again and go on with --resume"
+                    "start it again and continue with --resume"
                 ) from None
 
 
-def _result(ray: Any, task: Any, places: Sequence[str]) -> Done:
+def _result(ray: Any, task: Any, places: Sequence[str]) -> Any:
     try:
         _wait(ray, task, places)
-        done: Done = ray.get(task)
+        return ray.get(task)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         raise cause if isinstance(cause, ChatmillError | OSError) else error from None
     except ray.exceptions.RayError as error:
-        raise ChatmillError(f"Ray lost a unit for good ({one_line(str(error), 200)}); go on with --resume") from None
-    return done
+        raise ChatmillError(f"Ray lost a task for good ({one_line(str(error), 200)}); continue with --resume") from None
 
 
 # In a worker process.
@@ -141,13 +190,34 @@ _renderers: dict[str, Renderer] = {}
 """The renderer of this worker process: a tokenizer takes a second to load and serves all of its units."""
 
 
-def _run(unit: Unit, shared: tuple[Job, dict[str, Any], Path, Path]) -> Done:
-    job, identity, folder, here = shared
-    # Paths are kept as the user gave them, because they appear in errors.
-    os.chdir(here)
+def _run(unit: Unit, shared: tuple[Job, dict[str, Any], Place, Path | None, bool]) -> Done:
+    job, identity, folder, here, resume = shared
+    if here is not None:
+        _enter(here)
+    if resume and (done := finished(unit, folder)) is not None:
+        return done
     key = json.dumps([job.to_json(), identity], sort_keys=True)
     if key not in _renderers:
         renderer = same_renderer(job, identity)
         _renderers.clear()
         _renderers[key] = renderer
     return run_unit(unit, job, _renderers[key], folder)
+
+
+def _enter(folder: Path) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be entered on the node {socket.gethostname()} ({error.strerror}); "
+            "give URLs, or paths that all nodes of the cluster see"
+        ) from None
+
+
+def _remove(urls: Sequence[Url], _: None) -> None:
+    in_threads(lambda url: objects.remove([url]), urls)
+
+
+def _write(plans: Sequence[ShardPlan], shared: tuple[RemoteTarget, int]) -> list[ShardInfo]:
+    target, vocab_size = shared
+    return write_remote_shards(plans, target, vocab_size=vocab_size)

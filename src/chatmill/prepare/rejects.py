@@ -13,16 +13,19 @@ from typing import IO, Literal, Self
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.ledger import UNREAD_KEY, Ledger
-from chatmill.plain_file import local_path
-from chatmill.records.files import expand, shown
+from chatmill.records.files import local_files, shown
 from chatmill.records.read import FilePart, plan, read_records
 from chatmill.records.record import Record
 from chatmill.records.shapes import ShapeOptions
 from chatmill.records.shapes.decode import json_line
+from chatmill.remote import objects
+from chatmill.remote.urls import Place, Url, place
 from chatmill.store import files
 
 KEYS = ("file", "line", "id", "kind", "reason", "raw")
 """The keys of a line, in order."""
+LONGEST = 1 << 20
+"""Bytes of a line that are read at most."""
 
 
 def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
@@ -34,8 +37,10 @@ def note_keys(ledger: Ledger, records: Iterable[Record]) -> None:
             ledger.add("noted", "record_weight", rows=1)
 
 
-def rejects_path(output: Path | None) -> Path:
-    """Where rejects go if no file is named: beside the output, as NAME.rejects.jsonl."""
+def rejects_path(output: Place | None) -> Path:
+    """Where rejects go if no file is named: beside the output, as NAME.rejects.jsonl; here if the output is a URL."""
+    if isinstance(output, Url):
+        return Path(f"{output.name}.rejects.jsonl")
     if output is not None and output.name in ("", ".."):
         raise UsageError(f"{output}: has no name of its own; give the output as NAME or DIR/NAME")
     return Path("rejects.jsonl") if output is None else output.with_name(f"{output.name}.rejects.jsonl")
@@ -51,37 +56,62 @@ class Rejects:
     """
 
     def __init__(
-        self, path: str | Path, *, reads: Sequence[Path] = (), output: Path | None = None, overwrite: bool = False
+        self, path: str | Place, *, reads: Sequence[Path] = (), output: Place | None = None, overwrite: bool = False
     ) -> None:
-        self.path, self._overwrite = local_path(path), overwrite
+        self.path, self._overwrite = place(path), overwrite
         self.counts: Counter[str] = Counter()
         self._file: IO[bytes] | None = None
-        self._is_device = self.path.exists() and stat.S_ISCHR(self.path.stat().st_mode)
-        if self._is_device:
-            # Such as /dev/null.
+        self._is_device = False
+        if isinstance(self.path, Url):
+            objects.check_writable(self.path)
+            self._check_object(self.path)
+        else:
+            self._is_device = self.path.exists() and stat.S_ISCHR(self.path.stat().st_mode)
+            if not self._is_device:
+                self._check_file(self.path, reads, output if isinstance(output, Path) else None)
+
+    def _check_object(self, url: Url) -> None:
+        if objects.find(url) is None:
             return
-        if output is not None and files.real(output) in (files.real(self.path), *files.real(self.path).parents):
-            raise UsageError(f"{shown(self.path)}: is the output, or lies in it; name another file for the rejects")
-        if any(files.real(each) == files.real(self.path) or _same(each, self.path) for each in reads):
-            raise UsageError(f"{shown(self.path)}: is read, and rejects would be written over it; name another file")
-        if output is None or output.parent != self.path.parent or output.parent.exists():
+        if not self._overwrite:
+            raise DataError(f"{shown(url)}: exists already; give another name, or --overwrite")
+        if not _is_reject(objects.read(url, 0, LONGEST).partition(b"\n")[0]):
+            raise _other_file(url)
+
+    def _check_file(self, path: Path, reads: Sequence[Path], output: Path | None) -> None:
+        if output is not None and files.real(output) in (files.real(path), *files.real(path).parents):
+            raise UsageError(f"{shown(path)}: is the output, or lies in it; name another file for the rejects")
+        if any(files.real(each) == files.real(path) or _same(each, path) for each in reads):
+            raise UsageError(f"{shown(path)}: is read, and rejects would be written over it; name another file")
+        if output is None or output.parent != path.parent or output.parent.exists():
             # The folder of the output is made if need be.
-            files.refuse_existing(self.path, overwrite=overwrite)
-        if self.path.exists() and not _holds_rejects(self.path):
-            raise DataError(f"{shown(self.path)}: is no file of rejects, so that it is not replaced; name another")
+            files.refuse_existing(path, overwrite=self._overwrite)
+        if path.exists():
+            with path.open("rb") as file:
+                if not _is_reject(file.readline(LONGEST)):
+                    raise _other_file(path)
 
     def __enter__(self) -> Self:
         # Without a name until it is complete: a command that fails or is killed leaves nothing.
-        place = next(folder for folder in self.path.absolute().parents if folder.is_dir())
-        self._file = tempfile.TemporaryFile(dir=None if self._is_device else place)
+        if isinstance(self.path, Path) and not self._is_device:
+            folder = next(folder for folder in self.path.absolute().parents if folder.is_dir())
+            self._file = tempfile.TemporaryFile(dir=folder)
+        else:
+            self._file = tempfile.NamedTemporaryFile(prefix="chatmill-rejects-")
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         if self._file is None:
             return
         with self._file as file:
-            if kind is None or (self.counts and issubclass(kind, DataError)):
-                file.seek(0)
+            if kind is not None and not (self.counts and issubclass(kind, DataError)):
+                return
+            file.seek(0)
+            if isinstance(self.path, Url):
+                # Again, because the command took its time.
+                self._check_object(self.path)
+                objects.upload(self.path, Path(file.name))
+            else:
                 files.make_folder(self.path.parent)
                 whole = files.writing(self.path, overwrite=self._overwrite)
                 with self.path.open("wb") if self._is_device else whole as out:
@@ -101,10 +131,12 @@ def _same(one: Path, other: Path) -> bool:
     return one.exists() and other.exists() and one.samefile(other)
 
 
-def _holds_rejects(path: Path) -> bool:
-    """Whether a file is empty or begins with a line as `Rejects` writes it."""
-    with path.open("rb") as file:
-        line = file.readline(1 << 20)
+def _other_file(path: Place) -> DataError:
+    return DataError(f"{shown(path)}: is no file of rejects, so that it is not replaced; name another")
+
+
+def _is_reject(line: bytes) -> bool:
+    """Whether the first line of a file is one that `Rejects` writes, or the file is empty."""
     try:
         return not line or tuple(json.loads(line)) == KEYS
     except (ValueError, TypeError, RecursionError):
@@ -121,16 +153,16 @@ class CountedRecords:
         shape: str | None = None,
         options: ShapeOptions | None = None,
         on_error: Literal["stop", "skip"] = "stop",
-        rejects: Path | None = None,
+        rejects: Place | None = None,
         reads: Sequence[Path] = (),
         output: Path | None = None,
         overwrite: bool = False,
     ) -> None:
         """`reads` is what the command reads besides the inputs, `output` what it writes; see `Rejects`."""
         self._inputs, self._shape, self._options, self.ledger = inputs, shape, options or ShapeOptions(), Ledger()
-        self.rejects = None
+        self.rejects, self._on_error = None, on_error
         if on_error == "skip":
-            path, reads = rejects or rejects_path(output), [*expand(inputs), *reads]
+            path, reads = rejects or rejects_path(output), [*local_files(inputs), *reads]
             self.rejects = Rejects(path, reads=reads, output=output, overwrite=overwrite)
         self._records: Iterator[Record] = iter(())
 
@@ -138,7 +170,11 @@ class CountedRecords:
         if self.rejects is not None:
             self.rejects.__enter__()
         self._records = read_records(
-            self._inputs, shape=self._shape, options=self._options, on_error="skip", on_reject=self._reject_unread
+            self._inputs,
+            shape=self._shape,
+            options=self._options,
+            on_error=self._on_error,
+            on_reject=self._reject_unread,
         )
         return self
 
@@ -154,7 +190,7 @@ class CountedRecords:
 
     def files(self) -> list[FilePart]:
         """The files that are read, with their shapes."""
-        return plan(self._inputs, shape=self._shape, options=self._options)
+        return plan(self._inputs, shape=self._shape, options=self._options, on_error=self._on_error)
 
     def reject(self, fault: RecordError) -> None:
         """Reject a record that was read: raise its fault, or write it to the rejects."""

@@ -1,17 +1,23 @@
-"""Staged files: the fitted rows of a unit, written by the worker that made them and read in order by the assembly.
+"""Staged files: the fitted rows of a unit, written by the worker that made them and read by the assembly.
 
     magic · crc32 of all that follows · size of the header · header (JSON) · arrays, each at a multiple of 64 bytes
 
+The arrays that hold a number or a few for each row come first: the beginning of a file, its *head*, is all that the
+assembly needs to plan shards. Tokens and spans follow.
+
 A file gets its name when it is complete. It is not synced: after a power loss the checksum tells whether it is intact.
+An object of an object store appears whole, or not at all.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import uuid
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
@@ -21,45 +27,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError
+from chatmill.remote import objects
+from chatmill.remote.urls import Place, Url
 from chatmill.rows import ORIGIN, SPAN, File, Index, Rows, offsets
 from chatmill.store import files
 
-MAGIC = b"chatmill rows 3\n"
+MAGIC = b"chatmill rows 5\n"
 """Its number rises when the same input gives other rows: units that an older version left are made again."""
 PREFIX = len(MAGIC) + 16
 ALIGN = 64
+FIRST_READ = 1 << 16
+"""Bytes that are read of an object to learn where its arrays are: more than most headers have."""
 PART = ".part"
 """The suffix of a file that is not complete yet."""
 
 _LONG = np.dtype("<i8")
-_DTYPES = (SPAN, _LONG, _LONG, ORIGIN, _LONG)
+_HEAD = (_LONG, _LONG, ORIGIN, _LONG, _LONG)
+NO_COLUMNS: Mapping[str, NDArray[Any]] = {}
+NAMES = ("first_span", "row_start", "origins", "record", "trained", "ids", "spans")
 
 
-class Staged:
-    """A memory-mapped staged file of rows of one conversation each; `record` is the index of the record of each row.
+class StagedHead:
+    """The head of a staged file of rows of one conversation each: mapped from a file that begins with it, or its bytes.
 
-    `lines_before` is the number of lines before the unit in its input file; the unit numbers its own from 1. A map
-    holds a file descriptor, so only some are open at a time.
+    `record` is the index of the record of each row, `trained` the number of its tokens that are trained. `lines_before`
+    is the number of lines before the unit in its input file; the unit numbers its own from 1. A map holds a file
+    descriptor, so only some are open at a time.
     """
 
-    def __init__(self, path: Path, *, lines_before: int = 0, check: bool = False) -> None:
-        with path.open("rb") as file:
-            prefix = file.read(PREFIX)
-            if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
-                raise DataError(f"{path}: no staged rows; build without --resume")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        crc, size = np.frombuffer(prefix, dtype="<u8", offset=len(MAGIC)).tolist()
-        if check and zlib.crc32(memoryview(self._map)[PREFIX - 8 :]) != crc:
-            raise DataError(f"{path}: staged rows are damaged; build without --resume")
-        header = json.loads(self._map[PREFIX : PREFIX + size])
-        base = _aligned(PREFIX + size)
-        dtypes = (np.dtype(header["tokens"]), *_DTYPES)
-        arrays = [
-            np.frombuffer(self._map, dtype=dtype, count=count, offset=base + start)
-            for dtype, (count, start) in zip(dtypes, header["arrays"], strict=True)
-        ]
-        self.ids = arrays[0]
-        self.spans, self.first_span, self.row_start, self.origins, self.record = arrays[1:]
+    def __init__(self, source: Path | bytes | mmap.mmap, *, lines_before: int = 0) -> None:
+        self._data: Any = _mapped(source) if isinstance(source, Path) else source
+        size = _header_size(self._data)
+        header = json.loads(self._data[PREFIX : PREFIX + size])
+        self._base = _aligned(PREFIX + size)
+        self._places = dict(zip(NAMES, header["arrays"], strict=True))
+        self._dtypes = dict(zip(NAMES, (*_HEAD, np.dtype(header["tokens"]), SPAN), strict=True))
+        self.first_span, self.row_start, self.origins, self.record, self.trained = map(self._array, NAMES[:-2])
+        for name, dtype, place in header["columns"]:
+            self._places[name], self._dtypes[name] = place, _dtype(dtype)
+        self.columns = {name: self._array(name) for name, *_ in header["columns"]}
+        """Further arrays, which only some jobs need."""
         if lines_before:
             self.origins = self.origins.copy()
             self.origins["line"] += lines_before
@@ -69,6 +76,41 @@ class Staged:
     def __len__(self) -> int:
         return len(self.record)
 
+    def _array(self, name: str) -> NDArray[Any]:
+        count, start = self._places[name]
+        dtype = self._dtypes[name]
+        items = count * math.prod(dtype.shape)
+        return np.frombuffer(self._data, dtype.base, items, self._base + start).reshape(count, *dtype.shape)
+
+    def bytes_of(self, name: str, start: int = 0, stop: int | None = None) -> tuple[int, int]:
+        """Where the items [start, stop) of an array lie in the file."""
+        count, begin = self._places[name]
+        size = self._dtypes[name].itemsize
+        at = self._base + begin
+        return at + start * size, at + (count if stop is None else stop) * size
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        dtype: np.dtype[Any] = self._dtypes["ids"]
+        return dtype
+
+    @property
+    def head_size(self) -> int:
+        """Bytes before the tokens."""
+        return self.bytes_of("ids")[0]
+
+
+class Staged(StagedHead):
+    """A whole staged file, mapped."""
+
+    def __init__(self, path: Path, *, lines_before: int = 0, check: bool = False) -> None:
+        data = _mapped(path)
+        crc = int.from_bytes(data[len(MAGIC) : len(MAGIC) + 8], "little")
+        if check and zlib.crc32(memoryview(data)[PREFIX - 8 :]) != crc:
+            raise DataError(f"{path}: staged rows are damaged; build without --resume")
+        super().__init__(data, lines_before=lines_before)
+        self.ids, self.spans = self._array("ids"), self._array("spans")
+
     def rows(self) -> Rows:
         """All rows; narrow tokens are widened."""
         ids = self.ids.astype(np.uint32, copy=False)
@@ -77,35 +119,106 @@ class Staged:
 
     def release(self) -> None:
         """Free the memory of the map; pages are read again when they are accessed."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        self._data.madvise(mmap.MADV_DONTNEED)
 
 
-def save(path: Path, rows: Rows, record: Index, *, tokens: np.dtype[Any], extra: Any) -> None:
-    """Write rows of one conversation each; ids are narrowed to `tokens`, which must hold them."""
-    columns = (rows.spans, rows.first_span, rows.row_start, rows.origins, record)
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        prefix = file.read(PREFIX)
+        if len(prefix) < PREFIX or not prefix.startswith(MAGIC):
+            raise DataError(f"{path}: no staged rows; build without --resume")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _header_size(data: Any) -> int:
+    return int.from_bytes(data[PREFIX - 8 : PREFIX], "little")
+
+
+def read_head(url: Url) -> bytes:
+    """The head of a staged object, in as few requests as it takes; `DataError` if there is none."""
+    data = objects.read(url, 0, FIRST_READ)
+    if not data.startswith(MAGIC) or len(data) < PREFIX:
+        raise DataError(f"{url}: no staged rows; build without --resume")
+    stop = PREFIX + _header_size(data)
+    data += objects.read(url, len(data), stop)
+    places = json.loads(data[PREFIX:stop])["arrays"]
+    size = _aligned(stop) + places[NAMES.index("ids")][1]
+    return data[:size] + objects.read(url, len(data), size)
+
+
+def save(
+    place: Place,
+    rows: Rows,
+    record: Index,
+    *,
+    tokens: np.dtype[Any],
+    extra: Any,
+    columns: Mapping[str, NDArray[Any]] = NO_COLUMNS,
+) -> bytes:
+    """Write rows of one conversation each; ids are narrowed to `tokens`, which must hold them.
+
+    `columns` are further arrays of the head.
+
+    Returns the head if they are written to a URL, where it is not at hand.
+    """
+    head = (rows.first_span, rows.row_start, rows.origins, record, trained_of_rows(rows))
     arrays: list[NDArray[Any]] = [
+        *(np.ascontiguousarray(column, dtype=dtype) for column, dtype in zip(head, _HEAD, strict=True)),
+        *map(np.ascontiguousarray, columns.values()),
         rows.ids.astype(tokens, copy=False),
-        *(np.ascontiguousarray(column, dtype=dtype) for column, dtype in zip(columns, _DTYPES, strict=True)),
+        np.ascontiguousarray(rows.spans, dtype=SPAN),
     ]
     start = offsets(np.array([_aligned(array.nbytes) for array in arrays])).tolist()
     places = [(len(array), at) for array, at in zip(arrays, start[:-1], strict=True)]
-    names = {"tokens": np.dtype(tokens).str, "arrays": places, "files": rows.files, "extra": extra}
+    further = places[len(_HEAD) : -2]
+    names = {
+        "tokens": np.dtype(tokens).str,
+        "arrays": places[: len(_HEAD)] + places[-2:],
+        "columns": [
+            (name, _description(array), at) for (name, array), at in zip(columns.items(), further, strict=True)
+        ],
+        "files": rows.files,
+        "extra": extra,
+    }
     header = json.dumps(names).encode()
     size = len(header).to_bytes(8, "little")
     pieces: list[Any] = [size, header, bytes(_aligned(PREFIX + len(header)) - PREFIX - len(header))]
     for array in arrays:
         pieces += [array.reshape(-1).view(np.uint8).data, bytes(_aligned(array.nbytes) - array.nbytes)]
     crc = reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces, 0)
+    pieces = [MAGIC, crc.to_bytes(8, "little"), *pieces]
+    if isinstance(place, Url):
+        data = b"".join(pieces)
+        objects.write(place, data)
+        return data[: StagedHead(data).head_size]
     # A unique name: a unit may run twice at the same time, on two machines.
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PART}")
+    aside = place.with_name(f".{place.name}.{uuid.uuid4().hex}{PART}")
     try:
         with files.create(aside) as file:
-            file.writelines([MAGIC, crc.to_bytes(8, "little"), *pieces])
-        files.disk.rename(aside, path)
+            file.writelines(pieces)
+        files.disk.rename(aside, place)
     except BaseException:
         with suppress(OSError):
             os.unlink(aside)  # noqa: PTH108
         raise
+    return b""
+
+
+def _description(array: NDArray[Any]) -> Any:
+    """The dtype and the shape of one item of an array, as JSON holds them."""
+    return [array.dtype.descr if array.dtype.names else array.dtype.str, array.shape[1:]]
+
+
+def _dtype(description: Any) -> np.dtype[Any]:
+    kind, shape = description
+    return np.dtype(([tuple(field) for field in kind] if isinstance(kind, list) else kind, tuple(shape)))
+
+
+def trained_of_rows(rows: Rows) -> Index:
+    """The trained tokens of each row."""
+    spans = rows.spans
+    before = offsets(np.where(spans["weight"] > 0, spans["length"], 0))[rows.first_span]
+    return np.diff(before)
 
 
 def _aligned(size: int) -> int:

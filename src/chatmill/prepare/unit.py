@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count as numbers
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chatmill.answers import mask_answers, note_untrained
-from chatmill.errors import ChatmillError, DataError, RecordError, one_line
+from chatmill.errors import ChatmillError, DataError, RecordError
 from chatmill.fit import truncate_with_sources
 from chatmill.format import Renderer, TemplateOptions, before_cutting, open_renderer, requires_user
 from chatmill.ledger import Ledger
+from chatmill.prepare.dedupe_columns import Columns, dedupe_columns, joined_columns
+from chatmill.prepare.filters import (
+    NAMES,
+    TIME_LIMIT,
+    Predicate,
+    failed_row_filters,
+    failed_test,
+    filters_of,
+    has_row_filters,
+    reason,
+    record_tests,
+)
 from chatmill.prepare.job import Job
 from chatmill.prepare.rejects import note_keys
-from chatmill.prepare.staging import Staged, save
+from chatmill.prepare.staging import Staged, StagedHead, read_head, save, trained_of_rows
 from chatmill.prepare.unroll import render_unrolled, unrolled
 from chatmill.records import BytesRead, ChatColumns, FilePart, ReadLog, Record, Unrolled, keys_of, read_blocks
+from chatmill.records.files import shown
+from chatmill.records.raw_files import has_bytes
+from chatmill.remote.objects import MissingObjectError, RemoteError
+from chatmill.remote.urls import Place, Url
 from chatmill.rows import EMPTY, File, Index, Rows, TrainOn, concat
 from chatmill.store.layout import token_dtype
 
@@ -29,6 +46,10 @@ CHUNK = 512
 FILE_TOKENS = 2**22
 """Tokens after which a unit begins another staged file: an input file that cannot be cut may have any size."""
 Batch = Sequence[Record] | Sequence[Unrolled]
+Block = ChatColumns | list[Record]
+"""Records as they are read, many at a time."""
+REMOVED = np.dtype([("line", "<u8"), ("filter", "u1")])
+"""A record that a filter removed, as staged files hold it: its line in the unit, and the number of the filter."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +62,14 @@ class Unit:
     only_val: bool
     size: int
     """Bytes of input, for progress."""
+    source: int = 0
+    """The number of its source in the job."""
+    predicates: tuple[Predicate, ...] = ()
+    """Those that its records must pass."""
 
-    def path(self, folder: Path, number: int) -> Path:
-        """The path of its staged file `number`."""
-        return folder / f"unit_{self.number:06d}_{number:04d}.rows"
+    def staged_name(self, number: int) -> str:
+        """The name of its staged file `number`."""
+        return f"unit_{self.number:06d}_{number:04d}.rows"
 
 
 @dataclass(frozen=True)
@@ -58,6 +83,10 @@ class Done:
     ledger: Ledger
     faults: tuple[RecordError, ...]
     read: BytesRead
+    heads: tuple[bytes, ...] = ()
+    """The heads of its staged files if these are objects: see `staging`."""
+    resumed: bool = False
+    """Whether an interrupted build completed it."""
 
 
 def job_renderer(job: Job) -> Renderer:
@@ -95,22 +124,29 @@ def same_renderer(job: Job, identity: Mapping[str, Any]) -> Renderer:
     return renderer
 
 
-def run_unit(unit: Unit, job: Job, renderer: Renderer, folder: Path) -> Done:
-    """Read, render and fit one unit. With `on_error` "stop" its first fault is raised."""
-    records = _Records(unit, job, renderer)
+def run_unit(
+    unit: Unit, job: Job, renderer: Renderer, folder: Place, *, read: Callable[..., Iterable[Block]] = read_blocks
+) -> Done:
+    """Read, render and fit one unit. With `on_error` "stop" its first fault is raised.
+
+    `read` gives the records of its part, as `read_blocks` does.
+    """
+    records = _Records(unit, job, renderer, read)
     vocab_size = renderer.tokenizer.vocab_size
     out = _StagedFiles(unit, token_dtype(vocab_size), folder)
     for batch in records:
-        rows, record_of, count = records.render(batch)
+        rows, record_of, rendered = records.render(batch)
         _check_ids(rows, vocab_size)
+        columns = dedupe_columns(rendered, rows, record_of, job)
+        rows, record_of = records.filtered(rows, record_of)
         rows, source = _fitted(rows, job, renderer, records.ledger)
         record_of = record_of[source]
-        out.add(rows, record_of, count)
+        out.add(rows, record_of, len(rendered), columns)
     if records.stopped_by is not None:
         raise records.stopped_by
     out.save(records)
-    read = records.log.bytes_read()
-    return Done(unit.number, out.number, records.lines, records.ledger, tuple(records.faults), read)
+    was_read, heads = records.log.bytes_read(), tuple(filter(None, out.heads))
+    return Done(unit.number, out.number, records.lines, records.ledger, tuple(records.faults), was_read, heads)
 
 
 def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[Rows, Index]:
@@ -129,14 +165,24 @@ def _fitted(rows: Rows, job: Job, renderer: Renderer, ledger: Ledger) -> tuple[R
     return kept, source[of_cut]
 
 
-def finished(unit: Unit, folder: Path) -> Done | None:
+def finished(unit: Unit, folder: Place) -> Done | None:
     """The result of a unit that an interrupted build completed; None if it must be run again.
 
     An error if the input does not have the bytes any more that the rows were made of.
     """
+    heads: list[bytes] = []
     for number in numbers():
+        staged: StagedHead
         try:
-            staged = Staged(unit.path(folder, number), check=True)
+            if isinstance(folder, Url):
+                heads.append(read_head(folder / unit.staged_name(number)))
+                staged = StagedHead(heads[-1])
+            else:
+                staged = Staged(folder / unit.staged_name(number), check=True)
+        except MissingObjectError:
+            return None
+        except RemoteError:
+            raise
         except (DataError, OSError):
             return None
         if (counts := staged.extra["ledger"]) is not None:
@@ -145,12 +191,11 @@ def finished(unit: Unit, folder: Path) -> Done | None:
             if ledger.total("rejected").rows:
                 return None
             read = BytesRead.from_json(staged.extra["read"])
-            if not read.is_in(unit.part.path):
+            if not has_bytes(unit.part.path, read):
                 raise ChatmillError(
-                    f"{one_line(str(unit.part.path), 1000)}: was changed since the interrupted build read it; "
-                    "build without --resume"
+                    f"{shown(unit.part.path)}: was changed since the interrupted build read it; build without --resume"
                 )
-            return Done(unit.number, number + 1, staged.extra["lines"], ledger, (), read)
+            return Done(unit.number, number + 1, staged.extra["lines"], ledger, (), read, tuple(heads), resumed=True)
     raise AssertionError
 
 
@@ -161,32 +206,35 @@ def trained_tokens(rows: Rows) -> int:
 class _Records:
     """The records of a unit that can be rendered, in batches, with the faults and counts of all of them."""
 
-    def __init__(self, unit: Unit, job: Job, renderer: Renderer) -> None:
+    def __init__(self, unit: Unit, job: Job, renderer: Renderer, read: Callable[..., Iterable[Block]]) -> None:
         self.ledger = Ledger()
         self.faults: list[RecordError] = []
         self.lines = 0
         self.log = ReadLog()
         self.stopped_by: RecordError | None = None
-        self._unit, self._job, self._renderer = unit, job, renderer
+        self._unit, self._job, self._renderer, self._read = unit, job, renderer, read
+        self._filters = filters_of(job, unit.source)
+        self._tests = record_tests(self._filters, unit.predicates)
+        self._removed_line, self._removed_by = array("Q"), array("B")
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches in input order: columns where the records allow it, lists of about `CHUNK` rows otherwise."""
         waiting: list[Any] = []
         count = 0
         try:
-            blocks = read_blocks(
+            blocks = self._read(
                 self._unit.part, on_fault=self._fault, on_end=partial(setattr, self, "lines"), log=self.log
             )
             for block in blocks:
                 if not isinstance(block, ChatColumns):
                     note_keys(self.ledger, block)
-                if isinstance(block, ChatColumns) and not self._job.unroll and self._renderer.renders_columns(block):
+                if isinstance(block, ChatColumns) and self._keeps_columns and self._renderer.renders_columns(block):
                     if waiting:
                         yield waiting
                         waiting, count = [], 0
                     yield block
                     continue
-                for record in self._renderable(block):
+                for record in self._renderable(self._passed(block) if self._tests else block):
                     waiting.append(record)
                     count += len(record.rows) if isinstance(record, Unrolled) else 1
                     if count >= CHUNK:
@@ -198,14 +246,64 @@ class _Records:
         if waiting:
             yield waiting
 
-    def _renderable(self, block: Sequence[Record]) -> Iterator[Record] | Iterator[Unrolled]:
+    @property
+    def _keeps_columns(self) -> bool:
+        """Whether nothing needs each record as an object of its own."""
+        return not (self._job.unroll or self._tests)
+
+    def _passed(self, records: Iterable[Record]) -> Iterator[Record]:
+        """The records that pass the filters that look at them before they are rendered."""
+        for record in records:
+            try:
+                name = failed_test(record, self._tests)
+            except RecordError as fault:
+                if fault.kind == TIME_LIMIT:
+                    # Which records these are depends on the machine: the rows of a dataset must not.
+                    raise
+                self._fault(fault)
+                continue
+            if name is None:
+                yield record
+                continue
+            self.ledger.add("read", rows=1)
+            self.ledger.add("filtered", reason(name), rows=1)
+            self._removed_line.append(record.line)
+            self._removed_by.append(NAMES.index(name))
+
+    def filtered(self, rows: Rows, record_of: Index) -> tuple[Rows, Index]:
+        """The rendered rows that pass the filters of tokens and of the trained share, and their records."""
+        if not has_row_filters(self._filters):
+            return rows, record_of
+        tokens = np.diff(rows.row_start)
+        # Answers without a user turn before them are masked only when rows are cut.
+        trained = trained_of_rows(mask_answers(rows) if requires_user(self._renderer) else rows)
+        failed = failed_row_filters(self._filters, tokens, trained, record_of)
+        if not failed.any():
+            return rows, record_of
+        for number in np.unique(failed[failed > 0]).tolist():
+            those = failed == number
+            counts = {"tokens": int(tokens[those].sum()), "trained": int(trained[those].sum())}
+            self.ledger.add("dropped", reason(NAMES[number - 1]), rows=int(those.sum()), **counts)
+        first = np.flatnonzero((np.diff(record_of, prepend=-1) != 0) & (failed > 0))
+        self._removed_line.extend(rows.origins["line"][first].tolist())
+        self._removed_by.extend((failed[first] - 1).tolist())
+        kept = np.flatnonzero(failed == 0)
+        return rows.take(kept), record_of[kept]
+
+    def removed(self) -> NDArray[Any]:
+        """The line of each record that a filter removed, in order, and the number of the filter."""
+        removed = np.empty(len(self._removed_line), dtype=REMOVED)
+        removed["line"], removed["filter"] = self._removed_line, self._removed_by
+        return removed[np.argsort(removed["line"], kind="stable")]
+
+    def _renderable(self, block: Iterable[Record]) -> Iterator[Record] | Iterator[Unrolled]:
         if not self._job.unroll:
             return self._renderer.renderable(block, self._fault)
         train_on = self._unit.train_on
         return unrolled(block, self._renderer, train_on=train_on, on_reject=self._fault, ledger=self.ledger)
 
-    def render(self, batch: Batch) -> tuple[Rows, Index, int]:
-        """The rows of a batch, with the keys of their records, the number of the record of each, and of how many.
+    def render(self, batch: Batch) -> tuple[Rows, Index, Batch]:
+        """The rows of a batch, with the keys of their records, the number of the record of each, and these records.
 
         A record may be refused only when it is encoded: then without it.
         """
@@ -217,8 +315,8 @@ class _Records:
                 batch = cast(Batch, [each for each in batch if _place(each) != (fault.file, fault.line)])
                 continue
             self.ledger.add("read", rows=len(batch))
-            return rows, record_of, len(batch)
-        return EMPTY, np.zeros(0, dtype=np.int64), 0
+            return rows, record_of, batch
+        return EMPTY, np.zeros(0, dtype=np.int64), batch
 
     def _rendered(self, batch: Batch) -> tuple[Rows, Index]:
         if not self._job.unroll:
@@ -251,21 +349,24 @@ def _place(each: Record | Unrolled) -> tuple[str, int]:
 class _StagedFiles:
     """Writes the staged files of a unit; the last one holds the ledger, which marks the unit as finished."""
 
-    def __init__(self, unit: Unit, dtype: np.dtype[np.unsignedinteger], folder: Path) -> None:
+    def __init__(self, unit: Unit, dtype: np.dtype[np.unsignedinteger], folder: Place) -> None:
         self._unit, self._dtype, self._folder = unit, dtype, folder
+        self.heads: list[bytes] = []
         self.number = 0
         self._begin()
 
     def _begin(self) -> None:
         self._rows: list[Rows] = []
         self._record: list[Index] = []
+        self._columns: list[Columns] = []
         self._records = self._tokens = 0
 
-    def add(self, rows: Rows, source: Index, records: int) -> None:
+    def add(self, rows: Rows, source: Index, records: int, columns: Columns) -> None:
         if self._tokens >= FILE_TOKENS:
             self.save(None)
         self._rows.append(rows)
         self._record.append(source + self._records)
+        self._columns.append(columns)
         self._records += records
         self._tokens += len(rows.ids)
 
@@ -278,7 +379,11 @@ class _StagedFiles:
         if finished is not None:
             read = finished.log.bytes_read().to_json()
             extra |= {"ledger": finished.ledger.to_json(), "lines": finished.lines, "read": read}
-        save(self._unit.path(self._folder, self.number), rows, record, tokens=self._dtype, extra=extra)
+        place = self._folder / self._unit.staged_name(self.number)
+        columns = dict(joined_columns(self._columns))
+        if finished is not None and len(removed := finished.removed()):
+            columns["removed"] = removed
+        self.heads.append(save(place, rows, record, tokens=self._dtype, extra=extra, columns=columns))
         self.number += 1
         self._begin()
 

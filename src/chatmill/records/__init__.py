@@ -1,7 +1,7 @@
 """Read conversations from files of any shape into `Record`.
 
 Record, Message, ToolCall    a conversation; they also take the dicts of OpenAI and Hugging Face
-read_records                 all records of files and globs, in order
+read_records                 all records of files, globs, folders and URLs, in order
 SHAPES, ShapeOptions         the shapes of records that are read, detected from the first records of a file
 plan, FilePart, read_part, read_blocks, ChatColumns    the same in parts and blocks, for workers
 unroll_record, Unrolled      a conversation as one row per answer

@@ -1,21 +1,34 @@
-"""Expand inputs to files, and open files whether compressed or not."""
+"""Expand inputs to files, here and at URLs, and open files whether compressed or not."""
 
 from __future__ import annotations
 
 import glob
-import gzip
 import io
-import zlib
-from collections.abc import Generator, Iterator, Sequence
+import os
+import warnings
+from codecs import getincrementaldecoder
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from chatmill.errors import DataError, RecordError, one_line
-from chatmill.plain_file import local_path
-from chatmill.records.read_log import LoggedFile, ReadLog
+from chatmill.errors import DataError, RecordError, UsageError, one_line
+from chatmill.records.compressed import LOOK, NAMES, decompressed, form_of
+from chatmill.records.raw_files import open_raw
+from chatmill.records.read_log import ReadLog
+from chatmill.records.standard_input import NAME, is_standard_input, standard_input
+from chatmill.remote import objects
+from chatmill.remote.urls import EXTRAS, Place, Url, place
 
-SUFFIXES = (".jsonl", ".json", ".txt", ".jsonl.gz", ".json.gz", ".txt.gz", ".parquet")
+TABLES = (".parquet", ".arrow")
+KINDS = (".jsonl", ".json", ".txt", *TABLES)
+SUFFIXES = tuple(kind + compression for compression in ("", *NAMES) for kind in KINDS)
+EXPECTED = f"{', '.join(KINDS)}, each also with {', '.join(NAMES)}"
+WITHOUT_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files that Hugging Face datasets writes beside its tables."""
+METADATA = "dataset_metadata.json"
+"""In the folder of a dataset of chatmill."""
+SHOWN_NAMES = 3
 Units = Generator[tuple[int, bytes], None, None]
 """The bytes of each record of a file, with the line (of a table, the row) that it begins on, from 1."""
 
@@ -23,80 +36,194 @@ _BOM = b"\xef\xbb\xbf"
 _BUFFER = 1 << 18
 
 
-def expand(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files of names and globs: in the given order, sorted within a glob, each file once."""
-    given = [inputs] if isinstance(inputs, str | Path) else inputs
-    files: dict[Path, Path] = {}
+def expand(inputs: Sequence[str | Place]) -> list[Place]:
+    """The files of names, globs and folders: in the given order, sorted within a glob or folder, each file once."""
+    given = [inputs] if isinstance(inputs, str | Path | Url) else inputs
+    refuse_repeated(given)
+    files: dict[Any, Place] = {}
     for name in given:
-        for path in _matches(local_path(name)):
+        for path in _matches(name):
             suffix(path)
-            files.setdefault(path.resolve(), path)
+            files.setdefault(identity(path), path)
     return list(files.values())
 
 
-def suffix(path: Path) -> str:
+def refuse_repeated(names: Iterable[str | Place]) -> None:
+    """Raise `UsageError` if standard input is named twice."""
+    if sum(str(name) == NAME for name in names) > 1:
+        raise UsageError(f"{NAME}: is given twice, and standard input can be read once; leave one out")
+
+
+def local_files(inputs: Sequence[str | Place]) -> list[Path]:
+    """The files of `inputs` that are on this machine, where a command must not write."""
+    here = [path for name in inputs if isinstance(path := place(name), Path)]
+    return [path for path in expand(here) if isinstance(path, Path)]
+
+
+def identity(path: Place) -> Path | Url:
+    """The same for all names of one file."""
+    return path.resolve() if isinstance(path, Path) else path
+
+
+def suffix(path: Place) -> str:
     """The suffix that decides how a file is read; an unknown one is an error."""
-    for known in SUFFIXES:
+    for known in reversed(SUFFIXES):
         if path.name.lower().endswith(known):
             return known
-    raise DataError(f"{shown(path)}: not a kind of file that is read; expected {', '.join(SUFFIXES)}")
+    raise DataError(f"{shown(path)}: unsupported file type; expected {EXPECTED}")
 
 
-def source_name(path: Path) -> str:
+def compression(path: Place) -> str:
+    """The ending of a compressed file, such as `.gz`; empty for others."""
+    return next((ending for ending in NAMES if path.name.lower().endswith(ending)), "")
+
+
+def kind(path: Place) -> str:
+    """The suffix without that of the compression: one of KINDS."""
+    return suffix(path).removesuffix(compression(path))
+
+
+def source_name(path: Place) -> str:
     """The name by which records are mixed: `conversations` for `data/conversations.jsonl.gz`."""
     return path.name[: -len(suffix(path))]
 
 
-def shown(path: Path) -> str:
-    """A path safe to print on one line."""
-    return one_line(str(path), 1000)
+def label(path: Place) -> str:
+    """The name of a file as the user gave it, without what is secret in a URL."""
+    return NAME if is_standard_input(path) else str(path)
+
+
+def shown(path: Place) -> str:
+    """The same, safe to print on one line."""
+    return one_line(label(path), 1000)
 
 
 @contextmanager
-def open_bytes(path: Path, *, log: ReadLog | None = None, start: int = 0) -> Iterator[io.BufferedReader]:
-    """The bytes of a file from `start` on, after its byte order mark, decompressed where its name ends in `.gz`.
+def open_bytes(
+    path: Place, *, log: ReadLog | None = None, start: int = 0, stop: int | None = None
+) -> Iterator[io.BufferedReader]:
+    """The bytes of a file from `start` on, after its byte order mark, decompressed where its name says so.
 
-    `log` gets the bytes of the file itself as they are read.
+    `log` gets the bytes of the file itself as they are read. What lies beyond `stop` is not wanted.
     """
     try:
-        raw = io.FileIO(path) if log is None else LoggedFile(path, log)
+        raw = open_raw(path, log, stop=stop)
     except OSError as error:
         raise DataError(f"{shown(path)}: cannot be opened; {error.strerror or error}") from None
     with raw:
-        file: Any = raw
-        if path.name.lower().endswith(".gz"):
-            # GzipFile reads like a raw file but is not declared as one.
-            file = io.BufferedReader(cast(Any, _Gunzip(fileobj=io.BufferedReader(raw, _BUFFER))), _BUFFER)
-        if start or file.read(len(_BOM)) != _BOM:
+        file: Any = decompressed(raw, compression(path), shown(path)) if compression(path) else raw
+        if start or path.name.lower().endswith(TABLES):
             file.seek(start)
+        else:
+            begin = file.read(LOOK)
+            if kind(path) not in TABLES:
+                _check_form(path, begin)
+            file.seek(len(_BOM) if begin.startswith(_BOM) else 0)
         # Only now: what is read ahead would be in the log.
         yield io.BufferedReader(raw, _BUFFER) if file is raw else file
 
 
-class _Gunzip(gzip.GzipFile):
-    """Decompression that raises a `RecordError` for corrupt data."""
+def _check_form(path: Place, start: bytes) -> None:
+    """Raise a `RecordError` if a file of text, which begins with `start`, is something else by its first bytes."""
+    if form := form_of(start):
+        what = "the decompressed content" if compression(path) else "the file"
+        raise RecordError(f"{what} is {form.name}, not {kind(path)} text", form.right, kind="file_type")
 
-    def readinto(self, buffer: Any) -> int:
+
+def check_text(path: Place) -> None:
+    """Raise a `DataError` unless a file begins with UTF-8 text."""
+    with open_bytes(path) as file:
         try:
-            return super().readinto(buffer)
-        except EOFError:
-            right = "expected the whole file; copy it again"
-            raise RecordError("the compressed file is cut off", right, kind="gzip") from None
-        except (gzip.BadGzipFile, zlib.error):
-            right = "expected a whole gzip file; copy it again"
-            raise RecordError("the compressed data is corrupt", right, kind="gzip") from None
+            getincrementaldecoder("utf-8")().decode(file.read(_BUFFER))
+        except UnicodeDecodeError:
+            raise DataError(f"{shown(path)}: is not UTF-8 text; expected conversations as text") from None
 
 
-def _matches(path: Path) -> list[Path]:
+# Names to files.
+
+
+def _matches(name: str | Place) -> list[Place]:
+    if str(name) == NAME:
+        return [standard_input()]
+    path = place(name)
+    if isinstance(path, Url):
+        return _remote_matches(path)
     if path.is_dir():
-        raise DataError(f"{shown(path)}: is a folder; name its files with a glob, like {shown(path / '*.jsonl')}")
+        return _files_in(path, _walk(path))
     if path.exists():
         return [path]
     if not glob.has_magic(str(path)):
-        raise DataError(f"{shown(path)}: no such file; expected a file or a glob")
+        raise DataError(f"{shown(path)}: no such file; expected a file, a folder or a glob")
     # As in a shell, and unlike Path.glob, a star does not match hidden files.
     names = glob.glob(str(path), recursive=True)  # noqa: PTH207
     matches = sorted(match for name in names if (match := Path(name)).is_file())
     if not matches:
         raise DataError(f"{shown(path)}: the glob matches no file; expected at least one")
-    return matches
+    return [*matches]
+
+
+def _remote_matches(url: Url) -> list[Place]:
+    pattern = str(url).partition("://")[2]
+    # A name may hold brackets, as a local one may.
+    if "*" not in pattern and not url.is_folder and objects.find(url) is not None:
+        return [url]
+    if glob.has_magic(pattern):
+        hidden = any(part.startswith(".") for part in pattern.split("/"))
+        matches = [match for match in objects.matches(url) if hidden or not _is_hidden(match)]
+        if not matches:
+            raise DataError(f"{shown(url)}: the glob matches no object; expected at least one")
+        return [*sorted(matches, key=_parts)]
+    if not url.is_folder and EXTRAS[url.scheme] == "http":
+        # Web servers have no folders to look into.
+        raise objects.missing(url)
+    if not (below := [each for each in objects.names_below(url) if not each.is_folder]):
+        raise objects.missing(url)
+    return _files_in(url, [each for each in below if not _is_hidden(each, len(_parts(url)))])
+
+
+def _parts(url: Url) -> list[str]:
+    """By these the objects of a bucket are sorted as the files of a folder are."""
+    return str(url).rstrip("/").split("/")
+
+
+def _is_hidden(url: Url, known: int = 3) -> bool:
+    return any(part.startswith(".") for part in _parts(url)[known:])
+
+
+def _walk(folder: Path) -> list[Path]:
+    """All files in a folder and below it, links followed, without hidden ones."""
+    files, seen = [], set()
+    for above, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
+        # A link to a folder above would never end.
+        if (real := Path(above).resolve()) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files += [Path(above, name) for name in names if not name.startswith(".")]
+    return [path for path in files if path.is_file()]
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _files_in(folder: Place, files: Sequence[Place]) -> list[Place]:
+    """The files of a folder that hold records, sorted; a warning names others."""
+    if datasets := [path.parent for path in files if path.name == METADATA]:
+        what = "is a dataset" if datasets[0] == folder else f"holds the dataset {shown(datasets[0])}"
+        raise DataError(f"{shown(folder)}: {what}; expected a folder of conversations alone, or a glob")
+    read: list[Place] = []
+    others: list[str] = []
+    for path in files:
+        if path.name.lower().endswith(SUFFIXES) and path.name not in WITHOUT_RECORDS:
+            read.append(path)
+        else:
+            others.append(path.name)
+    if not read:
+        raise DataError(f"{shown(folder)}: the folder holds no file that is read; expected {EXPECTED}")
+    if others:
+        names = ", ".join(map(one_line, sorted(others)[:SHOWN_NAMES])) + (", …" if len(others) > SHOWN_NAMES else "")
+        noun = "file" if len(others) == 1 else "files"
+        warnings.warn(f"{shown(folder)}: skipped {len(others):,} {noun} with other extensions: {names}", stacklevel=2)
+    return sorted(read, key=lambda path: _parts(path) if isinstance(path, Url) else list(path.parts))

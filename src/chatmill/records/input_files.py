@@ -1,11 +1,11 @@
 """Notice input files that change while they are read, or between an interrupted build and its continuation.
 
-    before planning     InputFiles    size, times and inode of every file
+    before planning     InputFiles    size, times and inode of every file, size and version of every object
     each part, read     BytesRead     which bytes were read, and their hash
     at the end          InputFiles.check
 
-While `stat` of a file stays the same, its bytes do. Otherwise the bytes that were read are read again, and must have
-the hash that they had: `touch`, `chmod` and copies of the same content are no change.
+While `stat` of a file, or the version of an object, stays the same, its bytes do. Otherwise the bytes that were read
+are read again, and must have the hash that they had: `touch`, `chmod` and copies of the same content are no change.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from chatmill.errors import DataError
-from chatmill.records.files import expand, shown
+from chatmill.records.files import expand, identity, refuse_repeated, shown
+from chatmill.records.raw_files import has_bytes
 from chatmill.records.read_log import BytesRead
+from chatmill.remote import objects
+from chatmill.remote.threads import in_threads
+from chatmill.remote.urls import Place, Url, place
 
 FRESH = 2.0
 """Seconds after a change in which another one may leave the times of a file as they are; they are as coarse as this."""
@@ -36,62 +40,93 @@ class _State(NamedTuple):
 class InputFiles:
     """Files as they were before anything was read of them; `groups` are the files of each of the `inputs`."""
 
-    def __init__(self, inputs: Sequence[Sequence[str | Path]]) -> None:
+    def __init__(self, inputs: Sequence[Sequence[str | Place]]) -> None:
         self._inputs = inputs
+        refuse_repeated(name for names in inputs for name in names)
         self.groups = [expand(names) for names in inputs]
         began = time.time()
-        self._states = {path: _state(path) for path in dict.fromkeys(path for group in self.groups for path in group)}
-        self._fresh = {path for path, state in self._states.items() if state.changed / 1e9 > began - FRESH}
+        self._states = _states(path for group in self.groups for path in group)
+        self._fresh = {path for path, state in self._states.items() if _may_change_unseen(state, began)}
 
     @property
-    def sizes(self) -> dict[Path, int]:
+    def sizes(self) -> dict[Place, int]:
         return {path: state.size for path, state in self._states.items()}
 
-    def check_size(self, path: Path) -> None:
-        """Raise a `DataError` if a file is gone, or shorter or longer than it was: quick, for between two units."""
-        before, now = self._states[path].size, _state(path).size
+    def check_size(self, path: Place) -> None:
+        """Raise a `DataError` if a file is gone, or shorter or longer than it was: quick, for between two units.
+
+        Objects are looked at only in the end: it takes a request.
+        """
+        if isinstance(path, Path):
+            self._compare_sizes(path, _state(path))
+
+    def _compare_sizes(self, path: Place, state: _State | objects.ObjectInfo) -> None:
+        before, now = self._states[path].size, state.size
         if now != before:
             what = "grew" if now > before else "shrank"
             raise _changed(path, f"{what} from {before:,} to {now:,} bytes")
 
     def check_times(self) -> None:
         """Raise a `DataError` if any file was written or replaced: a fault may come from that, not from its content."""
-        for path, before in self._states.items():
-            self.check_size(path)
-            if _state(path) != before:
+        for path, state in _states(self._states).items():
+            self._compare_sizes(path, state)
+            if state != self._states[path]:
                 raise _changed(path, "was changed")
 
-    def check(self, parts: Iterable[tuple[Path, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
+    def check(self, parts: Iterable[tuple[Place, BytesRead]], *, is_planned: Callable[[], bool]) -> None:
         """Raise a `DataError` unless the bytes of all `parts`, as they were read, are those that the files have now.
 
         `is_planned` says whether planning would give the same parts again; it is asked if anything is in doubt.
         """
-        for path in self._states:
-            self.check_size(path)
-        now = {path: _state(path) for path in self._states}
+        now = _states(self._states)
+        for path, state in now.items():
+            self._compare_sizes(path, state)
         doubtful = {path for path, state in now.items() if state != self._states[path] or path in self._fresh}
         for path, read in parts:
             if any(end != self._states[path].size for end in read.ends):
                 raise _changed(path, "changed its size")
-            if path in doubtful and not read.is_in(path):
+            if path in doubtful and not has_bytes(path, read):
                 raise _changed(path, "was changed")
         if doubtful and not is_planned():
-            raise _changed(min(doubtful), "was changed")
-        for path in doubtful:
-            if _state(path) != now[path]:
+            raise _changed(min(doubtful, key=str), "was changed")
+        for path, state in _states(doubtful).items():
+            if state != now[path]:
                 raise _changed(path, "was changed")
 
     def check_names(self) -> None:
         """Raise a `DataError` if a glob matches other files now."""
         for names, before in zip(self._inputs, self.groups, strict=True):
-            known = {path.resolve() for path in before}
+            known = {identity(path) for path in before}
             for name in names:
                 for path in expand([name]):
-                    if path.resolve() not in known:
+                    if identity(path) not in known:
                         raise DataError(
-                            f"{shown(path)}: appeared while the input was read, and {shown(Path(name))} matches it; "
+                            f"{shown(path)}: appeared while the input was read, and {shown(place(name))} matches it; "
                             "build again once nothing is added"
                         )
+
+
+def _states(paths: Iterable[Place]) -> dict[Place, _State | objects.ObjectInfo]:
+    """The state of each file and object."""
+    states: dict[Place, _State | objects.ObjectInfo | None] = dict.fromkeys(paths)
+    urls = [path for path in states if isinstance(path, Url)]
+    # Objects in memory are of this process alone, which is forked only where there are no threads.
+    infos = in_threads(_object_state, urls, here=all(url.scheme == "memory" for url in urls))
+    states |= dict(zip(urls, infos, strict=True))
+    return {path: state or _state(path) for path, state in states.items()}  # type: ignore[arg-type]
+
+
+def _object_state(url: Url) -> objects.ObjectInfo:
+    if (info := objects.find(url)) is None:
+        raise _changed(url, "was removed")
+    return info
+
+
+def _may_change_unseen(state: _State | objects.ObjectInfo, began: float) -> bool:
+    """Whether another change could leave a state as it is."""
+    if isinstance(state, _State):
+        return state.changed / 1e9 > began - FRESH
+    return not state.version
 
 
 def _state(path: Path) -> _State:
@@ -104,5 +139,5 @@ def _state(path: Path) -> _State:
     return _State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, (status.st_dev, status.st_ino))
 
 
-def _changed(path: Path, what: str) -> DataError:
+def _changed(path: Place, what: str) -> DataError:
     return DataError(f"{shown(path)}: {what} while it was read; build again once nothing writes to it")

@@ -12,12 +12,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 from chatmill.errors import DataError, RecordError, UsageError, one_line
-from chatmill.records import columns, files, units
+from chatmill.records import columns, files, tables, units
 from chatmill.records.columns import COMPILED, ChatColumns
 from chatmill.records.files import open_bytes
 from chatmill.records.input_files import InputFiles
@@ -25,6 +25,9 @@ from chatmill.records.read_log import ReadLog
 from chatmill.records.record import Record
 from chatmill.records.shapes import NO_OPTIONS, SHAPES, ShapeOptions, ShapeParser, detect, keys_in, oasst, parser
 from chatmill.records.transcript_layout import transcript_layout
+from chatmill.remote import objects
+from chatmill.remote.threads import in_threads
+from chatmill.remote.urls import Place, Url
 
 MAX_LINE_BYTES = 64 * 2**20
 MIN_COLUMN_BYTES = 2**17
@@ -42,9 +45,9 @@ OnReject = Callable[[RecordError], None]
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """One file of one shape, or the lines of one that begin in bytes [start, stop), numbered from 1."""
+    """One file of one shape, or the lines (or row groups) of one that begin in bytes [start, stop), numbered from 1."""
 
-    path: Path
+    path: Place
     shape: str
     source: str
     start: int = 0
@@ -58,16 +61,21 @@ class FilePart:
     def cut(self, size: int, *, end: int | None = None) -> list[FilePart]:
         """Parts of at least `size` bytes with the same records in the same order, of a file of `end` bytes.
 
-        Compressed files, arrays and tables are not cut, nor are shapes whose records span several lines.
+        Parquet files are cut at row groups. Compressed files, arrays and other tables are not cut, nor are shapes whose
+        records span several lines.
         """
-        if not _is_of_lines(self) or files.suffix(self.path).endswith(".gz"):
+        is_table = files.kind(self.path) == ".parquet" and self.shape != "oasst1"
+        if files.compression(self.path) or not (is_table or _is_of_lines(self)):
             return [self]
-        end = self.path.stat().st_size if end is None else end
-        return [replace(self, start=start, stop=stop) for start, stop in units.cut(self.path, size=size, end=end)]
+        end = _size(self.path) if end is None else end
+        pieces = list((tables.cut_table if is_table else units.cut)(self.path, size=size, end=end))
+        if is_table and len(pieces) == 1:
+            return [self]
+        return [replace(self, start=start, stop=stop) for start, stop in pieces]
 
 
 def read_records(
-    inputs: Sequence[str | Path],
+    inputs: Sequence[str | Place],
     *,
     shape: str | None = None,
     source: str | None = None,
@@ -86,11 +94,11 @@ def read_records(
     A file that changes while it is read is a `DataError` after the last record.
     """
     on_fault = _fault_handler(on_error, on_reject)
-    before = InputFiles([[inputs] if isinstance(inputs, str | Path) else inputs])
-
-    def planned() -> list[FilePart]:
-        return plan(before.groups[0], shape=shape, source=source, options=options, max_line_bytes=max_line_bytes)
-
+    before = InputFiles([[inputs] if isinstance(inputs, str | Path | Url) else inputs])
+    paths, limit = before.groups[0], max_line_bytes
+    planned = partial(
+        plan_files, paths, shape=shape, source=source, options=options, on_error=on_error, max_line_bytes=limit
+    )
     return _read_all(planned(), before, planned, on_fault=on_fault, max_line_bytes=max_line_bytes)
 
 
@@ -106,7 +114,7 @@ def _read_all(
     try:
         for part, log in zip(parts, logs, strict=True):
             yield from read_part(part, on_fault=on_fault, max_line_bytes=max_line_bytes, log=log)
-    except RecordError:
+    except (RecordError, objects.RemoteError):
         before.check_times()
         raise
     read = [(part.path, log.bytes_read()) for part, log in zip(parts, logs, strict=True)]
@@ -114,25 +122,48 @@ def _read_all(
 
 
 def plan(
-    inputs: Sequence[str | Path],
+    inputs: Sequence[str | Place],
     *,
     shape: str | None = None,
     source: str | None = None,
     options: ShapeOptions = NO_OPTIONS,
+    on_error: OnError = "skip",
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> list[FilePart]:
-    """One part per file, in reading order; a `shape` of None is detected from the first records of each file."""
+    """One part per file, in reading order; a `shape` of None is detected from the first records of each file.
+
+    With `on_error` "stop" a file is not read beyond a record that is too long, which reading reports.
+    """
+    paths, limit = files.expand(inputs), max_line_bytes
+    return plan_files(paths, shape=shape, source=source, options=options, on_error=on_error, max_line_bytes=limit)
+
+
+def plan_files(
+    paths: Sequence[Place],
+    *,
+    shape: str | None = None,
+    source: str | None = None,
+    options: ShapeOptions = NO_OPTIONS,
+    on_error: OnError = "skip",
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> list[FilePart]:
+    """`plan` for files, as `expand` gives them."""
     if shape is not None and shape not in SHAPES:
         raise UsageError(f'unknown shape "{shape}"; expected {", ".join(SHAPES)}')
     options.column_map()
     options.templates()
-    parts = [_planned(path, shape, source, options, max_line_bytes) for path in files.expand(inputs)]
+    # Looking at an object takes several requests; objects in memory are of this process alone, which may fork.
+    parts = in_threads(
+        lambda path: _planned(path, shape, source, options, max_line_bytes, stops=on_error == "stop"),
+        paths,
+        here=all(isinstance(path, Path) or path.scheme == "memory" for path in paths),
+    )
     if options.columns is not None:
-        _warn_of_missing_columns(parts, max_line_bytes)
+        _warn_of_missing_columns(parts, max_line_bytes, stops=on_error == "stop")
     return parts
 
 
-def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int) -> None:
+def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int, *, stops: bool) -> None:
     """Warn of names in `--columns` that the first records of no file have, such as misspelled ones."""
     missing: set[str] = set()
     for part in parts:
@@ -140,7 +171,7 @@ def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int) -> None:
         assert columns is not None
         missing = missing or {*columns.record, *columns.message}
         with closing(_units(part, limit)) as numbered:
-            for _, data in islice(_readable(numbered), CHECKED_RECORDS):
+            for _, data in islice(_readable_units(numbered, limit, stops=stops), CHECKED_RECORDS):
                 missing -= keys_in(data)
                 if not missing:
                     return
@@ -149,10 +180,12 @@ def _warn_of_missing_columns(parts: Sequence[FilePart], limit: int) -> None:
         warnings.warn(f"{what}; correct it, or leave it out", stacklevel=2)
 
 
-def _planned(path: Path, shape: str | None, source: str | None, options: ShapeOptions, limit: int) -> FilePart:
+def _planned(
+    path: Place, shape: str | None, source: str | None, options: ShapeOptions, limit: int, *, stops: bool
+) -> FilePart:
     name = files.source_name(path) if source is None else source
-    is_array = files.suffix(path).removesuffix(".gz") == ".jsonl" and units.is_array(path, limit=limit)
-    return _with_shape(FilePart(path, "messages", name, options=options, is_array=is_array), shape, limit)
+    is_array = files.kind(path) == ".jsonl" and units.is_array(path, limit=limit)
+    return _with_shape(FilePart(path, "messages", name, options=options, is_array=is_array), shape, limit, stops=stops)
 
 
 def read_part(
@@ -217,14 +250,14 @@ def _read(
             on_end(line)
         except RecordError as fault:
             # The file is broken from here on; without a line of its own, the fault is after the last line read.
-            yield [fault.at(str(part.path), fault.line or line + 1)]
+            yield [fault.at(files.label(part.path), fault.line or line + 1)]
 
 
 def _parsed(
     part: FilePart, limit: int, *, as_columns: bool, log: ReadLog | None
 ) -> Generator[tuple[int, ParsedItems], None, None]:
     """Records and faults, some at a time, with the number of the last line read."""
-    parse = parser(part.shape, file=str(part.path), source=part.source, limit=limit, options=part.options)
+    parse = parser(part.shape, file=files.label(part.path), source=part.source, limit=limit, options=part.options)
     if not _is_of_lines(part):
         for line, data in _units(part, limit, log):
             yield line, parse(line, data)
@@ -269,14 +302,14 @@ def _columns(parse: ShapeParser, before: int, block: bytes) -> Iterator[tuple[in
 
 def _is_of_lines(part: FilePart) -> bool:
     """Whether every record is one line of a text file."""
-    ending = files.suffix(part.path).removesuffix(".gz")
+    ending = files.kind(part.path)
     return ending in (".jsonl", ".txt") and not part.is_array and part.shape not in ("oasst1", "transcript-stream")
 
 
 def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Units:
-    ending = files.suffix(part.path).removesuffix(".gz")
-    if ending == ".parquet":
-        numbered = units.table_rows(part.path, log=log)
+    ending = files.kind(part.path)
+    if ending in files.TABLES:
+        numbered = tables.table_rows(part.path, start=part.start, stop=part.stop, log=log)
     elif part.shape == "transcript-stream":
         numbered = units.conversations(part.path, limit=limit, log=log)
     elif ending == ".json" or part.is_array:
@@ -286,31 +319,40 @@ def _units(part: FilePart, limit: int, log: ReadLog | None = None) -> files.Unit
     return oasst.grouped(numbered, limit=limit) if part.shape == "oasst1" else numbered
 
 
-def _with_shape(part: FilePart, shape: str | None, limit: int) -> FilePart:
+def _with_shape(part: FilePart, shape: str | None, limit: int, *, stops: bool) -> FilePart:
     """The part with the given or detected shape, transcripts as lines or stream, and why."""
     path = part.path
-    ending = files.suffix(path).removesuffix(".gz")
-    if ending == ".parquet" and shape == "transcript-stream":
+    ending = files.kind(path)
+    if ending in files.TABLES and shape == "transcript-stream":
         raise UsageError(f"{files.shown(path)}: a table is no stream; expected shape transcript-lines")
     if ending == ".txt" and shape in (None, "transcript"):
         with closing(units.lines(path, limit=limit)) as numbered:
             first = next(_readable(numbered), (0, b""))[1]
+        if stops and len(first) > limit and b"<|" not in first:
+            # Too long as a line and as a part of a stream.
+            return replace(part, shape="transcript-lines", why="by its first line")
         # Objects in a text file are JSON Lines under another name.
         if shape == "transcript" or not first.lstrip().startswith(b"{"):
             shape = _transcript_shape(path, is_transcript=shape is not None)
             return replace(part, shape=shape, why="by its lines and markers")
-    why = "as --shape says"
+    why = "as given"
     if shape is None:
         with closing(_units(part, limit)) as numbered:
-            shape, why = detect(files.shown(path), _readable(numbered), part.options.column_map())
+            readable = _readable_units(numbered, limit, stops=stops)
+            shape, why = detect(files.shown(path), readable, part.options.column_map())
     return replace(part, shape="transcript-lines" if shape == "transcript" else shape, why=why)
 
 
-def _transcript_shape(path: Path, *, is_transcript: bool) -> str:
+def _transcript_shape(path: Place, *, is_transcript: bool) -> str:
     """Lines or a stream, if the file leaves no doubt; a `DataError` that asks otherwise."""
-    with open_bytes(path) as file:
-        layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))
+    try:
+        with open_bytes(path) as file:
+            layout = transcript_layout(_readable(iter(partial(file.read, SCAN), b"")))
+    except RecordError:
+        # It is broken from its first byte on, which reading reports.
+        return "transcript-lines"
     if not is_transcript and not layout & (layout.MARKERS | layout.JSON) and layout & layout.TEXT:
+        files.check_text(path)
         names = ", ".join(SHAPES)
         raise DataError(f"{files.shown(path)}: has no markers of a transcript; name its shape with --shape: {names}")
     if layout.shape is None:
@@ -321,12 +363,25 @@ def _transcript_shape(path: Path, *, is_transcript: bool) -> str:
     return layout.shape
 
 
+def _size(path: Place) -> int:
+    if isinstance(path, Path):
+        return path.stat().st_size
+    if (info := objects.find(path)) is None:
+        raise objects.missing(path)
+    return info.size
+
+
 def _readable(pieces: Iterator[T]) -> Iterator[T]:
     """Pieces of a file up to where the file is broken, which reading reports; detecting the shape need not."""
     try:
         yield from pieces
     except RecordError:
         return
+
+
+def _readable_units(numbered: files.Units, limit: int, *, stops: bool) -> Iterator[tuple[int, bytes]]:
+    """The same for units; if reading stops at the first fault, up to one over the limit, whose end may be far."""
+    return takewhile(lambda unit: not stops or len(unit[1]) <= limit, _readable(numbered))
 
 
 def _fault_handler(on_error: OnError, on_reject: OnReject | None) -> OnReject:

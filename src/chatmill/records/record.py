@@ -125,7 +125,7 @@ def record_key(record: Record) -> bytes:
     Whitespace between the turns of a transcript does not count either.
     """
     messages = [
-        _without_raw(message) if message.tool_calls else message
+        without_raw_arguments(message) if message.tool_calls else message
         for message in record.messages
         if message.role != NO_ROLE or not is_layout(message)
     ]
@@ -137,6 +137,6 @@ def is_layout(message: Message) -> bool:
     return message.role == NO_ROLE and not message.complete and message.content.isspace()
 
 
-def _without_raw(message: Message) -> Message:
+def without_raw_arguments(message: Message) -> Message:
     calls = tuple(ToolCall(call.name, call.arguments, call.id) for call in message.tool_calls)
     return msgspec.structs.replace(message, tool_calls=calls)

@@ -1,5 +1,5 @@
 """A file as numbered units of bytes, one for each record: lines, the elements of an array, the conversations of a
-transcript stream, or the rows of a table.
+transcript stream. The rows of a table are in tables.py.
 
 Of a unit longer than the limit only a beginning is passed on, long enough for the parser to refuse it; the remaining
 bytes are skipped and never held.
@@ -11,35 +11,32 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import msgspec
-
-from chatmill.errors import DataError, RecordError, one_line
-from chatmill.records.files import Units, open_bytes, shown
+from chatmill.errors import RecordError
+from chatmill.records.files import Units, open_bytes
 from chatmill.records.read_log import ReadLog
 from chatmill.records.shapes import RAW_BYTES
-from chatmill.records.shapes.decode import BYTES, decode
-from chatmill.records.shapes.fields import MEDIA_KEYS
+from chatmill.records.shapes.decode import decode
 from chatmill.records.shapes.transcript import EOS
+from chatmill.remote import objects
+from chatmill.remote.threads import in_threads
+from chatmill.remote.urls import Place, Url
 
 _CHUNK = 1 << 18
 BLOCK = 1 << 18
 """Bytes of lines that are parsed together: small enough that they and their records stay in the CPU cache."""
 WIDE_BLOCK = 1 << 20
 """The same for columns, which are compact, and cheaper per row the more rows they have."""
-TABLE_ROWS = 256
-"""Rows of a table that are decoded together; fewer where they hold images."""
+LINE_END_BYTES = 1 << 16
+"""Bytes of an object that are read at once to find the end of a line."""
 _SPACE = b" \t\r\n"
 _STRING = rb'(?:[^"\\]++|\\.)*+("?)'
 _STRING_END = re.compile(_STRING, re.DOTALL)
 _TOKEN = re.compile(rb'"' + _STRING + rb"|[{}\[\],]", re.DOTALL)
-# Types that JSON does not have are written as text.
-_ENCODER = msgspec.json.Encoder(enc_hook=str)
 
 
-def lines(path: Path, *, limit: int, log: ReadLog | None = None) -> Units:
+def lines(path: Place, *, limit: int, log: ReadLog | None = None) -> Units:
     """The lines of a file with their numbers, without line ends and blank lines."""
     before = 0
     for block in blocks(path, limit=limit, log=log):
@@ -51,7 +48,7 @@ def lines(path: Path, *, limit: int, log: ReadLog | None = None) -> Units:
 
 
 def blocks(
-    path: Path,
+    path: Place,
     *,
     limit: int,
     start: int = 0,
@@ -64,7 +61,7 @@ def blocks(
     Lines before a fault of the file are yielded before the fault is raised.
     """
     held = bytearray()
-    with open_bytes(path, log=log, start=start) as file:
+    with open_bytes(path, log=log, start=start, stop=stop) as file:
         left = 2**63 if stop is None else stop - file.tell()
         while left > 0 and (data := file.read1(min(size, left))):
             left -= len(data)
@@ -90,11 +87,14 @@ def is_blank(line: bytes) -> bool:
     return not line or line.isspace()
 
 
-def cut(path: Path, *, size: int, end: int) -> Iterator[tuple[int, int]]:
+def cut(path: Place, *, size: int, end: int) -> Iterator[tuple[int, int]]:
     """Cut the first `end` bytes of an uncompressed file of lines into pieces of at least `size` bytes: (start, stop).
 
     Only the ends of the pieces are read, so that planning is fast for very large files.
     """
+    if isinstance(path, Url):
+        yield from _cut_object(path, size=size, end=end)
+        return
     with path.open("rb") as file:
         start = 0
         while start < end:
@@ -105,7 +105,27 @@ def cut(path: Path, *, size: int, end: int) -> Iterator[tuple[int, int]]:
             start = stop
 
 
-def conversations(path: Path, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
+def _cut_object(url: Url, *, size: int, end: int) -> Iterator[tuple[int, int]]:
+    """The same of an object, in pieces of about `size`: their ends are looked for together, as each takes a request."""
+    least = range(size - 1, end - 1, size)
+    stops = in_threads(lambda at: _line_end(url, at, end), least, here=url.scheme == "memory")
+    start = 0
+    # A line may be longer than a piece.
+    for stop in sorted({*stops, end} - {0}):
+        yield start, stop
+        start = stop
+
+
+def _line_end(url: Url, at: int, end: int) -> int:
+    """Where the line ends that byte `at` is in; an object may have grown or shrunk since."""
+    while at < end and (data := objects.read(url, at, min(end, at + LINE_END_BYTES))):
+        if stop := data.find(b"\n") + 1:
+            return at + stop
+        at += len(data)
+    return end
+
+
+def conversations(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
     """The pieces of a stream between `<|EOS|>` marks with the line each begins on, without blank ones."""
     held, searched, overlong, line = bytearray(), 0, False, 1
     with open_bytes(path, log=log) as file:
@@ -152,7 +172,7 @@ def _skip_line(file: BinaryIO) -> int:
 # The elements of an array are located by brackets and quotes and decoded later: a broken element is one fault.
 
 
-def is_array(path: Path, *, limit: int) -> bool:
+def is_array(path: Place, *, limit: int) -> bool:
     """Whether a file of lines is one JSON array instead: its first line does not end it, or is all there is."""
     with closing(lines(path, limit=limit)) as numbered:
         try:
@@ -169,7 +189,7 @@ def is_array(path: Path, *, limit: int) -> bool:
             return False
 
 
-def elements(path: Path, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
+def elements(path: Place, *, limit: int, chunk: int = _CHUNK, log: ReadLog | None = None) -> Units:
     """The records of a `.json` file with the line each begins on: elements of an array, one object, or lines."""
     with open_bytes(path, log=log) as file:
         line = 1
@@ -253,57 +273,3 @@ def _is_json(line: bytes) -> bool:
     except RecursionError:
         pass
     return True
-
-
-def table_rows(path: Path, *, log: ReadLog | None = None) -> Units:
-    """The rows of a Parquet file, each as one JSON object, with their numbers, from 1.
-
-    A missing number, which is NaN in a table, becomes null. Bytes become `BYTES`: no field of a conversation has that
-    type, but whether a record has images decides whether it is refused.
-    """
-    try:
-        import pyarrow
-        from pyarrow import compute, parquet
-    except ImportError:
-        raise DataError(f"{shown(path)}: Parquet needs pyarrow; pip install 'chatmill[parquet]'") from None
-    number = 0
-    with open_bytes(path, log=log) as file:
-        try:
-            table = parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-            if repeated := [name for at, name in enumerate(names) if name in names[:at]]:
-                what = f'the table has two columns "{one_line(repeated[0])}"'
-                raise RecordError(what, "expected each name once", kind="duplicate_key")
-            of_bytes = [field.name for field in table.schema_arrow if _holds_bytes(field.type, pyarrow.types)]
-            media = [name for name in of_bytes if name in MEDIA_KEYS]
-            others = {name: BYTES for name in of_bytes if name not in media}
-            columns = [name for name in names if name not in others]
-            size = TABLE_ROWS // 16 if media else TABLE_ROWS
-            for batch in table.iter_batches(size, columns=columns, use_threads=False):
-                present = {name: _is_present(batch.column(name), compute, pyarrow.types) for name in media}
-                for at, row in enumerate(batch.drop_columns(media).to_pylist()):
-                    number += 1
-                    marks = {name: BYTES if values[at] else None for name, values in present.items()}
-                    yield number, _ENCODER.encode({**row, **marks, **others})
-            if number != table.metadata.num_rows:
-                raise ValueError("rows are missing")
-        except RecordError:
-            raise
-        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError):
-            fault = RecordError("the Parquet file is corrupt", "expected a whole file; copy it again", kind="parquet")
-            fault.line = number + 1
-            raise fault from None
-
-
-def _is_present(column: Any, compute: Any, types: Any) -> list[bool]:
-    """By row: whether a column holds anything, where an empty list is nothing."""
-    if types.is_list(column.type) or types.is_large_list(column.type):
-        return [bool(length) for length in compute.list_value_length(column).to_pylist()]
-    present: list[bool] = column.is_valid().to_pylist()
-    return present
-
-
-def _holds_bytes(kind: Any, types: Any) -> bool:
-    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
-        return True
-    return any(_holds_bytes(kind.field(index).type, types) for index in range(kind.num_fields))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from chatmill.config import SHARE, Config, ValueCheck, integer, key, number, optional
 from chatmill.rollout.match import GATE
-from chatmill.train.config import OptimizerConfig, RunConfig
+from chatmill.train.run_config import OptimizerConfig, RunConfig
 
 
 def _are_names(value: Any) -> bool:

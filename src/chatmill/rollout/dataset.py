@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from chatmill.errors import DataError, RecordError
 from chatmill.ledger import UNREAD_KEY, Ledger
+from chatmill.records.files import label, local_files, shown
+from chatmill.remote.urls import place
 from chatmill.rollout.files import GroundTruth, Rollout, read_rollouts, read_truth
 from chatmill.rollout.task import Health, Task, answer_rows, target_rows
 from chatmill.rows import Rows
@@ -23,8 +25,8 @@ T = TypeVar("T")
 
 
 def build_target_dataset(
-    rollouts: Path,
-    truth: Path,
+    rollouts: str | Path,
+    truth: str | Path,
     output: Path,
     task: Task,
     *,
@@ -47,16 +49,18 @@ def build_target_dataset(
         for chunk in _chunks(_pairs(rollouts, truths), progress):
             yield target_rows(chunk, task, health, **options)
         if not health.rollouts:
-            raise DataError(f"{rollouts}: holds no rollout; expected at least one")
+            raise DataError(f"{shown(place(rollouts))}: holds no rollout; expected at least one")
         for reason, count in {"truncated": health.truncated, "broken": health.broken, **health.fallback}.items():
             if count:
                 ledger.add("noted", reason, rows=count)
 
-    return _write(output, rows(), task, ledger, config=config, reads=(rollouts, truth), overwrite=overwrite), health
+    return _write(
+        output, rows(), task, ledger, config=config, reads=local_files([rollouts, truth]), overwrite=overwrite
+    ), health
 
 
 def build_answer_dataset(
-    truth: Path,
+    truth: str | Path,
     output: Path,
     task: Task,
     *,
@@ -74,9 +78,9 @@ def build_answer_dataset(
                 _note_keys(each, ledger)
             yield answer_rows(chunk, task)
         if chunk is None:
-            raise DataError(f"{truth}: holds no record; expected at least one")
+            raise DataError(f"{shown(place(truth))}: holds no record; expected at least one")
 
-    return _write(output, rows(), task, ledger, config=config, reads=(truth,), overwrite=overwrite)
+    return _write(output, rows(), task, ledger, config=config, reads=local_files([truth]), overwrite=overwrite)
 
 
 def _note_keys(truth: GroundTruth, ledger: Ledger) -> None:
@@ -91,11 +95,13 @@ def _chunks(items: Iterable[T], progress: Progress) -> Iterator[list[T]]:
         progress(len(chunk))
 
 
-def _pairs(path: Path, truths: Mapping[str, GroundTruth]) -> Iterator[tuple[GroundTruth, Rollout]]:
+def _pairs(path: str | Path, truths: Mapping[str, GroundTruth]) -> Iterator[tuple[GroundTruth, Rollout]]:
     for line, rollout in read_rollouts(path):
         if rollout.id not in truths:
             right = "expected the id of a record of the truth"
-            raise RecordError("the rollout is of an unknown record", right, kind="id").at(str(path), line, rollout.id)
+            raise RecordError("the rollout is of an unknown record", right, kind="id").at(
+                label(place(path)), line, rollout.id
+            )
         yield truths[rollout.id], rollout
 
 

@@ -17,11 +17,13 @@ import msgspec
 
 from chatmill.errors import DataError, RecordError, UsageError
 from chatmill.records import MAX_LINE_BYTES, Record
-from chatmill.records.files import expand, shown, source_name
+from chatmill.records.files import expand, label, shown, source_name
 from chatmill.records.shapes import messages, parsed_record
 from chatmill.records.shapes.decode import decode_object, named
 from chatmill.records.shapes.fields import KeyReader, record_id
+from chatmill.records.standard_input import is_standard_input
 from chatmill.records.units import lines
+from chatmill.remote.urls import Place, place
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,11 @@ def read_truth(path: str | Path) -> Iterator[GroundTruth]:
         yield GroundTruth(parsed_record(parsed, source, name, line), tuple(objects))
 
 
-def _one(path: str | Path) -> Path:
+def _one(path: str | Path) -> Place:
     """The one file that a path or glob matches."""
     file, *others = expand([path])
     if others:
-        raise UsageError(f"{shown(Path(path))}: stands for {1 + len(others)} files; expected one")
+        raise UsageError(f"{shown(place(path))}: stands for {1 + len(others)} files; expected one")
     return file
 
 
@@ -129,6 +131,7 @@ class RolloutReplay:
         return answers
 
 
-def _name(path: Path) -> str:
-    """A file name that does not depend on where an absolute path leads."""
-    return path.name if path.is_absolute() else str(path)
+def _name(path: Place) -> str:
+    """A file name that does not depend on where an absolute path, or a URL, leads."""
+    is_relative = isinstance(path, Path) and not path.is_absolute()
+    return label(path) if is_relative or is_standard_input(path) else path.name

@@ -9,6 +9,7 @@ alone. Every rollout is logged, so that a run can be replayed from its log.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -24,7 +25,9 @@ from chatmill.errors import DataError, UsageError
 from chatmill.load.batch import collate
 from chatmill.load.order import make_order
 from chatmill.plain_file import local_path
-from chatmill.records.files import expand
+from chatmill.records.files import expand, shown
+from chatmill.records.raw_files import open_raw
+from chatmill.remote.urls import Url, place
 from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import Rollout, log_rollouts, read_truth
 from chatmill.rollout.generators import Generator, generator_of
@@ -35,16 +38,19 @@ from chatmill.rows import Rows
 from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.checkpoint_files import model_folder
-from chatmill.train.distributed import World, init_world
+from chatmill.train.distributed import World
 from chatmill.train.load_model import compute_dtype, open_model
 from chatmill.train.model import CausalModel
+from chatmill.train.optimizers import check_optimizer, weights_of
 from chatmill.train.preflight import TRAINING, trained_with
-from chatmill.train.run_dir import RunDir, config_changes, open_resumed, stop_on_signal
-from chatmill.train.sharded_tensors import file_info
+from chatmill.train.process_group import init_world
+from chatmill.train.run_dir import RunDir, config_changes, open_resumed
 from chatmill.train.step import LRSchedule, Stepper, micro_batches, seed_step, unknown_id
+from chatmill.train.stop_signal import stop_on_signal
+from chatmill.train.trackers.reporter import named_trackers
 
 ROLLOUTS = "rollouts.jsonl"
-MAY_CHANGE = {"max_iters", "save_interval", "keep_checkpoints", "log_interval", "device", "replay"}
+MAY_CHANGE = {"max_iters", "save_interval", "keep_checkpoints", "log_interval", "device", "replay", "report_to"}
 """Keys of the config that may differ when a run resumes."""
 
 
@@ -82,6 +88,7 @@ def train_rollouts(
     that the config names, and `generator` the one that would answer.
     """
     local_path(folder)
+    trackers = named_trackers(config.report_to)
     with init_world(config.device) as world:
         if world.size > 1:
             raise UsageError(f"{world.size} processes; stage 2 runs in one")
@@ -91,7 +98,15 @@ def train_rollouts(
         # A round is logged under its first step, and a checkpoint is written after a round's last.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
-            folder, config.to_json(), world, step=run.step, total=config.max_iters, quiet=quiet, rewinds=rewinds
+            folder,
+            config.to_json(),
+            world,
+            step=run.step,
+            total=config.max_iters,
+            quiet=quiet,
+            rewinds=rewinds,
+            trackers=trackers,
+            data={"truth_sha256": run.truth_sha256},
         )
         with closing(run_dir), (folder / ROLLOUTS).open("ab") as log:
             return run.train(generator, run_dir, log)
@@ -106,10 +121,16 @@ class _RolloutRun:
         self.task = open_task(
             config.tokenizer, config.format, fields=fields, gate=config.gate, add_tokens=config.add_tokens
         )
+        truth = place(config.truth or "")
+        if isinstance(truth, Url) and str(truth) != truth.address:
+            raise UsageError(
+                f"{shown(truth)}: its password or query would be stored with the run; give a URL without, or a file"
+            )
         self.truths = list(read_truth(config.truth or ""))
-        self.truth_sha256 = file_info(expand([config.truth or ""])[0]).sha256
+        with open_raw(expand([truth])[0]) as file:
+            self.truth_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if not self.truths:
-            raise DataError(f"{config.truth}: holds no record; expected at least one")
+            raise DataError(f"{shown(truth)}: holds no record; expected at least one")
         self.model = (model or _open_model(config, self.task, world)).to(world.device)
         if self.task.tokenizer.vocab_size > self.model.vocab_size:
             raise UsageError(
@@ -139,9 +160,12 @@ class _RolloutRun:
         config = self.config.to_json()
         changes = config_changes(checkpoint, config, [name for name in config if name not in MAY_CHANGE])
         if (theirs := checkpoint.state.get("truth_sha256")) != self.truth_sha256:
-            changes.append(f"{self.config.truth} was {str(theirs)[:12]}…, now it is {self.truth_sha256[:12]}…")
+            changes.append(
+                f"{shown(place(self.config.truth or ''))} was {str(theirs)[:12]}…, now it is {self.truth_sha256[:12]}…"
+            )
         if changes:
-            raise UsageError(f"{checkpoint.path}: {'; '.join(changes)}; a run goes on as it began")
+            raise UsageError(f"{checkpoint.path}: {'; '.join(changes)}; resume with the original settings")
+        check_optimizer(checkpoint.state, self.config, checkpoint.path)
         checkpoints.restore(checkpoint, self.model, self.stepper.optimizer)
         self.step, self.saved = checkpoint.step, checkpoint.path
 
@@ -155,11 +179,13 @@ class _RolloutRun:
                 if self.step % config.rollout_every == 0 or not rows:
                     rows = self._round(generator, run_dir, log)
                 self._train_step(rows.pop(0), run_dir)
+                request.finished_step()
                 last = self.step == config.max_iters
                 stop = request.by is not None and self.step % config.rollout_every == 0
                 if config.save_interval and (self.step % config.save_interval == 0 or last or stop):
                     self._save()
         stopped = request.by if self.step < config.max_iters else None
+        run_dir.end("finished" if stopped is None else "stopped")
         return RolloutResult(self.folder, self.saved, self.step, config.max_iters, self.loss, self.health, stopped)
 
     def _round(self, generator: Generator, run_dir: RunDir, log: BinaryIO) -> list[Rows]:
@@ -214,7 +240,7 @@ class _RolloutRun:
             run_dir.log({"step": self.step, "skipped": 1})
             return
         seed_step(config.seed, self.step)
-        result = self.stepper.step(parts, weight=weight, lr=lr).read()
+        result = self.stepper.step(parts, weight=weight, lr=lr, key=(config.seed, self.step)).read()
         result.check_finite(self.step, self.saved, lambda: "lower learning_rate")
         self.loss = result.loss
         terms = {name: value / weight for name, value in self.loss_function.take_terms().items()}
@@ -240,7 +266,15 @@ class _RolloutRun:
         state = {"step": self.step, "config": self.config.to_json(), "truth_sha256": self.truth_sha256}
         model, optimizer, keep = self.model, self.stepper.optimizer, self.config.keep_checkpoints
         self.saved = checkpoints.save(
-            self.folder, state, model, optimizer, self.world, sharded=False, keep=keep, about=files
+            self.folder,
+            state,
+            model,
+            optimizer,
+            self.world,
+            sharded=False,
+            keep=keep,
+            about=files,
+            save_dtype=self.config.save_dtype,
         )
 
 
@@ -257,4 +291,5 @@ def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
                 f"{folder}: was trained with another {what} than the config names; "
                 "give the tokenizer, the format and add_tokens that it was trained with"
             )
-    return open_model(folder, compute=compute_dtype(config.dtype, world.device))
+    compute = compute_dtype(config.dtype, world.device)
+    return open_model(folder, compute=compute, weights=weights_of(config))

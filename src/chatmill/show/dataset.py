@@ -12,6 +12,7 @@ from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.format import load_format
 from chatmill.ledger import Ledger
 from chatmill.records import ShapeOptions
+from chatmill.remote.urls import Place, Url, place
 from chatmill.rows import Rows, TrainOn
 from chatmill.show.text import TokenText
 from chatmill.store.episodes import Episodes
@@ -29,7 +30,7 @@ class DatasetView:
     without_text: str | None
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         return self.dataset.path
 
     @property
@@ -99,12 +100,12 @@ class DatasetView:
         return split, self.dataset[split]
 
 
-def open_view(path: str | Path, tokenizer: str | None = None, *, token_dtype: str | None = None) -> DatasetView:
+def open_view(path: str | Place, tokenizer: str | None = None, *, token_dtype: str | None = None) -> DatasetView:
     """Open a dataset or cache with the tokenizer it was built with: the one named, or one that is found beside it.
 
     A tokenizer that is named must have the hash that the dataset records; `token_dtype` is as in `open_dataset`.
     """
-    folder = Path(path)
+    folder = place(path)
     dataset = open_cache(folder) if is_cache(folder) else open_dataset(folder, token_dtype=token_dtype)
     built_with, control, besides, name = tokenizer_metadata(dataset)
 
@@ -131,19 +132,20 @@ def open_view(path: str | Path, tokenizer: str | None = None, *, token_dtype: st
     return DatasetView(dataset, TokenText(None), f"its tokenizer {called} is not here; name it with --tokenizer")
 
 
-def dataset_text(dataset: Path) -> TokenText:
+def dataset_text(dataset: Place) -> TokenText:
     """The text of a dataset's tokens; their ids if its tokenizer is not there."""
     with suppress(ChatmillError):
         return open_view(dataset).text
     return TokenText(None)
 
 
-def _candidates(folder: Path, name: str | None) -> Iterator[str | Path]:
+def _candidates(folder: Place, name: str | None) -> Iterator[str | Path]:
     """Where a tokenizer of this name may be: in the dataset, beside it, or in the working directory."""
     if name is None or name == "bytes":
         yield "bytes"
     elif Path(name).name == name:
-        places = (folder / name, folder.resolve().parent / name, Path(name))
+        beside = () if isinstance(folder, Url) else (folder / name, folder.resolve().parent / name)
+        places = (*beside, Path(name))
         yield from dict.fromkeys(place for place in places if place.exists())
 
 

@@ -18,8 +18,11 @@ from chatmill.load.config import LoadConfig
 from chatmill.load.plan import WINDOW, Cursor, LoadPlan, datasets_hash
 from chatmill.load.source import conversation, open_sources
 from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place
+from chatmill.rows import Index, offsets
 from chatmill.show.dataset import dataset_text, tokenizer_metadata
 from chatmill.show.row_view import preview
+from chatmill.store.layout import Shard
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 NEIGHBOURS = 3
@@ -29,15 +32,17 @@ PREVIEW = 60
 class OrderView:
     """The order of a dataset under a load config, for any seed and epoch."""
 
-    def __init__(self, path: Path, config: LoadConfig) -> None:
+    def __init__(self, path: Place, config: LoadConfig) -> None:
         # Without what the order does not depend on, so that datasets that lack it have an order too. The last rows of
         # an epoch are kept, because the row of an episode does not depend on whether the loader drops it.
-        self.config = replace(config, pad_token_id=0, use_loss_mask=False, mix_sft=None, epoch_drop_last=False)
+        self.config = replace(
+            config, pad_token_id=0, use_loss_mask=False, mix_sft=None, mix_epochs=None, epoch_drop_last=False
+        )
         self._path = path
         self.plan = lru_cache(maxsize=4)(self._plan)
 
     def _plan(self, split: str, seed: int) -> LoadPlan:
-        sources, config = open_sources(self._path, replace(self.config, epoch_seed=seed))
+        sources, config = open_sources(self._path, replace(self.config, epoch_seed=seed), stored_mix=False)
         return LoadPlan(sources, config, split)
 
     def page(self, split: str, *, seed: int, epoch: int, start: int, limit: int) -> dict[str, Any]:
@@ -115,12 +120,34 @@ def timeline(log: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def rows_at(log: Path, step: int, dataset: Path) -> dict[str, Any]:
-    """The episodes of each row of a step, read from the dataset; `line` of the log has their digest."""
+def rows_at(log: Path, step: int, dataset: Place) -> dict[str, Any]:
+    """The episodes of each row of a step, read from the dataset; `line` of the log has their digest.
+
+    Episodes have their numbers in the dataset, also where the run mixed its sources.
+    """
     replayed = replay_step(log, step, dataset)
-    rows = [replayed.step.episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]
+    episodes = in_whole(replayed.plan, replayed.step.episodes)
+    rows = [episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]
     epoch, split = replayed.step.at.epoch, replayed.plan.split
     return {"step": step, "epoch": epoch, "split": split, "line": replayed.line, "rows": rows}
+
+
+def in_whole(plan: LoadPlan, episodes: Index) -> Index:
+    """The numbers in their dataset of episodes that a plan numbers over the sources of it; else as they are."""
+    whole = plan.sources[0].dataset.whole
+    if whole is None:
+        return episodes
+    shards = whole[plan.split].shards
+    first = dict(zip((shard.folder for shard in shards), _starts(shards), strict=False))
+    mine = [shard for source in plan.sources for shard in source.episodes(plan.split).shards]
+    start = _starts(mine)
+    at = np.searchsorted(start, episodes, side="right") - 1
+    return episodes - start[at] + np.array([first[shard.folder] for shard in mine], dtype=np.int64)[at]
+
+
+def _starts(shards: Sequence[Shard]) -> Index:
+    """The first episode of each shard, and the number of all."""
+    return offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
 
 
 # Rows of a step.
@@ -181,7 +208,7 @@ def replay_tokenizer(plan: LoadPlan, spec: str | None) -> Tokenizer | None:
 
 
 def step_previews(
-    dataset: Path,
+    dataset: Place,
     places: Iterable[tuple[int, int]],
     *,
     sha256: str,

@@ -14,10 +14,11 @@ from markupsafe import Markup
 
 from chatmill.errors import one_line
 from chatmill.ledger import Ledger
+from chatmill.remote.urls import Place
 from chatmill.show.charts import Link, Node, flow, histogram, lines, nice
-from chatmill.show.dataset import DatasetView
+from chatmill.show.dataset import DatasetView, open_view
 from chatmill.show.row_view import is_padding, place_name, span_views, trained_tokens, turns
-from chatmill.show.stats import QUANTILES, SHARES, SplitStats
+from chatmill.show.stats import QUANTILES, SHARES, SplitStats, split_stats
 from chatmill.show.text import visible
 
 BLOCK_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -25,6 +26,14 @@ SAMPLES = 20
 SAMPLE_TOKENS = 400
 """Tokens of a sample that are displayed."""
 BARS = 40
+
+
+def dataset_page(path: Place, *, version: str) -> str:
+    """The page about the dataset at a path, as HTML."""
+    view = open_view(path)
+    names = [name for name in view.dataset.splits if len(view.dataset[name])]
+    splits = [split_stats(view.dataset[name], name, block_sizes=BLOCK_SIZES) for name in names]
+    return report_html(view, splits, version=version)
 
 
 def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str) -> str:

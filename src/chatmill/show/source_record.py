@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, DataError, RecordError
 from chatmill.records import MAX_LINE_BYTES, FilePart, Record, ShapeOptions, read_part, record_key
-from chatmill.records.files import open_bytes, suffix
+from chatmill.records.files import compression, kind, open_bytes
 from chatmill.records.units import is_array
 from chatmill.show.text import visible
 
@@ -53,7 +53,7 @@ def source_record(
 ) -> SourceRecord:
     """The record at a line of a file, which is looked for in these folders; `DataError` if it cannot be read."""
     path, options = _file(name, folders), options or ShapeOptions()
-    has_lines = suffix(path).removesuffix(".gz") in LINE_SUFFIXES and shape not in MULTILINE_SHAPES
+    has_lines = kind(path) in LINE_SUFFIXES and shape not in MULTILINE_SHAPES
     try:
         in_array = has_lines and is_array(path, limit=MAX_LINE_BYTES)
         has_lines = has_lines and not in_array
@@ -107,7 +107,7 @@ def _line(path: Path, line: int) -> tuple[bytes, int | None]:
     """One line of a file with its line end, and its offset; no offset in a compressed file."""
     if line < 1:
         raise DataError(f"{path}: has no line {line}")
-    if suffix(path).endswith(".gz"):
+    if compression(path):
         with open_bytes(path) as file:
             if raw := next(islice(file, line - 1, line), b""):
                 return raw, None

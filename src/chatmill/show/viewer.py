@@ -62,7 +62,7 @@ class Viewer:
             for name in dataset.splits
         }
         return {
-            "name": one_line(view.path.resolve().name, 100),
+            "name": one_line((view.path.resolve() if isinstance(view.path, Path) else view.path).name, 100),
             "path": one_line(str(view.path), 300),
             "sha256": dataset.sha256,
             "tokenizer": None if view.tokenizer is None else one_line(view.tokenizer.name, 100),

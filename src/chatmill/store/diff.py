@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from chatmill.remote.urls import Place
 from chatmill.rows import NO_FILE, Index, Part, Rows, offsets
 from chatmill.store.episodes import Episodes
 from chatmill.store.layout import ORIGINS, SPLITS
@@ -34,10 +34,19 @@ SHARES = 16
 EQUAL_COLUMNS = {"equal": "kims", "moved": "kim", "mask": "ki", "changed": "k"}
 """The columns in which a pair of each kind is equal, the most similar first: key, ids, mask, split."""
 CAUSES = ("tokenizer", "format", "fit", "input")
-CONFIG = {"add_tokens": "tokenizer", "sources": "input", "dedupe": "input"}
+CONFIG = {
+    "add_tokens": "tokenizer",
+    "sources": "input",
+    "dedupe": "input",
+    "near_dedupe": "input",
+    "precedence": "input",
+    "filters": "input",
+}
 """The part of config keys that do not belong to `fit`."""
 PARENT = "reweighed_from"
 """A config key that is history and causes no difference."""
+WITHOUT_EFFECT = (PARENT, "mix_sft", "mix_epochs")
+"""Config keys that cause no difference: history, and how training mixes the sources."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class Diff:
         return not any(kind.count for kind in self.kinds.values())
 
 
-def diff_datasets(one: str | Path, other: str | Path, *, token_dtype: str | None = None) -> Diff:
+def diff_datasets(one: str | Place, other: str | Place, *, token_dtype: str | None = None) -> Diff:
     """Compare two datasets by conversation: what changed from `one` to `other`; `token_dtype` is that of both."""
     a, b = (_Conversations(open_dataset(path, token_dtype=token_dtype)) for path in (one, other))
     by_key = a.has_keys and b.has_keys
@@ -279,7 +288,7 @@ def _causes(one: Metadata | None, other: Metadata | None, removed: int, added: i
 def _settings(metadata: Metadata) -> dict[tuple[str, str], Any]:
     """Everything that may cause a difference, by its part and name."""
     format = metadata.format if isinstance(metadata.format, dict) else {"format": metadata.format}
-    config = {name: value for name, value in metadata.config.items() if name != PARENT}
+    config = {name: value for name, value in metadata.config.items() if name not in WITHOUT_EFFECT}
     listed = config.get("sources")
     tables = [source for source in listed if isinstance(source, dict)] if isinstance(listed, list) else []
     sources = [source for source in tables if "train_on" in source]

@@ -8,18 +8,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from chatmill.errors import DataError
+from chatmill.remote.urls import Place
 from chatmill.rows import ORIGIN, OWN_ID, SPAN, File, Ids, Index, Part, Role, Rows, Rule, Table, offsets, rows_from_mask
 from chatmill.store import layout
 from chatmill.store.folder import StoredFiles
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SEGMENT, SPANS, STORED_SPAN, TARGETS, TOKENS, Shard
 from chatmill.store.mapped import MappedFile, check_mapped, reading
+from chatmill.store.remote_files import RemoteFiles
 
 LARGEST = np.array([len(Role) - 1, len(Part) - 1, len(Rule) - 1], dtype=np.uint8)
 """The largest role, part and rule, the last three bytes of a stored span, after `NONE_TO_ZERO` is added."""
@@ -32,14 +33,15 @@ MAPPED = 1 << 15
 class Episodes:
     """The rows of one split, numbered from 0 over all its shards."""
 
-    def __init__(self, stored: StoredFiles, shards: list[Shard], files: tuple[File, ...]) -> None:
+    def __init__(self, stored: StoredFiles | RemoteFiles, shards: list[Shard], files: tuple[File, ...]) -> None:
         self.stored = stored
         self.shards = tuple(shards)
+        self._eviction = 0
         self.files = files
         """The input files that the file numbers of origins refer to."""
         self._first = offsets(np.array([shard.num_episodes for shard in shards], dtype=np.int64))
         self._firsts = self._first.tolist()
-        self._reset_maps()
+        self.unmap()
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -220,9 +222,17 @@ class Episodes:
             for file in self._mapped.get(number, ()):
                 file.check()
 
+    def drop_evicted(self) -> None:
+        """Unmap the files of a remote dataset if the cache removed one of them: mapped, it still takes disk space."""
+        if (eviction := self.stored.last_eviction()) != self._eviction:
+            self._eviction = eviction
+            if any(file.is_removed() for files in self._mapped.values() for file in files):
+                self.unmap()
+
     # Mapped files.
 
-    def _reset_maps(self) -> None:
+    def unmap(self) -> None:
+        """Give up all maps; files are mapped again when they are read."""
         self.array: Callable[[int, str], NDArray[Any]] = lru_cache(maxsize=None)(self._map)
         """One file of a shard, memory-mapped: `array(shard, name)`."""
         self._mapped: dict[int, list[MappedFile]] = {}
@@ -231,12 +241,12 @@ class Episodes:
     def _map(self, number: int, name: str) -> NDArray[Any]:
         path, dtype, start = self._place(number, name)
         if MappedFile.live >= MAPPED:
-            self._reset_maps()
+            self.unmap()
         try:
             file = self.stored.map(path)
         except MemoryError:
             # The address space, or the number of maps, is used up.
-            self._reset_maps()
+            self.unmap()
             try:
                 file = self.stored.map(path)
             except MemoryError:
@@ -244,7 +254,7 @@ class Episodes:
         self._mapped.setdefault(number, []).append(file)
         return layout.as_records(file, dtype, self.shards[number].records[name], start)
 
-    def _place(self, number: int, name: str) -> tuple[Path, np.dtype[Any], int]:
+    def _place(self, number: int, name: str) -> tuple[Place, np.dtype[Any], int]:
         """The file that holds these records of a shard, their type, and the byte at which they begin."""
         shard = self.shards[number]
         return shard.folder / name, layout.record_dtypes(shard.dtype)[name], 0
@@ -255,7 +265,7 @@ class Episodes:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._reset_maps()
+        self.unmap()
 
 
 class _EpisodeRun(NamedTuple):

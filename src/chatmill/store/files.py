@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from chatmill.errors import DataError
 from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place
 
 BUFFER = 1 << 20
 HURRY = 1 << 22
@@ -86,6 +87,10 @@ class Disk:
     def link(self, source: Path, target: Path) -> None:
         """Make a hard link. Neither name may be written to afterwards, since both share their bytes."""
         os.link(source, target)
+
+    def symlink(self, text: str, path: Path) -> None:
+        """Make a symbolic link to this target."""
+        path.symlink_to(text)
 
     def exchange(self, one: Path, other: Path) -> bool:
         """Exchange the names of two folders atomically; False where the system cannot."""
@@ -186,7 +191,7 @@ def sync_tree(folder: Path) -> None:
     disk.sync(folder)
 
 
-def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) -> None:
+def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Place] = ()) -> None:
     """Raise, before any work is done, if a file must not be replaced or has no parent folder.
 
     Whatever `overwrite` says, it must not be one of the files that the command `reads`, nor lie in a folder that it
@@ -194,7 +199,7 @@ def refuse_existing(path: Path, *, overwrite: bool, reads: Iterable[Path] = ()) 
     """
     if local_path(path).is_dir():
         raise DataError(f"{path}: is a folder; expected the name of a file")
-    for each in reads:
+    for each in (read for read in reads if isinstance(read, Path)):
         if (path.exists() and each.exists() and path.samefile(each)) or real(each) in (real(path), *real(path).parents):
             raise DataError(f"{path}: would replace {each}, which is read, or lie in it; give another name")
     # A broken link would be replaced as well.

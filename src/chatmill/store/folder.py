@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from chatmill.errors import DataError
 from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place
 from chatmill.store.mapped import MappedFile
 
 T = TypeVar("T")
@@ -48,9 +49,9 @@ class OpenFolder:
         """`absolute` is where it is if the working directory may be another one now."""
         self.path = path
         self.absolute = path.absolute() if absolute is None else absolute
-        self.stamps: dict[Path, Stamp] = {}
+        self.stamps: dict[Place, Stamp] = {}
         """The files that were looked at or read."""
-        self.digests: dict[Path, str] = {}
+        self.digests: dict[Place, str] = {}
         """The sha256 of the files that were read whole."""
         self._prefix = len(str(path / "x")) - 1
         self._fd = os.open(self.absolute, READ_FLAGS | os.O_DIRECTORY)
@@ -61,7 +62,7 @@ class OpenFolder:
     def __exit__(self, *error: object) -> None:
         os.close(self._fd)
 
-    def status(self, path: Path) -> os.stat_result | None:
+    def status(self, path: Place) -> os.stat_result | None:
         """The status of a file or folder; None if there is none."""
         try:
             status = os.stat(self._name(path), dir_fd=self._fd)
@@ -72,11 +73,11 @@ class OpenFolder:
         self.stamps[path] = Stamp.of(status)
         return status
 
-    def is_file(self, path: Path) -> bool:
+    def is_file(self, path: Place) -> bool:
         status = self.status(path)
         return status is not None and stat.S_ISREG(status.st_mode)
 
-    def names(self, path: Path) -> list[str]:
+    def names(self, path: Place) -> list[str]:
         """The names in a folder, sorted; none if it is no folder."""
         try:
             fd = os.open(self._name(path), READ_FLAGS | os.O_DIRECTORY, dir_fd=self._fd)
@@ -89,7 +90,7 @@ class OpenFolder:
         finally:
             os.close(fd)
 
-    def open(self, path: Path) -> int:
+    def open(self, path: Place) -> int:
         """A descriptor of a file, for reading; `OSError` if it is missing or no file."""
         # A pipe without a writer would block.
         fd = os.open(self._name(path), READ_FLAGS | os.O_NONBLOCK, dir_fd=self._fd)
@@ -101,14 +102,14 @@ class OpenFolder:
         self.stamps[path] = Stamp.of(status)
         return fd
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path: Place) -> bytes:
         """All bytes of a file."""
         with os.fdopen(self.open(path), "rb") as file:
             data = file.read()
         self.digests[path] = hashlib.sha256(data).hexdigest()
         return data
 
-    def map(self, path: Path) -> MappedFile:
+    def map(self, path: Place) -> MappedFile:
         """A file, mapped."""
         fd = self.open(path)
         try:
@@ -123,7 +124,7 @@ class OpenFolder:
         except OSError:
             return True
 
-    def _name(self, path: Path) -> str:
+    def _name(self, path: Place) -> str:
         return str(path)[self._prefix :]
 
 
@@ -152,14 +153,14 @@ def in_folder(path: Path, expected: str, work: Callable[[OpenFolder], T]) -> T:
     raise DataError(f"{path}: was replaced {ATTEMPTS} times while it was opened; open it when it stays")
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def _unreadable(path: Place, error: OSError) -> DataError:
     return DataError(f"{path}: cannot be read ({error.strerror}{': ' if error.filename else ''}{error.filename or ''})")
 
 
 class StoredFiles:
     """The files of an open dataset or cache, as they were when it was opened; they are mapped when they are needed."""
 
-    def __init__(self, folder: OpenFolder, marker: Path) -> None:
+    def __init__(self, folder: OpenFolder, marker: Place) -> None:
         """`marker` is the file that tells one dataset from another: its metadata or, without, its first index."""
         self.path = folder.path
         self._absolute = folder.absolute
@@ -170,26 +171,30 @@ class StoredFiles:
         if folder.stamps[marker] != self._stamps[marker]:
             raise self._replaced()
 
-    def __contains__(self, path: Path) -> bool:
+    def __contains__(self, path: Place) -> bool:
         """Whether there was such a file when the dataset was opened."""
         return path in self._stamps
 
-    def is_same(self, path: Path, link: Path) -> bool:
+    def is_same(self, path: Place, link: Path) -> bool:
         """Whether a hard link is to the file that was there when the dataset was opened."""
         return Stamp.of(link.stat()) == self._stamps[path]
 
-    def map(self, path: Path) -> MappedFile:
+    def map(self, path: Place) -> MappedFile:
         """A file, mapped; `DataError` if it is not the one that was there when the dataset was opened.
 
         `MemoryError` if the system has no room for another map.
         """
         return self._opened_again(path, lambda folder: folder.map(path))
 
-    def read(self, path: Path) -> bytes:
+    def read(self, path: Place) -> bytes:
         """All bytes of a file; `DataError` likewise."""
         return self._opened_again(path, lambda folder: folder.read(path))
 
-    def _opened_again(self, path: Path, work: Callable[[OpenFolder], T]) -> T:
+    def last_eviction(self) -> int:
+        """0: nothing removes the files of a local dataset to make room."""
+        return 0
+
+    def _opened_again(self, path: Place, work: Callable[[OpenFolder], T]) -> T:
         if path not in self._stamps:
             raise DataError(f"{path}: no such file when the dataset was opened")
         try:

@@ -132,7 +132,7 @@ def parse_hashed(raw: bytes, *, place: str, schema: str, version: int) -> dict[s
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not JSON ({one_line(str(error))}); the file is damaged") from None
     if not isinstance(data, dict) or data.get("schema") != schema:
-        raise DataError(f'{place}: "schema" is not "{schema}"; the file is damaged or not of chatmill')
+        raise DataError(f'{place}: "schema" is not "{schema}"; damaged, or not written by chatmill')
     if data.get("schema_version") != version:
         raise DataError(
             f"{place}: schema version {one_line(str(data.get('schema_version')))}; this chatmill reads {version}"

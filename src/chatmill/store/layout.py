@@ -2,6 +2,7 @@
 
 DIR/dataset_metadata.json         written last: counts, size and sha256 of every file and of itself
 DIR/tokenizer_state.json
+DIR/removed.jsonl                 only if records were removed: each with its reason
 DIR/train|val/shard_00000/
     tokens.bin     uint16, or uint32 if the vocabulary needs it
     mask.bin       uint8       1 where the weight of the span is over 0: a copy for other readers
@@ -18,17 +19,18 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from chatmill.remote.urls import Place
 from chatmill.rows import Index, Part, Role, Rule, Table
 from chatmill.store.mapped import MappedFile, mapped_file
 
 METADATA = "dataset_metadata.json"
 TOKENIZER_STATE = "tokenizer_state.json"
+REMOVED = "removed.jsonl"
 SPLITS = ("train", "val")
 
 TOKENS = "tokens.bin"
@@ -82,7 +84,7 @@ def record_dtypes(tokens: DTypeLike) -> dict[str, np.dtype[np.generic]]:
 class Shard:
     """Where a shard is, and how many records each of its files has."""
 
-    folder: Path
+    folder: Place
     num_episodes: int
     num_tokens: int
     dtype: np.dtype[np.unsignedinteger]

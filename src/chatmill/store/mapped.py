@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import DataError, one_line
+from chatmill.remote.urls import Place
 
 STATS_PER_SECOND = 500
 """How often files in use, all together, are looked at for a change that leaves their ends as they were."""
@@ -47,7 +48,7 @@ class _Region:
 
     address: int
     size: int
-    path: Path
+    path: Place
     absolute: Path
     fault: str = ""
     """Why its bytes are not to be used any more."""
@@ -81,7 +82,7 @@ class MappedFile:
     live = 0
     """How many files are mapped in this process."""
 
-    def __init__(self, fd: int, path: Path, absolute: Path) -> None:
+    def __init__(self, fd: int, path: Place, absolute: Path) -> None:
         status = os.fstat(fd)
         self.size = status.st_size
         self._stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -129,6 +130,14 @@ class MappedFile:
             # Another file of this name does not matter: what is mapped stays.
             if stamp[:2] == self._stamp[:2] and stamp != self._stamp:
                 self._refuse()
+
+    def is_removed(self) -> bool:
+        """Whether the file is not there any more, or another one is; its disk space is free once it is not mapped."""
+        try:
+            status = self._region.absolute.stat()
+        except OSError:
+            return True
+        return (status.st_dev, status.st_ino) != self._stamp[:2]
 
     def _refuse(self) -> None:
         if not self._region.fault:

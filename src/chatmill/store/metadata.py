@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,11 +21,13 @@ from chatmill.rows import File
 from chatmill.store import layout
 from chatmill.store.files import create
 from chatmill.store.hashed import FileInfo, JsonObject, Manifest, hashed_text, parse_hashed, read_hashed, self_hash
-from chatmill.store.layout import METADATA, SPLITS, TARGETS, TOKENIZER_STATE, shard_name, token_dtype
+from chatmill.store.layout import METADATA, REMOVED, SPLITS, TARGETS, TOKENIZER_STATE, shard_name, token_dtype
 
 SCHEMA = "chatmill-episodes"
 SCHEMA_VERSION = 1
 NOT_WRITTEN = FileInfo(0, "")
+NOT_COUNTS = ("files", "source")
+"""Fields of a shard that are not counts."""
 TOTALS = ("num_episodes", "num_tokens", "num_trained_tokens")
 """Sums over the shards of a split that are in the file."""
 
@@ -45,6 +47,8 @@ class ShardInfo:
     shortest: int
     longest: int
     files: Mapping[str, FileInfo]
+    source: str | None = None
+    """The source of all its rows, in a dataset that remembers its sources."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Metadata:
     config: Mapping[str, Any]
     """All other settings that have an influence on the bytes."""
     tokenizer_state: FileInfo = NOT_WRITTEN
+    removed: FileInfo | None = None
+    """The file that lists the records which were removed; None if there is none."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -139,6 +145,12 @@ def _to_json(metadata: Metadata) -> dict[str, Any]:
         split |= {total: getattr(metadata.splits[name], total) for total in TOTALS}
         for number, shard in enumerate(split["shards"]):
             shard["name"] = shard_name(number)
+            if shard["source"] is None:
+                # As in datasets of one source.
+                del shard["source"]
+    if metadata.removed is None:
+        # As in datasets from before there was this file, so that their bytes stay the same.
+        del data["removed"]
     schema = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "dtype": metadata.dtype.name}
     return {**data, **schema, "ledger": metadata.ledger.to_json()}
 
@@ -173,6 +185,7 @@ def _from_json(data: JsonObject, place: str) -> Metadata:
         ledger=ledger,
         config=data.table("config").value,
         tokenizer_state=_file(data.table("tokenizer_state")),
+        removed=_file(data.table("removed")) if "removed" in data.value else None,
     )
 
 
@@ -181,6 +194,9 @@ def _split(data: JsonObject, dtype: np.dtype[Any]) -> SplitInfo:
         if not (isinstance(file, list) and len(file) == 2 and all(isinstance(part, str) for part in file)):
             raise data.fault(f"files[{number}]", file, "a source and a path")
     shards = tuple(_shard(shard, number, dtype) for number, shard in enumerate(data.tables("shards")))
+    if len({shard.source is None for shard in shards}) > 1:
+        expected = "a source for all of them, or for none"
+        raise data.fault("shards", [shard.source for shard in shards], expected)
     split = SplitInfo(shards, tuple(File(*file) for file in data.items("files")))
     for name in TOTALS:
         data.count(name)
@@ -191,7 +207,7 @@ def _split(data: JsonObject, dtype: np.dtype[Any]) -> SplitInfo:
 def _shard(data: JsonObject, number: int, dtype: np.dtype[Any]) -> ShardInfo:
     # The name is never joined to a path: the path of a shard follows from its number.
     data.equal("name", shard_name(number))
-    counts = {field.name: data.count(field.name) for field in fields(ShardInfo) if field.name != "files"}
+    counts = {field.name: data.count(field.name) for field in fields(ShardInfo) if field.name not in NOT_COUNTS}
     listed = data.table("files")
     if listed.value.keys() - {TARGETS} != layout.COUNTS.keys():
         raise data.fault("files", sorted(listed.value), f"{', '.join(layout.COUNTS)} and perhaps {TARGETS}")
@@ -202,7 +218,11 @@ def _shard(data: JsonObject, number: int, dtype: np.dtype[Any]) -> ShardInfo:
             raise listed.table(name).fault("size", files[name].size, f"{size}, as its counts say")
     if TARGETS in files and files[TARGETS].size % dtypes[TARGETS].itemsize:
         raise listed.table(TARGETS).fault("size", files[TARGETS].size, "whole records")
-    return ShardInfo(**counts, files=files)
+    source = data.value.get("source")
+    data.check(
+        "source", source is None or (isinstance(source, str) and bool(source)), "the name of a source, or left out"
+    )
+    return ShardInfo(**counts, files=files, source=source)
 
 
 def _file(data: JsonObject) -> FileInfo:
@@ -211,8 +231,15 @@ def _file(data: JsonObject) -> FileInfo:
 
 def manifest(folder: Path, metadata: Metadata) -> Manifest:
     """Every file of a dataset, with the size and hash that the metadata gives."""
-    files = [(folder / TOKENIZER_STATE, metadata.tokenizer_state)]
+    return Manifest([(folder / name, info) for name, info in listed_files(metadata)], "the metadata", "dataset")
+
+
+def listed_files(metadata: Metadata) -> Iterator[tuple[str, FileInfo]]:
+    """Every file of a dataset but the metadata itself: its path within the dataset, and its size and hash."""
+    yield TOKENIZER_STATE, metadata.tokenizer_state
+    if metadata.removed is not None:
+        yield REMOVED, metadata.removed
     for name, split in metadata.splits.items():
         for number, shard in enumerate(split.shards):
-            files += [(folder / name / shard_name(number) / file, info) for file, info in shard.files.items()]
-    return Manifest(files, "the metadata", "dataset")
+            for file, info in shard.files.items():
+                yield f"{name}/{shard_name(number)}/{file}", info

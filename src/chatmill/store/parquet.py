@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError, one_line
 from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place
 from chatmill.rows import Rows, offsets
 from chatmill.store import files
 from chatmill.store.diff import is_padding
@@ -74,7 +75,7 @@ class Exported:
 
 
 def export_parquet(
-    source: str | Path,
+    source: str | Place,
     target: str | Path,
     *,
     splits: Sequence[str] = (),

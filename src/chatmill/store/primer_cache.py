@@ -18,12 +18,14 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.ledger import Ledger
+from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place, Url, place
 from chatmill.rows import OWN_ID, Rows, Table, concat, offsets
 from chatmill.store.episodes import Episodes
 from chatmill.store.files import create, make_folder
@@ -36,6 +38,7 @@ from chatmill.store.publish import FolderKind, building, check_target, recover
 from chatmill.store.read import Dataset
 from chatmill.store.verify import SplitCounts, Verified, ledger_faults
 
+P = TypeVar("P", Path, Url)
 META = "meta.json"
 CACHES = "data/cache/sft"
 """The folder of all caches, unless another is given."""
@@ -120,7 +123,7 @@ class CacheMeta:
         return {**data, **schema, "ledger": self.ledger.to_json()}
 
 
-def cache_folder(out: Path, source: str) -> Path:
+def cache_folder(out: P, source: str) -> P:
     """The folder of the cache of a source; a name that is a path is an error."""
     if source in ("", ".", "..") or source.startswith(".") or not set(source).isdisjoint("/\\") or "\0" in source:
         raise UsageError(f'"{one_line(source)}" is no name of a source; expected a plain one such as primer, no path')
@@ -245,14 +248,15 @@ class PrimerCache(Dataset):
         return self.meta.sha256
 
 
-def is_cache(path: str | Path) -> bool:
-    """Whether a folder holds the cache of a source, rather than a dataset."""
-    return (Path(path) / META).is_file()
+def is_cache(path: str | Place) -> TypeGuard[str | Path]:
+    """Whether a folder holds the cache of a source, rather than a dataset; there are no caches at URLs."""
+    where = place(path)
+    return isinstance(where, Path) and (where / META).is_file()
 
 
 def open_cache(path: str | Path) -> PrimerCache:
     """Open the cache of one source, OUT/SOURCE; `DataError` if a shard is missing or does not have its size."""
-    return in_folder(Path(path), EXPECTED, _cache_in)
+    return in_folder(local_path(path), EXPECTED, _cache_in)
 
 
 def _cache_in(folder: OpenFolder) -> PrimerCache:
@@ -348,7 +352,7 @@ def _parts(
 class CachedEpisodes(Episodes):
     """The examples of one split; the `folder` of a shard is the one file that holds all its parts."""
 
-    def _place(self, number: int, name: str) -> tuple[Path, np.dtype[Any], int]:
+    def _place(self, number: int, name: str) -> tuple[Place, np.dtype[Any], int]:
         shard = self.shards[number]
         start, dtype, _ = _parts(shard.dtype, shard.num_episodes, shard.num_tokens)[name]
         return shard.folder, dtype, start
@@ -360,7 +364,7 @@ class CachedEpisodes(Episodes):
 def verify_cache(path: str | Path, *, full: bool) -> Verified:
     """Check a cache and report every fault as one line; with `full` every byte is read and hashed."""
     try:
-        return in_folder(Path(path), EXPECTED, lambda folder: _verified(folder, full=full))
+        return in_folder(local_path(path), EXPECTED, lambda folder: _verified(folder, full=full))
     except DataError as error:
         return Verified((str(error),), {}, None)
 

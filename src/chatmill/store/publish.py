@@ -19,9 +19,10 @@ from pathlib import Path, PurePosixPath
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place, Url
 from chatmill.store import files
-from chatmill.store.layout import METADATA, SPLITS, TOKENIZER_STATE
-from chatmill.store.metadata import manifest, read_metadata
+from chatmill.store.layout import METADATA, REMOVED, SPLITS, TOKENIZER_STATE
+from chatmill.store.metadata import listed_files, read_metadata
 
 SHOWN = 3
 """Names that an error lists before it counts the others."""
@@ -49,14 +50,14 @@ class FolderKind:
 def _listed_in_dataset(folder: Path) -> Iterator[str]:
     metadata = read_metadata(folder)
     yield from (f"{split}/" for split in metadata.splits)
-    yield from (path.relative_to(folder).as_posix() for path, _ in manifest(folder, metadata).files)
+    yield from (name for name, _ in listed_files(metadata))
 
 
 DATASET = FolderKind(
     "dataset",
     METADATA,
     re.compile(
-        rf"{re.escape(METADATA)}|{re.escape(TOKENIZER_STATE)}"
+        rf"{re.escape(METADATA)}|{re.escape(TOKENIZER_STATE)}|{re.escape(REMOVED)}"
         rf"|({'|'.join(SPLITS)})/(shard_\d{{5,}}/((tokens|mask|spans|origins|targets)\.bin|episodes\.idx)?)?"
     ),
     _listed_in_dataset,
@@ -298,7 +299,7 @@ def building(
     *,
     overwrite: bool,
     kind: FolderKind = DATASET,
-    source: Path | None = None,
+    source: Place | None = None,
     reads: Iterable[Path] = (),
 ) -> Iterator[Path]:
     """A locked folder next to `target` to build in: published when the block ends, removed if it fails.
@@ -306,13 +307,21 @@ def building(
     What a killed process left there is removed first. `source` is the dataset that the block reads; the two must not
     overlap. `reads` are other files.
     """
-    here, there = files.real(target), files.real(source or target)
+    here, there = files.real(target), files.real(target if source is None or isinstance(source, Url) else source)
     if here != there and (here in there.parents or there in here.parents):
         raise DataError(f"{target}: one of {target} and {source} lies in the other; write it somewhere else")
     refuse_inside(target, reads)
     check_target(target, overwrite=overwrite, kind=kind)
     recover(target, kind)
     check_target(target, overwrite=overwrite, kind=kind)
+    with building_aside(target, doing, kind=kind) as staging:
+        yield staging
+        publish(staging, target, overwrite=overwrite, kind=kind)
+
+
+@contextmanager
+def building_aside(target: Path, doing: str, *, kind: FolderKind = DATASET) -> Iterator[Path]:
+    """A locked, empty folder next to `target` to build in; it is removed if the block fails."""
     staging = target.with_name(f".{target.name}.{doing}")
     files.make_folder(staging)
     busy = f"{staging}: another process is building there; wait for it"
@@ -321,7 +330,6 @@ def building(
             raise DataError(f"{staging}: {left}; it is of an earlier build, look and remove it")
         try:
             yield staging
-            publish(staging, target, overwrite=overwrite, kind=kind)
         except BaseException:
             if staging.is_dir():
                 remove_folder(staging, kind)

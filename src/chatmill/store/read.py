@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chatmill.errors import DataError
+from chatmill.errors import DataError, one_line
+from chatmill.remote import objects
+from chatmill.remote.urls import Place, Url, place
 from chatmill.store import foreign, layout
 from chatmill.store.end_token import end_token
 from chatmill.store.episodes import Episodes
@@ -22,6 +24,7 @@ from chatmill.store.hashed import read_hashed
 from chatmill.store.layout import INDEX, METADATA, TOKENIZER_STATE, Shard, shard_name
 from chatmill.store.metadata import Metadata, is_chatmill_metadata, manifest, read_metadata
 from chatmill.store.publish import set_aside
+from chatmill.store.remote_files import RemoteFiles, remote_files, remote_metadata
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -30,7 +33,7 @@ VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "added_tokens.json")
 """Files in which the ids of its tokens are looked up."""
 
 
-def open_dataset(path: str | Path, *, token_dtype: str | None = None) -> Dataset:
+def open_dataset(path: str | Place, *, token_dtype: str | None = None) -> Dataset:
     """Open a dataset; `DataError` if a file is missing or does not have its size.
 
     >>> job = chatmill.Job((chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -42,8 +45,20 @@ def open_dataset(path: str | Path, *, token_dtype: str | None = None) -> Dataset
     Datasets that other programs wrote by the episode specification open too, without spans and origins; set
     `token_dtype` to uint16 or uint32 if the dataset does not determine it, see `foreign`. If the dataset is replaced
     meanwhile, all of it is the old one or all of it the new one; see `folder`.
+
+    The files of a dataset at a URL are fetched when they are read; see `remote_files`. Missing ones are noticed then.
     """
-    return in_dataset_folder(Path(path), lambda folder: dataset_in(folder, token_dtype))
+    where = place(path)
+    if isinstance(where, Url):
+        return remote_dataset(where, token_dtype)
+    return in_dataset_folder(where, lambda folder: dataset_in(folder, token_dtype))
+
+
+def remote_dataset(url: Url, token_dtype: str | None = None) -> Dataset:
+    """The dataset at a URL, which chatmill wrote; `DataError` as in `open_dataset`."""
+    metadata = remote_metadata(url)
+    _check_width(url, metadata, token_dtype)
+    return _dataset(remote_files(url, metadata), metadata)
 
 
 def in_dataset_folder(path: Path, work: Callable[[OpenFolder], T]) -> T:
@@ -62,17 +77,27 @@ def dataset_in(folder: OpenFolder, token_dtype: str | None = None) -> Dataset:
             folder.status(folder.path / name)
         stored = StoredFiles(folder, splits["train"][0].folder / INDEX)
         return Dataset(stored, None, {name: Episodes(stored, shards, ()) for name, shards in splits.items()})
-    if foreign.token_width(token_dtype) not in (None, metadata.dtype.itemsize):
-        raise DataError(f"{folder.path}: token_dtype is {token_dtype}, and its metadata says {metadata.dtype.name}")
+    _check_width(folder.path, metadata, token_dtype)
     for fault in manifest(folder.path, metadata).size_faults(folder):
         raise DataError(fault)
-    stored = StoredFiles(folder, folder.path / METADATA)
+    return _dataset(StoredFiles(folder, folder.path / METADATA), metadata)
+
+
+def _check_width(path: Place, metadata: Metadata, token_dtype: str | None) -> None:
+    if foreign.token_width(token_dtype) not in (None, metadata.dtype.itemsize):
+        raise DataError(f"{path}: token_dtype is {token_dtype}, and its metadata says {metadata.dtype.name}")
+
+
+def _dataset(stored: StoredFiles | RemoteFiles, metadata: Metadata) -> Dataset:
     return Dataset(stored, metadata, {name: _episodes(stored, metadata, name) for name in metadata.splits})
 
 
-def is_dataset(path: str | Path) -> bool:
-    """Whether a folder holds a dataset: it has an index of training episodes, flat or in shards."""
-    train = Path(path) / "train"
+def is_dataset(path: str | Place) -> bool:
+    """Whether a folder holds a dataset: it has an index of training episodes, flat or in shards; a URL, metadata."""
+    where = place(path)
+    if isinstance(where, Url):
+        return objects.find(where / METADATA) is not None
+    train = where / "train"
     return (train / INDEX).is_file() or any(train.glob(f"shard_*/{INDEX}"))
 
 
@@ -90,7 +115,8 @@ def stored_metadata(folder: OpenFolder) -> Metadata | None:
     return None
 
 
-def _episodes(stored: StoredFiles, metadata: Metadata, split: str) -> Episodes:
+def _episodes(stored: StoredFiles | RemoteFiles, metadata: Metadata, split: str, source: str | None = None) -> Episodes:
+    """The rows of a split, or those of one source."""
     info = metadata.splits[split]
     sizes = layout.record_dtypes(metadata.dtype)
     shards = [
@@ -102,6 +128,7 @@ def _episodes(stored: StoredFiles, metadata: Metadata, split: str) -> Episodes:
             {name: file.size // sizes[name].itemsize for name, file in shard.files.items()},
         )
         for number, shard in enumerate(info.shards)
+        if source is None or shard.source == source
     ]
     return Episodes(stored, shards, info.files)
 
@@ -116,13 +143,15 @@ class Dataset:
     (('train',), 120)
     """
 
-    stored: StoredFiles
+    stored: StoredFiles | RemoteFiles
     metadata: Metadata | None
     """None if another program wrote it."""
     _splits: Mapping[str, Episodes]
+    whole: Dataset | None = field(default=None, kw_only=True)
+    """The dataset that this is a part of, if it is what `of_source` returns."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         return self.stored.path
 
     @property
@@ -140,6 +169,8 @@ class Dataset:
     @property
     def sha256(self) -> str | None:
         """The hash of all bytes of the dataset; None if another program wrote it."""
+        if self.whole is not None:
+            return self.whole.sha256
         return None if self.metadata is None else self.metadata.sha256
 
     def __getitem__(self, split: str) -> Episodes:
@@ -149,6 +180,23 @@ class Dataset:
 
     def __contains__(self, split: str) -> bool:
         return split in self._splits
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the sources that it remembers, in the order of the recipe; none if it had one source."""
+        infos = [] if self.metadata is None else self.metadata.splits.values()
+        return tuple(dict.fromkeys(shard.source for info in infos for shard in info.shards if shard.source is not None))
+
+    def of_source(self, name: str) -> Dataset:
+        """The rows of one of its `sources`: a dataset with some of the shards, at the same path."""
+        if self.metadata is None or name not in self.sources:
+            raise DataError(f"{self.path}: has no source {one_line(name)}; {sources_text(self)}")
+        splits = {
+            split: replace(info, shards=tuple(shard for shard in info.shards if shard.source == name))
+            for split, info in self.metadata.splits.items()
+        }
+        episodes = {split: _episodes(self.stored, self.metadata, split, name) for split in splits}
+        return Dataset(self.stored, replace(self.metadata, splits=splits), episodes, whole=self)
 
     def foreign_end_token(self) -> int | None:
         """The end token in the tokenizer files of another program; None if there is none."""
@@ -182,3 +230,9 @@ class Dataset:
                 # The file is sorted by key; added tokens got their ids in the order of the format.
                 state["control"] = {key: control[key] for key in sorted(control, key=ids.__getitem__)}
         return state
+
+
+def sources_text(dataset: Dataset) -> str:
+    """The sources that a dataset remembers, for an error."""
+    names = ", ".join(map(one_line, dataset.sources))
+    return f"it has {names}" if names else "it does not name sources, as datasets of several sources of a recipe do"

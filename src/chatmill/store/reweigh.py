@@ -9,6 +9,7 @@ import errno
 import hashlib
 import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,15 +18,18 @@ from numpy.typing import NDArray
 
 from chatmill.errors import DataError, UsageError
 from chatmill.ledger import Bucket, Ledger, LedgerEntry
-from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place, Url, place
 from chatmill.rows import Index, Part, Table, TrainOn, offsets, weigh
 from chatmill.store import files
 from chatmill.store.episodes import Episodes
+from chatmill.store.folder import StoredFiles
 from chatmill.store.hashed import FileInfo, HashedFile
-from chatmill.store.layout import MASK, ORIGINS, SPANS, first_spans, shard_name
+from chatmill.store.layout import MASK, ORIGINS, REMOVED, SPANS, first_spans, shard_name
+from chatmill.store.mapped import reading
 from chatmill.store.metadata import Metadata, ShardInfo, SplitInfo, write_metadata
 from chatmill.store.publish import building
 from chatmill.store.read import Dataset, open_dataset
+from chatmill.store.remote_publish import building_remote
 
 SEGMENTS = 1 << 14
 """Conversations that are weighed at a time."""
@@ -51,7 +55,9 @@ class Reweighed:
     """Files that could not be shared."""
 
 
-def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn, overwrite: bool = False) -> Reweighed:
+def reweigh_dataset(
+    source: str | Place, target: str | Place, *, train_on: TrainOn, overwrite: bool = False
+) -> Reweighed:
     """Write the dataset that `source` would be with this `train_on`; it appears whole, or not at all.
 
     tokens.bin, episodes.idx, origins.bin and targets.bin are hard links to the files of `source`, or copies where
@@ -73,9 +79,11 @@ def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn
             f"{source}: its rows are pieces of conversations, which do not say which answer is the last; "
             f"prepare it with --train-on {train_on} instead"
         )
-    with building(local_path(target), "reweighing", overwrite=overwrite, source=dataset.path) as staging:
+    with _building(place(target), dataset, overwrite=overwrite) as staging:
         work = _Reweigher(dataset, train_on)
         splits = {name: work.split(staging / name, name, info) for name, info in parent.splits.items()}
+        if parent.removed is not None:
+            work.share(dataset.path / REMOVED, staging / REMOVED, parent.removed)
         changed_metadata = replace(
             parent,
             splits=splits,
@@ -86,6 +94,12 @@ def reweigh_dataset(source: str | Path, target: str | Path, *, train_on: TrainOn
         if metadata.tokenizer_state != parent.tokenizer_state:
             raise DataError(f"{source}: tokenizer_state.json was changed; run chatmill verify --full")
     return Reweighed(metadata, parent, work.untrained.rows, work.linked, work.copied)
+
+
+def _building(target: Place, dataset: Dataset, *, overwrite: bool) -> AbstractContextManager[Path]:
+    if isinstance(target, Url):
+        return building_remote(target, "reweighing", overwrite=overwrite)
+    return building(target, "reweighing", overwrite=overwrite, source=dataset.path)
 
 
 class _Reweigher:
@@ -124,7 +138,7 @@ class _Reweigher:
             raise changed(source / SPANS)
         for file, shared in info.files.items():
             if file not in made:
-                self._share(source / file, folder / file, shared)
+                self.share(source / file, folder / file, shared)
         return replace(info, num_trained_tokens=trained, files={**info.files, **made})
 
     def _count(self, table: Table, first_span: Index) -> None:
@@ -137,10 +151,18 @@ class _Reweigher:
         self.untrained.rows += int(np.count_nonzero(without))
         self.untrained.tokens += int(tokens[without].sum())
 
-    def _share(self, source: Path, to: Path, info: FileInfo) -> None:
+    def share(self, source: Place, to: Path, info: FileInfo) -> None:
+        stored = self._dataset.stored
+        if not isinstance(stored, StoredFiles) or not isinstance(source, Path):
+            with HashedFile(to) as new, reading():
+                new.write(np.asarray(stored.map(source)).data)
+            if new.info() != info:
+                raise changed(source)
+            self.copied += 1
+            return
         try:
             files.disk.link(source.resolve(), to)
-            if not self._dataset.stored.is_same(source, to):
+            if not stored.is_same(source, to):
                 raise changed(source)
             self.linked += 1
         except OSError as error:
@@ -176,7 +198,7 @@ def _mask(table: Table) -> Iterator[NDArray[np.uint8]]:
         at = stop
 
 
-def changed(path: Path) -> DataError:
+def changed(path: Place) -> DataError:
     return DataError(f"{path}: is not what the metadata says; it was changed, see chatmill verify --full")
 
 

@@ -5,24 +5,28 @@ Without `full` the metadata, the sizes, the index and the spans are read; with i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, DataError
 from chatmill.ledger import Ledger
+from chatmill.remote.urls import Place, Url, place
 from chatmill.rows import NO_FILE, Index, offsets
 from chatmill.store import foreign, layout
 from chatmill.store.episodes import Episodes
 from chatmill.store.folder import OpenFolder
 from chatmill.store.hashed import Manifest
-from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENIZER_STATE, TOKENS, Shard
 from chatmill.store.mapped import reading
 from chatmill.store.metadata import Metadata, ShardInfo, manifest
-from chatmill.store.read import dataset_in, in_dataset_folder, stored_metadata
+from chatmill.store.read import Dataset, dataset_in, in_dataset_folder, remote_dataset, stored_metadata
+from chatmill.store.remote_files import RemoteFiles
+from chatmill.store.remote_verify import Downloads, size_faults
 
 EPISODES, TOKENS_AT_ONCE = 1 << 16, 1 << 22
 
@@ -51,15 +55,18 @@ class Verified:
     """Files in the shards of another program that are not read."""
 
 
-def verify_dataset(path: str | Path, *, full: bool, token_dtype: str | None = None) -> Verified:
+def verify_dataset(path: str | Place, *, full: bool, token_dtype: str | None = None) -> Verified:
     """Check a dataset and report every fault as one line; nothing is raised for what is wrong on disk.
 
     verify_dataset("data/v1", full=True).faults    # () if every byte is as it was written
 
     `token_dtype` is as in `open_dataset`.
     """
+    where = place(path)
     try:
-        return in_dataset_folder(Path(path), lambda folder: _verified(folder, full=full, token_dtype=token_dtype))
+        if isinstance(where, Url):
+            return _verified_remote(where, full=full, token_dtype=token_dtype)
+        return in_dataset_folder(where, lambda folder: _verified(folder, full=full, token_dtype=token_dtype))
     except DataError as error:
         return Verified((str(error),), {}, None)
 
@@ -73,10 +80,52 @@ def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Ver
         # The tables of files with a wrong size cannot be read.
         return Verified((*faults, *unlisted), {}, None if metadata is None else metadata.sha256)
     dataset = dataset_in(folder, token_dtype)
-    splits = {}
+    splits = _split_counts(dataset, faults, full=full)
+    faults += unlisted
+    if metadata is not None:
+        faults += _ledger_faults(folder.path, metadata)
+    if full:
+        faults += listed.hash_faults(folder)
+    unread = foreign.unread_files(folder) if metadata is None else ()
+    return Verified(tuple(faults), splits, dataset.sha256, tuple(unread))
+
+
+def _verified_remote(url: Url, *, full: bool, token_dtype: str | None) -> Verified:
+    """As `_verified`; with `full` every object is downloaded and hashed, whatever the cache holds."""
+    dataset = remote_dataset(url, token_dtype)
+    metadata, stored = dataset.metadata, dataset.stored
+    assert metadata is not None
+    assert isinstance(stored, RemoteFiles)
+    if faults := list(size_faults(stored)):
+        return Verified(tuple(faults), {}, metadata.sha256)
+    if not full:
+        splits = _split_counts(dataset, faults, full=False)
+    else:
+        with TemporaryDirectory(prefix="chatmill-verify-") as folder:
+            downloads = Downloads(stored, Path(folder))
+            faults += downloads.replace([url / TOKENIZER_STATE])
+            stored.fetch = downloads.fetch
+            splits = _split_counts(
+                dataset,
+                faults,
+                full=True,
+                before=lambda shard: downloads.replace(shard.folder / name for name in shard.records),
+            )
+    faults += _ledger_faults(url, metadata)
+    return Verified(tuple(faults), splits, metadata.sha256)
+
+
+def _split_counts(
+    dataset: Dataset, faults: list[str], *, full: bool, before: Callable[[Shard], Iterable[str]] = lambda shard: ()
+) -> dict[str, SplitCounts]:
+    """Check all shards: the counts of each split. Faults go to `faults`; those that `before` finds end a check."""
+    splits, metadata = {}, dataset.metadata
     for name in dataset.splits:
         episodes, trained, cover = dataset[name], 0, np.zeros(2, dtype=np.int64)
-        for number in range(len(episodes.shards)):
+        for number, shard in enumerate(episodes.shards):
+            if damaged := list(before(shard)):
+                faults += damaged
+                continue
             try:
                 with reading():
                     if metadata is None:
@@ -89,21 +138,21 @@ def _verified(folder: OpenFolder, *, full: bool, token_dtype: str | None) -> Ver
                 trained += more
             except DataError as error:
                 faults.append(str(error))
+            episodes.unmap()
         splits[name] = SplitCounts(len(episodes), episodes.num_tokens, trained, len(episodes.shards), *cover.tolist())
-    faults += unlisted
-    if metadata is not None and metadata.ledger.entries:
+    return splits
+
+
+def _ledger_faults(place: Place, metadata: Metadata) -> Iterator[str]:
+    if metadata.ledger.entries:
         stored = {
             "tokens": sum(split.num_tokens for split in metadata.splits.values()),
             "trained tokens": sum(split.num_trained_tokens for split in metadata.splits.values()),
         }
-        faults += ledger_faults(folder.path, metadata.ledger, stored)
-    if full:
-        faults += listed.hash_faults(folder)
-    unread = foreign.unread_files(folder) if metadata is None else ()
-    return Verified(tuple(faults), splits, dataset.sha256, tuple(unread))
+        yield from ledger_faults(place, metadata.ledger, stored)
 
 
-def ledger_faults(folder: Path, ledger: Ledger, stored: dict[str, int]) -> Iterator[str]:
+def ledger_faults(folder: Place, ledger: Ledger, stored: dict[str, int]) -> Iterator[str]:
     """A ledger that does not balance, or that disagrees with what the shards hold."""
     try:
         ledger.check()
@@ -156,7 +205,8 @@ class _ShardCheck:
 
     def __init__(self, episodes: Episodes, number: int, info: ShardInfo, metadata: Metadata, *, full: bool) -> None:
         self._shard = episodes.shards[number]
-        self._arrays = {name: episodes.array(number, name) for name in self._shard.records}
+        names = self._shard.records if full else (INDEX, SPANS, ORIGINS)
+        self._arrays = {name: episodes.array(number, name) for name in names}
         self._num_files = len(episodes.files)
         self._info, self._metadata, self._full = info, metadata, full
         self.trained = 0

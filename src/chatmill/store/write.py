@@ -6,10 +6,11 @@ The calling thread converts rows to bytes; another one hashes and writes them in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,29 +36,50 @@ class SplitWriter:
     A shard ends where the next row would exceed `shard_tokens`; a longer row gets a shard of its own. The bytes depend
     only on the rows, not on how they are spread over calls of `append`. As a context manager it closes its files when
     the block fails; `close` completes the split.
+
+    Another process may write a later part of the split if it begins where a shard does: `first` is the number of that
+    shard, and `files` has the number of each input file of its rows. `on_shard` is called with the folder of each
+    shard when its files are complete.
     """
 
-    def __init__(self, folder: Path, *, vocab_size: int, shard_tokens: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        vocab_size: int,
+        shard_tokens: int,
+        first: int = 0,
+        files: Mapping[File, int] = MappingProxyType({}),
+        on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
+    ) -> None:
         if shard_tokens < 1:
             raise ValueError(f"shards of {shard_tokens} tokens cannot be; at least 1")
         self._dtype = layout.token_dtype(vocab_size)
         self._vocab_size = vocab_size
         self._shard_tokens = shard_tokens
         self._folder = folder
+        self._first = first
         self._done: list[ShardInfo] = []
         self._shard: _ShardWriter | None = None
-        self._files = _FileTable()
+        self._files = FileTable(files)
         self._thread = _WriterThread()
+        self._on_shard = on_shard
         make_folder(folder)
 
-    def append(self, rows: Rows) -> None:
-        """Add rows at the end; `DataError` if they are inconsistent or an id is not in the vocabulary."""
+    def append(self, rows: Rows, *, source: str | None = None) -> None:
+        """Add rows at the end; `DataError` if they are inconsistent or an id is not in the vocabulary.
+
+        Rows of another source than those before begin a new shard.
+        """
+        if self._shard is not None and self._shard.source != source:
+            self._finish()
         rows.check()
         self._check_ids(rows)
         start, at = rows.row_start, 0
         while at < len(rows):
             if self._shard is None:
-                self._shard = _ShardWriter(self._folder / shard_name(len(self._done)), self._dtype, self._thread)
+                name = shard_name(self._first + len(self._done))
+                self._shard = _ShardWriter(self._folder / name, self._dtype, self._thread, source)
             shard = self._shard
             free = self._shard_tokens - shard.num_tokens
             # All rows that end within the free tokens, but at most a chunk.
@@ -88,7 +110,9 @@ class SplitWriter:
 
     def _finish(self) -> None:
         if self._shard is not None:
-            self._done.append(self._shard.close())
+            info = self._shard.close()
+            self._done.append(info)
+            self._on_shard(self._folder / shard_name(self._first + len(self._done) - 1), info)
             self._shard = None
 
     def _check_ids(self, rows: Rows) -> None:
@@ -103,11 +127,11 @@ class SplitWriter:
                 raise DataError(f"{place}: {what} {largest}; the vocabulary has {self._vocab_size}")
 
 
-class _FileTable:
+class FileTable:
     """Numbers input files in the order in which rows first refer to them, whatever tables the rows come with."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[File, int] = {}
+    def __init__(self, numbers: Mapping[File, int] = MappingProxyType({})) -> None:
+        self._numbers = dict(numbers)
         self._of: tuple[File, ...] = ()
         self._map = np.empty(0, dtype=np.int64)
 
@@ -161,8 +185,11 @@ class _WriterThread:
 class _ShardWriter:
     """The files of one shard while they are written."""
 
-    def __init__(self, folder: Path, dtype: np.dtype[np.unsignedinteger], thread: _WriterThread) -> None:
+    def __init__(
+        self, folder: Path, dtype: np.dtype[np.unsignedinteger], thread: _WriterThread, source: str | None
+    ) -> None:
         make_folder(folder)
+        self.source = source
         self._thread = thread
         self._folder = folder
         self._dtype = dtype
@@ -171,7 +198,7 @@ class _ShardWriter:
         self.num_episodes = self.num_tokens = self._trained = self._spans = self._segments = 0
         self._shortest, self._longest = 2**62, 0
 
-    def put(self, rows: Rows, files: _FileTable) -> None:
+    def put(self, rows: Rows, files: FileTable) -> None:
         lengths, spans = rows.lengths, rows.spans
         trained = spans["weight"] > 0
         ordinal = np.arange(self.num_episodes, self.num_episodes + len(rows), dtype=np.int64)
@@ -205,7 +232,7 @@ class _ShardWriter:
         self._thread.wait()
         counts = (self.num_episodes, self.num_tokens, self._trained, self._spans, self._segments)
         parts = {name: part.close() for name, part in self._parts.items()}
-        info = ShardInfo(*counts, self._shortest, self._longest, parts)
+        info = ShardInfo(*counts, self._shortest, self._longest, parts, self.source)
         self._thread.submit(partial(sync_tree, self._folder))
         return info
 

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.plain_file import local_path, read_plain
+from chatmill.plain_file import read_plain
+from chatmill.remote.named_files import TOKENIZER_LIMIT, given_name, local_file
 from chatmill.tokenizer.backend import Backend, ByteLevel, faults_of, is_markup
 from chatmill.tokenizer.sentencepiece_model import SentencePiece
 from chatmill.tokenizer.tiktoken_ranks import RANK_LINE, load_ranks, load_tekken
@@ -50,8 +51,8 @@ def open_tokenizer(
         backend: Backend = ByteLevel()
         added: dict[str, int] = {}
     else:
-        path = local_path(spec)
-        name, place = one_line(path.name or str(path), 200), one_line(str(path), 300)
+        path = local_file(spec, limit=TOKENIZER_LIMIT)
+        name, place = one_line(path.name or str(path), 200), one_line(given_name(path), 300)
         backend, added = _open_path(path, place, wanted)
     known = {**backend.control, **added}
     missing = [token for token in dict.fromkeys(wanted) if token not in known]
@@ -96,7 +97,8 @@ def _open_file(path: Path, place: str, control: Collection[str], *, declared: Ma
             f"{place}: no such file or folder; {_EXPECTED}, a Hugging Face folder, or the name bytes"
         ) from error
     except (OSError, ValueError) as error:
-        raise DataError(f"{place}: cannot be read ({error}); {_EXPECTED}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{place}: cannot be read ({reason}); {_EXPECTED}") from error
     start = raw[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()
     if not start:
         raise DataError(f"{place}: the file is empty; {_EXPECTED}")
@@ -125,7 +127,7 @@ def _json(raw: bytes, place: str) -> dict[str, Any]:
 
 def _declared(config: Path) -> tuple[dict[str, int], dict[str, int]]:
     """The added tokens of tokenizer_config.json with their ids: control tokens, and text tokens."""
-    place = one_line(str(config), 300)
+    place = one_line(given_name(config), 300)
     with faults_of(place, "cannot be read", "expected added_tokens_decoder to map ids to tokens"):
         listed = _json(read_plain(config), place).get("added_tokens_decoder") or {}
         control: dict[str, int] = {}

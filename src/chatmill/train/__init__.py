@@ -5,9 +5,11 @@
     LossFunction, weighted_loss, Losses, LMHead   the interface of a loss, and the cross entropy that is the default
     Inputs, TrainedPositions, by_segment          a batch on the model's device; the loss of each conversation
     open_model, model_folder                      load a model from its folder, a checkpoint or a run
+    merge_adapters                                merge LoRA adapters into their base model
     generate, generate_steps, beam_search         answers; Sampling says how they are decoded
     score_model, read_metrics, read_rows          a model's loss and answers on a dataset; the logs of a run
     open_chat_model, ChatModel, ChatSession       chat with a trained model
+    Tracker, TrackedRun, SampleAnswer             the interface of an experiment tracker, and its arguments
 
 Needs numpy, torch and safetensors alone (transformers for Hugging Face models, peft for adapters); only the chat model
 needs the packages that render text. A name is imported when it is first used.
@@ -33,7 +35,6 @@ if _TYPE_CHECKING:
     from chatmill.train.gpt import GPT as GPT
     from chatmill.train.load_model import MODEL_FAMILIES as MODEL_FAMILIES
     from chatmill.train.load_model import open_model as open_model
-    from chatmill.train.loop import TrainResult as TrainResult
     from chatmill.train.loop import train_model as train_model
     from chatmill.train.loss import LMHead as LMHead
     from chatmill.train.loss import Losses as Losses
@@ -41,10 +42,15 @@ if _TYPE_CHECKING:
     from chatmill.train.loss import TrainedPositions as TrainedPositions
     from chatmill.train.loss import by_segment as by_segment
     from chatmill.train.loss import weighted_loss as weighted_loss
+    from chatmill.train.merge import merge_adapters as merge_adapters
     from chatmill.train.model import CausalModel as CausalModel
     from chatmill.train.model import Inputs as Inputs
+    from chatmill.train.result import TrainResult as TrainResult
     from chatmill.train.run_dir import read_metrics as read_metrics
     from chatmill.train.run_dir import read_rows as read_rows
     from chatmill.train.score import score_model as score_model
+    from chatmill.train.trackers.interface import SampleAnswer as SampleAnswer
+    from chatmill.train.trackers.interface import TrackedRun as TrackedRun
+    from chatmill.train.trackers.interface import Tracker as Tracker
 
 __all__, __getattr__, __dir__ = _lazy_exports(__name__)

@@ -25,7 +25,7 @@ from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.generation import Sampling, generate_steps
-from chatmill.train.load_model import check_is_model, open_ready
+from chatmill.train.load_model import BaseWeights, check_is_model, open_ready
 from chatmill.train.model import CausalModel
 from chatmill.train.preflight import read_optional, trained_with
 
@@ -118,18 +118,24 @@ class ChatSession:
 
 
 def open_chat_model(
-    path: str | Path, *, tokenizer: str | None = None, format: str | None = None, device: str = "auto"
+    path: str | Path,
+    *,
+    tokenizer: str | None = None,
+    format: str | None = None,
+    device: str = "auto",
+    base: BaseWeights = "trained",
+    base_model: str | None = None,
 ) -> ChatModel:
     """The model of a folder, a checkpoint or a run, with the tokenizer and format it was trained with.
 
     `tokenizer` and `format` override what the model folder says. A folder that does not say its format is a Hugging
-    Face model, which has a chat template.
+    Face model, which has a chat template. `base` and `base_model` are for adapters; see `open_ready`.
     """
     folder = model_folder(path)
     # First: it is quick, and its error is clearer than those of the tokenizer or format.
     check_is_model(folder)
     renderer = _open_renderer(folder, trained_with(folder), tokenizer, format)
-    model = open_ready(folder, device)
+    model = open_ready(folder, device, base=base, base_model=base_model)
     if renderer.tokenizer.vocab_size > model.vocab_size:
         raise DataError(
             f"{renderer.tokenizer.name}: has {renderer.tokenizer.vocab_size:,} tokens, the model {folder} knows "

@@ -1,7 +1,7 @@
 """Checkpoints: all that a run needs to resume, in safetensors and JSON, published whole or not at all.
 
 step_00000500/
-  model/                             a model folder, ready for use
+  model/                             a model folder, ready for use; all ranks write files of a sharded model
   state-00000-of-00001.safetensors   weights and optimizer state: all from rank 0, or one file from each rank
   checkpoint.json                    the state of the run; size and hash of every file, and of itself; written last
 
@@ -18,24 +18,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
-from chatmill.plain_file import check_plain, local_path
+from chatmill.plain_file import check_plain
 from chatmill.store import files
 from chatmill.store.hashed import FileInfo
 from chatmill.store.publish import FolderKind, publish, recover, remove_folder
+from chatmill.train.best import link_best
 from chatmill.train.checkpoint_files import (
+    BEST,
     MARKER,
     MODEL,
     PREFIX,
     STATE_FILE,
     VERSION,
     list_checkpoints,
+    named_checkpoint,
     read_marker,
     self_sha256,
     step_name,
@@ -44,14 +47,14 @@ from chatmill.train.checkpoint_files import (
 )
 from chatmill.train.distributed import World, is_sharded, local, rows_of, whole
 from chatmill.train.model import CausalModel
+from chatmill.train.optimizers import AnyOptimizer, fresh_state, state_fault
+from chatmill.train.sharded_save import can_save_in_shards, save_in_shards
 from chatmill.train.sharded_tensors import ShardedTensors, TensorEntry, TensorRows, file_info, write_tensors
+from chatmill.train.weight_dtypes import check_float16, saved_dtype
 
 LEFT = ".left"
 """Suffix of a checkpoint that is later than the one a run resumed from."""
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
-STEP = "step"
-KINDS = ("exp_avg", "exp_avg_sq", STEP)
-"""What AdamW keeps of each parameter: two moments of its shape, and the number of its steps."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Checkpoint:
 # Weights and optimizer state.
 
 
-def named_tensors(model: CausalModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def named_tensors(model: CausalModel, optimizer: AnyOptimizer) -> dict[str, Tensor]:
     """The trained weights and the optimizer's state of each, as weights/NAME, then optimizer/KIND/NAME."""
     kinds: dict[str, dict[str, Tensor]] = {WEIGHTS: {}}
     for name, parameter in model.named_parameters():
@@ -88,7 +91,7 @@ def named_tensors(model: CausalModel, optimizer: torch.optim.Optimizer) -> dict[
     return {f"{kind}/{name}": tensor for kind, group in kinds.items() for name, tensor in group.items()}
 
 
-def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: torch.optim.Optimizer) -> None:
+def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: AnyOptimizer) -> None:
     """Load weights and optimizer state into a model and its optimizer, at any number of ranks."""
     stored = ShardedTensors(checkpoint.state_files())
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -99,29 +102,45 @@ def restore(checkpoint: Checkpoint, model: CausalModel, optimizer: torch.optim.O
         theirs, mine = have.get(wrong[0], "not there"), need.get(wrong[0], "none")
         raise UsageError(
             f"{checkpoint.path}: {one_line(wrong[0].removeprefix(WEIGHTS + '/'), 200)} is {theirs}, the model has "
-            f"{mine} ({len(wrong)} weights differ); a run goes on with the model it began with"
+            f"{mine} ({len(wrong)} weights differ); resume with the same model"
         )
-    moments = {f"{OPTIMIZER}/{kind}/{name}" for kind in KINDS for name in parameters}
-    for name in sorted(stored.names - need.keys()):
-        shape = () if name.startswith(f"{OPTIMIZER}/{STEP}/") else need.get(f"{WEIGHTS}/{name.split('/', 2)[-1]}")
-        if name not in moments or stored.shape(name) != shape:
-            raise DataError(f"{checkpoint.path}: {one_line(name, 200)} {stored.shape(name)} is no state of AdamW's")
+    unread = stored.names - need.keys()
+
+    def load(tensor: Tensor, name: str, kind: str = WEIGHTS) -> None:
+        values = stored.read(name, *rows_of(tensor))
+        if fault := state_fault(kind, values, steps=checkpoint.step):
+            raise DataError(f"{checkpoint.path}: {one_line(name, 200)} {fault}; resume from another checkpoint")
+        local(tensor).copy_(values)
+
     with torch.no_grad():
         for name, parameter in parameters.items():
-            local(parameter).copy_(stored.read(f"{WEIGHTS}/{name}", *rows_of(parameter)))
-            full = {kind: f"{OPTIMIZER}/{kind}/{name}" for kind in KINDS}
-            kept = [kind for kind in KINDS if full[kind] in stored.names]
-            if kept and kept != list(KINDS):
-                raise DataError(f"{checkpoint.path}: of AdamW's state of {name} only {', '.join(kept)} is there")
-            state = {}
-            for kind in kept:
-                if kind == STEP:
-                    state[kind] = stored.read(full[kind], 0, 1).to(parameter.device)
-                else:
-                    state[kind] = torch.zeros_like(parameter)
-                    local(state[kind]).copy_(stored.read(full[kind], *rows_of(parameter)))
-            if state:
+            if not stored.dtype(f"{WEIGHTS}/{name}").is_floating_point:
+                _refuse_state(checkpoint, stored, f"{WEIGHTS}/{name}", "weights")
+            load(parameter, f"{WEIGHTS}/{name}")
+            state = fresh_state(optimizer, parameter)
+            full = {f"{OPTIMIZER}/{kind}/{name}": tensor for kind, tensor in state.items()}
+            kept = [each for each in full if each in unread]
+            if kept and len(kept) < len(full):
+                raise DataError(
+                    f"{checkpoint.path}: the optimizer state of {name} is incomplete; only {', '.join(kept)} is present"
+                )
+            for kind, each in zip(state, full, strict=True) if kept else ():
+                tensor = state[kind]
+                if stored.shape(each) != tuple(tensor.shape) or stored.dtype(each) != tensor.dtype:
+                    _refuse_state(checkpoint, stored, each)
+                load(tensor, each, kind)
+            if kept:
                 optimizer.state[parameter] = state
+                unread -= full.keys()
+    if unread:
+        _refuse_state(checkpoint, stored, min(unread))
+    if not optimizer.state and checkpoint.state.get("totals", {}).get("trained"):
+        raise DataError(f"{checkpoint.path}: has no optimizer state; resume from another checkpoint")
+
+
+def _refuse_state(checkpoint: Checkpoint, stored: ShardedTensors, name: str, of: str = "optimizer state") -> NoReturn:
+    what = f"{one_line(name, 200)} {stored.shape(name)} {str(stored.dtype(name)).removeprefix('torch.')}"
+    raise DataError(f"{checkpoint.path}: {what} does not belong to the {of} of this run")
 
 
 # Writing.
@@ -131,18 +150,22 @@ def save(
     folder: Path,
     state: Mapping[str, Any],
     model: CausalModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     world: World,
     *,
     sharded: bool,
     keep: int,
     about: Mapping[str, bytes] | None,
+    save_dtype: str = "auto",
     protected: Path | None = None,
+    best: Path | None = None,
 ) -> Path:
     """Write and publish a checkpoint with this state, and remove all but the last `keep`; all ranks call this.
 
-    `sharded`: every rank writes its own shards. `about` are small files for the model folder; None writes no such
-    folder. `protected` is not removed, nor is a checkpoint that holds other files as well.
+    `sharded`: every rank writes its own rows of the state. `about` are small files for the model folder; None writes
+    no such folder. `save_dtype` is the dtype of the weights in it. `protected` is not removed, nor is the checkpoint
+    that the link `best` names, nor one that holds other files as well. The link is pointed to the checkpoint `best`,
+    this or an older one.
     """
     target = folder / step_name(state["step"])
     staging = target.with_name(f".{target.name}.saving")
@@ -153,40 +176,54 @@ def save(
             files.make_folder(folder)
             clean(folder)
             files.disk.make_folder(staging)
+            if about is not None:
+                files.disk.make_folder(staging / MODEL)
 
     world.together(begin)
     written = world.together(lambda: _write_tensors(staging, tensors, world, sharded=sharded))
-    weights = {} if about is None else _model_weights(model, world)
+    in_shards = None
+    if about is not None and can_save_in_shards(model):
+        in_shards = save_in_shards(staging / MODEL, model, world, save_dtype=save_dtype)
+    written |= {f"{MODEL}/{name}": info for name, info in (in_shards or {}).items()}
+    weights = {} if about is None or in_shards is not None else _model_weights(model, world, save_dtype)
 
     def finish() -> None:
         if not world.is_first:
             return
         hashes = {name: info for part in all_written for name, info in part.items()}
         if about is not None:
-            files.disk.make_folder(staging / MODEL)
-            try:
-                model.save(staging / MODEL, weights)
-            except SafetensorError as error:
-                # What safetensors raises when the disk is full.
-                raise ChatmillError(
-                    f"{staging / MODEL}: the model cannot be written ({one_line(str(error))})"
-                ) from None
+            if in_shards is None:
+                _write_model(staging / MODEL, model, weights)
             for name, data in about.items():
                 with files.create(staging / MODEL / name) as file:
                     file.write(data)
             for path in sorted((staging / MODEL).iterdir()):
-                hashes[f"{MODEL}/{path.name}"] = astuple(file_info(path))
+                if f"{MODEL}/{path.name}" not in hashes:
+                    hashes[f"{MODEL}/{path.name}"] = astuple(file_info(path))
         body = {**state, "version": VERSION, "files": hashes}
         with files.create(staging / MARKER) as file:
             file.write((json.dumps({**body, "sha256": self_sha256(body)}, sort_keys=True) + "\n").encode())
         publish(staging, target, overwrite=True, kind=CHECKPOINT)
+        if best is not None:
+            link_best(folder, best)
+        # What the link names stays, too, when a resumed run keeps no best checkpoint of its own.
+        linked = folder / link.readlink() if (link := folder / BEST).is_symlink() else None
         for old in list_checkpoints(folder)[:-keep]:
-            if old != protected and _holds_nothing_else(old):
+            if old not in (protected, linked) and _holds_nothing_else(old):
                 remove_folder(old, CHECKPOINT)
 
     all_written = world.gather(written)
     world.together(finish)
     return target
+
+
+def _write_model(folder: Path, model: CausalModel, weights: dict[str, Tensor]) -> None:
+    check_float16(weights)
+    try:
+        model.save(folder, weights)
+    except SafetensorError as error:
+        # What safetensors raises when the disk is full.
+        raise ChatmillError(f"{folder}: the model cannot be written ({one_line(str(error))})") from None
 
 
 def _write_tensors(
@@ -214,16 +251,17 @@ def _entry(name: str, tensor: Tensor, *, sharded: bool) -> TensorEntry:
     return TensorEntry(name, tuple(local(tensor).shape), tensor.dtype, TensorRows(start, len(tensor)))
 
 
-def _model_weights(model: CausalModel, world: World) -> dict[str, Tensor]:
+def _model_weights(model: CausalModel, world: World, save_dtype: str) -> dict[str, Tensor]:
     """The weights of the model folder, on rank 0: all of them, or the adapters where only they are trained."""
     adapted = not all(parameter.requires_grad for parameter in model.parameters())
     state = model.trained_state() if adapted else model.state_dict(keep_vars=True)
     gathered: dict[int, Tensor] = {}
-    for tensor in state.values():
+    for name, tensor in state.items():
         # Tied weights are one tensor, and stay one.
         if id(tensor) not in gathered:
             full = whole(tensor.detach())
-            gathered[id(tensor)] = full.cpu() if world.is_first else torch.empty(0)
+            dtype = saved_dtype(model, name, tensor, save_dtype)
+            gathered[id(tensor)] = full.cpu().to(dtype) if world.is_first else torch.empty(0)
     return {name: gathered[id(tensor)] for name, tensor in state.items()}
 
 
@@ -268,6 +306,8 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
             renamed.append(aside)
     if renamed:
         files.disk.sync(folder)
+        if (best := folder / BEST).is_symlink() and not best.exists():
+            link_best(folder, None)
     return renamed
 
 
@@ -279,7 +319,7 @@ def choose(folder: Path, resume: str) -> Path | None:
     if resume == "auto":
         newest = list_checkpoints(folder)[-1:]
         return newest[0] if newest else None
-    path = local_path(resume)
+    path = named_checkpoint(resume)
     if not path.is_dir():
         there = ", ".join(map(str, list_checkpoints(folder)))
         right = f"auto or one of {there}" if there else f"auto; {folder} holds no checkpoint yet"

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.plain_file import local_path, read_plain
+from chatmill.remote.cache import local_copy
+from chatmill.remote.urls import Place, Url, place
 from chatmill.store.hashed import FileInfo, JsonObject
 
 VERSION = 1
 MARKER = "checkpoint.json"
 MODEL = "model"
 PREFIX = "step_"
+BEST = "best"
+"""The name of a run's link to its checkpoint with the lowest val loss."""
 STATE_FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 STEP_FOLDER = re.compile(r"step_(\d{8,18})", re.ASCII)
 LARGEST = 1 << 31
@@ -50,14 +56,32 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix(PREFIX))
 
 
-def model_folder(path: str | Path) -> Path:
-    """The folder of a model: the one given, that of a checkpoint, or that of a run's newest checkpoint."""
+def named_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that the link `best` of a run points to; any other path unchanged."""
     folder = local_path(path)
+    if folder.name == BEST and folder.is_symlink() and STEP_FOLDER.fullmatch(target := str(folder.readlink())):
+        return folder.with_name(target)
+    return folder
+
+
+@lru_cache(maxsize=8)
+def _copied(url: Url) -> Path:
+    """A folder at a URL, copied once for each process."""
+    return local_copy(url)
+
+
+def model_folder(path: str | Place) -> Path:
+    """The folder of a model: the one given, that of a checkpoint, or that of a run's newest checkpoint.
+
+    One at a URL is copied to this machine.
+    """
+    where = place(path)
+    folder = _copied(where) if isinstance(where, Url) else named_checkpoint(where)
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; expected a model, a checkpoint, or a run with checkpoints")
-    for place in [folder, *reversed(list_checkpoints(folder))]:
-        if (place / MODEL).is_dir():
-            return place / MODEL
+    for each in [folder, *reversed(list_checkpoints(folder))]:
+        if (each / MODEL).is_dir():
+            return each / MODEL
     return folder
 
 
@@ -147,6 +171,8 @@ def _check_run(body: JsonObject, step: int) -> None:
         base = body.table("base")
         base.sha256("sha256")
         base.check("folder", isinstance(base.value.get("folder"), str), "the name of a folder")
+    if body.value.get("best") is not None:
+        _check_best(body.table("best"), step)
     cursors = loader.table("cursors")
     cursor = _cursor(cursors, "train") if "train" in cursors.value else dict.fromkeys(CURSOR, 0)
     if cursor["step"] != step - start:
@@ -155,6 +181,16 @@ def _check_run(body: JsonObject, step: int) -> None:
         audit = body.table("audit")
         if (kept := _cursor(audit, "cursor")) != cursor:
             raise audit.fault("cursor", kept, f"{json.dumps(cursor)}, where the loader stands")
+
+
+def _check_best(best: JsonObject, step: int) -> None:
+    for name in ("loss", "reference"):
+        value = best.value.get(name)
+        right = value is None or (type(value) is float and math.isfinite(value))
+        best.check(name, right, "a finite number or null")
+    best.count("step", most=step)
+    best.count("waited")
+    best.check("", best.value.keys() == {"loss", "step", "reference", "waited"}, "loss, step, reference and waited")
 
 
 def _cursor(table: JsonObject, name: str) -> dict[str, int]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +15,35 @@ from typing import Any, NoReturn
 from chatmill.config import flag_spellings, from_environment, from_flags, keys_of, read_values
 from chatmill.errors import ChatmillError, UsageError, one_line
 from chatmill.plain_file import local_path
+from chatmill.remote.named_files import local_file
+from chatmill.remote.urls import place
 from chatmill.settings import CACHE_ROOT, FILE
 from chatmill.store.primer_cache import CACHES
-from chatmill.train.checkpoint_files import step_name
-from chatmill.train.config import FIRST_FLAG, RunFlags, TrainConfig, layered, size_keys, with_bare_switches
-from chatmill.train.distributed import RankError
-from chatmill.train.loop import OpenText, TrainResult, train_model
+from chatmill.train.checkpoint_files import BEST, step_name
+from chatmill.train.config import (
+    FIRST_FLAG,
+    RunFlags,
+    TrainConfig,
+    layered,
+    renamed_keys,
+    size_keys,
+    with_bare_switches,
+)
+from chatmill.train.fitting import FIT_COLUMNS, Fit, estimate_run
+from chatmill.train.loop import OpenText, train_model
+from chatmill.train.lost_ranks import LostRankError, RankError
 from chatmill.train.project import TokenizerHash, compare_tokenizer, project_keys, project_settings
-from chatmill.train.run_dir import CONFIG
+from chatmill.train.result import TrainResult
+from chatmill.train.run_dir import CONFIG, METRICS
+from chatmill.train.trackers.pages import ReportPage
 
+ESTIMATE_FLAGS = ("estimate", "gpus", "gpu_memory")
+"""Flags of --estimate, whose values are parsed; other run flags are plain text."""
 EXAMPLES = """\
 examples:
   {prog} --model_name mine --config_file configs/sft1/150M.json --dataset_dir data/chat_sft --max_iters 5000
   {prog} --model_name mine --resume auto
+  {prog} --config_file configs/sft1/600M.json --dataset_dir data/chat_sft --estimate --gpus 8 --gpu_memory 80
   POST_TRAINING=1 WARMUP_PCT=0.05 {prog} --model_name chat --config_file configs/tiny.json --dataset_dir data/blocks
   torchrun --nproc-per-node 8 train.py --model_name mine --config_file configs/sft1/150M.json \
       --dataset_dir data/chat_sft --parallel fsdp
@@ -42,21 +58,36 @@ def main(
     *,
     prog: str = "python train.py",
     tokenizer_sha256: TokenizerHash | None = None,
+    report_page: ReportPage | None = None,
 ) -> None:
-    """Train with these flags; `tokenizer_sha256` hashes the tokenizer that chatmill.toml names."""
+    """Train with these flags; `tokenizer_sha256` hashes the tokenizer that chatmill.toml names.
+
+    `report_page` writes the report page about a dataset, which trackers log.
+    """
     with errors_of_first_rank():
         given, unknown = parser(prog).parse_known_args(with_bare_switches(sys.argv[1:] if args is None else args))
         flags = {name: text for name, text in vars(given).items() if isinstance(text, str)}
-        run_and_print(flags, unknown, prog=prog, as_json=given.json, tokenizer_sha256=tokenizer_sha256)
+        run_and_print(
+            flags,
+            unknown,
+            prog=prog,
+            as_json=given.json,
+            tokenizer_sha256=tokenizer_sha256,
+            report_page=report_page,
+        )
 
 
 @contextmanager
 def errors_of_first_rank() -> Iterator[None]:
-    """Report a fault that all ranks meet once: rank 0 raises it, the others end. `RankError` is raised by any rank."""
+    """Report an error of all ranks once: rank 0 raises it, and the other ranks exit.
+
+    A `RankError` is raised by the rank that it occurs on, unless another rank reports it.
+    """
     try:
         yield
     except ChatmillError as error:
-        if not _is_first_rank() and not isinstance(error, RankError):
+        is_silent = not _is_first_rank() and not isinstance(error, RankError)
+        if is_silent or (isinstance(error, LostRankError) and error.reported):
             sys.exit(error.exit_code)
         raise
 
@@ -108,34 +139,94 @@ def run_and_print(
     as_json: bool,
     open_text: OpenText | None = None,
     tokenizer_sha256: TokenizerHash | None = None,
+    report_page: ReportPage | None = None,
+    print_fit: Callable[[Fit], None] | None = None,
 ) -> None:
-    """Train as the flags say and print the result; sample answers are shown if `open_text` is given."""
+    """Train with these flags and print the result; sample answers are shown if `open_text` is given.
+
+    With --estimate, print an estimate of the memory and train nothing; `print_fit` prints it as a table.
+    """
+    if "--tensorboard" in unknown:
+        raise UsageError("unrecognized argument: --tensorboard; use --report_to tensorboard")
     if unknown:
         raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; see {prog} --help")
-    result = run(flags, open_text=open_text, tokenizer_sha256=tokenizer_sha256)
+    where = _run_flags(flags)
+    if where.estimate:
+        fit = estimate(flags)
+        if _is_first_rank():
+            print(json.dumps(fit.to_json())) if as_json else (print_fit or _print_fit)(fit)
+        return
+    result = run(flags, open_text=open_text, tokenizer_sha256=tokenizer_sha256, report_page=report_page)
     if _is_first_rank():
         print(json.dumps(result.to_json()) if as_json else summary(result))
 
 
+def _run_flags(flags: Mapping[str, str]) -> RunFlags:
+    given = {name: text for name, text in flags.items() if name in keys_of(RunFlags)}
+    # Names and folders are plain text, also if they look like numbers or JSON.
+    plain: dict[str, Any] = {name: text for name, text in given.items() if name not in ESTIMATE_FLAGS}
+    values = from_flags(RunFlags, {name: text for name, text in given.items() if name in ESTIMATE_FLAGS})
+    where = RunFlags(**plain, **values)
+    if not where.estimate and (alone := [name for name in ESTIMATE_FLAGS if values.get(name)]):
+        raise UsageError(
+            f"--{alone[0]} is given without --estimate; a run uses the GPUs that its launcher starts it on"
+        )
+    return where
+
+
 def run(
-    flags: Mapping[str, str], *, open_text: OpenText | None = None, tokenizer_sha256: TokenizerHash | None = None
+    flags: Mapping[str, str],
+    *,
+    open_text: OpenText | None = None,
+    tokenizer_sha256: TokenizerHash | None = None,
+    report_page: ReportPage | None = None,
 ) -> TrainResult:
     """The run that these flags ask for, given as text by their names."""
-    where = RunFlags(**{name: text for name, text in flags.items() if name in keys_of(RunFlags)})
+    where = _run_flags(flags)
     if where.model_name is None:
         raise UsageError("--model_name is missing; expected a name for the run")
-    out_dir = local_path(where.out_dir)
-    stored = out_dir / where.model_name / CONFIG
+    settings = project_settings()
+    config, notes = _config_of(flags, where, settings)
+    if config.dataset_dir is None:
+        raise UsageError(
+            f"dataset_dir is missing; expected the folder of a dataset, or {CACHE_ROOT} in {FILE}, or {CACHES}"
+        )
+    return train_model(
+        config,
+        model_name=where.model_name,
+        out_dir=local_path(where.out_dir),
+        resume=where.resume,
+        open_text=open_text,
+        report_page=report_page,
+        notes=[*notes, *compare_tokenizer(settings, config, tokenizer_sha256)],
+    )
+
+
+def estimate(flags: Mapping[str, str]) -> Fit:
+    """Estimate the memory of the run that these flags describe; no weights are read."""
+    where = _run_flags(flags)
+    config, _ = _config_of(flags, where, project_settings())
+    return estimate_run(config, gpus=where.gpus, gpu_memory=where.gpu_memory)
+
+
+def _config_of(flags: Mapping[str, str], where: RunFlags, settings: Any) -> tuple[TrainConfig, list[str]]:
+    """The config from flags, config file and chatmill.toml, and notes about the origin of its values."""
+    stored = local_path(where.out_dir) / (where.model_name or "") / CONFIG
     resumes = where.config_file is None and where.resume is not None and stored.is_file()
     file = str(stored) if resumes else where.config_file
-    base = {} if file is None else read_values(local_path(file))
+    base = {} if file is None else read_values(local_file(file))
+    if resumes:
+        base = renamed_keys(base)
     given = from_flags(TrainConfig, {name: text for name, text in flags.items() if name in keys_of(TrainConfig)})
-    settings = project_settings()
     stated = layered(base, from_environment(TrainConfig, os.environ), given)
     if stated.get("dataset_dir") is None:
         stated.pop("dataset_dir", None)
     project = project_keys(settings, stated.get("dataset_dir"))
     values = layered(project, stated)
+    stops_no_more = bool(base.get("early_stop_patience")) and values.get("early_stop_patience") is None
+    if resumes and stops_no_more and values.get("keep_best") is None and values.get("save_interval"):
+        # keep_best null would be false from here on, and the run would remove its best checkpoint.
+        values["keep_best"] = True
     shape = [name for name in given if name in size_keys()]
     if shape and values.get("init_from_model") is not None:
         raise UsageError(
@@ -143,22 +234,18 @@ def run(
             f"{one_line(str(values['init_from_model']), 300)}, which has its shape; leave them out"
         )
     notes = [f"{FILE}: {', '.join(used)}"] if (used := _shown(project, stated)) else []
-    config = TrainConfig.from_mapping(values, place=file or "the flags")
-    if config.dataset_dir is None:
-        if not Path(CACHES).is_dir():
-            raise UsageError(
-                f"dataset_dir is missing; expected the folder of a dataset, or {CACHE_ROOT} in {FILE}, or {CACHES}"
-            )
+    config = TrainConfig.from_mapping(values, place="the flags" if file is None else str(place(file)))
+    if config.dataset_dir is None and Path(CACHES).is_dir():
         config = replace(config, dataset_dir=CACHES)
         notes.append(f"trains on {CACHES}, the default folder of caches; set --dataset_dir to train on other data")
-    return train_model(
-        config,
-        model_name=where.model_name,
-        out_dir=out_dir,
-        resume=where.resume,
-        open_text=open_text,
-        notes=[*notes, *compare_tokenizer(settings, config, tokenizer_sha256)],
-    )
+    return config, notes
+
+
+def _print_fit(fit: Fit) -> None:
+    """Print an estimate as plain text."""
+    for row in [FIT_COLUMNS, *fit.rows()]:
+        print(f"{row[0]:<18}{row[1]:>10}{row[2]:>13}")
+    print(*fit.notes(), sep="\n")
 
 
 def _shown(project: Mapping[str, Any], stated: Mapping[str, Any]) -> list[str]:
@@ -176,14 +263,26 @@ def val_lines(result: TrainResult) -> list[str]:
     return [f"val loss by source: {', '.join(shown)}"] if shown else []
 
 
+def best_lines(result: TrainResult) -> list[str]:
+    """The lowest val loss, if its checkpoint was kept or the last evaluation was worse."""
+    if result.best_val_loss is None or result.best_step is None:
+        return []
+    line = f"best val loss {result.best_val_loss:.4f} at step {result.best_step:,}"
+    if result.best_checkpoint is not None:
+        return [f"{line}: {result.folder / BEST} -> {result.best_checkpoint.name}"]
+    return [f"{line}; its checkpoint was not kept, use --keep_best"] if result.val_loss != result.best_val_loss else []
+
+
 def summary(result: TrainResult) -> str:
     """The result in a few lines."""
     lines = []
     if result.stopped_by is not None:
         saved = result.checkpoint is not None and result.checkpoint.name == step_name(result.step)
-        then = "go on with --resume auto" if saved else "it was not saved, save_interval is 0"
+        then = "continue with --resume auto" if saved else "it was not saved, save_interval is 0"
         lines.append(f"stopped by {result.stopped_by} at step {result.step:,} of {result.total:,}; {then}")
     else:
+        if result.stopped_early is not None:
+            lines.append(f"stopped early at step {result.step:,} of {result.total:,}: {result.stopped_early}")
         lines.append(f"{result.step:,} steps, {result.tokens:,} tokens, {result.trained:,} of them trained")
     if result.cut_episodes:
         lines.append(
@@ -195,10 +294,13 @@ def summary(result: TrainResult) -> str:
         lines.append(
             f"{result.untrained_rows:,} rows had nothing to train; {result.skipped_steps:,} steps were skipped for it"
         )
+    if result.loss_spikes:
+        lines.append(f'loss spikes: {result.loss_spikes:,} steps, see "spike" in {result.folder / METRICS}')
     if result.loss is not None:
         lines.append(f"loss {result.loss:.4f}")
         if result.val_loss is not None:
             lines[-1] += f", val loss {result.val_loss:.4f}, perplexity {result.val_perplexity:.4g}"
             lines += val_lines(result)
+    lines += best_lines(result)
     lines.append(f"see {result.folder}" + ("" if result.checkpoint is None else f"; checkpoint {result.checkpoint}"))
     return "\n".join(lines)

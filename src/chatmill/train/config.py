@@ -7,14 +7,14 @@ Every key is also a flag of `train.py` and of `chatmill train`. Importing this m
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, Self
 
 from chatmill.config import (
-    BELOW_ONE,
     SHARE,
     Config,
     ValueCheck,
@@ -28,12 +28,16 @@ from chatmill.config import (
 )
 from chatmill.errors import DataError, UsageError
 from chatmill.load.config import LoadConfig
+from chatmill.remote.cache_settings import FOLDER, SIZE, parse_size
 from chatmill.store.primer_cache import CACHES
+from chatmill.train.run_config import OptimizerConfig, RunConfig
 
 WARMUP = 0.03
 """The default share of a run that warms up."""
 FIRST_FLAG = "use_loss_mask"
 """The flag that help lists first: without it, a run also trains user messages."""
+EXCLUSIVE = (("max_iters", "epochs"), ("warmup_iters", "warmup_pct"))
+"""Pairs of keys that exclude each other; a key in a later layer of settings replaces the other."""
 POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
 """What post_training sets: train what the mask marks, and all of one pass."""
 
@@ -41,6 +45,20 @@ POST_TRAINING = {"use_loss_mask": True, "epoch_drop_last": False}
 def _are_targets(value: Any) -> bool:
     names = value if isinstance(value, list | tuple) else [value]
     return len(names) > 0 and all(isinstance(name, str) and name != "" for name in names)
+
+
+def _is_cache_size(value: Any) -> bool:
+    try:
+        return value is None or (type(value) in (int, str) and parse_size(str(value), "cache_size") > 0)
+    except UsageError:
+        return False
+
+
+CACHE_SIZE = ValueCheck("a number of bytes, or a text such as 200GB", _is_cache_size)
+MOST_EPOCHS = 1_000_000
+EPOCHS = ValueCheck(
+    f"a number over 0, up to {MOST_EPOCHS}", lambda value: type(value) in (int, float) and 0 < value <= MOST_EPOCHS
+)
 
 
 # The model.
@@ -140,44 +158,6 @@ LORA = ValueCheck(
 )
 
 
-# The optimizer and the run, which training on rollouts shares.
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Config):
-    """The keys of AdamW and of the learning-rate schedule."""
-
-    max_iters: int | None = key(None, "optimizer steps on this dataset; null: one pass over it", optional(integer(1)))
-    learning_rate: float = key(3e-4, "peak learning rate", number(0))
-    min_lr_ratio: float = key(0.1, "learning rate at the end of the schedule, as a share of the peak", SHARE)
-    lr_schedule: Literal["cosine", "linear", "constant"] = key("cosine", "decay of the learning rate after the warm-up")
-    warmup_iters: int | None = key(None, "warm-up steps; null: warmup_pct of the run", optional(integer(0)))
-    weight_decay: float = key(0.1, "weight decay of matrices; vectors have none", number(0))
-    beta1: float = key(0.9, "AdamW beta1, the decay of the mean of gradients", BELOW_ONE)
-    beta2: float = key(0.95, "AdamW beta2, the decay of the mean of squared gradients", BELOW_ONE)
-    adam_eps: float = key(1e-8, "AdamW epsilon", number(0))
-    grad_clip: float = key(1.0, "clip gradients to this norm; 0 disables clipping", number(0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig(Config):
-    """The keys that say what a run starts from, where it is computed, and when it writes."""
-
-    init_from_model: str | None = key(
-        None, "model folder to start from: one that chatmill wrote, or a Hugging Face model"
-    )
-    seed: int = key(1337, "seed of new weights, dropout and sampling", integer(0))
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "device; auto: a GPU if there is one")
-    dtype: Literal["auto", "float32", "bfloat16"] = key(
-        "auto", "precision of the computation, weights are always float32; auto: bfloat16 on a GPU"
-    )
-    save_interval: int = key(
-        500, "steps between checkpoints, besides the one at the end; 0: no checkpoints", integer(0)
-    )
-    keep_checkpoints: int = key(2, "number of checkpoints to keep, the newest", integer(1))
-    log_interval: int = key(10, "steps between progress lines where no terminal shows a bar", integer(1))
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
     """All that decides what a run computes and what it writes.
@@ -188,11 +168,27 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
 
     dataset_dir: str | None = key(
         None,
-        "what to train on: a dataset, a cache, or a folder of caches to mix; "
+        "what to train on: a dataset, a cache, or a folder of caches to mix, or the URL of a dataset or of a folder of "
+        "datasets; "
         f"null: data.caches.sft_token_cache of chatmill.toml, else {CACHES}",
+    )
+    epochs: float | None = key(
+        None,
+        "length of the run in epochs instead of max_iters, such as 3 or 0.5; one epoch of a mix is as many "
+        "conversations as its sources hold together",
+        optional(EPOCHS),
+    )
+    tokens_per_step: int | None = key(
+        None,
+        "tokens per optimizer step over all ranks, padding included; sets gradient_accumulation_steps, and batch_size "
+        "is then the rows per micro-batch over all ranks; null: batch_size is the rows per optimizer step",
+        optional(integer(1)),
     )
     lora: Mapping[str, Any] | None = key(
         None, "train LoRA adapters on a Hugging Face model, whose own weights stay as they are", optional(LORA)
+    )
+    quantize: Literal["none", "nf4"] = key(
+        "none", "nf4: load the linear layers of the base model in 4 bits (QLoRA); requires lora and bitsandbytes"
     )
     post_training: bool = key(
         False,
@@ -203,12 +199,34 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         None, f"warm-up as a share of the run's tokens; null: {WARMUP:g}", optional(SHARE), variable="WARMUP_PCT"
     )
     check_tokenizer: bool = key(True, "refuse a dataset that was made with another tokenizer than the model")
+    check_memory: bool = key(True, "refuse a run that, by its estimate, cannot fit into memory")
     compile: bool | None = key(None, "torch.compile the layers; null: on a GPU")
+    fp8: bool = key(
+        False,
+        "float8 matrix products in the linear layers, on GPUs that support them; faster for models of 1.7 B parameters "
+        "or more",
+    )
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass instead of keeping them")
+    activation_offload: bool = key(
+        False, "activation checkpointing that keeps the checkpointed layer inputs in host memory"
+    )
     parallel: Literal["ddp", "fsdp"] = key("ddp", "with several ranks: a whole model on each (ddp), or shards (fsdp)")
     eval_interval: int = key(500, "steps between evaluations on val, besides the one at the end; 0: none", integer(0))
     eval_iters: int | None = key(None, "batches of val per evaluation, of each source; null: all", optional(integer(1)))
     eval_samples: int = key(2, "prompts of val, per source, to answer at each evaluation; 0: none", integer(0))
+    early_stop_patience: int | None = key(
+        None,
+        "stop after this many evaluations without a lower val loss, for a mix over all sources; null: never",
+        optional(integer(1)),
+    )
+    early_stop_min_delta: float = key(
+        0.0, "minimum decrease of the val loss that counts as an improvement for early_stop_patience", number(0)
+    )
+    keep_best: bool | None = key(
+        None,
+        "keep the checkpoint with the lowest val loss in addition to keep_checkpoints, as `best` in the run folder; "
+        "null: true if early_stop_patience is set",
+    )
     checkpoint: Literal["full", "sharded"] = key(
         "full", "who writes checkpoints: rank 0 the whole (full), or every rank its part (sharded)"
     )
@@ -216,8 +234,18 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
         False, "check the hashes of the data: at the start, once an epoch in the background, and at the end"
     )
     log_rows: bool = key(False, "write the loss of every conversation of every step")
-    tensorboard: bool = key(False, "also write TensorBoard files")
     audit_dir: str | None = key("logs/audit", "folder of the audit log, which records what was trained on")
+    cache_dir: str | None = key(
+        None, f"folder that data at URLs is cached in; null: ${FOLDER}, else chatmill in $XDG_CACHE_HOME or ~/.cache"
+    )
+    cache_size: int | str | None = key(
+        None, f"size that the cache may have, such as 200GB or a number of bytes; null: ${SIZE}, else 64GB", CACHE_SIZE
+    )
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint with the lowest val loss is kept."""
+        return bool(self.early_stop_patience and self.save_interval) if self.keep_best is None else self.keep_best
 
     @property
     def reads_blocks(self) -> bool:
@@ -225,17 +253,47 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
 
     def conflicts(self) -> Iterator[str]:
         yield from super().conflicts()
-        if self.warmup_iters is not None and self.warmup_pct is not None:
-            yield f"warmup_iters is {self.warmup_iters} and warmup_pct {self.warmup_pct:g}; expected one of them"
+        for name, other in EXCLUSIVE:
+            if (value := getattr(self, name)) is not None and (instead := getattr(self, other)) is not None:
+                yield f"{name} is {value} and {other} {instead:g}; expected one of them"
+        if self.tokens_per_step is not None and self.gradient_accumulation_steps != 1:
+            yield (
+                f"tokens_per_step is {self.tokens_per_step} and gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps}; expected one of them"
+            )
+        if self.post_training and self.epochs is not None and self.epochs > 1:
+            yield f"post_training is true and epochs {self.epochs:g}; post-training is at most one epoch"
+        needs = {"early_stop_patience": self.early_stop_patience is not None, "keep_best": self.keep_best is True}
+        for name in (name for name, is_set in needs.items() if is_set and not self.eval_interval):
+            yield f"{name} is {json.dumps(getattr(self, name))} and eval_interval 0; set eval_interval to evaluate"
+        if self.keep_best and not self.save_interval:
+            yield "keep_best is true and save_interval 0, which writes no checkpoints; change one of them"
+        if self.early_stop_min_delta and self.early_stop_patience is None:
+            yield f"early_stop_min_delta is {self.early_stop_min_delta:g} and early_stop_patience null; set both"
         if self.post_training and not self.use_loss_mask:
             yield "post_training is true and use_loss_mask false; post-training is on what the mask marks alone"
         if self.lora is not None and self.init_from_model is None:
             yield "lora is given and init_from_model is not; adapters go onto a Hugging Face model"
+        if self.fp8 and self.lora is not None:
+            yield "fp8 is true and lora is given; float8 is for full fine-tuning only, set fp8 to false"
+        if self.parallel == "fsdp" and self.optimizer in ("adafactor", "muon"):
+            yield (
+                f"optimizer is {self.optimizer} and parallel is fsdp; {self.optimizer} requires unsharded matrices, "
+                "use ddp, or adamw, adamw8bit or adamw_bf16"
+            )
+        if self.quantize != "none" and self.lora is None:
+            yield f"quantize is {self.quantize} and lora is not given; quantized weights cannot be trained, set lora"
+        if self.quantize != "none" and self.parallel == "fsdp":
+            yield f"quantize is {self.quantize} and parallel is fsdp, which cannot shard 4-bit weights; use ddp"
         if self.init_from_model is None and (fault := self.shape_fault()):
             yield f"model: {fault}"
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, place: str = "the config") -> Self:
+        if "tensorboard" in values:
+            raise UsageError(
+                f'{place}: the key tensorboard was replaced by report_to; use "report_to": ["tensorboard"]'
+            )
         return super().from_mapping(layered(values), place=place)
 
     def sizes(self, vocab_size: int) -> GPTSizes:
@@ -245,6 +303,25 @@ class TrainConfig(RunConfig, OptimizerConfig, ModelConfig, LoadConfig):
 
     def lora_sizes(self) -> LoraSizes | None:
         return None if self.lora is None else LoraSizes(**self.lora)
+
+    def with_accumulation(self) -> tuple[Self, list[str]]:
+        """The config with the batch_size and gradient_accumulation_steps that tokens_per_step chooses, and a note.
+
+        tokens_per_step is null in the result, so that a run that resumes with it computes the same batches.
+
+        >>> config, _ = TrainConfig(tokens_per_step=65_536, batch_size=8, block_size=1024).with_accumulation()
+        >>> config.batch_size, config.gradient_accumulation_steps
+        (64, 8)
+        """
+        if (wanted := self.tokens_per_step) is None:
+            return self, []
+        at_once = self.batch_size * self.block_size
+        # The nearest whole number.
+        steps = max(1, (2 * wanted + at_once) // (2 * at_once))
+        note = f"tokens_per_step {wanted}: {steps} × {self.batch_size} rows of {self.block_size}"
+        note += "" if steps * at_once == wanted else f" are {steps * at_once}"
+        batch_size = steps * self.batch_size
+        return replace(self, batch_size=batch_size, gradient_accumulation_steps=steps, tokens_per_step=None), [note]
 
     def warmup_steps(self, total: int) -> int:
         """Warm-up steps in a run of `total` steps, which all have equally many tokens."""
@@ -263,13 +340,22 @@ class RunFlags(Config):
     resume: str | None = key(
         None, "auto: continue from the newest checkpoint, if there is one; or the folder of a checkpoint"
     )
+    estimate: bool = key(False, "print an estimate of the memory of the run, and whether it fits, without starting it")
+    gpus: int | None = key(
+        None, "with --estimate: number of GPUs; null: those of this launch", optional(integer(1)), metavar="N"
+    )
+    gpu_memory: float | None = key(
+        None,
+        "with --estimate: memory of each GPU in GiB; null: that of this machine's GPU",
+        optional(number(0)),
+        metavar="GIB",
+    )
 
 
 def with_bare_switches(args: Sequence[str]) -> list[str]:
     """The arguments with `true` behind each flag of a true-or-false key that has no value."""
-    switches = {
-        flag for each in keys_of(TrainConfig).values() if each.check.accepts(True) for flag in flag_spellings(each.name)
-    }
+    keys = [*keys_of(RunFlags).values(), *keys_of(TrainConfig).values()]
+    switches = {flag for each in keys if each.check.accepts(True) for flag in flag_spellings(each.name)}
     values = []
     for argument, following in pairwise([*args, "--"]):
         values += [argument, "true"] if argument in switches and following.startswith("-") else [argument]
@@ -279,17 +365,30 @@ def with_bare_switches(args: Sequence[str]) -> list[str]:
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merge layers of values, of which later ones win.
 
-    warmup_iters and warmup_pct replace each other. The layer that turns post_training on also sets what that means,
-    unless it sets those keys itself.
+    max_iters and epochs replace each other, and so do warmup_iters and warmup_pct. tokens_per_step replaces
+    gradient_accumulation_steps; the rows per micro-batch stay the same. The layer that turns post_training on also sets
+    the keys of post-training, unless it sets them itself.
     """
     values: dict[str, Any] = {}
     for layer in layers:
         if layer.get("post_training") is True and values.get("post_training") is not True:
             layer = {**POST_TRAINING, **layer}
-        for name, other in (("warmup_iters", "warmup_pct"), ("warmup_pct", "warmup_iters")):
+        for name, other in (*EXCLUSIVE, *((other, name) for name, other in EXCLUSIVE)):
             if layer.get(name) is not None and other not in layer:
                 values.pop(other, None)
+        if layer.get("tokens_per_step") is not None and "gradient_accumulation_steps" not in layer:
+            steps = values.pop("gradient_accumulation_steps", 1)
+            if type(steps) is int and steps > 0 and type(values.get("batch_size")) is int:
+                values["batch_size"] = max(1, values["batch_size"] // steps)
         values.update(layer)
+    return values
+
+
+def renamed_keys(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a run of an earlier version, with the keys of this one."""
+    values = dict(stored)
+    if values.pop("tensorboard", False) is True:
+        values.setdefault("report_to", ["tensorboard"])
     return values
 
 
@@ -300,4 +399,4 @@ def size_keys() -> Sequence[str]:
 
 def model_keys() -> Sequence[str]:
     """The keys that shape the model; a resumed run must have the same."""
-    return [*size_keys(), "lora"]
+    return [*size_keys(), "lora", "quantize"]

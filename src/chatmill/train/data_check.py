@@ -16,9 +16,12 @@ from pathlib import Path
 from chatmill.errors import ChatmillError, DataError
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.plan import Cursor
+from chatmill.load.remote import is_remote
 from chatmill.load.source import DataSource
 from chatmill.plain_file import open_plain
-from chatmill.store.metadata import manifest
+from chatmill.remote.cache import cached_path
+from chatmill.remote.urls import Url
+from chatmill.store.metadata import listed_files, manifest
 from chatmill.store.primer_cache import PrimerCache, cache_manifest
 from chatmill.train.checkpoint import set_aside_later
 from chatmill.train.checkpoint_files import step_of
@@ -37,6 +40,7 @@ class DataCheck:
             int(os.environ.get(name, default)) for name, default in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         )
         self._files = _files(loader.sources)[rank::ranks]
+        self._cache = cached_path("x").parent if is_remote(loader.plan(loader.split)) else None
         self._plan = loader.plan(loader.split)
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -119,6 +123,9 @@ class DataCheck:
             try:
                 read = self._hash(path)
             except OSError as error:
+                if isinstance(error, FileNotFoundError) and path.parent == self._cache:
+                    # An object that is not here is hashed when it is fetched.
+                    continue
                 self.fault = f"{path}: cannot be read ({error.strerror}); it was there when the run began"
                 return
             if read is None:
@@ -127,6 +134,7 @@ class DataCheck:
                 self._files[number] = path, read
             elif read != sha256:
                 self.fault = f"{path}: sha256 {read[:12]}…, expected {sha256[:12]}…; it was changed"
+                self.fault += ", remove it from the cache" if path.parent == self._cache else ""
                 return
 
     def _hash(self, path: Path) -> str | None:
@@ -144,12 +152,17 @@ def _files(sources: Sequence[DataSource]) -> list[tuple[Path, str | None]]:
     """All files with their hashes; None for those of other programs, whose hash is that of the first pass."""
     files: list[tuple[Path, str | None]] = []
     for source in sources:
-        dataset = source.dataset
-        if isinstance(dataset, PrimerCache):
+        dataset = source.dataset.whole or source.dataset
+        if isinstance(dataset.path, Url):
+            listed = [] if dataset.metadata is None else listed_files(dataset.metadata)
+            files += [(cached_path(info.sha256), info.sha256) for _, info in listed]
+        elif isinstance(dataset, PrimerCache):
             files += [(path, info.sha256) for path, info in cache_manifest(dataset.path, dataset.meta).files]
         elif dataset.metadata is not None:
             files += [(path, info.sha256) for path, info in manifest(dataset.path, dataset.metadata).files]
         else:
             shards = [shard for split in dataset.splits for shard in dataset[split].shards]
-            files += [(shard.folder / name, None) for shard in shards for name in shard.records]
-    return files
+            places = [shard.folder / name for shard in shards for name in shard.records]
+            files += [(place, None) for place in places if isinstance(place, Path)]
+    # Several sources may be parts of one dataset.
+    return list(dict.fromkeys(files))

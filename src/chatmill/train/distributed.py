@@ -6,12 +6,10 @@ Numbers that the host needs go over gloo, beside the GPUs' own traffic, so that 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -19,20 +17,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from chatmill.errors import ChatmillError, DataError, UsageError, one_line, system_fault
+from chatmill.errors import ChatmillError, DataError, UsageError, system_fault
+from chatmill.train.lost_ranks import RankError
 from chatmill.train.model import CausalModel
 
 T = TypeVar("T")
-TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for another one, such as rank 0 while it writes a checkpoint."""
+Values: TypeAlias = Callable[[], Iterator[tuple[Tensor, Any]]]
+"""Yields each parameter on the meta device with its values: a tensor, or an object that returns ranges of its rows.
 
-
-class RankError(ChatmillError):
-    """A fault that one rank meets alone, and reports itself; other faults are reported by rank 0."""
-
-
-class LostRankError(RankError):
-    """Another rank was killed, or its machine cannot be reached any more."""
+The rows are read before the next parameter is requested."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +91,15 @@ class World:
                 raise
             raise RankError(f"rank {self.rank}: {error}") from None
 
-    def distribute(self, model: CausalModel, *, sharded: bool, compute: torch.dtype | None) -> nn.Module:
-        """Move a model to the device; the module to call in its place, which averages gradients over all ranks."""
+    def distribute(
+        self, model: CausalModel, *, sharded: bool, compute: torch.dtype | None, values: Values | None = None
+    ) -> nn.Module:
+        """Move a model to the device; the module to call in its place, which averages gradients over all ranks.
+
+        `values` yields the values of parameters on the meta device, which a sharded model may have.
+        """
         if sharded and dist.is_initialized():
-            return _shard(model, self, compute)
+            return _shard(model, self, compute, values)
         model.to(self.device)
         if self.size == 1:
             return model
@@ -109,17 +107,48 @@ class World:
         return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
-def _shard(model: CausalModel, world: World, compute: torch.dtype | None) -> nn.Module:
+def _shard(model: CausalModel, world: World, compute: torch.dtype | None, values: Values | None) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    _check_dtypes(model)
     mesh = init_device_mesh(world.device.type, (world.size,))
     # Layers are gathered in compute precision; embedding, head, the last norm and rotary angles stay float32.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    own = ((module, name, each) for module in model.modules() for name, each in module._parameters.items())
+    places = {id(each): (module, name) for module, name, each in own if each is not None}
     for block in model.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    if values is not None:
+        world.together(lambda: _fill(model, places, values, world.device))
     return model
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, places: Mapping[int, tuple[nn.Module, str]], values: Values, device: torch.device) -> None:
+    """Allocate the rows of a sharded model on this rank, and set their values.
+
+    `places` has the module and name of each parameter before sharding, by the parameter's id.
+    """
+    model._apply(lambda each: torch.empty_like(each, device=device) if each.device.type == "meta" else each)
+    for parameter, rows in values():
+        module, name = places[id(parameter)]
+        shard = getattr(module, name)
+        start, stop = rows_of(shard)
+        if start < stop:
+            local(shard).copy_(rows[start:stop])
+
+
+def _check_dtypes(model: CausalModel) -> None:
+    """Raise `UsageError` if the trained weights of a layer, which FSDP shards together, have several dtypes."""
+    for block in model.blocks():
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in block.parameters() if p.requires_grad}
+        if len(dtypes) > 1:
+            raise UsageError(
+                f"parallel is fsdp, and the weights of a layer are {' and '.join(sorted(dtypes))}, which FSDP cannot "
+                "shard together; set dtype to bfloat16 or optimizer to adamw, or use ddp"
+            )
 
 
 @contextmanager
@@ -159,49 +188,3 @@ def rows_of(tensor: Tensor) -> tuple[int, int]:
     stop = min(start + size, len(tensor))
     assert stop - start == len(tensor.to_local())
     return start, stop
-
-
-@contextmanager
-def init_world(device: str) -> Iterator[World]:
-    """The process group that torchrun started, or a world of one rank."""
-    chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else torch.device(device)
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device is cuda, and torch finds no GPU; expected cpu or auto")
-    if dist.is_initialized():
-        # Whoever created the group destroys it.
-        with _lost_ranks(dist.get_rank()):
-            yield World(dist.get_rank(), dist.get_world_size(), _local_gpu(chosen))
-        return
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        yield World(0, 1, chosen)
-        return
-    chosen = _local_gpu(chosen)
-    with _lost_ranks(os.environ["RANK"]):
-        dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=TIMEOUT)
-        try:
-            yield World(dist.get_rank(), dist.get_world_size(), chosen)
-        finally:
-            dist.destroy_process_group()
-
-
-@contextmanager
-def _lost_ranks(rank: int | str) -> Iterator[None]:
-    """Report the loss of another rank in one line. The system closes the connections of a process that is killed."""
-    try:
-        yield
-    except RuntimeError as error:
-        # gloo has no error class of its own; its messages begin with the file that raised them.
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise
-        lines = str(error).splitlines() or [type(error).__name__]
-        why = one_line(lines[0].rpartition(".cc:")[2].partition("] ")[2].partition(". ")[0] or lines[0], 200)
-        raise LostRankError(f"rank {rank}: another rank is lost ({why}); go on with --resume auto") from None
-
-
-def _local_gpu(device: torch.device) -> torch.device:
-    """The GPU of this rank, among those of its machine."""
-    if device.type != "cuda":
-        return device
-    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(gpu)
-    return gpu

@@ -19,6 +19,7 @@ from chatmill.train.distributed import World
 from chatmill.train.model import CausalModel, Inputs, eval_mode
 from chatmill.train.score import EvalPrompt, ScoredAnswer, end_ids, eval_prompts, greedy_answers
 from chatmill.train.step import unknown_id
+from chatmill.train.trackers.interface import SampleAnswer
 
 MAX_ANSWER = 256
 """Prompts with a longer expected answer are not used."""
@@ -26,6 +27,8 @@ MARGIN = 32
 """An answer is cut at the length of the longest expected answer plus this many tokens."""
 SHOWN = 100
 """Characters shown of the end of a prompt, and of an answer."""
+PROMPT_TOKENS = 512
+"""Tokens from the end of a prompt that are reported to trackers."""
 
 TokenText = Callable[[Sequence[int]], str]
 """Tokens as text that is safe to print."""
@@ -58,6 +61,15 @@ class Evaluation(NamedTuple):
             values |= {f"val_loss/{name}": of_source.loss, f"val_trained/{name}": of_source.trained}
         return values
 
+    def by_source(self, sources: Sequence[DataSource]) -> dict[str, Mapping[str, float | None] | None]:
+        """The loss of each of these sources of a mix, None for one that was not evaluated; empty without a mix."""
+        parts = {
+            name: {"loss": each.loss, "perplexity": each.perplexity, "trained": each.trained}
+            for name, each in self.sources.items()
+        }
+        # Sources that are only for validation are not in the mix.
+        return {**{source.name: parts.get(source.name) for source in sources}, **parts} if parts else {}
+
 
 def losses_by_source(sources: Mapping[str, Evaluation]) -> str:
     """The loss of each source in one line."""
@@ -85,6 +97,9 @@ def evaluate(
                     totals[number] += module(*inputs).total
                     counts[2 * number] += inputs.targets.weight
                     counts[2 * number + 1] += inputs.targets.count
+    if hasattr(module, "reshard"):
+        # Without a backward pass FSDP leaves the root weights gathered; the optimizer has only their shards.
+        module.reshard()
     if world.size > 1:
         dist.all_reduce(totals)
     losses, counts = totals.tolist(), world.sums(counts)
@@ -94,7 +109,10 @@ def evaluate(
         for source, loss, weight, count in zip(sources, losses, weights, trained, strict=True)
     }
     mean = sum(losses) / sum(weights) if sum(weights) else None
-    return Evaluation(mean, int(sum(trained)), parts if loader.config.mix_sft is not None else {})
+    if mean is not None:
+        # The loss of rank 0, so that all ranks decide the same.
+        [mean] = world.sums([mean if world.is_first else 0.0])
+    return Evaluation(mean, int(sum(trained)), parts if loader.config.mix is not None else {})
 
 
 def val_notes(loader: EpisodeLoader) -> list[str]:
@@ -157,6 +175,13 @@ class Samples:
             if not answer.exact:
                 lines.append(f"  meant  {_shortened(text(answer.prompt.answer))}")
         return lines
+
+    def texts(self, answers: Sequence[ScoredAnswer], text: TokenText) -> list[SampleAnswer]:
+        """The answers as text for trackers, each with the end of its prompt."""
+        return [
+            SampleAnswer(text(answer.prompt.prompt[-PROMPT_TOKENS:]), text(answer.ids), text(answer.prompt.answer))
+            for answer in answers
+        ]
 
     def _stopped(self, answer: ScoredAnswer) -> bool:
         return answer.ids[-1] in self.end_ids

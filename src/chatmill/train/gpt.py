@@ -1,13 +1,13 @@
 """chatmill's own GPT: pre-RMSNorm, rotary position embeddings, grouped-query attention, SwiGLU.
 
-Parameters keep the precision they were created in; hidden states have `compute` precision, and each weight is cast to
-it where it is used. So float32 parameters with bfloat16 states are bf16 training with float32 master weights.
+Parameters keep the precision they were created in; hidden states have `compute` precision (None: float32), and weights
+are cast to it when used. float32 parameters with bfloat16 compute give bf16 training with float32 master weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -15,19 +15,22 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from chatmill.config import keys_of
-from chatmill.errors import DataError, one_line
+from chatmill.errors import DataError, UsageError, one_line
 from chatmill.train.attention import Mask, attend, segment_mask
 from chatmill.train.config import GPTSizes
 from chatmill.train.loss import LMHead
 from chatmill.train.memory import check_memory
-from chatmill.train.model import CausalModel, DecodingCache, usable_precision
+from chatmill.train.model import CausalModel, DecodingCache, SavedPart, WeightPrecision, usable_precision
 from chatmill.train.model_files import CONFIG, WEIGHTS, ModelFiles, read_model_files
+from chatmill.train.offload import ActivationOffload
+from chatmill.train.rotary import rotate, rotations, split_heads
+from chatmill.train.sharded_tensors import open_weights
+from chatmill.train.weight_dtypes import WeightDtypes, opened_dtype, saved_state, weight_dtypes
 
 KIND = "chatmill-gpt"
 """The `model_type` in the config of a saved model."""
@@ -49,7 +52,8 @@ class GPT(CausalModel):
         self.sizes = sizes
         self.vocab_size, self.max_positions = sizes.vocab_size, sizes.max_positions
         self.compute = usable_precision(compute)
-        self._checkpointed = False
+        self._stored: WeightDtypes | None = None
+        self._checkpoint: Callable[..., Tensor] | None = None
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.n_embd)
         self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layer))
         self.norm = Norm(sizes.n_embd, sizes.norm_eps)
@@ -60,11 +64,15 @@ class GPT(CausalModel):
     def init_weights(self) -> None:
         """Initialize all weights from torch's generator: normal, smaller for projections into the residual stream."""
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1)
-            else:
-                writes = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (2 * self.sizes.n_layer) ** 0.5 if writes else 0.02)
+            self.init_weight(name, parameter)
+
+    def init_weight(self, name: str, weight: Tensor) -> None:
+        """Initialize one weight."""
+        if weight.ndim == 1:
+            weight.fill_(1)
+        else:
+            writes = name.endswith(("out.weight", "down.weight"))
+            nn.init.normal_(weight, std=0.02 / (2 * self.sizes.n_layer) ** 0.5 if writes else 0.02)
 
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         return self._run(x, positions, segment_mask(segments, head_size=self.sizes.head_size), None)
@@ -72,16 +80,16 @@ class GPT(CausalModel):
     def head(self) -> LMHead:
         return LMHead(self.embedding.weight if self.unembedding is None else self.unembedding.weight)
 
-    def _run(self, x: Tensor, positions: Tensor, mask: Mask, cache: KVCache | None) -> Tensor:
+    def _run(self, x: Tensor, positions: Tensor, mask: Mask | None, cache: KVCache | None) -> Tensor:
         h = self.embedding(x)
-        h = h.to(self.compute or h.dtype)
+        h = h.to(self.compute or torch.float32)
         rotary = rotations(positions, self.sizes.head_size, self.sizes.rope_theta)
         for depth, block in enumerate(self.layers):
             if cache is not None:
                 # Shapes change at every step of generation: do not use the layer compiled for training.
                 h = block.forward(h, *rotary, mask, partial(cache.put, depth))
-            elif self._checkpointed and torch.is_grad_enabled():
-                h = checkpoint(block, h, *rotary, mask, use_reentrant=False)
+            elif self._checkpoint is not None and torch.is_grad_enabled():
+                h = self._checkpoint(block, h, *rotary, mask)
             else:
                 h = block(h, *rotary, mask)
         return self.norm(h)
@@ -89,8 +97,8 @@ class GPT(CausalModel):
     def blocks(self) -> list[nn.Module]:
         return list(self.layers)
 
-    def checkpoint_blocks(self) -> None:
-        self._checkpointed = True
+    def checkpoint_blocks(self, *, offload: bool = False) -> None:
+        self._checkpoint = ActivationOffload().checkpoint if offload else partial(checkpoint, use_reentrant=False)
 
     def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
         rows, length = ids.shape
@@ -110,32 +118,74 @@ class GPT(CausalModel):
         slots = torch.arange(cache.size, device=ids.device)
         return self._run(ids, positions, (slots <= positions[:, :, None])[:, None], cache)
 
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        return None if self._stored is None else self._stored[name]
+
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        config = {"model_type": KIND, **asdict(self.sizes)}
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        weights = {name: tensor.detach().contiguous() for name, tensor in (state or self.state_dict()).items()}
+        self._save_config(folder)
+        weights = {name: tensor.detach().contiguous() for name, tensor in (state or saved_state(self)).items()}
         save_file(weights, folder / WEIGHTS)
 
+    def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart]:
+        self._save_config(folder)
+        return [SavedPart((name,), (name,)) for name in like]
+
+    def _save_config(self, folder: Path) -> None:
+        config = {"model_type": KIND, **asdict(self.sizes)}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
     @classmethod
-    def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> GPT:
+    def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> GPT:
         """Read what `save` wrote. Sizes and weights are compared before memory is taken for either."""
-        files = read_model_files(folder)
-        sizes, path = read_sizes(folder, files.config), folder / WEIGHTS
-        have, need = {name: tensor.shape for name, tensor in files.tensors.items()}, _shapes(sizes, folder, files)
-        if have != need:
-            wrong = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
-            raise DataError(f"{path}: {one_line(wrong[0])} does not fit {CONFIG} ({len(wrong)} weights in all)")
-        check_memory(4 * sizes.num_parameters, folder)
-        with torch.device("meta"):
-            model = cls(sizes, compute=compute)
-        try:
-            state = load_file(path)
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise DataError(f"{path}: cannot be read ({one_line(str(error), 200)}); save the model again") from None
-        # Copied: what safetensors gives may be the mapped file itself.
-        copied = {name: tensor.to(torch.float32, copy=True) for name, tensor in state.items()}
+        model, files = open_on_meta(folder, compute=compute, weights=weights)
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        with open_weights(files) as rows:
+            # Copied: the tensor of safetensors may be the mapped file itself.
+            copied = {name: rows(name)[...].to(dtype, copy=True) for name, dtype in dtypes.items()}
         model.load_state_dict(copied, assign=True)
         return model
+
+
+def open_on_meta(
+    folder: Path, *, compute: torch.dtype | None, weights: WeightPrecision, share: int = 1
+) -> tuple[GPT, ModelFiles]:
+    """The model of a folder with parameters on the meta device, and its files, whose tensors match it.
+
+    Memory is checked for one of `share` equal parts of the weights.
+    """
+    if weights == "nf4":
+        raise UsageError(f"{folder}: is not a Hugging Face model; nf4 quantization requires one")
+    files = read_model_files(folder)
+    sizes, path = read_sizes(folder, files.config), folder / WEIGHTS
+    have, need = {name: tensor.shape for name, tensor in files.tensors.items()}, _shapes(sizes, folder, files)
+    if have != need:
+        wrong = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
+        raise DataError(f"{path}: {one_line(wrong[0])} does not fit {CONFIG} ({len(wrong)} weights in all)")
+    dtypes = {name: opened_dtype(tensor.dtype, weights) for name, tensor in files.tensors.items()}
+    check_memory(sum(tensor.size * dtypes[name].itemsize for name, tensor in files.tensors.items()) / share, folder)
+    with torch.device("meta"):
+        model = GPT(sizes, compute=compute)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    model._stored = weight_dtypes(files, dict.fromkeys(files.tensors, torch.float32), "stored")
+    return model, files
+
+
+@torch.no_grad()
+def draw_weights(model: GPT, parameters: Mapping[str, Tensor], seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter of a model with the initial values of `GPT` for this seed, one at a time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in model.modules():
+            # `GPT` first gets the default initialization of its layers, which draws as many random numbers.
+            if isinstance(module, nn.Embedding):
+                nn.Embedding(module.num_embeddings, module.embedding_dim)
+            elif isinstance(module, nn.Linear):
+                Linear(module.in_features, module.out_features)
+        for name, parameter in parameters.items():
+            weight = torch.empty(parameter.shape)
+            model.init_weight(name, weight)
+            yield parameter, weight
 
 
 def _shapes(sizes: GPTSizes, folder: Path, files: ModelFiles) -> dict[str, tuple[int, ...]]:
@@ -182,7 +232,7 @@ class Block(nn.Module):
         self.mlp_norm = Norm(sizes.n_embd, sizes.norm_eps)
         self.mlp = MLP(sizes)
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask, put: PutInCache | None = None) -> Tensor:
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, put: PutInCache | None = None) -> Tensor:
         h = h + self.attention(self.attention_norm(h), cos, sin, mask, put)
         return h + self.mlp(self.mlp_norm(h))
 
@@ -191,20 +241,27 @@ class Attention(nn.Module):
     def __init__(self, sizes: GPTSizes) -> None:
         super().__init__()
         self.heads = [sizes.n_head, sizes.kv_heads, sizes.kv_heads]
-        self.head_size = sizes.head_size
+        self.head_size, self.eps = sizes.head_size, sizes.norm_eps
         self.qkv = Linear(sizes.n_embd, sum(self.heads) * sizes.head_size)
         self.out = Linear(sizes.n_head * sizes.head_size, sizes.n_embd)
         self.q_norm = Norm(sizes.head_size, sizes.norm_eps) if sizes.qk_norm else None
         self.k_norm = Norm(sizes.head_size, sizes.norm_eps) if sizes.qk_norm else None
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask, put: PutInCache | None) -> Tensor:
-        q, k, v = self.qkv(h).unflatten(-1, (-1, self.head_size)).split(self.heads, dim=-2)
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None, put: PutInCache | None) -> Tensor:
+        qkv = self.qkv(h)
+        if qkv.is_cuda and put is None:
+            q, k, v = split_heads(qkv, self._norm_weights(), cos, sin, self.heads, self.eps)
+            return self.out(attend(q, k, v, mask).flatten(-2))
+        q, k, v = qkv.unflatten(-1, (-1, self.head_size)).split(self.heads, dim=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if put is not None:
             k, v = put(k, v)
         return self.out(attend(q, k, v, mask).flatten(-2))
+
+    def _norm_weights(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
 
 
 class MLP(nn.Module):
@@ -241,20 +298,6 @@ class Norm(nn.Module):
         return F.rms_norm(h.float(), self.weight.shape, self.weight.float(), self.eps).to(h.dtype)
 
 
-def rotations(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and signed sines (rows, length, 1, size) of the rotary embedding at these positions."""
-    rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
-    angles = positions[:, :, None, None].float() * rates
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to the pairs (i, i + size / 2) of each head."""
-    h = heads.float()
-    return (h * cos + h.roll(h.shape[-1] // 2, dims=-1) * sin).to(heads.dtype)
-
-
 class KVCache:
     """Keys and values of generation, for each layer (2, rows, slots, heads, size); a token's slot is its position.
 
@@ -264,7 +307,7 @@ class KVCache:
     def __init__(self, model: GPT, rows: int, size: int) -> None:
         self.size = size
         weight, shape = model.embedding.weight, (2, rows, size, model.sizes.kv_heads, model.sizes.head_size)
-        dtype = model.compute or weight.dtype
+        dtype = model.compute or torch.float32
         self.layers = [torch.zeros(shape, dtype=dtype, device=weight.device) for _ in model.layers]
         self.lengths = self.positions = torch.empty(0)
 

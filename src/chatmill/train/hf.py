@@ -7,22 +7,25 @@ separates conversations, and whether its logits are those of its head, is tested
 from __future__ import annotations
 
 import shutil
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from chatmill.errors import DataError, UsageError, one_line
-from chatmill.train.attention import segment_begins
-from chatmill.train.checkpoint import check_model
+from chatmill.errors import DataError, UsageError
+from chatmill.store.layout import TOKENIZER_STATE
+from chatmill.train.attention import MIN_HEAD_SIZE, segment_begins
 from chatmill.train.config import LoraSizes
-from chatmill.train.hf_load import adapter_rank, faults_of, load_lm, quiet
+from chatmill.train.half_weights import HalfLinear, is_half, use_half_weights, widened
+from chatmill.train.hf_load import faults_of, load_lm, quiet
 from chatmill.train.loss import LMHead
-from chatmill.train.memory import check_memory
-from chatmill.train.model import CausalModel, DecodingCache, eval_mode, usable_precision
-from chatmill.train.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_folder, read_config, read_headers
+from chatmill.train.model import CausalModel, DecodingCache, SavedPart, WeightPrecision, eval_mode, usable_precision
+from chatmill.train.model_files import CONFIG, INDEX, ModelFiles, read_model_files
+from chatmill.train.offload import ActivationOffload
+from chatmill.train.weight_dtypes import WeightDtypes, saved_state, weight_dtypes, write_dtype
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -31,33 +34,66 @@ TOKENIZER_FILES = (
     "vocab*",
     "merges.txt",
     "*.jinja",
+    "chat_template.json",
     "*.model",
 )
 """Copied from the folder that a model was loaded from to the folder it is saved in."""
+GENERATION = "generation_config.json"
 CLOSE = 1e-3
 """Largest relative difference of logits that counts as rounding."""
 
 
 class HFModel(CausalModel):
-    """A causal model of transformers. Parameters stay float32; the forward pass is autocast to `compute`."""
+    """A causal LM of transformers. Parameters keep their dtype; the forward pass runs under autocast to `compute`."""
 
-    def __init__(self, lm: Any, *, source: Path | None = None, compute: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        lm: Any,
+        *,
+        source: Path | None = None,
+        compute: torch.dtype | None = None,
+        separates: bool | None = None,
+    ) -> None:
+        """`separates`: whether the architecture separates packed conversations; None tests it."""
         super().__init__()
         self.lm = lm
         self.training = lm.training
         self.source = source
+        self._stored: WeightDtypes | None = None
+        self._fused: tuple[tuple[str, ...], ...] = ()
         self.compute = usable_precision(compute)
         text = lm.config.get_text_config()
         self.vocab_size = int(text.vocab_size)
         self.max_positions = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
-        self._check_head()
-        self.separates = self._separates()
+        use_half_weights(lm, self.compute or torch.float32, self._name)
+        self._check_kind_of_head()
+        self.is_widened = False
+        """Whether half-precision weights were converted to float32, because the model cannot compute with them."""
+        self.separates = self._check_architecture() if separates is None else separates
         """Whether the architecture separates the conversations of a packed row; if not, rows are unpacked."""
 
     @classmethod
-    def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> HFModel:
+    def load(cls, folder: Path, *, compute: torch.dtype | None = None, weights: WeightPrecision = "float32") -> HFModel:
         """Read a folder that `save_pretrained` wrote; see `load_lm`."""
-        return cls(load_lm(folder), source=folder, compute=compute)
+        lm = load_lm(folder, weights=weights)
+        # Mamba and others read weights of their linear layers, which are packed then.
+        packed = faults_of(folder, "cannot compute with linear layers in 4 bits; set quantize to none")
+        with packed if weights == "nf4" else nullcontext():
+            model = cls(lm, source=folder, compute=compute)
+        model.remember_files(read_model_files(folder))
+        if model.device.type == "cuda":
+            # Free what loading, quantizing and testing the model left in the allocator.
+            torch.cuda.empty_cache()
+        return model
+
+    def remember_files(self, files: ModelFiles, *, fused: Sequence[Sequence[str]] = ()) -> None:
+        """Record the dtypes of the files that the model is loaded from; it is saved in the same dtypes.
+
+        `fused` are groups of weights that transformers computed together from several tensors of the files.
+        """
+        kinds = {name: tensor.dtype for name, tensor in self.lm.state_dict().items()}
+        self._stored = weight_dtypes(files, kinds, "stored")
+        self._fused = tuple(map(tuple, fused))
 
     def hidden(self, x: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
         self._attend_by(self._training_attention(x))
@@ -75,9 +111,12 @@ class HFModel(CausalModel):
 
     def _states(self, x: Tensor, positions: Tensor) -> Tensor:
         with self._cast():
-            out = self.lm.base_model(input_ids=x, position_ids=positions.long(), use_cache=False)
-        states = out.last_hidden_state
+            states = self._base_states(x, positions)
         return states.to(self.compute or states.dtype)
+
+    def _base_states(self, x: Tensor, positions: Tensor) -> Tensor:
+        out = self.lm.base_model(input_ids=x, position_ids=positions.long(), use_cache=False)
+        return out.last_hidden_state
 
     def _cast(self) -> AbstractContextManager[Any]:
         if self.compute in (None, torch.float32):
@@ -85,14 +124,27 @@ class HFModel(CausalModel):
         return torch.autocast(self.device.type, dtype=self.compute)
 
     def blocks(self) -> list[nn.Module]:
-        depth = self.lm.config.get_text_config().num_hidden_layers
-        for module in self.lm.base_model.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == depth:
-                return list(module)
-        raise UsageError(f"{self._name}: its layers cannot be told one by one; neither compile nor shard it")
+        if not (layers := self._layers()):
+            raise UsageError(
+                f"{self._name}: cannot locate the decoder layers of this architecture, which compile, fsdp, "
+                "fp8 and muon require; turn them off"
+            )
+        return layers
 
-    def checkpoint_blocks(self) -> None:
+    def _layers(self) -> list[nn.Module]:
+        return self.layers_of(self.lm)
+
+    @staticmethod
+    def layers_of(lm: Any) -> list[nn.Module]:
+        """The decoder layers of a transformers model; empty if they cannot be located."""
+        depth = lm.config.get_text_config().num_hidden_layers
+        lists = (module for module in lm.base_model.modules() if isinstance(module, nn.ModuleList))
+        return next((list(module) for module in lists if len(module) == depth), [])
+
+    def checkpoint_blocks(self, *, offload: bool = False) -> None:
         self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if offload:
+            self.lm._set_gradient_checkpointing(gradient_checkpointing_func=ActivationOffload().checkpoint)
 
     def prefill(self, ids: Tensor, lengths: Tensor, room: int) -> tuple[Tensor, DecodingCache]:
         from transformers import DynamicCache
@@ -130,123 +182,114 @@ class HFModel(CausalModel):
         return self.head().logits(states[torch.arange(len(states), device=states.device), cache.lengths - 1])
 
     def with_lora(self, sizes: LoraSizes, folder: Path) -> CausalModel:
+        from chatmill.train.lora import LoraModel
+
         return LoraModel.on(self, sizes)
 
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        return None if self._stored is None else self._stored[name.removeprefix("lm.")]
+
     def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        weights = None if state is None else {name.removeprefix("lm."): tensor for name, tensor in state.items()}
-        with quiet():
-            self.lm.save_pretrained(folder, state_dict=weights)
-        if self.source is not None and self.source.resolve() != folder.resolve():
-            for pattern in TOKENIZER_FILES:
-                for path in self.source.glob(pattern):
-                    shutil.copy(path, folder / path.name)
+        weights = {name.removeprefix("lm."): tensor for name, tensor in (state or saved_state(self)).items()}
+        save_lm(self.lm, folder, weights, self.source)
+
+    def save_parts(self, folder: Path, like: Mapping[str, Tensor]) -> list[SavedPart] | None:
+        with recorded_weights() as saved:
+            self.save(folder, dict(like))
+        (folder / INDEX).unlink(missing_ok=True)
+        names = {id(tensor): name for name, tensor in reversed(list(like.items()))}
+        parts = [SavedPart((names.pop(id(each)),), (name,)) for name, each in saved.items() if id(each) in names]
+        fused = [tuple(f"lm.{name}" for name in group) for group in self._fused]
+        fused = fused or [(name,) for name in names.values()]
+        for group in fused if len(parts) < len(saved) else ():
+            tensors = self._reverted({name: like[name] for name in group})
+            parts.append(SavedPart(group, tuple(tensors), is_converted=True))
+        # Every tensor that transformers would write, once.
+        written = [name for part in parts for name in part.saved]
+        return parts if len(written) == len(set(written)) and set(written) == saved.keys() else None
+
+    def saved_tensors(self, part: SavedPart, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._reverted(weights) if part.is_converted else super().saved_tensors(part, weights)
+
+    def _reverted(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors from which transformers computes these weights when it loads them."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self.lm, {name.removeprefix("lm."): each for name, each in weights.items()})
 
     # Attention.
 
     def _training_attention(self, x: Tensor) -> str:
+        return _registered_flex() if x.is_cuda and self.uses_flex() else "sdpa"
+
+    def uses_flex(self) -> bool:
+        """Whether attention is FlexAttention on a GPU, rather than SDPA with a mask."""
+        if not self.separates or not getattr(self.lm, "_supports_flex_attn", False):
+            return False
         config = self.lm.config.get_text_config()
         dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
-        if x.is_cuda and self.separates and not dropout and getattr(self.lm, "_supports_flex_attn", False):
-            return _registered_flex()
-        return "sdpa"
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return not dropout and size >= MIN_HEAD_SIZE
 
     def _attend_by(self, name: str) -> None:
         if self.lm.config._attn_implementation not in (name, "eager"):
             self.lm.set_attn_implementation(name)
 
-    # Tests of the architecture.
+    # Checks of the architecture, in float32.
 
-    def _check_head(self) -> None:
+    def _check_kind_of_head(self) -> None:
         layer = self.lm.get_output_embeddings()
-        if type(layer) is not nn.Linear:
+        if type(layer) not in (nn.Linear, HalfLinear):
             raise DataError(
                 f"{self._name}: its head is a {type(layer).__name__}; only a plain linear head can be trained"
             )
-        with eval_mode(self.lm), torch.inference_mode():
-            x = torch.arange(4)[None] % self.vocab_size
+
+    def _check_architecture(self) -> bool:
+        """Whether it separates packed conversations; `DataError` if its head cannot be trained."""
+        with eval_mode(self.lm), torch.no_grad():
+            if self.compute in (None, torch.float32):
+                try:
+                    self._check_head()
+                    return self._separates()
+                except RuntimeError:
+                    is_quantized = getattr(self.lm, "is_loaded_in_4bit", False)
+                    if is_quantized or not any(map(is_half, self.lm.parameters())):
+                        raise
+                    # Some layers read weights of other layers, whose dtype differs from the hidden states'.
+                    self.lm.float()
+                    self.is_widened = True
+            with widened(self.lm, self._layers()):
+                self._check_head()
+                return self._separates()
+
+    def _check_head(self) -> None:
+        x = torch.arange(4, device=self.device)[None] % self.vocab_size
+        states: list[Tensor] = []
+        # Hidden states and logits from one forward pass: it takes seconds for a large model.
+        hook = self.lm.base_model.register_forward_hook(lambda *given: states.append(given[-1].last_hidden_state))
+        try:
             expected = self.lm(input_ids=x).logits
-            ours = self.head().logits(self.lm.base_model(input_ids=x).last_hidden_state)
-        if not _close(expected, ours):
+        finally:
+            hook.remove()
+        if not states:
+            # OPT calls a part of its base model.
+            states.append(self.lm.base_model(input_ids=x).last_hidden_state)
+        if not _close(expected, self.head().logits(states[-1])):
+            if bool(expected.isnan().any()):
+                raise DataError(f"{self._name}: its logits are NaN; it has weights that are NaN or infinite")
             raise DataError(
                 f"{self._name}: its logits are not those of its head; this architecture cannot be trained here"
             )
 
     def _separates(self) -> bool:
-        x = torch.tensor([[1, 2, 3, 0, 3, 2, 1]]) % self.vocab_size
-        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
-        with eval_mode(self.lm), torch.inference_mode():
-            packed = self._states(x, positions)[:, 3:]
-            alone = self._states(x[:, 3:], positions[:, 3:])
-        return _close(packed, alone)
+        x = torch.tensor([[1, 2, 3, 0, 3, 2, 1]], device=self.device) % self.vocab_size
+        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]], device=self.device)
+        packed = self._base_states(x, positions)[:, 3:]
+        return _close(packed, self._base_states(x[:, 3:], positions[:, 3:]))
 
     @property
     def _name(self) -> str:
         return str(self.source or type(self.lm).__name__)
-
-
-class LoraModel(HFModel):
-    """A Hugging Face model of which only the LoRA adapters are trained, with peft."""
-
-    with_lora = CausalModel.with_lora
-
-    def __init__(self, base: HFModel, peft_model: Any) -> None:
-        # peft inserts its layers into the model that it is given: base.lm has them from here on.
-        super().__init__(base.lm, source=base.source, compute=base.compute)
-        # In a tuple, so that torch does not count the same weights twice.
-        self._peft = (peft_model,)
-
-    @classmethod
-    def on(cls, base: HFModel, sizes: LoraSizes) -> LoraModel:
-        """Fresh adapters on a model, whose own weights are frozen; untrained adapters change no output."""
-        peft = _peft(str(base.source))
-        targets = sizes.targets if isinstance(sizes.targets, str) else list(sizes.targets)
-        head = next(name for name, module in base.lm.named_modules() if module is base.lm.get_output_embeddings())
-        if any(f".{head}".endswith(f".{target}") for target in targets):
-            raise UsageError(f"lora: {head} is the head, which cannot have an adapter; leave it out of the targets")
-        config = peft.LoraConfig(
-            r=sizes.r, lora_alpha=sizes.alpha, lora_dropout=sizes.dropout, target_modules=targets, task_type="CAUSAL_LM"
-        )
-        try:
-            peft_model = peft.get_peft_model(base.lm, config)
-        except ValueError as error:
-            raise UsageError(f"lora: {str(error).splitlines()[0]}") from None
-        return cls(base, peft_model)
-
-    @classmethod
-    def load(cls, folder: Path, *, compute: torch.dtype | None = None) -> LoraModel:
-        """Read adapters that `save` wrote, and their base model from the folder that they name."""
-        check_folder(folder)
-        config = read_config(folder / ADAPTER_CONFIG)
-        tensors = read_headers(folder, ADAPTER_WEIGHTS)
-        rank = adapter_rank(folder, config)
-        base = _load_base(folder, config.get("base_model_name_or_path"), compute)
-        linear = [module for module in base.lm.modules() if isinstance(module, nn.Linear)]
-        most = sum(module.in_features + module.out_features for module in linear)
-        check_memory(4 * rank * most, folder, what="adapters of this rank")
-        peft = _peft(str(folder))
-        with faults_of(folder, "these adapters cannot be read"):
-            peft_model = peft.PeftModel.from_pretrained(
-                base.lm, str(folder), is_trainable=True, use_safetensors=True, local_files_only=True
-            )
-            need = peft.get_peft_model_state_dict(peft_model)
-        if missing := sorted(need.keys() - tensors.keys()):
-            raise DataError(f"{folder / ADAPTER_WEIGHTS}: has no {one_line(missing[0])} ({len(missing)} are missing)")
-        return cls(base, peft_model)
-
-    def save(self, folder: Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the adapters alone."""
-        weights = (
-            None if state is None else {f"base_model.model.{name.removeprefix('lm.')}": t for name, t in state.items()}
-        )
-        with quiet():
-            self._peft[0].save_pretrained(str(folder), state_dict=weights)
-        # An empty model card.
-        (folder / "README.md").unlink(missing_ok=True)
-
-    def merge(self) -> HFModel:
-        """The model with the adapters merged into its weights; this object cannot be used afterwards."""
-        merged = self._peft[0].merge_and_unload()
-        return HFModel(merged, source=self.source, compute=self.compute)
 
 
 class HFCache:
@@ -275,6 +318,47 @@ class RecomputeCache:
         self.ids, self.lengths = self.ids[rows], self.lengths[rows]
 
 
+def save_lm(lm: Any, folder: Path, weights: dict[str, Tensor], source: Path | None) -> None:
+    """Save a transformers model with these weights, and copy the tokenizer files of its source folder."""
+    path = None if source is None else source / GENERATION
+    generation = path.read_bytes() if path is not None and path.is_file() else None
+    own = lm.generation_config
+    try:
+        if generation is not None:
+            # Copied verbatim: transformers refuses to write some files that it reads.
+            lm.generation_config = type(own)()
+        with quiet():
+            lm.save_pretrained(folder, state_dict=weights)
+    finally:
+        lm.generation_config = own
+    if generation is not None:
+        (folder / GENERATION).write_bytes(generation)
+    write_dtype(folder / CONFIG, weights.values())
+    copy_tokenizer(source, folder)
+
+
+@contextmanager
+def recorded_weights() -> Iterator[dict[str, Tensor]]:
+    """Make transformers write all files of a model except its weights, which are put into a dictionary."""
+    from transformers import modeling_utils
+
+    write, saved = modeling_utils.safe_save_file, {}
+    modeling_utils.safe_save_file = lambda tensors, *_, **__: saved.update(tensors)
+    try:
+        yield saved
+    finally:
+        modeling_utils.safe_save_file = write
+
+
+def copy_tokenizer(source: Path | None, folder: Path) -> None:
+    """Copy the files of a tokenizer, with its chat template, from one model folder to another."""
+    if source is not None and source.resolve() != folder.resolve():
+        for path in (path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
+            # Each run writes its own tokenizer state.
+            if path.name != TOKENIZER_STATE:
+                shutil.copy(path, folder / path.name)
+
+
 def _close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= CLOSE * b.abs().max())
 
@@ -299,22 +383,3 @@ def _registered_flex() -> str:
     AttentionInterface.register("chatmill_flex", attention)
     AttentionMaskInterface.register("chatmill_flex", flex_attention_mask)
     return "chatmill_flex"
-
-
-def _load_base(folder: Path, name: Any, compute: torch.dtype | None) -> HFModel:
-    """The base model of adapters, which is a folder; nothing is looked for under its name elsewhere."""
-    if not isinstance(name, str) or "\0" in name or not Path(name).is_dir():
-        raise DataError(
-            f"{folder}: these adapters go onto the model {one_line(str(name), 300)}, which is no folder here; "
-            "put it back there"
-        )
-    check_model(Path(name))
-    return HFModel.load(Path(name), compute=compute)
-
-
-def _peft(place: str) -> Any:
-    try:
-        import peft
-    except ImportError:
-        raise UsageError(f"{place}: adapters need peft; pip install 'chatmill[lora]'") from None
-    return peft

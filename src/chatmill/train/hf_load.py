@@ -1,11 +1,11 @@
-"""Open model folders with transformers and peft: checked by their headers first, and every fault one line."""
+"""Load model folders with transformers and peft: headers are checked first, and every error is one line."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,93 +13,172 @@ import torch
 
 from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.train.memory import check_memory
+from chatmill.train.model import WeightPrecision
 from chatmill.train.model_files import ADAPTER_CONFIG, CONFIG, ModelFiles, check_sizes, read_model_files
+from chatmill.train.quiet import quiet_logs
+from chatmill.train.weight_dtypes import WeightDtypes, opened_as, opened_dtype, weight_dtypes
+
+NF4_BYTES = 0.516
+"""Bytes per NF4 weight: 4 bits, an 8-bit scale per 64 weights, and a 32-bit scale per 256 of those scales."""
+VARIANTS = (
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "megatron_config",
+)
+"""Keys of adapter_config.json that select unsupported variants of LoRA."""
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that do not change the weights of the base model."""
 
 
-def load_lm(folder: Path) -> Any:
-    """The causal model of transformers in a folder, in float32; code and pickles in the folder are not read.
+def load_lm(folder: Path, *, weights: WeightPrecision = "float32") -> Any:
+    """Load a causal LM with transformers; code and pickles in the folder are not read.
 
-    Its files, sizes and memory are checked by headers first. A weight that is missing is an error: transformers would
-    begin with a random one.
+    Files, sizes and memory are checked from the headers first. A missing weight is an error: transformers would
+    initialize it at random. With nf4 weights the model is quantized on the GPU, if there is one, and stays there.
     """
     files = read_model_files(folder)
     check_sizes(files)
+    if weights == "nf4":
+        _check_can_quantize(files)
+    auto_config, auto_model = auto_classes(folder)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    with quiet(), faults_of(folder, "transformers cannot open it as a causal model"):
+        config = auto_config.from_pretrained(folder, **local)
+        dtypes = check_shapes(files, config, weights)
+        if weights == "nf4":
+            from chatmill.train.quantized import nf4_config, use_nf4
+
+            local["quantization_config"] = nf4_config()
+        with opened_as(dtypes):
+            lm, loaded = auto_model.from_pretrained(
+                folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
+            )
+    if missing := sorted(map(str, loaded["missing_keys"])):
+        raise missing_fault(folder, missing)
+    stored = {opened_dtype(tensor.dtype, "stored") for tensor in files.tensors.values()}
+    for tensor in [*lm.parameters(), *lm.buffers()]:
+        # A weight that was not cast is a view of the memory-mapped file and would change with it.
+        if tensor.dtype in stored and tensor.device.type == "cpu":
+            tensor.data = tensor.data.clone()
+    if weights == "nf4" and not use_nf4(lm):
+        raise DataError(f"{folder}: has no linear layers to quantize besides its head; set quantize to none")
+    return lm
+
+
+def auto_classes(folder: Path) -> tuple[Any, Any]:
+    """`AutoConfig` and `AutoModelForCausalLM` of transformers."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise UsageError(f"{folder}: is a Hugging Face model; pip install 'chatmill[hf]' to train it") from None
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    with quiet(), faults_of(folder, "transformers cannot open it as a causal model"):
-        config = AutoConfig.from_pretrained(folder, **local)
-        check_shapes(files, config)
-        lm, loaded = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
-        )
-    if missing := sorted(map(str, loaded["missing_keys"])):
+    return AutoConfig, AutoModelForCausalLM
+
+
+def missing_fault(folder: Path, missing: Sequence[str]) -> DataError:
+    """The error of a model whose files lack these weights."""
+    return DataError(
+        f"{folder}: its weights have no {one_line(missing[0])}, which {CONFIG} requires ({len(missing)} are missing)"
+    )
+
+
+def _check_can_quantize(files: ModelFiles) -> None:
+    if files.config.get("quantization_config"):
         raise DataError(
-            f"{folder}: its weights have no {one_line(missing[0])}, which the model of {CONFIG} has "
-            f"({len(missing)} are missing)"
+            f"{files.folder / CONFIG}: has a quantization_config, so the model is quantized already; "
+            "nf4 requires a model that is not quantized"
         )
-    return lm
+    if find_spec("bitsandbytes") is None:
+        raise UsageError(f"{files.folder}: nf4 weights require bitsandbytes; pip install 'chatmill[qlora]'")
 
 
-def check_shapes(files: ModelFiles, config: Any) -> None:
-    """Raise `DataError` if a model of this config has other weights, or takes more memory than there is."""
+def check_shapes(files: ModelFiles, config: Any, weights: WeightPrecision, *, share: int = 1) -> WeightDtypes:
+    """The dtypes in which to load a model; `DataError` if shapes differ from its config, or memory is too small.
+
+    With nf4 weights, they are the dtypes before quantization. Memory is checked for one of `share` equal parts.
+    """
     from transformers import AutoModelForCausalLM
 
+    kept: WeightPrecision = "stored" if weights == "nf4" else weights
+    packed: set[str] = set()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except (NotImplementedError, RuntimeError) as error:
         if "meta tensor" not in str(error):
             raise
-        # A few architectures compute while they are made; their size is that of their weights.
-        check_memory(4 * sum(math.prod(tensor.shape) for tensor in files.tensors.values()), files.folder)
-        return
-    if not hasattr(config, "quantization_config"):
-        for name, tensor in model.state_dict().items():
-            if name in files.tensors and files.tensors[name].shape != tuple(tensor.shape):
-                raise DataError(
-                    f"{files.folder}: {one_line(name)} has the shape {files.tensors[name].shape}, "
-                    f"{CONFIG} gives {tuple(tensor.shape)}"
-                )
-    check_memory(4 * sum(each.numel() for each in [*model.parameters(), *model.buffers()]), files.folder)
+        # A few architectures compute in their constructor, which the meta device cannot do: use the sizes of the files.
+        dtypes = weight_dtypes(files, {}, kept)
+        sizes = {name: tensor.size for name, tensor in files.tensors.items()}
+    else:
+        state = model.state_dict()
+        dtypes = weight_dtypes(files, {name: tensor.dtype for name, tensor in state.items()}, kept)
+        if not hasattr(config, "quantization_config"):
+            for name, tensor in state.items():
+                if name in files.tensors and files.tensors[name].shape != tuple(tensor.shape):
+                    raise DataError(
+                        f"{files.folder}: {one_line(name)} has the shape {files.tensors[name].shape}, "
+                        f"{CONFIG} gives {tuple(tensor.shape)}"
+                    )
+        sizes = {name: each.numel() for name, each in [*model.named_parameters(), *model.named_buffers()]}
+        if weights == "nf4":
+            linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+            packed = {
+                f"{name}.weight" for name in linear if model.get_submodule(name) is not model.get_output_embeddings()
+            }
+    bytes_each = {name: NF4_BYTES if name in packed else dtypes[name].itemsize for name in sizes}
+    check_memory(sum(size * bytes_each[name] for name, size in sizes.items()) / share, files.folder)
+    return dtypes
 
 
 def adapter_rank(folder: Path, config: Mapping[str, Any]) -> int:
-    """The largest rank of adapters; `DataError` unless they are plain LoRA adapters."""
-    if (kind := config.get("peft_type")) != "LORA" or config.get("layer_replication"):
-        raise DataError(f"{folder / ADAPTER_CONFIG}: peft_type is {one_line(str(kind))}; only plain LORA is read")
+    """The largest rank of adapters; `DataError` unless they are LoRA adapters of a supported kind."""
+    place = folder / ADAPTER_CONFIG
+    if (kind := config.get("peft_type")) != "LORA":
+        raise DataError(f"{place}: peft_type is {one_line(str(kind))}; only LORA is read")
+    for key in VARIANTS:
+        if config.get(key):
+            raise DataError(f"{place}: has {key}; this variant of LoRA is not supported")
+    if (start := config.get("init_lora_weights", True)) not in PLAIN_STARTS:
+        raise DataError(
+            f"{place}: init_lora_weights is {one_line(str(start))}, which changes the weights of the base model; "
+            "convert them to plain LoRA with path_initial_model_for_weight_conversion of peft's save_pretrained"
+        )
     pattern = config.get("rank_pattern") or {}
     ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [None])]
     if any(type(rank) is not int or rank < 1 for rank in ranks):
-        raise DataError(f"{folder / ADAPTER_CONFIG}: r is {one_line(str(ranks))}; expected a whole number from 1 on")
+        raise DataError(f"{place}: r is {one_line(str(ranks))}; expected a whole number from 1 on")
     return max(ranks)
 
 
 @contextmanager
 def faults_of(folder: Path, what: str) -> Iterator[None]:
-    """Whatever a library raises for files of others, in one line."""
+    """Turn any exception that a library raises for the files of a folder into a one-line `DataError`."""
     try:
         yield
     except (ChatmillError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        text = str(error).strip()
-        reason = one_line(text.splitlines()[0], 300) if text else type(error).__name__
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # torch and others name the error in the line after a heading.
+        reason = one_line(" ".join(each.strip() for each in lines[: 1 + lines[0].endswith(":")]), 300)
         raise DataError(f"{folder}: {what} ({reason})") from None
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and warnings of transformers; what matters of them is an error here."""
+    """Suppress progress bars and warnings of transformers; chatmill reports what matters as errors."""
     from transformers.utils import logging
 
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings():
+        with quiet_logs(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:

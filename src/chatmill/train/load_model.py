@@ -5,29 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from chatmill.errors import UsageError
 from chatmill.train.checkpoint import check_model
 from chatmill.train.checkpoint_files import model_folder
-from chatmill.train.model import CausalModel
+from chatmill.train.model import CausalModel, WeightPrecision
 from chatmill.train.model_files import check_folder, check_headers, is_adapter, model_type
 
 HUGGING_FACE = "chatmill.train.hf:HFModel"
 """The family of every `model_type` that has none of its own."""
-ADAPTERS = "chatmill.train.hf:LoraModel"
+ADAPTERS = "chatmill.train.lora:LoraModel"
 
 Load = Callable[..., CausalModel]
+BaseWeights = Literal["trained", "original"]
+"""Base model of adapters: as in training (4-bit if it was quantized), or as stored on disk."""
 MODEL_FAMILIES: dict[str, str | Load] = {"chatmill-gpt": "chatmill.train.gpt:GPT"}
 """Model families by the `model_type` of a folder's config.json: a class with `load`, named as MODULE:CLASS so that it
-is imported when it is used, or a function `load(folder, *, compute)`. To add a family, add it here."""
+is imported when it is used, or a function `load(folder, *, compute, weights)`. To add a family, add it here."""
 
 
-def open_model(folder: Path, *, compute: torch.dtype | None = None) -> CausalModel:
-    """The model in a folder, in float32 on the CPU; its hidden states have `compute` precision.
+def open_model(
+    folder: Path,
+    *,
+    compute: torch.dtype | None = None,
+    weights: WeightPrecision = "float32",
+    base_model: Path | None = None,
+) -> CausalModel:
+    """Load the model in a folder on the CPU; hidden states have `compute` precision (None: float32).
 
-    A folder of adapters gives the model they were trained on with the adapters applied. The model of a checkpoint is
-    opened only if its files have the hashes they were written with.
+    `weights` is the precision in which weights are held; "stored" keeps the dtype of the files.
+
+    An adapter folder gives its base model with the adapters applied; `base_model` is the folder of the base model, if
+    it has moved. The model of a checkpoint is opened only if its files match the hashes recorded when it was written.
 
     >>> import tempfile
     >>> from chatmill.train import GPT, GPTSizes
@@ -38,17 +50,33 @@ def open_model(folder: Path, *, compute: torch.dtype | None = None) -> CausalMod
     """
     check_model(folder)
     check_folder(folder)
+    if base_model is not None and not is_adapter(folder):
+        raise UsageError(f"{folder}: is not an adapter folder, and --base-model is given; leave it out")
     family = ADAPTERS if is_adapter(folder) else MODEL_FAMILIES.get(model_type(folder), HUGGING_FACE)
     if isinstance(family, str):
         module, _, name = family.partition(":")
         family = getattr(import_module(module), name).load
-    return family(folder, compute=compute)
+    under = {} if base_model is None else {"base_model": base_model}
+    return family(folder, compute=compute, weights=weights, **under)
 
 
-def open_ready(path: str | Path, device: str = "auto") -> CausalModel:
-    """The model of a folder, a checkpoint or a run, on its device in eval mode."""
+def open_ready(
+    path: str | Path, device: str = "auto", *, base: BaseWeights = "trained", base_model: str | None = None
+) -> CausalModel:
+    """Load the model of a folder, a checkpoint or a run on `device`, in eval mode and the precision of its files.
+
+    `base` matters for adapters trained on a quantized base model; `base_model` is the folder of the base model of
+    adapters, if it has moved.
+    """
+    folder = model_folder(path)
+    if base != "trained" and not is_adapter(folder):
+        raise UsageError(f"{folder}: is not an adapter folder, and --base is {base}; leave it out")
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    return open_model(model_folder(path), compute=compute_dtype("auto", chosen)).to(chosen).eval()
+    # For adapters, "float32" stands for the precision that the base model had in training.
+    weights: WeightPrecision = "float32" if is_adapter(folder) and base == "trained" else "stored"
+    under = None if base_model is None else model_folder(base_model)
+    model = open_model(folder, compute=compute_dtype("auto", chosen), weights=weights, base_model=under)
+    return model.to(chosen).eval()
 
 
 def compute_dtype(dtype: str, device: torch.device) -> torch.dtype | None:

@@ -10,104 +10,54 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from chatmill.errors import UsageError
-from chatmill.load.plan import Cursor
 from chatmill.plain_file import local_path
+from chatmill.remote.urls import Place, place
 from chatmill.train import checkpoint as checkpoints
+from chatmill.train.best import link_best
+from chatmill.train.checkpoint_files import BEST
 from chatmill.train.config import TrainConfig
-from chatmill.train.distributed import init_world
 from chatmill.train.evaluate import Evaluation, Samples, TokenText, evaluate, raise_unknown
+from chatmill.train.first_batch import show_first_batch
 from chatmill.train.loss import LossFunction
 from chatmill.train.model import CausalModel
 from chatmill.train.out_of_memory import memory_errors
 from chatmill.train.preflight import about_model
-from chatmill.train.run_dir import RowsData, RunDir, stop_on_signal
+from chatmill.train.process_group import init_world
+from chatmill.train.remote import configure_cache, shown_downloads, storable_config
+from chatmill.train.result import StepRecord, TrainResult
+from chatmill.train.run_dir import RowsData, RunDir
 from chatmill.train.setup import TrainState, open_run
+from chatmill.train.spikes import LossSpikes, not_finite
 from chatmill.train.step import Pending, StepCounts, count_batch, micro_batches, seed_step, unknown_id
+from chatmill.train.stop_signal import stop_on_signal
+from chatmill.train.trackers.interface import Tracker
+from chatmill.train.trackers.pages import ReportPage, report_pages
+from chatmill.train.trackers.reporter import named_trackers
+from chatmill.train.untrained import UntrainedSteps
 
 CUT_COUNTS = ("cut_episodes", "cut_tokens", "answer_cut")
 """What the loader counts of episodes that are longer than a row."""
-SHOWN_EPISODES = 20
-"""An error names at most this many episodes."""
-
-
-class StepRecord(NamedTuple):
-    """The metrics of one step."""
-
-    step: int
-    """Steps of the run, this one included."""
-    loss: float | None
-    """The mean over the trained tokens of the global batch; None if there are none."""
-    grad_norm: float
-    lr: float
-    tokens: int
-    """Tokens without padding."""
-    trained: int
-    untrained_rows: int
-    seconds: float
-    """From the end of the step before to the end of this one."""
-    data_wait: float
-    """Seconds spent waiting for the batch."""
 
 
 OnStep = Callable[[StepRecord], None]
 """Called on every rank after each step."""
 OnEval = Callable[[CausalModel, int], Mapping[str, float]]
 """Called on rank 0 after an evaluation with the model and the step; the result goes into the metrics."""
-OpenText = Callable[[Path], TokenText | None]
+OpenText = Callable[[Place], TokenText | None]
 """Opens what turns the tokens of a dataset into text, to show sample answers; None if it has no tokenizer."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The result of a run."""
-
-    folder: Path
-    checkpoint: Path | None
-    step: int
-    total: int
-    """Steps of the whole run."""
-    loss: float | None
-    """Of the last step with a trained token; None if there was none."""
-    val_loss: float | None
-    val_perplexity: float | None
-    val_sources: Mapping[str, Mapping[str, float | None] | None]
-    """`loss`, `perplexity` and `trained` tokens of each source of a mix; None for one without episodes in val."""
-    tokens: int
-    trained: int
-    untrained_rows: int
-    """Rows without a trained token, which do not count."""
-    cut_episodes: int
-    """Conversations longer than a row, which lost their beginning."""
-    cut_tokens: int
-    answer_cut: int
-    """Of these, conversations that lost part of an answer."""
-    skipped_steps: int
-    """Steps of post-training without a trained token."""
-    non_answer_tokens: int
-    """Trained tokens of the train split that are not answers, because use_loss_mask is false."""
-    seconds: float
-    """Of the steps of this process, without evaluations and checkpoints."""
-    data_wait: float
-    """Seconds of them spent waiting for batches."""
-    stopped_by: str | None
-    """The signal that ended the run early, if one did."""
-
-    def to_json(self) -> dict[str, Any]:
-        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {**values, "finished": self.step >= self.total}
 
 
 def train_model(
     config: TrainConfig,
     *,
     model_name: str,
-    dataset_dir: str | Path | None = None,
+    dataset_dir: str | Place | None = None,
     out_dir: str | Path = "checkpoints",
     resume: str | None = None,
     model: CausalModel | None = None,
@@ -115,6 +65,8 @@ def train_model(
     watch: OnStep | None = None,
     on_eval: OnEval | None = None,
     open_text: OpenText | None = None,
+    trackers: Sequence[Tracker] = (),
+    report_page: ReportPage | None = None,
     notes: Sequence[str] = (),
     quiet: bool = False,
 ) -> TrainResult:
@@ -122,7 +74,8 @@ def train_model(
 
     `resume` is `auto`, the newest checkpoint if there is one, or the folder of a checkpoint. `model` replaces the one
     that the config would make, and `loss` the weighted cross entropy. `watch` is called after every step, `on_eval`
-    after every evaluation. Sample answers are shown if `open_text` gives what turns their tokens into text. `notes` are
+    after every evaluation. Sample answers are shown if `open_text` returns a decoder. The run
+    reports to `trackers` as to those of `report_to`, at the end also the page that `report_page` returns. `notes` are
     printed when the run starts. `quiet` prints nothing.
 
     A run that fails before it finishes its first step leaves neither a folder nor an audit log.
@@ -139,10 +92,13 @@ def train_model(
         raise UsageError(f"model_name is {model_name!r}; expected the name of a folder, printable and without slashes")
     if (chosen := dataset_dir or config.dataset_dir) is None:
         raise UsageError("dataset_dir is missing; expected the folder of a dataset")
-    folder, data = local_path(out_dir) / model_name, local_path(chosen)
-    for named in (config.init_from_model, config.audit_dir, resume):
+    folder, data = local_path(out_dir) / model_name, place(chosen)
+    config, chosen_steps = storable_config(config, data).with_accumulation()
+    trackers = [*trackers, *named_trackers(config.report_to)]
+    for named in (config.audit_dir, resume):
         # Before anything is written.
         local_path(named or "")
+    configure_cache(config, data)
     with (
         init_world(config.device) as world,
         memory_errors(config, world),
@@ -150,16 +106,37 @@ def train_model(
     ):
         if loss is not None:
             state.stepper.model.loss = loss
-        state.notes += notes
-        run_dir = _run_dir(state, folder, data, quiet=quiet)
-        return _Loop(state, run_dir, watch, on_eval, open_text).run()
+        state.notes += [*chosen_steps, *notes]
+        run_dir = _run_dir(state, folder, data, trackers, quiet=quiet)
+        return _Loop(state, run_dir, watch, on_eval, open_text, report_page).run()
 
 
-def _run_dir(state: TrainState, folder: Path, dataset_dir: Path, *, quiet: bool) -> RunDir:
+def _run_dir(
+    state: TrainState, folder: Path, dataset_dir: Place, trackers: Sequence[Tracker], *, quiet: bool
+) -> RunDir:
     config = {**state.config.to_json(), "dataset_dir": str(dataset_dir)}
-    data = RowsData(str(dataset_dir), state.stage.dataset_sha256, state.loader.config.mix_sft)
+    data = RowsData(str(dataset_dir), state.stage.dataset_sha256, state.loader.config.mix)
     rows = data if state.config.log_rows else None
-    run_dir = RunDir(folder, config, state.world, step=state.step, total=state.stage.stop, quiet=quiet, rows=rows)
+    run_dir = RunDir(
+        folder,
+        config,
+        state.world,
+        step=state.step,
+        total=state.stage.stop,
+        quiet=quiet,
+        rows=rows,
+        trackers=trackers,
+        data={"dataset_sha256": state.stage.dataset_sha256},
+    )
+    best, link = state.best.folder(folder) if state.config.keeps_best else None, folder / BEST
+    # A run that neither keeps a best checkpoint nor was told not to leaves the one that it was resumed with.
+    outdated = link.is_symlink() and (state.config.keep_best is False or not link.exists())
+    if state.config.keeps_best or outdated:
+        try:
+            state.world.together(lambda: link_best(folder, best) if state.world.is_first else None)
+        except BaseException:
+            run_dir.discard()
+            raise
     state.notes += [f"a later checkpoint stays as {path}; it is not used any more" for path in run_dir.set_aside]
     return run_dir
 
@@ -168,7 +145,7 @@ class _Launched(NamedTuple):
     """A step that was launched on the device and whose result has not been read."""
 
     step: int
-    cursor: Cursor
+    epoch: float | None
     lr: float
     counts: StepCounts
     data_wait: float
@@ -185,6 +162,8 @@ class _Loop:
     watch: OnStep | None
     on_eval: OnEval | None
     open_text: OpenText | None
+    report_page: ReportPage | None
+    untrained: UntrainedSteps = field(default_factory=UntrainedSteps)
     launched: _Launched | None = None
     ended: float = 0.0
     """When the last step whose result was read ended."""
@@ -202,23 +181,30 @@ class _Loop:
             with stop_on_signal() as request:
                 self.ended = time.perf_counter()
                 stop = False
-                while state.step < state.stage.stop and not stop:
+                while state.step < state.stage.stop and not stop and not state.best.stops(config):
                     stop = self._step(stop_requested=request.by is not None)
                     last = state.step == state.stage.stop
                     evaluates = config.eval_interval and (state.step % config.eval_interval == 0 or last)
                     saves = config.save_interval and (state.step % config.save_interval == 0 or stop or last)
                     if evaluates or saves or stop or last:
                         self._finish_step()
+                        request.finished_step()
+                        self.untrained.check_at_end(state, last=last)
                         if last and state.data_check is not None:
                             state.data_check.check_at_end(self.run_dir.folder, state.step, state.world)
-                        if evaluates:
-                            self._evaluate()
-                        if saves:
-                            self._save()
+                        keeps = bool(evaluates) and self._evaluate() and config.keeps_best
+                        if not last and state.best.stops(config):
+                            self._end_early()
+                        elif saves or keeps:
+                            self._save(usable=last or keeps)
                         self.ended = time.perf_counter()
             if state.step > began:
                 self.run_dir.plot()
-            early = stop and state.step < state.stage.stop
+            early = stop and state.step < state.stage.stop and not state.best.stops(config)
+            if self.run_dir.is_tracked and not early:
+                write, say = self.run_dir.log_page, self.run_dir.print
+                report_pages(state.loader.sources, self.report_page, write=write, note=say)
+            self.run_dir.end("stopped" if early else "finished")
             return self._result((request.by or "a signal to another rank") if early else None)
         except BaseException:
             if not state.has_trained:
@@ -232,7 +218,8 @@ class _Loop:
         state, config, world = self.state, self.state.config, self.state.world
         before = time.perf_counter()
         cursor, cut = state.loader.cursor(), state.loader.counts()
-        batch = world.alone(state.loader.get_batch)
+        with shown_downloads(None if state.has_trained else state.loader, self.run_dir.print):
+            batch = world.alone(state.loader.get_batch)
         parts = micro_batches(batch, config.gradient_accumulation_steps, world.device)
         data_wait = time.perf_counter() - before
         unknown, check = unknown_id(batch, state.stepper.model.vocab_size), state.data_check
@@ -250,15 +237,22 @@ class _Loop:
             if counts.damaged:
                 check.stop(self.run_dir.folder, state.step, world)
             check.follow(state.saved, state.loader.cursor(), all_done=not counts.checking)
+        if self.launched is None and not state.has_trained:
+            self.ended += show_first_batch(batch, counts, cursor, state, self.run_dir, lambda: self._text)
+        self.untrained.check(counts, state.step + 1, cursor, state.loader)
         lr = state.stage.lr(state.step)
         pending = None
         if counts.weight or not config.post_training:
             seed_step(config.seed, state.step, world.rank)
-            pending = state.stepper.step(parts, weight=counts.weight, lr=lr, rows=config.log_rows)
+            key = config.seed, state.step
+            pending = state.stepper.step(parts, weight=counts.weight, lr=lr, key=key, rows=True)
         state.step += 1
-        launched = _Launched(state.step, cursor, lr, counts, data_wait, pending)
+        launched = _Launched(state.step, state.epoch, lr, counts, data_wait, pending)
         self._finish_step()
         self.launched = launched
+        if world.device.type == "cpu":
+            # It is computed already; its time would count for the step before.
+            self._finish_step()
         return counts.stop > 0
 
     def _finish_step(self) -> None:
@@ -278,7 +272,7 @@ class _Loop:
             totals.skipped_steps += 1
             self.run_dir.log({"step": launched.step, "skipped": 1, "untrained_rows": int(counts.untrained_rows)})
             return
-        result.check_finite(launched.step, self.state.saved, lambda: self._advice(launched.cursor))
+        result.check_finite(launched.step, self.state.saved, lambda: not_finite(result.rows(), self.state))
         loss = result.loss if counts.weight else None
         self.loss = self.loss if loss is None else loss
         record = StepRecord(
@@ -291,27 +285,28 @@ class _Loop:
             untrained_rows=int(counts.untrained_rows),
             seconds=seconds,
             data_wait=launched.data_wait,
+            epoch=launched.epoch,
         )
         speed = {"tokens_per_second": record.tokens / seconds, "trained_per_second": record.trained / seconds}
         first = {} if record.step > 1 or self.state.non_answers is None else self.state.non_answers.to_metrics()
-        self.run_dir.log({**record._asdict(), **speed, **first})
-        self.run_dir.log_rows(record.step, result.rows)
-        self.run_dir.show_step(record.step, loss=loss, seconds=seconds, tokens=record.tokens, trained=record.trained)
+        spike = {} if loss is None else self._spikes.follow(record.step, result)
+        self.run_dir.log({**record._asdict(), **speed, **first, **spike})
+        if self.state.config.log_rows:
+            self.run_dir.log_rows(record.step, result.rows())
+        shown = {"loss": loss, "seconds": seconds, "epoch": record.epoch}
+        self.run_dir.show_step(record.step, **shown, tokens=record.tokens, trained=record.trained)
         if self.watch is not None:
             self.watch(record)
 
-    def _advice(self, cursor: Cursor) -> str:
-        """Which episodes a step at this cursor trains, for the error about a loss that is not finite."""
-        loader = self.state.loader
-        episodes = loader.plan(loader.split).step(cursor).episodes.tolist()
-        more = f" and {len(episodes) - SHOWN_EPISODES} more" if len(episodes) > SHOWN_EPISODES else ""
-        shown = ", ".join(map(str, episodes[:SHOWN_EPISODES]))
-        return f"its episodes are {shown}{more}; look at them or lower learning_rate"
+    @cached_property
+    def _spikes(self) -> LossSpikes:
+        return LossSpikes.of_run(self.state, self.run_dir)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate val, if there is one; return whether its loss is the lowest of the run."""
         state, model = self.state, self.state.stepper.model
         if "val" not in state.loader.splits:
-            return
+            return False
         evaluation = evaluate(model, state.loader, state.world, batches=state.config.eval_iters)
         self.evaluation = evaluation
         more: dict[str, float] = {}
@@ -321,12 +316,26 @@ class _Loop:
             if self._samples is not None:
                 answers = self._samples.answer(model)
                 more |= self._samples.rates(answers)
-                lines = [] if self._text is None else self._samples.lines(answers, self._text)
+                if self._text is not None:
+                    lines = self._samples.lines(answers, self._text)
+                    self.run_dir.log_samples(state.step, self._samples.texts(answers, self._text))
             if self.on_eval is not None:
                 more |= self.on_eval(model, state.step)
-        self.run_dir.log({"step": state.step, **evaluation.metrics(), **more})
+        self.run_dir.log({"step": state.step, "epoch": state.epoch, **evaluation.metrics(), **more})
         shown = "".join(f", {name} {value:.4g}" for name, value in more.items())
+        is_best = state.best.add(evaluation.loss, state.step, min_delta=state.config.early_stop_min_delta)
+        shown += state.best.compared(is_best, state.config)
         self.run_dir.print("\n".join([f"step {state.step:,}: {evaluation}{shown}", *lines]))
+        return is_best
+
+    def _end_early(self) -> None:
+        """Stop the run early: check the data, and save as at the end of a run."""
+        state = self.state
+        if state.data_check is not None:
+            state.data_check.check_at_end(self.run_dir.folder, state.step, state.world)
+        if state.config.save_interval:
+            self._save(usable=True)
+        self.run_dir.print(f"early stopping at step {state.step:,}: {state.best.reason(state.config)}")
 
     @cached_property
     def _samples(self) -> Samples | None:
@@ -336,6 +345,8 @@ class _Loop:
     @cached_property
     def _text(self) -> TokenText | None:
         if self.open_text is None:
+            if self.run_dir.is_tracked:
+                self.run_dir.print("sample answers are scored, but not reported as text; use `chatmill train` for that")
             return None
         folder = self.state.loader.sources[0].path
         text = self.open_text(folder)
@@ -343,13 +354,13 @@ class _Loop:
             self.run_dir.print(f"sample answers are counted and not shown: the tokenizer of {folder} is not beside it")
         return text
 
-    def _save(self) -> None:
-        """Write a checkpoint; all ranks call this."""
+    def _save(self, *, usable: bool) -> None:
+        """Write a checkpoint, with a model folder if it is kept for use; all ranks call this."""
         state, stepper, keep = self.state, self.state.stepper, self.state.config.keep_checkpoints
         sharded = state.config.checkpoint == "sharded"
-        # Sharded checkpoints hold a model folder, for which ranks gather all weights, only at the end.
-        usable = not sharded or state.step == state.stage.stop
-        about = about_model(state.loader, step=state.step) if usable else None
+        # Only the last and the best of sharded checkpoints have a model folder, for which ranks gather all weights.
+        usable = usable or not sharded
+        about = about_model(state.loader, step=state.step, base=state.base) if usable else None
         folder, run, world = self.run_dir.folder, state.to_json(), state.world
         state.saved = checkpoints.save(
             folder,
@@ -360,7 +371,9 @@ class _Loop:
             sharded=sharded,
             keep=keep,
             about=about,
+            save_dtype=state.config.save_dtype,
             protected=None if state.data_check is None else state.data_check.verified,
+            best=state.best.folder(folder, writing=state.step) if state.config.keeps_best else None,
         )
 
     def _result(self, stopped_by: str | None) -> TrainResult:
@@ -373,20 +386,15 @@ class _Loop:
             loss=self.loss,
             val_loss=evaluation and evaluation.loss,
             val_perplexity=evaluation and evaluation.perplexity,
-            val_sources=self._val_sources(),
+            val_sources={} if evaluation is None else evaluation.by_source(state.loader.sources),
             **asdict(state.totals),
+            loss_spikes=self._spikes.count,
             non_answer_tokens=0 if state.non_answers is None else state.non_answers.non_answers,
             seconds=self.seconds,
             data_wait=self.data_wait,
             stopped_by=stopped_by,
+            stopped_early=state.stopped_early,
+            best_step=state.best.step if state.best.loss is not None else None,
+            best_val_loss=state.best.loss,
+            best_checkpoint=state.best.folder(self.run_dir.folder) if state.config.keeps_best else None,
         )
-
-    def _val_sources(self) -> dict[str, Mapping[str, float | None] | None]:
-        """The last evaluation of each source of a mix; empty if there was none."""
-        if self.evaluation is None or not self.evaluation.sources:
-            return {}
-        parts = {
-            name: {"loss": each.loss, "perplexity": each.perplexity, "trained": each.trained}
-            for name, each in self.evaluation.sources.items()
-        }
-        return {source.name: parts.get(source.name) for source in self.state.loader.sources}

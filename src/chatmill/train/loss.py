@@ -21,7 +21,7 @@ from chatmill.load.batch import IGNORE_INDEX
 
 LOGIT_BYTES = 1 << 26
 """The most bytes of logits that exist at a time on a CPU: they fit its caches."""
-GPU_LOGIT_BYTES = 1 << 31
+GPU_LOGIT_BYTES = 1 << 30
 """The same on a GPU: enough to keep it busy."""
 MULTIPLE = 128
 """Positions are padded to a multiple of this, for efficient matrix products."""
@@ -147,8 +147,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Written directly in the dtype of the parameter: a float32 copy would take twice the memory.
         scaled = (
-            None if saved is None else (saved * grad).to(dtype)
+            None if saved is None else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return (*scaled, None, None)
@@ -178,10 +179,18 @@ def _chunked_loss(
         if grad_hidden is not None:
             grad_hidden[start:stop] = logits @ matrix
         if grad_weight is not None:
-            grad_weight += logits.T @ h
+            _add_product(grad_weight, logits.T, h)
         if grad_bias is not None:
             grad_bias += logits.sum(0, dtype=torch.float32)
     return Losses((tokens * targets.weights).sum(), tokens), (grad_hidden, grad_weight, grad_bias)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a product to a float32 sum; on a GPU without rounding it to the dtype of its factors."""
+    if a.is_cuda and torch.version.hip is None and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def _chunks(count: int, matrix: Tensor) -> list[tuple[int, int]]:

@@ -66,6 +66,11 @@ class TensorInfo(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class ModelFiles:

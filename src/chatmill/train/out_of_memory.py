@@ -9,10 +9,16 @@ from contextlib import contextmanager
 import torch
 
 from chatmill.train.config import TrainConfig
-from chatmill.train.distributed import RankError, World
+from chatmill.train.distributed import World
+from chatmill.train.lost_ranks import RankError
+from chatmill.train.optimizers import OPTIMIZER_BYTES
 
 HOST_MEMORY_ERRORS = ("DefaultCPUAllocator", "Storage size calculation overflowed")
 """Parts of torch's messages when the host is out of memory; torch has no error class for it."""
+
+
+SMALLEST = "adamw8bit"
+"""The optimizer with the smallest memory footprint."""
 
 
 class OutOfMemoryError(RankError):
@@ -46,8 +52,20 @@ def _out_of_memory(config: TrainConfig, world: World, *, on_gpu: bool) -> OutOfM
     if world.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         taken = f" ({(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are taken)"
-    lower = "lower batch_size or block_size" if config.activation_checkpointing else "set activation_checkpointing"
+    lower = "set activation_checkpointing"
+    if config.activation_offload:
+        lower = "lower batch_size or block_size"
+    elif config.activation_checkpointing:
+        lower = "set activation_offload"
     return OutOfMemoryError(
         f"{rank}the GPU is out of memory{taken} {load}; "
-        f"raise gradient_accumulation_steps from {config.gradient_accumulation_steps}, or {lower}"
+        f"raise gradient_accumulation_steps from {config.gradient_accumulation_steps}, or {lower}{_smaller(config)}"
     )
+
+
+def _smaller(config: TrainConfig) -> str:
+    """Advice to switch optimizers, for full fine-tuning with a larger one."""
+    if config.lora is not None or config.optimizer == SMALLEST:
+        return ""
+    mine, other = OPTIMIZER_BYTES[config.optimizer], OPTIMIZER_BYTES[SMALLEST]
+    return f", or set optimizer to {SMALLEST} ({other.total} bytes per parameter instead of {mine.total})"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 
 from chatmill.errors import DataError, one_line
 from chatmill.load.loader import EpisodeLoader
-from chatmill.load.plan import Cursor, LoadPlan
 from chatmill.load.source import DataSource
 from chatmill.plain_file import read_plain
+from chatmill.remote.urls import Place, Url
 from chatmill.store.layout import TOKENIZER_STATE, TOKENS
 from chatmill.store.metadata import Metadata
 from chatmill.store.primer_cache import PrimerCache
@@ -23,9 +24,10 @@ from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.config import TrainConfig
 from chatmill.train.gpt import GPT
 from chatmill.train.load_model import open_model
-from chatmill.train.memory import available_memory, check_memory
-from chatmill.train.model import CausalModel
+from chatmill.train.memory import available_memory
+from chatmill.train.model import CausalModel, WeightPrecision
 from chatmill.train.model_files import check_folder
+from chatmill.train.optimizers import weights_of
 from chatmill.train.sharded_tensors import file_info
 
 TRAINING = "training.json"
@@ -35,29 +37,25 @@ WEIGHTS = ".safetensors"
 SCAN = 1 << 24
 
 
-def make_model(
-    config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None, device: torch.device
-) -> CausalModel:
-    """The model of a config, in float32 on the CPU: fresh, from a folder, or with fresh adapters.
+def make_model(config: TrainConfig, vocab_size: int, *, compute: torch.dtype | None) -> CausalModel:
+    """The model of a config on the CPU: new, from a folder, or with new adapters; in the optimizer's precision.
 
-    `MemoryError` if the host cannot hold a fresh one, with gradients and optimizer where `device` is the host.
+    Raises `MemoryError` if the host cannot hold a new model; the memory of training is estimated before.
     """
     torch.manual_seed(config.seed)
-    # On the host: weights, gradients, and AdamW's two moments. Sharded ranks have the weights whole for a moment.
-    tensors = 4 if device.type == "cpu" and config.parallel != "fsdp" else 1
     if config.init_from_model is None:
         sizes = config.sizes(vocab_size)
-        if 4 * tensors * sizes.num_parameters > available_memory():
+        # New weights are initialized in float32.
+        if 4 * sizes.num_parameters > available_memory():
             raise MemoryError
-        return GPT(sizes, compute=compute)
+        return GPT(sizes, compute=compute).to(getattr(torch, weights_of(config)))
     folder = model_folder(config.init_from_model)
-    model = open_model(folder, compute=compute)
     adapters = config.lora_sizes()
-    model = model if adapters is None else model.with_lora(adapters, folder)
-    if tensors > 1:
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        check_memory(4 * (tensors - 1) * trained, folder, what="training the model, with AdamW's moments,")
-    return model
+    weights: WeightPrecision = (
+        weights_of(config) if adapters is None else "nf4" if config.quantize == "nf4" else "stored"
+    )
+    model = open_model(folder, compute=compute, weights=weights)
+    return model if adapters is None else model.with_lora(adapters, folder)
 
 
 def weights_hash(folder: Path) -> str:
@@ -106,7 +104,7 @@ def tokenizer_of(config: TrainConfig, loader: EpisodeLoader) -> str | None:
     return file_info(own).sha256
 
 
-def unknown_ids(dataset_dir: Path, sources: Sequence[DataSource], model: CausalModel) -> Iterator[str]:
+def unknown_ids(dataset_dir: Place, sources: Sequence[DataSource], model: CausalModel) -> Iterator[str]:
     """The fault of data with ids outside the model's vocabulary, if it has some."""
     size = data_vocab_size(sources)
     if size > model.vocab_size:
@@ -144,6 +142,20 @@ def trained_with(folder: Path) -> dict[str, Any]:
     return training
 
 
+def base_of(folder: Path) -> dict[str, str] | None:
+    """Folder and weight hash of the base model of adapters; None if the adapter folder does not record them."""
+    match trained_with(folder).get("base"):
+        case None:
+            return None
+        case {"folder": str(place), "sha256": str(sha256)} if re.fullmatch("[0-9a-f]{64}", sha256):
+            return {"folder": place, "sha256": sha256}
+        case other:
+            raise DataError(
+                f"{folder / TRAINING}: base is {one_line(json.dumps(other))}; expected the folder of a model and the "
+                "sha256 of its weights"
+            )
+
+
 def read_optional(path: Path, advice: str) -> Any:
     """The JSON value of a file; an empty object if there is no such file."""
     try:
@@ -156,8 +168,11 @@ def read_optional(path: Path, advice: str) -> Any:
         raise DataError(f"{path}: cannot be read ({one_line(str(error))}); {advice}") from None
 
 
-def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:
-    """Files for a model folder, from which prompts can be written just as in training."""
+def about_model(loader: EpisodeLoader, *, step: int, base: Mapping[str, str] | None = None) -> dict[str, bytes]:
+    """Files for a model folder, from which prompts can be rendered exactly as in training.
+
+    `base` identifies the base model of adapters.
+    """
     source = loader.sources[0]
     about: dict[str, Any] = {"dataset": str(loader.dataset_dir), "dataset_sha256": loader.sha256}
     about |= {"tokenizer_sha256": source.tokenizer_sha256, "step": step}
@@ -165,23 +180,9 @@ def about_model(loader: EpisodeLoader, *, step: int) -> dict[str, bytes]:
     if metadata is not None:
         tokenizer = {"tokenizer": dict(metadata.tokenizer)} if isinstance(metadata, Metadata) else {}
         about |= {"format": metadata.format, **tokenizer, "special_token_ids": dict(metadata.special_token_ids)}
+    about |= {} if base is None else {"base": dict(base)}
     about_files = {TRAINING: (json.dumps(about, indent=1) + "\n").encode()}
     state = source.path / TOKENIZER_STATE
+    if isinstance(state, Url):
+        return {**about_files, TOKENIZER_STATE: source.dataset.stored.read(state)}
     return {**about_files, TOKENIZER_STATE: state.read_bytes()} if state.is_file() else about_files
-
-
-def one_pass(plan: LoadPlan) -> tuple[int, int] | None:
-    """Steps of one epoch, and the episodes at its end that fill no batch; None for an order that has none.
-
-    `UsageError` if an epoch does not fill a batch.
-    """
-    if plan.order.length is None:
-        return None
-    plan.step(Cursor())
-    if plan.config.packing != "none":
-        steps = left_out = 0
-        for step in plan.one_epoch():
-            steps, left_out = steps + 1, len(step.dropped)
-        return steps, left_out
-    steps, remainder = divmod(plan.order.length, plan.config.batch_size)
-    return (steps, remainder) if plan.drop_last else (steps + (remainder > 0), 0)

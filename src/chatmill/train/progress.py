@@ -22,13 +22,23 @@ class TrainProgress:
         self._stream = stream or sys.stderr
         self._is_terminal = self._stream.isatty()
         self._shown = 0.0
+        self._epoch: float | None = None
         # Exponential moving averages, each divided by that of ones to correct the bias of the first steps.
         self._means = dict.fromkeys(("seconds", "tokens", "trained", "ones"), 0.0)
 
-    def step(self, step: int, *, loss: float | None, seconds: float, tokens: float, trained: float) -> None:
+    def step(
+        self,
+        step: int,
+        *,
+        loss: float | None,
+        seconds: float,
+        tokens: float,
+        trained: float,
+        epoch: float | None = None,
+    ) -> None:
         for name, value in (("seconds", seconds), ("tokens", tokens), ("trained", trained), ("ones", 1.0)):
             self._means[name] = DECAY * self._means[name] + (1 - DECAY) * value
-        self._at = step
+        self._at, self._epoch = step, epoch
         now = time.monotonic()
         if self._is_terminal:
             if now - self._shown >= SECONDS or step == self._total:
@@ -44,8 +54,9 @@ class TrainProgress:
         speed, trained = self._means["tokens"] / seconds, self._means["trained"] / seconds
         remaining = (self._total - self._at) * seconds / self._means["ones"]
         shown_loss = "-" if loss is None else f"{loss:.4f}"
+        epoch = "" if self._epoch is None else f"  epoch {self._epoch:.2f}"
         return (
-            f"step {self._at:,}/{self._total:,}  loss {shown_loss}  {_short(speed)} tokens/s  "
+            f"step {self._at:,}/{self._total:,}{epoch}  loss {shown_loss}  {_short(speed)} tokens/s  "
             f"{_short(trained)} trained/s  {_clock(remaining)} left"
         )
 

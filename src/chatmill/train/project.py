@@ -17,6 +17,7 @@ from chatmill.config import keys_of
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.mix import MIX_SFT
 from chatmill.plain_file import local_path
+from chatmill.remote.urls import Url, place
 from chatmill.settings import CACHE_ROOT, CONTEXT, FILE, MIXED, SEED, TOKENIZER, read_settings
 from chatmill.store.primer_cache import CACHES, PrimerCache, cache_folder, is_cache, open_cache
 from chatmill.store.read import is_dataset
@@ -87,6 +88,9 @@ def compare_tokenizer(
 
 def _caches(config: TrainConfig) -> Iterator[PrimerCache]:
     """The caches that a run reads; those that are not there are reported by the loader."""
-    root = Path(config.dataset_dir or CACHES)
-    folders = [root] if _is_source(root) else [cache_folder(root, name) for name in config.mix_sft or MIX_SFT]
+    root = place(config.dataset_dir or CACHES)
+    if isinstance(root, Url):
+        # There are no caches at URLs.
+        return
+    folders = [root] if _is_source(root) else [cache_folder(root, name) for name in config.mix or MIX_SFT]
     yield from (open_cache(folder) for folder in folders if is_cache(folder))

@@ -1,6 +1,6 @@
 """The folder of a run: its config, its metrics line by line, its checkpoints, and its loss curve.
 
-checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  step_00000500/
+checkpoints/NAME/config.json  metrics.jsonl  loss.svg  rows/  trackers.json  step_00000500/
 
 The training loop and the rollout loop begin, resume and write their runs with the same functions.
 
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from chatmill import __version__
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.plain_file import check_plain, open_plain
 from chatmill.store import files
@@ -28,13 +27,17 @@ from chatmill.train.distributed import World
 from chatmill.train.plot import loss_plot
 from chatmill.train.progress import TrainProgress
 from chatmill.train.step import RowLoss
+from chatmill.train.trackers.interface import SampleAnswer, Status, TrackedRun, Tracker
+from chatmill.train.trackers.reporter import IDS, TRACKERS, Reporter
 
 CONFIG, PLOT = "config.json", "loss.svg"
+FIRST_BATCH = "first_batch.json"
 METRICS = "metrics.jsonl"
 ROWS = "rows"
 """The folder of the losses of conversations, a file for each rank."""
-TENSORBOARD = "tensorboard"
-WRITTEN = (CONFIG, METRICS, PLOT, ROWS, TENSORBOARD)
+REPORTS = "reports"
+"""The folder of the report pages about the data, which trackers log."""
+WRITTEN = (CONFIG, FIRST_BATCH, METRICS, PLOT, ROWS, REPORTS, IDS, *TRACKERS)
 """The names of what a run writes besides its checkpoints."""
 COLUMNS = ("episodes", "segments", "losses", "weights")
 """The fields of `RowLoss` in a line."""
@@ -57,7 +60,7 @@ def open_resumed(
         if resume is not None:
             return checkpoints.choose(folder, resume)
         if list_checkpoints(folder) or written:
-            raise UsageError(f"{folder}: holds a run already; --resume auto goes on with it, or give {otherwise}")
+            raise UsageError(f"{folder}: holds a run already; --resume auto continues it, or give {otherwise}")
         return None
 
     path = world.together(choose)
@@ -73,13 +76,17 @@ def _is_run_config(path: Path) -> bool:
     return isinstance(config, dict) and "max_iters" in config
 
 
+LATER_KEYS = {"quantize": "none"}
+"""Keys that checkpoints of earlier versions lack, and their values there."""
+
+
 def config_changes(checkpoint: Checkpoint, config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """What differs in these keys between the config of a checkpoint and that of the run."""
-    old, new = checkpoint.state.get("config", {}), json.loads(json.dumps(config))
+    """Differences between the config of a checkpoint and that of the run; keys missing there are skipped."""
+    old, new = {**LATER_KEYS, **checkpoint.state.get("config", {})}, json.loads(json.dumps(config))
     return [
         f"{name} was {one_line(json.dumps(old.get(name)))}, now it is {one_line(json.dumps(new[name]))}"
         for name in names
-        if new[name] != old.get(name)
+        if new[name] != old.get(name, new[name])
     ]
 
 
@@ -97,15 +104,19 @@ class RunDir:
         quiet: bool = False,
         rows: RowsData | None = None,
         rewinds: Mapping[str, int] | None = None,
+        trackers: Sequence[Tracker] = (),
+        data: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the folder, or rewind it to `step`; all ranks call this. `config` is that of the run.
 
         `rows` is the data of per-conversation losses, if they are logged; `rewinds` are further line logs, each with
-        the last step that is kept.
+        the last step that is kept. `trackers` also get the metrics, the config, and `data`, which describes the data.
         """
         self.folder, self._first = folder, world.is_first
         self._progress: TrainProgress | None = None
-        self._metrics: list[MetricsLog | TensorBoardLog] = []
+        self._metrics: MetricsLog | None = None
+        self._reporter: Reporter | None = None
+        self._status: Status = "failed"
         self._rows: MetricsLog | None = None
         self._data = rows
         self.set_aside: list[Path] = []
@@ -116,9 +127,10 @@ class RunDir:
         def begin() -> None:
             if not any(os.path.lexists(folder / name) for name in WRITTEN):
                 self._new_folders = files.missing_folders(folder)
-            if config.get("tensorboard"):
-                # First: if it is not installed, nothing has been changed.
-                self._metrics.append(TensorBoardLog(folder))
+            if trackers:
+                # Start them first: if one refuses the run, nothing has been changed.
+                about = {**config, **(data or {}), "world_size": world.size, "chatmill_version": __version__}
+                self._reporter = Reporter(trackers, TrackedRun(folder.name, folder, about, step, None))
             files.make_folder(folder)
             checkpoints.clean(folder)
             self.set_aside = checkpoints.set_aside_later(folder, step)
@@ -129,7 +141,9 @@ class RunDir:
             files.write_file(folder / CONFIG, (json.dumps(config, indent=1) + "\n").encode(), overwrite=True)
             if rows is not None:
                 files.make_folder(folder / ROWS)
-            self._metrics.append(MetricsLog(folder / METRICS))
+            self._metrics = MetricsLog(folder / METRICS)
+            if self._reporter is not None:
+                self._reporter.keep_ids()
 
         try:
             world.together(lambda: begin() if world.is_first else None)
@@ -148,8 +162,33 @@ class RunDir:
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
-        for each in self._metrics:
-            each.add(line)
+        if self._metrics is not None:
+            self._metrics.add(line)
+        if self._reporter is not None:
+            self._reporter.log(line)
+            self._print_notes(self._reporter)
+
+    @property
+    def is_tracked(self) -> bool:
+        """Whether this process reports to trackers."""
+        return self._reporter is not None
+
+    def log_samples(self, step: int, samples: Sequence[SampleAnswer]) -> None:
+        """Report the sample answers of an evaluation to the trackers."""
+        if self._reporter is not None and samples:
+            self._reporter.log_samples(step, samples)
+
+    def log_page(self, name: str, page: str) -> None:
+        """Write an HTML page about the data, and report it to the trackers."""
+        path = self.folder / REPORTS / name
+        files.make_folder(path.parent)
+        files.write_file(path, page.encode(), overwrite=True)
+        if self._reporter is not None:
+            self._reporter.log_artifact(path)
+
+    def _print_notes(self, reporter: Reporter) -> None:
+        for note in reporter.take_notes():
+            self.print(note)
 
     def log_rows(self, step: int, rows: Sequence[RowLoss] | None) -> None:
         """Add the losses of a step's conversations, if they are logged."""
@@ -158,10 +197,10 @@ class RunDir:
             columns = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
             self._rows.add({"step": step, "data": self._data._asdict(), **dict(zip(COLUMNS, columns, strict=True))})
 
-    def show_step(self, step: int, *, loss: float | None, seconds: float, tokens: float, trained: float) -> None:
-        """Show the progress of a finished step."""
+    def show_step(self, step: int, **values: Any) -> None:
+        """Show the progress of a finished step, with the arguments of `TrainProgress.step`."""
         if self._progress is not None:
-            self._progress.step(step, loss=loss, seconds=seconds, tokens=tokens, trained=trained)
+            self._progress.step(step, **values)
 
     def plot(self) -> None:
         """Draw the loss curve."""
@@ -169,17 +208,32 @@ class RunDir:
             picture = loss_plot(read_metrics(self.folder), title=self.folder.name)
             files.write_file(self.folder / PLOT, picture.encode(), overwrite=True)
 
+    def end(self, status: Status) -> None:
+        """Record how the run ended; a run that is closed without this call has failed."""
+        self._status = status
+
     def close(self) -> None:
-        for each in [*self._metrics, self._rows, self._progress]:
+        """Log the files of the run to the trackers, and close all logs."""
+        for each in (self._metrics, self._rows):
             if each is not None:
                 each.close()
+        reporter, self._reporter = self._reporter, None
+        if reporter is not None:
+            for path in (self.folder / name for name in (CONFIG, METRICS, PLOT)):
+                if path.is_file():
+                    reporter.log_artifact(path)
+            reporter.finish(self._status)
+            self._print_notes(reporter)
+        if self._progress is not None:
+            self._progress.close()
 
     def discard(self) -> None:
         """Close the logs of a run that trained nothing, and remove what it wrote if the folder held no run before."""
         self.close()
         if self._new_folders is not None:
             written = [self.folder / name for name in WRITTEN]
-            within = [path for folder in written if folder.is_dir() for path in folder.iterdir()]
+            # Innermost folders first: only empty folders can be removed.
+            within = [path for folder in written for path in sorted(folder.rglob("*"), reverse=True)]
             files.remove_all([*within, *written, *self._new_folders])
 
 
@@ -283,59 +337,3 @@ def _lines(path: Path) -> Iterator[MetricsLine]:
             yield from (MetricsLine(path, number, raw) for number, raw in enumerate(file, 1) if raw.endswith(b"\n"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-class TensorBoardLog:
-    """The same metrics as TensorBoard scalars."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UsageError("tensorboard is true, and it is not installed; pip install tensorboard") from None
-        files.make_folder(folder / TENSORBOARD)
-        self._writer = SummaryWriter(str(folder / TENSORBOARD))
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        for name, value in line.items():
-            # A step that trains nothing has no loss.
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, line["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-# Signals.
-
-
-class StopRequest:
-    """The first SIGINT or SIGTERM, after which the run ends with a checkpoint; None if there was none."""
-
-    by: str | None = None
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[StopRequest]:
-    """Note the first signal; the second has its usual effect."""
-    request = StopRequest()
-    previous: dict[signal.Signals, Any] = {}
-
-    def restore() -> None:
-        while previous:
-            signal.signal(*previous.popitem())
-
-    def note(number: int, _: Any) -> None:
-        request.by = signal.Signals(number).name
-        restore()
-
-    try:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            previous[each] = signal.signal(each, note)
-    except ValueError:
-        # Only the main thread can handle signals; in another one they are left to the main thread.
-        previous.clear()
-    try:
-        yield request
-    finally:
-        restore()

@@ -23,6 +23,7 @@ from chatmill.ledger import Ledger
 from chatmill.load.batch import collate
 from chatmill.load.config import LoadConfig
 from chatmill.load.source import DataSource, open_sources
+from chatmill.remote.urls import Place, place
 from chatmill.rows import NO_FILE, OWN_ID, Part, Role, Rows, Table
 from chatmill.store.primer_cache import is_cache
 from chatmill.store.read import is_dataset
@@ -186,7 +187,7 @@ class EvalReport:
 
 def score_model(
     model: CausalModel,
-    dataset: str | Path,
+    dataset: str | Place,
     *,
     split: str = "val",
     max_tokens: int = 256,
@@ -201,7 +202,7 @@ def score_model(
     prompts that were answered.
     """
     every = open_all(dataset, token_dtype)
-    for fault in unknown_ids(Path(dataset), every, model):
+    for fault in unknown_ids(place(dataset), every, model):
         raise DataError(fault)
     # If none has any, the first says so.
     sources = [source for source in every if split in source] or every[:1]
@@ -251,14 +252,15 @@ def _check_ids(rows: Rows, source: DataSource, model: CausalModel) -> None:
         )
 
 
-def open_all(dataset: str | Path, token_dtype: str | None = None) -> Sequence[DataSource]:
+def open_all(dataset: str | Place, token_dtype: str | None = None) -> Sequence[DataSource]:
     """A dataset, a cache, or all of those in a folder, without a config; all have one tokenizer."""
-    inside = [path.name for path in Path(dataset).glob("[!.]*") if _is_source(path)]
-    mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(Path(dataset)) else None
-    return open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix, token_dtype=token_dtype))[0]
+    folder = place(dataset)
+    inside = [path.name for path in folder.glob("[!.]*") if _is_source(path)] if isinstance(folder, Path) else []
+    mix = dict.fromkeys(inside, 1.0) if inside and not _is_source(folder) else None
+    return open_sources(dataset, LoadConfig(pad_token_id=0, mix_sft=mix, token_dtype=token_dtype), stored_mix=False)[0]
 
 
-def _is_source(folder: Path) -> bool:
+def _is_source(folder: Place) -> bool:
     return is_cache(folder) or is_dataset(folder)
 
 
@@ -267,7 +269,7 @@ def end_ids(sources: Sequence[DataSource]) -> list[int]:
     return sorted({source.eot for source in sources if source.eot is not None})
 
 
-def check_tokenizer(model: Path, source: DataSource) -> None:
+def check_tokenizer(model: str | Place, source: DataSource) -> None:
     """Raise `DataError` for data made with another tokenizer than the model's."""
     theirs, mine = trained_with(model_folder(model)).get("tokenizer_sha256"), source.tokenizer_sha256
     if theirs is not None and mine is not None and theirs != mine:

@@ -13,30 +13,41 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from chatmill.audit import Audit
 from chatmill.errors import UsageError
 from chatmill.load.loader import EpisodeLoader
+from chatmill.remote.urls import Place
 from chatmill.train import checkpoint as checkpoints
+from chatmill.train.best import BestEval, check_evaluates
 from chatmill.train.checkpoint import Checkpoint
 from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.config import TrainConfig, model_keys
 from chatmill.train.data_check import DataCheck
 from chatmill.train.distributed import World
 from chatmill.train.evaluate import val_notes
+from chatmill.train.fitting import check_run_memory
+from chatmill.train.float8 import check_float8, use_float8
 from chatmill.train.load_model import compute_dtype
 from chatmill.train.model import CausalModel
+from chatmill.train.model_files import is_adapter
+from chatmill.train.optimizers import check_optimizer
 from chatmill.train.preflight import (
+    base_of,
     check_fit,
     data_vocab_size,
     make_model,
-    one_pass,
     padding_of,
     tokenizer_of,
     weights_hash,
 )
 from chatmill.train.run_dir import METRICS, config_changes, open_resumed
+from chatmill.train.run_length import RunLength, run_length
+from chatmill.train.sharded_load import OpenedModel, open_for_shards
 from chatmill.train.start_notes import NonAnswers, cache_lengths, count_non_answers
 from chatmill.train.step import LRSchedule, StepCounts, Stepper
+from chatmill.train.untrained import check_trained
 
 
 @dataclass(frozen=True)
@@ -45,16 +56,14 @@ class Stage:
 
     start: int
     """Steps of the run before it."""
-    length: int
+    length: RunLength
     schedule: LRSchedule
     dataset_sha256: str
     post_training: bool
-    left_out: int = 0
-    """Episodes at its end that fill no batch, if it is one epoch."""
 
     @property
     def stop(self) -> int:
-        return self.start + self.length
+        return self.start + self.length.steps
 
     def lr(self, step: int) -> float:
         """The learning rate of a step of the run; the first is 0."""
@@ -98,6 +107,7 @@ class TrainState:
     step: int = 0
     """Finished steps."""
     totals: Totals = field(default_factory=Totals)
+    best: BestEval = field(default_factory=BestEval)
     saved: Path | None = None
     """The last checkpoint."""
     base: Mapping[str, str] | None = None
@@ -111,12 +121,24 @@ class TrainState:
     data_check: DataCheck | None = None
     """Checks the hashes of the data, if the config says so."""
 
+    @property
+    def epoch(self) -> float | None:
+        """Passes over the data so far; None for the order `random`."""
+        return self.loader.plan(self.loader.split).passes(self.loader.cursor())
+
+    @property
+    def stopped_early(self) -> str | None:
+        """Why early stopping ends the run here, if it does."""
+        is_early = self.step < self.stage.stop and self.best.stops(self.config)
+        return self.best.reason(self.config) if is_early else None
+
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint stores of the run. All ranks call this, if there is an audit log."""
         return {
             "step": self.step,
             "stage": self.stage.to_json(),
             "totals": asdict(self.totals),
+            "best": asdict(self.best),
             "config": self.config.to_json(),
             "loader": self.loader.state_dict(),
             "audit": None if self.audit is None else self.audit.checkpoint(),
@@ -131,7 +153,13 @@ class TrainState:
 
 @contextmanager
 def open_run(
-    config: TrainConfig, dataset_dir: Path, folder: Path, world: World, *, resume: str | None, model: CausalModel | None
+    config: TrainConfig,
+    dataset_dir: Place,
+    folder: Path,
+    world: World,
+    *,
+    resume: str | None,
+    model: CausalModel | None,
 ) -> Iterator[TrainState]:
     """Open data and model, both as the checkpoint left them if the run resumes.
 
@@ -140,7 +168,7 @@ def open_run(
     checkpoint = open_resumed(folder, resume, world, otherwise="another --model_name")
     if checkpoint is not None and "stage" not in checkpoint.state:
         raise UsageError(
-            f"{checkpoint.path}: was written by chatmill rollout train, which goes on with it; "
+            f"{checkpoint.path}: was written by chatmill rollout train, which can resume from it; "
             f"to train its model, give --init_from_model {checkpoint.path}"
         )
     loader, same_data = _open_data(config, dataset_dir, world, checkpoint)
@@ -148,23 +176,30 @@ def open_run(
     succeeded = False
     data_check = DataCheck(loader) if config.verify else None
     try:
+        # Before the model is loaded, which takes a while, too.
+        warning = world.together(lambda: loader.prefetch(_steps_ahead(config, loader)))
         if data_check is not None:
             world.together(data_check.check)
+        mix_notes = world.together(lambda: check_trained(loader))
+        world.together(lambda: check_evaluates(config, loader))
         base = world.together(lambda: _base(config, checkpoint) if world.is_first and model is None else None)
-        stepper = _open_model(config, loader, world, checkpoint, model)
+        stepper, notes = _open_model(config, loader, world, checkpoint, model)
         start = 0 if checkpoint is None else checkpoint.state["stage"]["start"] if same_data else checkpoint.step
-        length, left_out = world.together(lambda: _steps(config, loader))
-        schedule = LRSchedule.of(config, warmup=config.warmup_steps(length), total=length)
-        stage = Stage(start, length, schedule, loader.sha256, config.post_training, left_out)
+        length = world.together(lambda: run_length(config, loader))
+        schedule = LRSchedule.of(config, warmup=config.warmup_steps(length.steps), total=length.steps)
+        stage = Stage(start, length, schedule, loader.sha256, config.post_training)
         state = TrainState(config, world, loader, None, stepper, stage, base=base, data_check=data_check)
+        state.notes += [*notes, *([] if warning is None else [f"warning: {warning}"])]
         if checkpoint is not None:
             state.step, state.saved = checkpoint.step, checkpoint.path
             state.totals = Totals(**checkpoint.state["totals"])
+            if same_data and (best := checkpoint.state.get("best")) is not None:
+                state.best = BestEval(**best)
         state.non_answers = world.together(lambda: count_non_answers(loader) if world.is_first else None)
         # First: it is what most runs without use_loss_mask did not mean.
         state.notes += [] if state.non_answers is None else [str(state.non_answers)]
         state.notes += _notes(state, checkpoint, folder, same_data=same_data)
-        state.notes += cache_lengths(loader)
+        state.notes += [*mix_notes, *cache_lengths(loader)]
         if config.eval_interval:
             state.notes += val_notes(loader)
         state.audit = _open_audit(config, loader, world, checkpoint if same_data else None)
@@ -182,6 +217,11 @@ def open_run(
                 state.audit.close()
 
 
+def _steps_ahead(config: TrainConfig, loader: EpisodeLoader) -> int | None:
+    """Steps that are left of max_iters; None if the run takes at least an epoch, or its length is not known yet."""
+    return None if config.max_iters is None else max(0, config.max_iters - loader.cursor().step)
+
+
 def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, same_data: bool) -> Iterator[str]:
     """What the user should know when the run starts or resumes."""
     stage, loader = state.stage, state.loader
@@ -189,24 +229,27 @@ def _notes(state: TrainState, checkpoint: Checkpoint | None, folder: Path, *, sa
         if (folder / METRICS).exists():
             yield f"{folder} holds no checkpoint: the run begins again, and what it measured is taken back"
     else:
-        yield f"goes on from {checkpoint.path}"
+        yield f"resuming from {checkpoint.path}"
         if state.step >= stage.stop:
-            yield f"nothing is left to be done: it has {state.step:,} steps; {_further(state.config, stage)}"
+            yield f"the run is already finished: it has {state.step:,} steps; {stage.length.further(state.config)}"
+        elif state.best.stops(state.config):
+            yield (
+                f"the run is already finished: it stopped early, {state.best.reason(state.config)}; "
+                "raise early_stop_patience, or set it to null, to continue"
+            )
         if not same_data:
             yield (
                 f"{_change(checkpoint.state['stage'], stage)}: its order begins at the beginning, "
                 f"and the learning rate rises again over {stage.schedule.warmup:,} steps"
             )
-    if (left := stage.left_out) and not same_data:
+    yield from stage.length.notes
+    if not same_data:
         # Within a stage this was said before, and the order cannot change any more.
-        yield (
-            f"{left:,} of {loader.plan(loader.split).num_eligible:,} episodes fill no batch at the end of the pass "
-            "and are left out; set epoch_drop_last to false to train them too"
-        )
+        yield from stage.length.left_out_note(loader)
 
 
 def _open_data(
-    config: TrainConfig, dataset_dir: Path, world: World, checkpoint: Checkpoint | None
+    config: TrainConfig, dataset_dir: Place, world: World, checkpoint: Checkpoint | None
 ) -> tuple[EpisodeLoader, bool]:
     """The loader, at the checkpoint's position if the stage is the same; and whether it is."""
     pin = world.device.type == "cuda"
@@ -243,36 +286,53 @@ def _open_audit(
 
 def _open_model(
     config: TrainConfig, loader: EpisodeLoader, world: World, checkpoint: Checkpoint | None, given: CausalModel | None
-) -> Stepper:
-    """The model and its optimizer on all ranks, as the checkpoint left them."""
+) -> tuple[Stepper, list[str]]:
+    """The model and its optimizer on all ranks, with the state of the checkpoint, and notes for the user."""
     compute = compute_dtype(config.dtype, world.device)
     if checkpoint is not None and given is None:
         changes = config_changes(checkpoint, config.to_json(), model_keys())
         if changes:
-            raise UsageError(f"{checkpoint.path}: {'; '.join(changes)}; a run goes on with the model it began with")
+            raise UsageError(f"{checkpoint.path}: {'; '.join(changes)}; resume with the same model")
+    if checkpoint is not None:
+        check_optimizer(checkpoint.state, config, checkpoint.path)
+    if config.fp8:
+        world.together(lambda: check_float8(world.device, block_size=config.block_size))
     saved = None if checkpoint is None else checkpoint.state
     vocab_size = saved["vocab_size"] if saved else max(data_vocab_size(loader.sources), padding_of(loader) + 1)
-    model = given or world.together(lambda: make_model(config, vocab_size, compute=compute, device=world.device))
+    if given is None:
+        world.together(lambda: check_run_memory(config, vocab_size, world))
+    sharded = config.parallel == "fsdp" and dist.is_initialized()
+    if given is None and sharded:
+        opened = open_for_shards(config, vocab_size, compute=compute, world=world)
+    else:
+        make = lambda: make_model(config, vocab_size, compute=compute)  # noqa: E731
+        opened = OpenedModel(given or world.together(make))
+    model = opened.model
     tokenizer_sha256 = saved.get("tokenizer_sha256") if saved else tokenizer_of(config, loader)
     world.together(lambda: check_fit(config, loader, model, tokenizer_sha256=tokenizer_sha256))
     model.train()
-    if config.activation_checkpointing:
-        model.checkpoint_blocks()
+    if checkpointing := config.activation_checkpointing or config.activation_offload:
+        model.checkpoint_blocks(offload=config.activation_offload)
+    if config.fp8:
+        world.together(lambda: use_float8(model))
     if config.compile if config.compile is not None else world.device.type == "cuda":
-        model.compile_blocks()
-    module = world.distribute(model, sharded=config.parallel == "fsdp", compute=compute)
+        model.compile_blocks(recompute=not checkpointing)
+    module = world.distribute(model, sharded=sharded, compute=compute, values=opened.values)
     stepper = Stepper(model, module, world, config)
     if checkpoint is not None:
         world.together(lambda: checkpoints.restore(checkpoint, model, stepper.optimizer))
-    return stepper
+    return stepper, [] if opened.note is None else [opened.note]
 
 
 def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] | None:
     """The base model of adapters; `UsageError` if it differs from the one that the checkpoint was trained on."""
-    if config.lora is None:
+    if config.init_from_model is None:
         return None
-    folder = model_folder(config.init_from_model or "")
-    mine = {"folder": str(folder), "sha256": weights_hash(folder)}
+    folder = model_folder(config.init_from_model)
+    if config.lora is None:
+        # Adapters are trained further; loading them checks their base model.
+        return base_of(folder) if is_adapter(folder) else None
+    mine = {"folder": str(folder.resolve()), "sha256": weights_hash(folder)}
     theirs = None if checkpoint is None else checkpoint.state.get("base")
     if checkpoint is not None and theirs is not None and theirs["sha256"] != mine["sha256"]:
         raise UsageError(
@@ -281,31 +341,6 @@ def _base(config: TrainConfig, checkpoint: Checkpoint | None) -> dict[str, str] 
             "adapters go on with the model they began on"
         )
     return mine
-
-
-def _steps(config: TrainConfig, loader: EpisodeLoader) -> tuple[int, int]:
-    """Steps on this data, and the episodes left out at its end.
-
-    Steps are max_iters, or one epoch if that is not set; in post-training at most one epoch.
-    """
-    if config.max_iters is not None and not config.post_training:
-        return config.max_iters, 0
-    plan = loader.plan(loader.split)
-    epoch = one_pass(plan)
-    if epoch is None:
-        why, instead = "max_iters is null, which is one pass", "set max_iters"
-        if config.post_training:
-            mixed = loader.config.mix_sft is not None
-            why, instead = "post_training is one pass", "set batch_sampling_mode to epoch"
-            instead = "give one source of the mix as dataset_dir, and no mix_sft" if mixed else instead
-        raise UsageError(f"{why}, and the order {plan.order.name} has none; {instead}")
-    return epoch if config.max_iters is None or config.max_iters >= epoch[0] else (config.max_iters, 0)
-
-
-def _further(config: TrainConfig, stage: Stage) -> str:
-    if config.max_iters is None or config.max_iters > stage.length:
-        return "its one pass is done" if config.post_training else "its one pass is done, set max_iters for more"
-    return "raise max_iters, up to one pass" if config.post_training else "raise max_iters"
 
 
 def _change(old: Mapping[str, Any], new: Stage) -> str:

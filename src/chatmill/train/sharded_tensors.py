@@ -9,9 +9,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,10 +21,12 @@ from torch import Tensor
 from chatmill.errors import DataError, one_line
 from chatmill.plain_file import open_plain
 from chatmill.store.hashed import FileInfo, HashedFile
-from chatmill.train.model_files import TensorInfo, read_header
+from chatmill.train.model_files import INDEX, WEIGHTS, ModelFiles, TensorInfo, read_config, read_header
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+Rows: TypeAlias = Any
+"""A tensor, or a tensor of a safetensors file that is read when it is indexed: `rows[start:stop]` is a tensor."""
 PARTS = "pieces"
 """The key of a file's metadata that lists its partial tensors."""
 
@@ -45,11 +48,15 @@ class TensorEntry(NamedTuple):
     """Which rows of the tensor; None for the whole tensor."""
 
 
-def write_tensors(path: Path, entries: Sequence[TensorEntry], values: Iterator[Tensor]) -> FileInfo:
-    """Write a safetensors file of these entries, one tensor in memory at a time; not synced."""
-    header: dict[str, Any] = {
-        "__metadata__": {PARTS: json.dumps({entry.name: entry.rows for entry in entries if entry.rows})}
-    }
+def write_tensors(
+    path: Path, entries: Sequence[TensorEntry], values: Iterator[Tensor], *, metadata: Mapping[str, str] | None = None
+) -> FileInfo:
+    """Write a safetensors file of these entries, one tensor in memory at a time; not synced.
+
+    `metadata` is that of the file; by default it lists the partial tensors.
+    """
+    parts = {PARTS: json.dumps({entry.name: entry.rows for entry in entries if entry.rows})}
+    header: dict[str, Any] = {"__metadata__": parts if metadata is None else metadata}
     at = 0
     for entry in entries:
         size = entry.dtype.itemsize * math.prod(entry.shape)
@@ -59,12 +66,16 @@ def write_tensors(path: Path, entries: Sequence[TensorEntry], values: Iterator[T
     text += b" " * (-len(text) % 8)
     with HashedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for entry, value in zip(entries, values, strict=True):
-            if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
-                raise ValueError(f"{entry.name}: {tuple(value.shape)} {value.dtype}; the header says {entry}")
-            flat = value.detach().to("cpu").contiguous().reshape(-1)
-            file.write(memoryview(flat.view(torch.uint8).numpy()))
+        for entry in entries:
+            # No reference to a tensor is kept while the next one is computed.
+            file.write(_bytes(next(values), entry))
     return file.info()
+
+
+def _bytes(value: Tensor, entry: TensorEntry) -> memoryview:
+    if tuple(value.shape) != entry.shape or value.dtype != entry.dtype:
+        raise ValueError(f"{entry.name}: {tuple(value.shape)} {value.dtype}; the header says {entry}")
+    return memoryview(value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def file_info(path: Path) -> FileInfo:
@@ -95,7 +106,7 @@ class ShardedTensors:
             ) as error:
                 # RuntimeError is torch's if it cannot map the file, and Python's if JSON is nested too deeply.
                 reason = one_line(str(error), 300)
-                raise DataError(f"{path}: cannot be read ({reason}); go on from another checkpoint") from None
+                raise DataError(f"{path}: cannot be read ({reason}); resume from another checkpoint") from None
             for name in header:
                 self._parts.setdefault(name, []).append((rows[name], file.get_slice(name)))
         for name, parts in self._parts.items():
@@ -111,6 +122,10 @@ class ShardedTensors:
         rows, part = self._parts[name][0]
         shape = part.get_shape()
         return (rows.rows, *shape[1:]) if shape else ()
+
+    def dtype(self, name: str) -> torch.dtype:
+        _, part = self._parts[name][0]
+        return TORCH_DTYPES[part.get_dtype()]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Some rows of a tensor; a scalar is read as it is."""
@@ -140,3 +155,24 @@ def _rows(tensor: TensorInfo, stored: Any) -> TensorRows:
     if not all(type(number) is int for number in (start, rows)) or not 0 <= start <= start + tensor.shape[0] <= rows:
         raise ValueError(f"rows {stored} of a tensor")
     return TensorRows(start, rows)
+
+
+@contextmanager
+def open_weights(files: ModelFiles) -> Iterator[Callable[[str], Rows]]:
+    """A function that returns the rows of a tensor of a model folder, whose files are mapped into memory."""
+    folder = files.folder
+    listed = {} if (folder / WEIGHTS).exists() else read_config(folder / INDEX)["weight_map"]
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+
+        def rows(name: str) -> Rows:
+            file = listed.get(name, WEIGHTS)
+            try:
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
+                return opened[file].get_slice(name)
+            except (OSError, SafetensorError, RuntimeError) as error:
+                reason = one_line(str(error), 200)
+                raise DataError(f"{folder / file}: cannot be read ({reason}); save the model again") from None
+
+        yield rows

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from chatmill.load.loader import EpisodeLoader
-from chatmill.load.source import DataSource, episode_tokens, marked_tokens
+from chatmill.load.row_size import episode_tokens, marked_tokens
+from chatmill.load.source import DataSource
 from chatmill.store.primer_cache import PrimerCache
 
 

@@ -18,10 +18,15 @@ from torch import Tensor, nn
 
 from chatmill.errors import ChatmillError
 from chatmill.load.batch import IGNORE_INDEX, Batch, segments_from_end
-from chatmill.train.config import OptimizerConfig
 from chatmill.train.distributed import World, gradient_sync, is_sharded, whole
 from chatmill.train.loss import by_segment
+from chatmill.train.low_precision import LowPrecisionAdamW
 from chatmill.train.model import CausalModel, Inputs
+from chatmill.train.optimizers import make_optimizer
+from chatmill.train.run_config import OptimizerConfig
+
+ROUNDING = 1 << 31
+"""Takes the place of the rank in the random seed of stochastic rounding, which is the same on all ranks."""
 
 
 class NotFiniteError(ChatmillError):
@@ -64,23 +69,38 @@ class RowLoss(NamedTuple):
     weight: float
 
 
+RowSums = list[tuple[Tensor, Tensor, Tensor]]
+"""For each micro-batch: episode ids, Σ weight · loss and Σ weight of each conversation."""
+
+
 class StepResult(NamedTuple):
     """Loss and gradient norm of a step."""
 
     loss: float
     """The weighted mean over the trained tokens of the global batch; 0 if there are none."""
     grad_norm: float
-    rows: list[RowLoss] | None
-    """Of this rank's rows, if requested."""
+    sums: RowSums | None
+    """The losses of this rank's conversations, if requested."""
+
+    def rows(self) -> list[RowLoss]:
+        """The loss of each conversation of this rank that has a trained token."""
+        losses = []
+        for ids, totals, weights in self.sums or ():
+            trained = (ids >= 0) & (weights > 0)
+            segments = torch.from_numpy(segments_from_end(ids.numpy()).copy())
+            columns = ids[trained], segments[trained], totals[trained] / weights[trained], weights[trained]
+            losses += [RowLoss(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+        return losses
 
     def check_finite(self, step: int, saved: Path | None, advice: Callable[[], str]) -> None:
-        """Raise `NotFiniteError` with an advice if the loss or the gradient norm is NaN or infinite."""
+        """Raise `NotFiniteError` with advice if the loss or the gradient norm is NaN or infinite."""
         if math.isfinite(self.loss) and math.isfinite(self.grad_norm):
             return
-        norm = f"the length of the gradient is {self.grad_norm}"
+        norm = f"the gradient norm is {self.grad_norm}"
+        restart = f"resume from {saved}" if saved else "start again from the beginning: no checkpoint was written"
         raise NotFiniteError(
             f"step {step}: {norm if math.isfinite(self.loss) else f'the loss is {self.loss}'}; {advice()}, "
-            f"and go on from {saved or 'the beginning, no checkpoint was written'}"
+            f"and {restart}"
         )
 
 
@@ -123,10 +143,6 @@ def unknown_id(batch: Batch, vocab_size: int) -> str | None:
     return f"{place} has the token id {token}; the model knows {vocab_size:,}"
 
 
-RowSums = list[tuple[Tensor, Tensor, Tensor]]
-"""For each micro-batch: episode ids, Σ weight · loss and Σ weight of each conversation."""
-
-
 class Pending:
     """The result of a step while it is copied from the device."""
 
@@ -143,15 +159,7 @@ class Pending:
         if self._done is not None:
             self._done.synchronize()
         loss, norm = self._numbers.tolist()
-        if self._rows is None:
-            return StepResult(loss, norm, None)
-        losses = []
-        for ids, totals, weights in self._rows:
-            trained = (ids >= 0) & (weights > 0)
-            segments = torch.from_numpy(segments_from_end(ids.numpy()).copy())
-            columns = ids[trained], segments[trained], totals[trained] / weights[trained], weights[trained]
-            losses += [RowLoss(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
-        return StepResult(loss, norm, losses)
+        return StepResult(loss, norm, self._rows)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -166,19 +174,27 @@ class Stepper:
         self.model, self.module, self.world = model, module, world
         self.optimizer = make_optimizer(model, settings)
         self._grad_clip = settings.grad_clip
+        self._rounds = isinstance(self.optimizer, LowPrecisionAdamW)
         self.is_whole = not any(is_sharded(parameter) for parameter in model.parameters())
         """Whether this rank holds the whole model."""
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def step(self, parts: Sequence[MicroBatch], *, weight: float, lr: float, rows: bool = False) -> Pending:
-        """Take one optimizer step; `weight` is that of the global batch."""
+    def step(
+        self, parts: Sequence[MicroBatch], *, weight: float, lr: float, key: Sequence[int] = (0,), rows: bool = False
+    ) -> Pending:
+        """Take one optimizer step; `weight` is the total weight of the global batch.
+
+        `key` seeds stochastic rounding: the run's seed and the step, the same on all ranks.
+        """
         losses, by_row = self.gradients(parts, weight=weight, rows=rows)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = total_norm(gradients)
         if self._grad_clip:
-            norm = nn.utils.clip_grad_norm_(self._parameters, self._grad_clip)
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self._rounds:
+            seed_step(*key, ROUNDING)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return Pending(self.world.device, torch.stack([losses, whole(norm).float()]), by_row)
@@ -211,17 +227,12 @@ def seed_step(*key: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
-def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay for matrices, none for vectors."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    # AdamW refuses an int, and a config may hold 0 for 0.0.
-    lr, eps, *betas = map(float, (settings.learning_rate, settings.adam_eps, settings.beta1, settings.beta2))
-    used = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(used, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The global gradient norm in float32; in bfloat16 it would have only three digits."""
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from fault_injection.trial import Tally, Trial
 
 FIRST: list[Callable[[], None]] = []
 """What ranks that are left alone do first: a planted fault, which holds in them only if they plant it."""
+LOST = re.compile(r"chatmill: rank \d on \S+ is lost")
 LATER = 0.05
 """Seconds, at most, from a step to the kill."""
 PROGRESS_SECONDS = 600
@@ -32,9 +35,21 @@ PROGRESS_SECONDS = 600
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def torchrun(folder: Path, restarts: int, *args: object) -> tuple[int, str]:
-    """Two ranks under torchrun; its exit code, -1 if it makes no progress, and the last error that it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def two_machines(folder: Path, args: tuple[Any, ...]) -> tuple[int, str, int]:
+    """One rank under each of two torchrun processes, as on two nodes; the result of `torchrun`."""
+    port = free_port()
+    meets = [("--nnodes", "2", "--node-rank", str(node), "--master-port", port) for node in range(2)]
+    with ThreadPoolExecutor() as threads:
+        ends = [threads.submit(torchrun, folder, 0, *args, meets=(*meet, "--nproc-per-node", "1")) for meet in meets]
+        codes, errors, lines = zip(*(end.result() for end in ends), strict=True)
+    return (1 if all(codes) else 0), " and ".join(errors), sum(lines)
+
+
+def torchrun(
+    folder: Path, restarts: int, *args: object, meets: Sequence[str] = ("--standalone", "--nproc-per-node", "2")
+) -> tuple[int, str, int]:
+    """Two ranks under torchrun: its exit code, -1 without progress; its last error; how many lines name a lost rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", *meets]
     command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
     command += [str(TESTS / "fault_injection" / "rank.py"), *map(str, args)]
     with tempfile.TemporaryFile("w+") as errors:
@@ -52,10 +67,12 @@ def torchrun(folder: Path, restarts: int, *args: object) -> tuple[int, str]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         if process.wait() == -signal.SIGKILL:
-            return -1, f"no file of the run changed for {PROGRESS_SECONDS} seconds"
+            return -1, f"no file of the run changed for {PROGRESS_SECONDS} seconds", 0
         errors.seek(0)
-        lines = [line.rstrip() for line in errors if "Error" in line]
-    return process.returncode, lines[-2] if len(lines) > 1 else "".join(lines)
+        printed = errors.read().splitlines()
+    lines = [line for line in printed if "Error" in line]
+    about_ranks = sum(bool(LOST.match(line)) for line in printed)
+    return process.returncode, lines[-2] if len(lines) > 1 else "".join(lines), about_ranks
 
 
 def files_in(folder: Path) -> list[tuple[str, int, int]]:
@@ -68,6 +85,12 @@ def files_in(folder: Path) -> list[tuple[str, int, int]]:
     return sorted(listed)
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def one_rank(first: Sequence[Callable[[], None]], args: tuple[Any, ...]) -> None:
     from fault_injection.rank import run_as_command
 
@@ -78,9 +101,7 @@ def one_rank(first: Sequence[Callable[[], None]], args: tuple[Any, ...]) -> None
 
 def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
     """Two ranks that nobody watches over, one of which is killed; what is wrong with how the other ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     children, outputs = [], [folder / f"{name}-{rank}" for rank in range(2)]
     for rank, output in enumerate(outputs):
         output.mkdir()
@@ -95,7 +116,7 @@ def left_alone(folder: Path, name: str, args: tuple[Any, ...]) -> str:
     survivor.kill()
     errors = (outputs[1 - victim] / "err").read_text()
     lines = [line for line in errors.splitlines() if line.startswith("chatmill: ")]
-    if ended == 1 and len(lines) == 1 and "another rank is lost" in lines[0] and "Traceback" not in errors:
+    if ended == 1 and len(lines) == 1 and LOST.match(lines[0]) and "Traceback" not in errors:
         return ""
     return f"the other rank ended with {ended}, and said {errors[-300:]!r}"
 
@@ -120,21 +141,26 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
         name, at, victim = f"run-{number}", rng.randrange(1, STEPS["max_iters"] - 1), rng.randrange(2)
         args = (data, str(folder), name, at, victim, rng.uniform(0, LATER))
         # The other rank must end by itself; torchrun starts both again; or torchrun ends, and is itself started again.
-        how = ("left alone", "restarted", "ended by torchrun")[number % 3]
+        # On another node, torchrun does not know of the loss, and the other rank must end by itself.
+        how = ("left alone", "restarted", "ended by torchrun", "on two machines")[number % 4]
         where = f"rank {victim} killed after step {at}, {how}"
         if how == "left alone":
             fault = left_alone(folder, name, args)
+        elif how == "on two machines":
+            code, error, lines = two_machines(folder, args)
+            fault = "" if code and lines == 1 else f"exit {code}, {lines} lines about a lost rank, {error}"
         else:
             restarts = int(how == "restarted")
-            code, error = torchrun(folder, restarts, *args)
-            fault = f"exit {code}, {error}" if bool(code) == bool(restarts) else ""
+            code, error, lines = torchrun(folder, restarts, *args)
+            is_right = bool(code) != bool(restarts) and lines == 1
+            fault = "" if is_right else f"exit {code}, {lines} lines about a lost rank, {error}"
         if fault or not (folder / f"{name}.killed").exists():
             tally.loses(f"{where}: {fault or 'was not killed'}")
             continue
-        if how == "left alone":
+        if how in ("left alone", "on two machines"):
             ranks(2, lambda _, name=name: run(data, str(folder), name))
         elif how == "ended by torchrun":
-            code, error = torchrun(folder, 0, *args)
+            code, error, _ = torchrun(folder, 0, *args)
             if code:
                 tally.loses(f"{where}: does not go on: exit {code}, {error}")
                 continue
@@ -150,6 +176,6 @@ TRIAL = Trial(
     "started again, by torchrun or by the next command, weights, moments and losses equal those of an undisturbed run "
     "to the bit",
     work,
-    full=9,
+    full=12,
     short=1,
 )

@@ -22,6 +22,8 @@ from fault_injection.trial import Tally, Trial
 
 CLIENT_SECONDS = 0.5
 """How long this viewer waits for its clients."""
+FLOOD_SECONDS = 600.0
+"""How long the viewer waits for clients that are too many: only their number may end their connections."""
 MAX_CONNECTIONS = 96
 ACCEPTED_AT_ONCE = 32
 AT_ONCE = 24
@@ -66,9 +68,9 @@ class Served:
 
 
 @contextmanager
-def viewer(folder: Path) -> Iterator[tuple[int, int, Path]]:
+def viewer(folder: Path, client_seconds: float = CLIENT_SECONDS) -> Iterator[tuple[int, int, Path]]:
     """A viewer in a process of its own: its port, its process, and what it writes to standard error."""
-    errors, reading = folder / "stderr", os.pipe()
+    errors, reading = folder / f"stderr-{client_seconds}", os.pipe()
 
     def serve() -> None:
         from chatmill.cli.guard import guarded
@@ -79,7 +81,7 @@ def viewer(folder: Path) -> Iterator[tuple[int, int, Path]]:
         # The runner's process ignores or handles signals in its own way.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY, 0o600), 2)
-        connections.CLIENT_SECONDS, connections.MAX_CONNECTIONS = CLIENT_SECONDS, MAX_CONNECTIONS
+        connections.CLIENT_SECONDS, connections.MAX_CONNECTIONS = client_seconds, MAX_CONNECTIONS
         server.INDEX_DELAY = 0.0
         shown = Viewer(open_view(folder / "data"), cache=folder / "index", record_folders=[folder])
         guarded(lambda: server.serve(shown, port=0, ready=lambda url: os.write(reading[1], f"{url}\n".encode())))
@@ -200,6 +202,7 @@ async def kept_open(served: Served, begun: list[socket.socket], tally: Tally) ->
 
 async def flood(served: Served, tally: Tally) -> None:
     """Many more connections than the viewer holds: a good request is answered, and it keeps no more of them."""
+    await begin_to_serve(served)
     begun = []
     for _ in range(4):
         begun += [await half_open(served.port, b"GET / HT") for _ in range(MAX_CONNECTIONS)]
@@ -223,12 +226,17 @@ def threads(pid: int) -> int:
     return len([*Path(f"/proc/{pid}/task").iterdir()])
 
 
-async def soak(served: Served, size: int, rng: random.Random, tally: Tally) -> None:
-    pid = served.pid
+async def begin_to_serve(served: Served) -> None:
+    """Wait until it has nothing to do, and note what it answers."""
     while any(each["searched"] < each["episodes"] for each in json.loads(await body(served, "/api/progress")).values()):
         await asyncio.sleep(0.01)
-    served.descriptors = descriptors(pid)
+    served.descriptors = descriptors(served.pid)
     served.answers = {path: await body(served, path) for path in GOOD}
+
+
+async def soak(served: Served, size: int, rng: random.Random, tally: Tally) -> None:
+    await begin_to_serve(served)
+    pid = served.pid
     known = hostile_requests()
     requests = rng.sample(known, size) if size < len(known) else known
     requests += [mutated(get(rng.choice(GOOD)), rng) for _ in range(max(size // 4, size - len(known)))]
@@ -236,7 +244,6 @@ async def soak(served: Served, size: int, rng: random.Random, tally: Tally) -> N
     # What is made once, threads and caches, is made by the first wave.
     first, step = AT_ONCE * 2, AT_ONCE * 20
     await wave(served, requests[:first], rng, tally)
-    await flood(served, tally)
     used = memory(pid)
     for start in range(first, len(requests), step):
         await wave(served, requests[start : start + step], rng, tally)
@@ -266,7 +273,9 @@ def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
     assert apart(lambda: make(folder)).value
     with viewer(folder) as (port, pid, errors):
         asyncio.run(soak(Served(port, pid), size, random.Random(seed), tally))
-    if written := errors.read_text(errors="replace"):
+    with viewer(folder, FLOOD_SECONDS) as (port, pid, more_errors):
+        asyncio.run(flood(Served(port, pid), tally))
+    if written := errors.read_text(errors="replace") + more_errors.read_text(errors="replace"):
         tally.loses(f"the viewer wrote to standard error: {written[-300:]}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
     load_torch()
     data = prepare(folder, "sums", "--val-split", "0.2", seed=seed)
     steps: dict[str, Any] = {"max_iters": 6, "save_interval": 2, "keep_checkpoints": 2}
+    steps |= {"eval_interval": 1, "eval_samples": 0, "keep_best": True}
 
     def run(name: str) -> None:
         trained(data, folder, name=name, resume="auto", audit_dir=str(folder / f"logs-{name}"), **steps)
@@ -109,6 +111,9 @@ def runs(size: int, seed: int, folder: Path, tally: Tally) -> None:
         where = f"a run killed at operation {at} of {operations}"
         if not (ended := apart(killed)).killed:
             tally.loses(f"{where}: was not killed; {ended}")
+            continue
+        if os.path.lexists(best := folder / name / "best") and not (best / "checkpoint.json").is_file():
+            tally.is_wrong(f"{where}: best names no checkpoint")
             continue
         if (again := apart(lambda name=name: run(name))) and (again.refused or again.broke):
             tally.loses(f"{where}: does not go on: {again.refused or again.broke}")

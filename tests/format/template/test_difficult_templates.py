@@ -167,6 +167,16 @@ def test_the_mask_of_a_difficult_template_is_exact(tmp_path, name):
         assert marked(format, record) == expected
 
 
+@pytest.mark.parametrize("written", ["{}", '{"eos_token_id": null}'])
+def test_a_generation_config_without_an_end_token_is_accepted(tmp_path, written):
+    # transformers writes such a file for a model whose config has no end token.
+    name = next(name for name in GOLDEN if name not in STOPS)
+    source, record, expected = GOLDEN[name]
+    opened(tmp_path, source, name)
+    (tmp_path / "own" / "generation_config.json").write_text(written)
+    assert marked(open_template(str(tmp_path / "own")), record) == expected
+
+
 def test_an_answer_that_comes_first_begins_behind_the_header_of_others(tmp_path):
     # There is no prompt for it: the template fails without messages.
     source = PLAIN.replace("{%- for", "{{- messages[0].role[:0] -}}{%- for", 1)

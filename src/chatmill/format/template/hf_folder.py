@@ -11,7 +11,7 @@ import msgspec
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.format.template.template_input import SPECIAL_NAMES
-from chatmill.plain_file import local_path
+from chatmill.remote.named_files import TOKENIZER_LIMIT, given_name, local_file
 
 TOOL_USE = "tool_use"
 """The name of a folder's template for conversations with tools."""
@@ -42,7 +42,7 @@ class HFFolder:
 
 def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
     """Everything but the vocabulary; `chat_template` is a file to use instead of the folder's template."""
-    path = local_path(tokenizer)
+    path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     is_folder = tokenizer != "bytes" and path.is_dir()
     files = [_json(path / name) for name in ("special_tokens_map.json", "tokenizer_config.json")] if is_folder else []
     config: dict[str, Any] = {key: value for file in files for key, value in file.items()}
@@ -50,7 +50,7 @@ def read_folder(tokenizer: str, chat_template: str | None) -> HFFolder:
     templates = _templates(path, config) if is_folder else {}
     tokenizer_json = path / "tokenizer.json" if is_folder else path
     if chat_template is not None:
-        file = local_path(chat_template)
+        file = local_file(chat_template)
         templates = {"default": TemplateSource(_shown(file), _text(file))}
     if "default" not in templates:
         where = _shown(path)
@@ -80,7 +80,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 def has_template(tokenizer: str) -> bool:
     """Whether this is a folder with a chat template, even if none of its templates is the default."""
-    path = Path(tokenizer)
+    path = local_file(tokenizer, limit=TOKENIZER_LIMIT)
     return tokenizer != "bytes" and path.is_dir() and bool(_templates(path, _json(path / "tokenizer_config.json")))
 
 
@@ -113,10 +113,10 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, TemplateSou
 
 
 def _stops(path: Path) -> tuple[int, ...] | None:
-    """`eos_token_id`: one id, or a list of ids."""
-    if not path.is_file():
+    """`eos_token_id`: one id, or a list of ids; None if the file has none."""
+    given = _json(path).get("eos_token_id") if path.is_file() else None
+    if given is None:
         return None
-    given = _json(path).get("eos_token_id")
     ids = [given] if isinstance(given, int) else given
     if not isinstance(ids, list) or not all(type(id) is int for id in ids):
         raise DataError(f"{_shown(path)}: eos_token_id is {one_line(repr(given))}; expected an id or a list of ids")
@@ -185,4 +185,4 @@ def _text(path: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    return one_line(str(path), 300)
+    return one_line(given_name(path), 300)

@@ -154,7 +154,7 @@ class ShapeParser:
         try:
             if len(data) > self.limit:
                 what = f"the record is longer than {self.limit} bytes"
-                raise RecordError(what, "expected at most that, or a higher limit", kind="too_long")
+                raise RecordError(what, "split the conversation, or remove it", kind="too_long")
             return [parsed_record(parsed, self.source, self.file, line) for parsed in self.read(data)]
         except RecursionError:
             fault = RecordError("the record is nested too deeply", "expected fewer levels", kind="nesting")

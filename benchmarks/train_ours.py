@@ -1,0 +1,87 @@
+"""chatmill's side of benchmarks/train.py: trains with `train_model`, like a user's run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from train_data import Trial
+from train_models import own_gpt, qwen3, trained_precision
+
+from chatmill.train.config import LoraSizes
+from chatmill.train.loop import train_model
+from chatmill.train.model import CausalModel
+from chatmill.train.result import StepRecord
+
+
+def run(trial: Trial, folder: Path, measured_from: Any) -> dict[str, Any]:
+    """Train and return the figures of the timed steps; calls `measured_from` once the model is created."""
+    line = trial.line
+    config = trial.config(**settings(trial))
+    model = make_model(trial)
+    if (made := trained_precision(model)) != line.precision.weights:
+        raise RuntimeError(f"the trained weights are {made}; the line says {line.precision.weights}")
+    measured_from()
+    steps: list[StepRecord] = []
+    train_model(
+        config,
+        model_name=line.name,
+        dataset_dir=trial.data,
+        out_dir=folder,
+        model=model,
+        watch=steps.append,
+        quiet=True,
+    )
+    timed = steps[trial.warmup :]
+    seconds = sum(step.seconds for step in timed)
+    return {
+        "seconds": seconds,
+        "steps": len(timed),
+        "tokens": sum(step.tokens for step in timed),
+        "trained": sum(step.trained for step in timed),
+        "wait": sum(step.data_wait for step in timed) / seconds,
+        "losses": [step.loss for step in steps],
+    }
+
+
+def settings(trial: Trial) -> dict[str, Any]:
+    """Config keys of the run; optimizer and precision only where the line sets them."""
+    line = trial.line
+    named: dict[str, Any] = {
+        "optimizer": line.optimizer if line.optimizer != "adamw" else None,
+        "fp8": line.fp8 or None,
+        "activation_checkpointing": line.checkpointing or None,
+        "activation_offload": line.offload or None,
+    }
+    return {
+        **trial.shape,
+        "max_positions": trial.block_size,
+        "max_iters": trial.warmup + trial.steps,
+        # A long warm-up, because training on random tokens could diverge.
+        "warmup_iters": 100,
+        "eval_interval": 0,
+        "save_interval": 0,
+        "audit_dir": None,
+        "device": trial.device,
+        **{name: value for name, value in named.items() if value is not None},
+    }
+
+
+def make_model(trial: Trial) -> CausalModel:
+    """The model on its device; the base model of adapters in its stored precision."""
+    line, device = trial.line, trial.device
+    weights = line.precision.base or line.precision.weights
+    if line.own:
+        return own_gpt(trial.shape, weights=weights, block_size=trial.block_size, device=device)
+    from chatmill.train.hf import HFModel
+
+    compute = torch.bfloat16 if device == "cuda" else None
+    lm = qwen3(trial.shape, weights=weights, block_size=trial.block_size, device=device)
+    if weights == "nf4":
+        from chatmill.train.quantized import use_nf4
+
+        use_nf4(lm)
+    # HFModel tests whether packed conversations are separated; skip that for random weights.
+    model = HFModel(lm, compute=compute, separates=True)
+    return model.with_lora(LoraSizes(r=16), Path()) if line.precision.base else model

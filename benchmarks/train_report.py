@@ -1,0 +1,102 @@
+"""Report of benchmarks/train.py: a table of all lines, and which promises hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train_lines import TRAIN_LINES, TrainLine
+
+Found = dict[str, Any]
+"""Result of one line: figures, or an `error`."""
+
+TOKENS, SHARE, WAIT = 135_000, 0.45, 0.01
+LORA_GIB, FULL_GIB, QLORA_GIB, OFFLOAD_GIB = 34.0, 36.0, 24.0, 16.0
+SPEED = 0.9
+"""Least speed relative to float32 master weights, in less memory."""
+
+
+def read_results(files: list[Path]) -> dict[str, Found]:
+    """The last result of each line, in the order of declaration."""
+    found: dict[str, Found] = {}
+    for file in files:
+        if file.exists():
+            records = [json.loads(text) for text in file.read_text("utf-8").splitlines() if text.strip()]
+            found |= {record["line"]: record for record in records}
+    return {name: found[name] for name in TRAIN_LINES if name in found}
+
+
+def report(found: dict[str, Found]) -> int:
+    """Print all lines and promises; 1 if one fails."""
+    if any("error" not in one for one in found.values()):
+        print(measured_on(found))
+    heads = f"{'tok/s':>9}{'GiB':>7}{'resvd':>7}{'ms':>8}{'wait':>8}{'best':>6}"
+    print(f"{'':<31}{'weights/grads/state/compute':<28}{heads}")
+    for name, one in found.items():
+        print(f"{name:<31}{TRAIN_LINES[name].precision!s:<28}{one.get('error') or columns(one)}")
+    held = dict(promises(found))
+    for promise, holds in held.items():
+        print(f"{'kept  ' if holds else 'MISSED'}  {promise}")
+    return 0 if all(held.values()) else 1
+
+
+def columns(one: Found) -> str:
+    wait = "" if one["wait"] is None else f"{100 * one['wait']:.2f} %"
+    best = f"{one['best_tflops']:.0f}" if one.get("best_tflops") else ""
+    figures = f"{one['tokens_per_s']:>9,.0f}{one['gib']:>7.1f}{one['reserved_gib']:>7.1f}{one['step_ms']:>8.1f}"
+    return f"{figures}{wait:>8}{best:>6}"
+
+
+def measured(one: Found) -> str:
+    """Figures of a line in one sentence."""
+    return (
+        f"{one['tokens_per_s']:,.0f} tok/s, {one['gib']:.1f} GiB ({one['reserved_gib']:.1f} reserved), "
+        f"{one['step_ms']:.0f} ms a step, loss {one['first_loss']:.2f} to {one['last_loss']:.2f}, "
+        f"{one['total_s']:.0f} s in all, cache {one['cache']}"
+    )
+
+
+def measured_on(found: dict[str, Found]) -> str:
+    """The GPU and library versions of the results."""
+    devices = {one["device"]: None for one in found.values() if "device" in one}
+    versions: dict[str, dict[str, None]] = {}
+    for one in found.values():
+        for name, number in one.get("versions", {}).items():
+            versions.setdefault(name, {})[number] = None
+    named = [f"{name} {' and '.join(numbers)}" for name, numbers in versions.items()]
+    return ", ".join([" and ".join(devices), *named])
+
+
+def promises(found: dict[str, Found]) -> Iterator[tuple[str, bool]]:
+    """Promises for lines that were measured on a GPU, and whether each holds."""
+    good = {name: one for name, one in found.items() if "error" not in one and one.get("best_tflops")}
+    if one := good.get("0.6b-own-adamw"):
+        yield f"0.6 B, float32 masters: at least {TOKENS:,} real tokens/s", one["tokens_per_s"] >= TOKENS
+        yield f"0.6 B: less than {WAIT:.0%} of the time spent waiting for data", one["wait"] < WAIT
+    if one := good.get("150m-own-adamw"):
+        yield f"150 M: at least {SHARE:.0%} of the fastest product", one["tflops"] >= SHARE * one["best_tflops"]
+    for name, most in (("8b-hf-lora", LORA_GIB), ("8b-hf-qlora", QLORA_GIB), ("8b-hf-qlora-offload", OFFLOAD_GIB)):
+        if one := good.get(name):
+            yield f"{name}: at most {most:.0f} GiB", one["gib"] <= most
+    masters = good.get("4b-own-adamw")
+    small = [one for name, one in good.items() if name in ("4b-own-adamw_bf16", "4b-own-adamw8bit")]
+    if masters and small:
+        least = SPEED * masters["tokens_per_s"]
+        held = any(one["gib"] <= FULL_GIB and one["tokens_per_s"] >= least for one in small)
+        yield f"4 B full: at most {FULL_GIB:.0f} GiB at {SPEED} of the speed with float32 masters", held
+    for line, peer in pairs(good):
+        ours, theirs = good[line.name], good[peer.name]
+        yield f"{line.name}: no slower than {peer.name}", ours["tokens_per_s"] >= theirs["tokens_per_s"]
+        yield f"{line.name}: no more memory than {peer.name}", ours["gib"] <= theirs["gib"]
+
+
+def pairs(found: dict[str, Found]) -> Iterator[tuple[TrainLine, TrainLine]]:
+    """Pairs of chatmill and peer lines with the same model and precision."""
+    lines = [TRAIN_LINES[name] for name in found]
+    for line in lines:
+        for peer in lines:
+            same = (line.model, line.precision) == (peer.model, peer.precision)
+            if same and line.side == "chatmill" and peer.side == "peer" and not line.offload:
+                yield line, peer

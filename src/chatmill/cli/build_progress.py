@@ -1,0 +1,130 @@
+"""Progress of a build on standard error: bars in a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from chatmill.cli.options import progress_on_stderr
+from chatmill.errors import one_line
+from chatmill.prepare.progress import BuildProgress
+
+LOG_SECONDS = 10.0
+"""A log file gets a line at most this often, besides the last line of each source."""
+
+
+@dataclass
+class _Line:
+    """One step, or one source of it: since when it runs, and its bar, or when its last line was written."""
+
+    step: str
+    name: str
+    began: float
+    task: TaskID | None = None
+    written: float | None = None
+
+
+class BuildProgressDisplay:
+    """Shows the progress of a build: a line for each source, with its rate and the time left.
+
+    In a terminal each line is a bar. Where standard error is anything else, a plain line is written at most every ten
+    seconds, and when a source is done; a build of one source that takes less writes nothing.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bar = _bar()
+        self._clock = clock
+        self._began = clock()
+        self._current: _Line | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been shown yet."""
+        return self._current is None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, now: BuildProgress) -> None:
+        """Show the next progress of the build."""
+        name, clock = now.source or now.step, self._clock()
+        if self.is_empty:
+            # Not before: it has a thread, and workers are forked where there is none.
+            self._bar.start()
+        if self._current is None or (self._current.step, self._current.name) != (now.step, name):
+            # Units are reported in order, so that a source begins where the one before it ends.
+            self._current = _Line(now.step, name, self._began)
+        line, elapsed = self._current, clock - self._current.began
+        if now.done >= now.total:
+            self._began = clock
+        if self._bar.disable:
+            is_due = clock - (line.began if line.written is None else line.written) >= LOG_SECONDS
+            is_end = now.done >= now.total and (bool(now.source) or line.written is not None)
+            if is_due or is_end:
+                line.written = clock
+                sys.stderr.write(f"{one_line(name)}: {log_line(now, elapsed)}\n")
+                sys.stderr.flush()
+            return
+        if line.task is None:
+            line.task = self._bar.add_task(one_line(name), counts="", left="")
+        left = seconds_left(now, elapsed)
+        self._bar.update(
+            line.task,
+            completed=now.done,
+            total=now.total,
+            counts=counts(now, elapsed),
+            left="" if left is None else f"{duration(left)} left",
+        )
+
+
+def log_line(now: BuildProgress, elapsed: float) -> str:
+    """The progress of a source as plain text."""
+    if now.done >= now.total:
+        return f"done, {counts(now, elapsed)} in {duration(elapsed)}"
+    left = seconds_left(now, elapsed)
+    return f"{100 * now.done // now.total}%, {counts(now, elapsed)}" + (
+        "" if left is None else f", {duration(left)} left"
+    )
+
+
+def counts(now: BuildProgress, elapsed: float) -> str:
+    """Rows, tokens, and the tokens that this build itself makes in a second.
+
+    Of less than a second there is no rate: workers may have rendered a source while the one before it was shown.
+    """
+    rows = f"{now.rows:,} rows, {now.tokens:,} tokens"
+    own = now.tokens * (now.done - now.resumed) / now.done if now.done else 0.0
+    return rows if elapsed < 1 else f"{rows}, {own / elapsed / 1e6:.1f} Mtok/s"
+
+
+def seconds_left(now: BuildProgress, elapsed: float) -> float | None:
+    """How long the rest takes at the rate so far, without what was resumed; None if nothing tells."""
+    own = now.done - now.resumed
+    return elapsed * (now.total - now.done) / own if own > 0 else None
+
+
+def duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _bar() -> Progress:
+    return progress_on_stderr(
+        TextColumn("{task.description:<7}", markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TextColumn("{task.fields[counts]}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )

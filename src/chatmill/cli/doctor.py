@@ -1,0 +1,41 @@
+"""`chatmill doctor`: check the nodes of a run before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chatmill.cli.options import AsJson
+
+
+def doctor(
+    shared: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--shared",
+            metavar="DIR",
+            help="A folder that all ranks should share; may be repeated. Default: the current folder and checkpoints.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Time limit of each check.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Check the nodes of a run before it starts, and print one table.
+
+    Checks versions, GPUs, memory, disk, system limits and network settings. With several ranks it also checks that
+    their versions are equal, that they share folders, that their clocks agree, and that an all-reduce works with gloo
+    and NCCL. Start it with the launcher of the run. The exit code is 1 if a check fails. Where only numpy, torch and
+    safetensors are installed, use `python -m chatmill.train.doctor`, the same command.
+
+    \b
+    Examples:
+      chatmill doctor --shared /data/runs
+      torchrun --nproc-per-node 8 -m chatmill.train.doctor --shared /data/runs --json
+    """
+    from chatmill.train.doctor import print_diagnosis
+
+    if code := print_diagnosis(shared or (), seconds=timeout, as_json=as_json):
+        raise typer.Exit(code)

@@ -1,0 +1,118 @@
+"""`chatmill recipe check`: what the sources of a recipe give, before it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from chatmill.cli.check import message_lines, shape_lines
+from chatmill.cli.options import AsJson, argument, echo_json, echo_line, share
+from chatmill.cli.record_options import AllowCode
+from chatmill.errors import one_line
+from chatmill.prepare.recipe import load_recipe
+from chatmill.prepare.recipe_check import EXAMPLES, RECORDS, RemovedExample, SourceSample, check_recipe
+from chatmill.records.files import label
+from chatmill.remote.urls import place
+
+
+def check_command(
+    recipe: Annotated[str, argument("RECIPE", "A recipe: .toml, .yaml or .yml, here or at a URL.")],
+    records: Annotated[
+        int, typer.Option("--records", "-n", min=1, help="Records that are read of each source.")
+    ] = RECORDS,
+    allow_code: AllowCode = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read the first records of each source of a recipe, and print what it gives and what would be removed.
+
+    They are rendered, filtered and deduplicated as in a build, among themselves. No dataset is written.
+
+    \b
+    Examples:
+      chatmill recipe check recipe.yaml
+      chatmill recipe check s3://team/recipe.toml --records 100 --json
+    """
+    job = load_recipe(recipe)
+    samples = check_recipe(job, records=records, allow_code=tuple(allow_code or ()))
+    if as_json:
+        echo_json({"recipe": str(place(recipe)), "sources": [_json(sample) for sample in samples]})
+        return
+    for sample in samples:
+        for line in _lines(sample, stops=job.on_error == "stop"):
+            echo_line(line)
+
+
+def _lines(sample: SourceSample, *, stops: bool) -> Iterator[str]:
+    files, size = len(sample.files), sum(size for _, size in sample.files)
+    yield f"{sample.name}: {files:,} {'file' if files == 1 else 'files'}, {size:,} bytes"
+    yield from (f"  {line}" for line in shape_lines([part for part, _ in sample.files]))
+    read = "all of it" if sample.read_whole else "the first; see --records"
+    yield f"  read:     {_records(sample.records)}, {read}"
+    if sample.first is not None:
+        yield f"  first:    {sample.first.file}:{sample.first.line}"
+        yield from (f"    {line}" for line in message_lines(sample.first, sample.trained))
+    if sample.faults:
+        yield f"  faulty:   {_records(len(sample.faults))}" + ("; a build stops at the first" if stops else ", skipped")
+        yield from (f"    {fault}" for fault in sample.faults[:EXAMPLES])
+    for reason, count in sample.removed.items():
+        yield f"  removed:  {_records(count)}, {reason}"
+        yield from (f"    {_example(example)}" for example in sample.examples[reason])
+    for bucket, reason, entry in sample.ledger:
+        if bucket in ("repeated", "truncated", "dropped", "noted") and reason not in sample.removed:
+            rows = f"{entry.rows:,} rows, " if entry.rows else ""
+            yield f"  {bucket + ':':<9} {rows}{entry.tokens:,} tokens, {reason}"
+    trained = share(sample.trained_tokens, sample.tokens)
+    yield f"  kept:     {sample.rows:,} rows, {sample.tokens:,} tokens, {trained} trained"
+
+
+def _records(count: int) -> str:
+    return f"{count:,} {'record' if count == 1 else 'records'}"
+
+
+def _example(example: RemovedExample) -> str:
+    twin = f" (as {example.twin['file']}:{example.twin['line']})" if example.twin is not None else ""
+    return f'{example.file}:{example.line} "{one_line(_text(example))}"{twin}'
+
+
+def _text(example: RemovedExample) -> str:
+    """The first text of a removed record that is no system message."""
+    messages = example.record.messages if example.record is not None else ()
+    texts = [message.content for message in messages if message.content and message.role != "system"]
+    return texts[0] if texts else ""
+
+
+def _json(sample: SourceSample) -> dict[str, Any]:
+    first: Any = None
+    if sample.first is not None:
+        first = msgspec.to_builtins(sample.first)
+        for message, trained in zip(first["messages"], sample.trained, strict=False):
+            message["trained"] = trained
+    return {
+        "name": sample.name,
+        "files": [
+            {"file": label(part.path), "bytes": size, "shape": part.shape, "why": part.why}
+            for part, size in sample.files
+        ],
+        "records": sample.records,
+        "read_whole": sample.read_whole,
+        "first": first,
+        "faulty": {"records": len(sample.faults), "examples": [str(fault) for fault in sample.faults[:EXAMPLES]]},
+        "removed": {
+            reason: {
+                "records": count,
+                "examples": [
+                    {"file": each.file, "line": each.line, "text": _text(each)}
+                    | ({} if each.twin is None else {"twin": each.twin})
+                    for each in sample.examples[reason]
+                ],
+            }
+            for reason, count in sample.removed.items()
+        },
+        "rows": sample.rows,
+        "tokens": sample.tokens,
+        "trained_tokens": sample.trained_tokens,
+        "ledger": sample.ledger.to_json(),
+    }

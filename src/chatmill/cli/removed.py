@@ -1,0 +1,64 @@
+"""`chatmill removed`: the records that a dataset does not hold, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from chatmill.cli.options import Dataset, echo_json, echo_line
+from chatmill.errors import DataError, one_line
+from chatmill.store.read import open_dataset
+from chatmill.store.removed import RecordPlace, RemovedRecord, removed_records
+
+
+def removed(
+    dataset: Dataset,
+    reason: Annotated[
+        str | None, typer.Option(metavar="REASON", help="Only records with this reason, such as duplicate.")
+    ] = None,
+    source: Annotated[str | None, typer.Option(metavar="NAME", help="Only records of this source.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each record, one a line.")] = False,
+) -> None:
+    """List the records that filters, deduplication and max_samples removed from a dataset, in the order of its input.
+
+    Each has its file and line, the reason and, for a duplicate, the record that is kept instead: its twin. Records that
+    could not be read are in the file of rejects, and rows that were cut or dropped for their length in the ledger.
+
+    \b
+    Examples:
+      chatmill removed data/v1
+      chatmill removed data/v1 --reason near_duplicate --source dolly
+      chatmill removed data/v1 --reason "filter min_tokens" --json
+    """
+    opened = open_dataset(dataset)
+    if opened.metadata is None:
+        raise DataError(f"{dataset}: another program wrote it, and did not list what it left out")
+    count = 0
+    for record in _wanted(removed_records(opened), reason, source):
+        count += 1
+        if as_json:
+            echo_json({name: value for name, value in asdict(record).items() if value is not None})
+        else:
+            twin = f", twin {_place(record.twin)}" if record.twin is not None else ""
+            echo_line(f"{_place(record)}: {record.reason}{twin}")
+    if count or as_json:
+        return
+    which = "".join(
+        f" {what} {one_line(value)}" for what, value in (("with reason", reason), ("of source", source)) if value
+    )
+    echo_line(f"{dataset}: no record{which} was removed")
+
+
+def _wanted(records: Iterator[RemovedRecord], reason: str | None, source: str | None) -> Iterator[RemovedRecord]:
+    for record in records:
+        if reason in (None, record.reason) and source in (None, record.source):
+            yield record
+
+
+def _place(record: RecordPlace) -> str:
+    # The name of a source is often that of its file.
+    name = "" if record.file.startswith(record.source) else f"{record.source} "
+    return f"{name}{record.file}:{record.line}"

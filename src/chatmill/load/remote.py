@@ -1,0 +1,98 @@
+"""Datasets at URLs: which objects the next batches need, in the order of their first use.
+
+A shuffled epoch needs nearly all shards within a few batches, so that files are fetched in the order in which batches
+meet them: first every index, which packing reads, then the other files of each shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from chatmill.load.plan import Cursor, LoadPlan
+from chatmill.remote.cache_settings import SIZE, cache_size
+from chatmill.remote.prefetch import Prefetch, RemoteObject
+from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TARGETS, TOKENS
+from chatmill.store.remote_files import RemoteFiles
+
+FILES = (TOKENS, ORIGINS, SPANS, TARGETS)
+"""Files that batches are made of, besides the index; the mask is read only where there are no spans."""
+MOST_POSITIONS = 1 << 22
+"""Positions of the order that are looked up; shards that none of them is in come after the others."""
+
+
+def is_remote(plan: LoadPlan) -> bool:
+    """Whether a source of a plan is at a URL."""
+    return any(isinstance(part.stored, RemoteFiles) for part, _ in plan.reader.shards)
+
+
+def start_prefetch(plan: LoadPlan, at: Cursor, steps: int | None) -> tuple[Prefetch, str | None] | None:
+    """Fetch what `steps` batches from a cursor on need (None: an epoch); None if nothing of it is at a URL.
+
+    The text is a warning if the cache cannot hold all of it.
+    """
+    if not is_remote(plan):
+        return None
+    objects = needed_objects(plan, at, steps)
+    needed, size = sum(each.size for each in objects), cache_size()
+    # If not all of it fits, some stays for what is in use meanwhile.
+    prefetch = Prefetch(objects, size if needed <= size else size // 2)
+    return prefetch, None if needed <= size else _warning(plan, needed)
+
+
+def needed_objects(plan: LoadPlan, at: Cursor, steps: int | None) -> list[RemoteObject]:
+    """The objects that `steps` batches from a cursor on need (None: an epoch), in the order of their first use."""
+    shards = shards_in_order(plan, at, steps)
+    files = (each for names in ((INDEX,), FILES) for shard in shards for each in _objects(plan, shard, names))
+    # Files of the same content are one object.
+    return list({each.sha256: each for each in files}.values())
+
+
+def shards_in_order(plan: LoadPlan, at: Cursor, steps: int | None) -> list[int]:
+    """The shards that `steps` batches from a cursor on need, in the order of their first use."""
+    shards: dict[int, None] = {}
+    count, looked_up = _num_positions(plan, steps), 0
+    for episodes in plan.episodes_from(at):
+        part = episodes[: count - looked_up]
+        numbers, first = np.unique(plan.reader.shard_of(part), return_index=True)
+        shards.update(dict.fromkeys(numbers[np.argsort(first)].tolist()))
+        looked_up += len(part)
+        if looked_up >= min(count, MOST_POSITIONS) or len(shards) == len(plan.reader.shards):
+            break
+    if looked_up < count:
+        after = max(shards, default=-1) + 1
+        total = len(plan.reader.shards)
+        shards.update(dict.fromkeys((after + number) % total for number in range(total)))
+    return list(shards)
+
+
+def _num_positions(plan: LoadPlan, steps: int | None) -> int:
+    """About how many positions of the order are in so many steps; None: in an epoch, or in one pass over a mix."""
+    if steps is None:
+        return plan.pass_episodes
+    rows = steps * plan.config.batch_size
+    if plan.config.packing == "none":
+        return rows
+    tokens = sum(source.episodes(plan.split).num_tokens for source in plan.sources)
+    return int(rows * plan.capacity * plan.num_episodes / max(1, tokens))
+
+
+def _objects(plan: LoadPlan, shard: int, names: tuple[str, ...]) -> Iterator[RemoteObject]:
+    part, number = plan.reader.shards[shard]
+    if not isinstance(part.stored, RemoteFiles):
+        return
+    records = part.shards[number].records
+    for name in names if SPANS in records or names == (INDEX,) else (TOKENS, MASK):
+        if name in records:
+            url, info = part.stored.object_of(part.shards[number].folder / name)
+            yield RemoteObject(url, info.size, info.sha256)
+
+
+def _warning(plan: LoadPlan, needed: int) -> str:
+    where = ", ".join(dict.fromkeys(str(source.path) for source in plan.sources))
+    unit, name = (10**9, "GB") if needed >= 10**9 else (10**6, "MB") if needed >= 10**6 else (1, "")
+    return (
+        f"the cache may hold {cache_size():,} bytes, and {needed:,} bytes of {where} are read: files are "
+        f"downloaded again and again; set {SIZE} or cache_size to {-(-needed // unit)}{name} or more"
+    )

@@ -1,0 +1,127 @@
+"""Build a dataset at a URL on a Ray cluster: units are staged as objects, and each shard is written by a task.
+
+    URL/staging/BUILD/unit_000000_0000.rows     written whole by a worker; BUILD is the hash of the job and its input
+    URL/objects/SHA256                          the files of shards, written by the tasks
+
+Nodes need nothing in common but the object store. This process plans from the heads of the staged objects, which the
+workers send, and writes the metadata; tokens and spans go past it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from chatmill.errors import ChatmillError, DataError, UsageError
+from chatmill.format import Renderer
+from chatmill.ledger import Ledger
+from chatmill.prepare.assemble import check_filled, split_names
+from chatmill.prepare.job import Job
+from chatmill.prepare.ray_engine import RayEngine
+from chatmill.prepare.select import Chosen, StagedFile
+from chatmill.prepare.shard_plan import ShardPlan, plan_shards
+from chatmill.prepare.unit import Done, Unit
+from chatmill.remote import objects
+from chatmill.remote.objects import RemoteError
+from chatmill.remote.urls import Url
+from chatmill.rows import File
+from chatmill.store.metadata import ShardInfo, SplitInfo
+from chatmill.store.remote_files import STAGING
+from chatmill.store.remote_publish import RemoteTarget
+
+TASKS_PER_CPU = 2
+"""Tasks that write shards, at least, if there are as many shards: the last ones to end leave few CPUs idle."""
+
+
+@dataclass(frozen=True)
+class ClusterBuild:
+    """A build on a Ray cluster whose target is a URL; `fingerprint` names its job and input."""
+
+    engine: RayEngine
+    target: RemoteTarget
+    fingerprint: bytes
+    resume: bool
+
+    @property
+    def units(self) -> Url:
+        """The folder of the staged objects: the same when an interrupted build goes on, wherever that is."""
+        return self.target.url / STAGING / hashlib.sha256(self.fingerprint).hexdigest()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Connect to the cluster. Units are removed when the block ends, or fails for its input, but for --resume."""
+        with self.engine.connected():
+            try:
+                yield
+            except (DataError, UsageError) as error:
+                if not isinstance(error, RemoteError):
+                    self.remove_units()
+                raise
+            self.remove_units()
+
+    def run(self, units: Sequence[Unit], job: Job, renderer: Renderer) -> Generator[Done, None, None]:
+        """As `Engine.run`, with staged objects; those of an interrupted build are used if this one resumes it."""
+        return self.engine.run(units, job, renderer, self.units, resume=self.resume)
+
+    def staged(self, unit: Unit, done: Done, lines_before: int, folder: Path) -> Iterator[StagedFile]:
+        """The staged objects of a unit; copies of their heads are written to `folder`."""
+        for number, head in enumerate(done.heads):
+            name = unit.staged_name(number)
+            (folder / name).write_bytes(head)
+            copy = StagedFile(self.units / name, unit.only_val, lines_before, folder / name, len(head))
+            yield replace(copy, source=unit.source, unit=unit.number, file=File(unit.part.source, unit.name))
+
+    def assemble(
+        self,
+        staged: Sequence[StagedFile],
+        chosen: Mapping[str, Sequence[Chosen]],
+        job: Job,
+        *,
+        vocab_size: int,
+        ledger: Ledger,
+        on_tokens: Callable[[int], None],
+    ) -> dict[str, SplitInfo]:
+        """As `assemble`: every shard is written and uploaded by a task of its own."""
+        numbers: dict[str, dict[File, int]] = {name: {} for name in split_names(job)}
+        shards: dict[str, list[ShardInfo]] = {name: [] for name in numbers}
+        started: deque[str] = deque()
+
+        def plans() -> Iterator[ShardPlan]:
+            for name in numbers:
+                for plan in plan_shards(name, chosen[name], job):
+                    numbers[name] |= plan.files
+                    started.append(name)
+                    yield plan
+
+        per_task = self._shards_per_task(job, ledger)
+        for info in self.engine.write_shards(plans(), self.target, vocab_size=vocab_size, per_task=per_task):
+            shards[started.popleft()].append(info)
+            ledger.add("stored", rows=info.num_segments, tokens=info.num_tokens, trained=info.num_trained_tokens)
+            on_tokens(info.num_tokens)
+        splits = {
+            name: SplitInfo(tuple(shards[name]), tuple(sorted(files, key=files.__getitem__)))
+            for name, files in numbers.items()
+        }
+        check_filled(splits, staged, job, ledger)
+        return splits
+
+    def _shards_per_task(self, job: Job, ledger: Ledger) -> int:
+        """One, unless rows are packed and there are far more shards than CPUs.
+
+        The rows of a packed shard lie anywhere among 2^20 rows, so that a task reads about all of these; if it writes
+        several shards, it reads them once.
+        """
+        shards = ledger.total("rendered", "repeated").tokens // job.shard_tokens
+        return 1 if job.pack is None else max(1, shards // (TASKS_PER_CPU * self.engine.num_cpus()))
+
+    def remove_units(self) -> None:
+        """Remove the staged objects; what cannot be removed does no harm, and is found by `chatmill clean`."""
+        try:
+            self.engine.remove(objects.names_below(self.units))
+        except ChatmillError as error:
+            warnings.warn(f"{error}; staged objects are left, `chatmill clean` removes them", stacklevel=2)

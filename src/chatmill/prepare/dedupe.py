@@ -1,0 +1,247 @@
+"""Find duplicates and near-duplicates among all records, from the columns that `dedupe_columns` staged.
+
+Near-duplicates are found band by band: the records with the same key of a band are candidates, and a pair of candidates
+is verified by its signatures. Verified pairs are united to groups, of which one record is kept. Memory is a few bytes
+for each record; signatures stay in the staged files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.prepare.dedupe_columns import NOT_COMPARED, VALUES
+from chatmill.prepare.job import Job
+from chatmill.prepare.staging import StagedHead
+from chatmill.rows import offsets
+
+if TYPE_CHECKING:
+    from chatmill.prepare.select import StagedFile
+
+Flags = NDArray[np.bool_]
+Numbers = NDArray[np.signedinteger[Any]]
+"""Numbers of records: 4 bytes each while that suffices."""
+Pairs = tuple[Numbers, Numbers]
+
+COMPARED = 32
+"""Candidates of a band before it that a record is compared with, besides the first: all of them, in all but very large
+groups."""
+PAIRS = 2**16
+"""Pairs whose signatures are in memory together."""
+LOWER = np.uint64(2**32 - 1)
+MEMBERS = 2**18
+"""Candidates whose pairs are listed together."""
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Values for each record that has rows, in input order."""
+
+    twin: Numbers
+    """The number of the record that is kept instead; -1 for a record that is no duplicate.
+
+    Of an exact duplicate it is the first equal one, which may itself be a near-duplicate of another.
+    """
+    near: Flags
+    """Whether it is not equal to its twin, but nearly so."""
+
+
+def find_duplicates(staged: Sequence[StagedFile], job: Job) -> Duplicates:
+    """All duplicates: of equal records the first is kept, by precedence of their sources and then in input order.
+
+    Internally records are numbered in that order, so the first one of a group has its smallest number.
+    """
+    counts = [int(record_begins(file.head()).sum()) for file in staged]
+    order = sorted(range(len(staged)), key=lambda at: _precedence(job, staged[at].source))
+    files = _Files([staged[at] for at in order], offsets(np.array([counts[at] for at in order], dtype=np.int64)))
+    twin, near = _exact(files), np.zeros(files.count, dtype=bool)
+    if job.near_dedupe is not None:
+        first = _near(files, job.near_dedupe, twin)
+        near = first >= 0
+        twin[near] = first[near]
+    if order == sorted(order):
+        return Duplicates(twin, near)
+    input_start = offsets(np.array(counts, dtype=np.int64))
+    to_input = np.empty(files.count, dtype=twin.dtype)
+    for start, at in zip(files.start.tolist(), order, strict=False):
+        to_input[start : start + counts[at]] = np.arange(input_start[at], input_start[at + 1])
+    twin[twin >= 0] = to_input[twin[twin >= 0]]
+    in_input_order = np.empty_like(twin), np.empty_like(near)
+    for values, out in zip((twin, near), in_input_order, strict=True):
+        out[to_input] = values
+    return Duplicates(*in_input_order)
+
+
+def record_begins(unit: StagedHead) -> Flags:
+    """Whether each row is the first row of its record."""
+    begins: Flags = np.diff(unit.record, prepend=-1) != 0
+    return begins
+
+
+def _precedence(job: Job, source: int) -> tuple[int, int]:
+    name = job.sources[source].name
+    return (job.precedence.index(name) if name in job.precedence else len(job.precedence), source)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Staged files in order of precedence; records are numbered through all of them."""
+
+    files: Sequence[StagedFile]
+    start: NDArray[np.int64]
+    """The number of the first record with rows of each file, and of all of them."""
+
+    @property
+    def count(self) -> int:
+        return int(self.start[-1])
+
+    @property
+    def dtype(self) -> Any:
+        return np.int32 if self.count < 2**31 else np.int64
+
+    def column(self, name: str, *, band: int | None = None) -> Iterator[tuple[slice, NDArray[Any]]]:
+        """A column, file by file: the numbers of the records with rows, and their values."""
+        for at, file in enumerate(self.files):
+            if self.start[at] < self.start[at + 1]:
+                unit = file.head()
+                column = unit.columns[name] if band is None else unit.columns[name][band]
+                yield slice(*self.start[at : at + 2].tolist()), column[unit.record[record_begins(unit)]]
+
+    def signatures(self, numbers: Numbers) -> NDArray[np.uint8]:
+        """The signatures of records, whose numbers ascend."""
+        out = np.empty((len(numbers), VALUES), dtype=np.uint8)
+        border = np.searchsorted(numbers, self.start)
+        for at in np.flatnonzero(np.diff(border)).tolist():
+            here = slice(border[at], border[at + 1])
+            unit = self.files[at].head()
+            record = unit.record[record_begins(unit)][numbers[here] - self.start[at]]
+            out[here] = unit.columns["signature"][record]
+        return out
+
+
+def _exact(files: _Files) -> Numbers:
+    """For each record the first one with the same key; -1 for the first.
+
+    Keys are compared a sixteenth at a time, so that memory is little more than the 16 bytes of each.
+    """
+    keys = np.empty((files.count, 2), dtype="<u8")
+    for here, values in files.column("exact"):
+        keys[here] = values
+    twin: Numbers = np.full(files.count, -1, dtype=files.dtype)
+    share = keys.view(np.uint8)[:, 7] >> 4
+    for number in range(16):
+        chosen = np.flatnonzero(share == number)
+        # Sorting is stable: of equal keys the first in order comes first.
+        order = chosen[np.lexsort((keys[chosen, 1], keys[chosen, 0]))]
+        again = np.append(False, np.all(keys[order[1:]] == keys[order[:-1]], axis=1))[: len(order)]
+        first = np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))
+        twin[order[again]] = order[first[again]]
+    return twin
+
+
+# Near-duplicates.
+
+
+def _near(files: _Files, threshold: float, twin: Numbers) -> Numbers:
+    """For each record the first of its group of near-duplicates; -1 for the first, and for exact duplicates."""
+    # Of values of one byte, those of different records are equal by chance as well.
+    needed = np.ceil(VALUES * (threshold + (1 - threshold) / 256) - 1e-9)
+    groups = _Groups(files.count, files.dtype)
+    bands = max((len(file.head().columns.get("bands", ())) for file in files.files), default=0)
+    for band in range(bands):
+        pending: list[Pairs] = []
+        for pairs in _candidates(files, band, twin):
+            pending.append(groups.apart(*pairs))
+            if sum(len(one) for one, _ in pending) >= PAIRS:
+                _verify(files, pending, groups, needed)
+                pending = []
+        if pending:
+            _verify(files, pending, groups, needed)
+    first = groups.first(np.arange(files.count, dtype=files.dtype))
+    first[first == np.arange(files.count)] = -1
+    return first
+
+
+def _candidates(files: _Files, band: int, twin: Numbers) -> Iterator[Pairs]:
+    """Pairs of records with the same key of a band, without exact duplicates; at most `COMPARED` + 1 for each."""
+    # The key in the upper half and the number in the lower one, which sorts numbers of one key, too.
+    keyed, filled = np.empty(files.count, dtype=np.uint64), 0
+    for here, keys in files.column("bands", band=band):
+        numbers = np.flatnonzero((keys != NOT_COMPARED) & (twin[here] < 0))
+        own = (keys[numbers].astype(np.uint64) << np.uint64(32)) | (numbers + here.start).astype(np.uint64)
+        keyed[filled : filled + len(own)] = own
+        filled += len(own)
+    keyed = _repeated(keyed[:filled])
+    for begin in range(0, len(keyed), MEMBERS):
+        at = np.arange(begin, min(begin + MEMBERS, len(keyed)))
+        first = np.searchsorted(keyed, keyed[at] & ~LOWER)
+        for back in range(1, COMPARED + 1):
+            later = at[at - first >= back]
+            if not len(later):
+                break
+            yield _numbers(keyed[later - back]), _numbers(keyed[later])
+            if back == 1:
+                far = at - first > COMPARED
+                yield _numbers(keyed[first[far]]), _numbers(keyed[at[far]])
+
+
+def _numbers(keyed: NDArray[np.uint64]) -> Numbers:
+    return (keyed & LOWER).astype(np.int64)
+
+
+def _repeated(keyed: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Sort by key and number, in place, and leave out keys that occur once."""
+    keyed.sort()
+    same = np.zeros(len(keyed) + 1, dtype=bool)
+    for begin in range(1, len(keyed), MEMBERS):
+        part = keyed[begin - 1 : begin + MEMBERS]
+        same[begin : begin + len(part) - 1] = part[1:] ^ part[:-1] <= LOWER
+    return keyed[same[:-1] | same[1:]]
+
+
+def _verify(files: _Files, pending: Sequence[Pairs], groups: _Groups, needed: float) -> None:
+    """Unite the pairs whose signatures have at least so many values in common."""
+    one, other = (np.concatenate([np.empty(0, dtype=np.int64), *column]) for column in zip(*pending, strict=True))
+    for begin in range(0, len(one), PAIRS):
+        pairs = groups.apart(one[begin : begin + PAIRS], other[begin : begin + PAIRS])
+        numbers, places = np.unique(np.concatenate(pairs), return_inverse=True)
+        signatures = files.signatures(numbers)
+        first, second = np.split(places, 2)
+        common = np.concatenate(
+            [
+                np.count_nonzero(signatures[first[at : at + 4096]] == signatures[second[at : at + 4096]], axis=1)
+                for at in range(0, max(len(first), 1), 4096)
+            ]
+        )
+        groups.unite(*(numbers[common >= needed] for numbers in pairs))
+
+
+class _Groups:
+    """Records united to groups, each known by its first record."""
+
+    def __init__(self, count: int, dtype: Any) -> None:
+        self._earlier: Numbers = np.arange(count, dtype=dtype)
+        """For each record one of its group that does not come after it; the first of a group has itself."""
+
+    def first(self, numbers: Numbers) -> Numbers:
+        """The first of the group of each record."""
+        earlier = self._earlier[numbers]
+        while np.any((further := self._earlier[earlier]) != earlier):
+            earlier = further
+        self._earlier[numbers] = earlier
+        return earlier
+
+    def apart(self, one: Numbers, other: Numbers) -> Pairs:
+        """Those pairs that are not in one group yet."""
+        differ = self.first(one) != self.first(other)
+        return one[differ], other[differ]
+
+    def unite(self, one: Numbers, other: Numbers) -> None:
+        while len(one):
+            first, second = self.first(one), self.first(other)
+            np.minimum.at(self._earlier, np.maximum(first, second), np.minimum(first, second))
+            one, other = self.apart(one, other)

@@ -1,0 +1,220 @@
+"""Recipes: jobs as YAML or TOML files, with several sources, each read in its own way.
+
+tokenizer: tokenizer.json
+max_tokens: 2048
+near_dedupe: 0.8
+filters: {min_turns: 2}
+sources:
+  - inputs: chat/*.jsonl
+    weight: 3
+  - inputs: [tools.jsonl]
+    shape: tool
+    name: tools
+    weight: 1
+    columns: {messages: conversations, role: from, content: value}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from chatmill.config import keys_of, misfits, read_toml
+from chatmill.errors import DataError, UsageError, one_line
+from chatmill.plain_file import check_plain, read_plain
+from chatmill.prepare.job import Filters, InputSource, Job
+from chatmill.records import SHAPES
+from chatmill.records.files import SUFFIXES as RECORD_SUFFIXES
+from chatmill.records.files import source_name
+from chatmill.records.shapes.column_map import parse_columns
+from chatmill.records.standard_input import NAME as STANDARD_INPUT
+from chatmill.remote.named_files import local_file
+from chatmill.remote.urls import place
+
+SUFFIXES = (".toml", ".yaml", ".yml")
+LIMIT = 1 << 20
+"""Bytes that a recipe may have."""
+EXPECTED = "a recipe is a YAML or TOML file"
+_GLOB = re.compile(r"[*?\[]")
+
+
+def load_recipe(path: str | Path) -> Job:
+    """The job that a recipe, here or at a URL, describes; all faults of the file are reported together, in one line.
+
+    Relative names in it are of the current folder, wherever the recipe lies.
+    """
+    name = str(place(path))
+    data = _read(local_file(path, limit=LIMIT), name)
+    faults: list[str] = []
+    tables = _source_tables(data, faults)
+    sources = [_source(table, f"source {number}", faults) for number, table in enumerate(tables)]
+    values = _values(Job, data, "the recipe", faults)
+    if not faults and len(sources) > 1:
+        sources = named(sources, faults)
+    if faults:
+        raise DataError(f"{name}: " + "; ".join(faults))
+    job = Job(tuple(sources), **values)
+    try:
+        job.check()
+    except UsageError as error:
+        raise DataError(f"{name}: {_without_flags(str(error))}") from None
+    return job
+
+
+def _without_flags(text: str) -> str:
+    """A message with the keys of a recipe instead of flags."""
+    return re.sub(r"--([a-z]+(?:-[a-z]+)*)", lambda flag: flag[1].replace("-", "_"), text).replace(
+        "val_file", "only_val"
+    )
+
+
+def named(sources: Sequence[InputSource], faults: list[str]) -> list[InputSource]:
+    """The sources, each with one name: its own, or that of its first input; one that gives no name is a fault."""
+    for number, source in enumerate(sources):
+        if source.name is None and not _input_name(source.inputs[0]):
+            faults.append(f'source {number} ("{one_line(source.inputs[0])}") has no name; give it a `name`')
+    return [replace(source, name=source.name or _input_name(source.inputs[0])) for source in sources]
+
+
+def _input_name(text: str) -> str:
+    """The name of a file without its ending, or of the folder that is given or that a glob is in; may be empty.
+
+    `data/chat.jsonl.gz` -> `chat`, `data/chat` -> `chat`, `data/chat/*.jsonl` -> `chat`, `*.jsonl` -> ``
+    """
+    where = place("stdin" if text == STANDARD_INPUT else text)
+    while _GLOB.search(where.name) and where.name != where.parent.name:
+        where = where.parent
+    return source_name(where) if where.name.lower().endswith(RECORD_SUFFIXES) else where.name
+
+
+# Files.
+
+
+def _read(path: Path, name: str) -> dict[str, Any]:
+    """The table that a file holds."""
+    try:
+        if (size := check_plain(path)) > LIMIT:
+            raise DataError(f"{name}: has {size:,} bytes; a recipe has at most {LIMIT:,}")
+        if name.lower().endswith(".toml"):
+            return read_toml(path, what=EXPECTED, name=name)
+        data = _parse_yaml(read_plain(path, LIMIT), name)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror}); {EXPECTED}") from None
+    if not isinstance(data, dict):
+        raise DataError(f"{name}: holds no table of keys; expected `sources` and the keys of the dataset")
+    return data
+
+
+def _parse_yaml(data: bytes, name: str) -> Any:
+    """What a YAML file holds: tables, lists, texts, numbers, true, false and null, as YAML 1.2 spells them."""
+    try:
+        import yaml
+    except ImportError:
+        raise DataError(
+            f"{name}: YAML needs PyYAML; pip install 'chatmill[recipe]', or write the recipe as .toml"
+        ) from None
+    from chatmill.prepare.yaml_loader import RecipeLoader
+
+    try:
+        return yaml.load(data, RecipeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        reason = f"{error.problem or error.context}{where}"
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
+        reason = str(error)
+    raise DataError(f"{name}: not YAML: {one_line(reason, 300)}") from None
+
+
+# Values.
+
+
+def _source_tables(data: dict[str, Any], faults: list[str]) -> list[Any]:
+    """The tables of the sources, which are taken out of `data`."""
+    if "source" in data and "sources" in data:
+        faults.append("source and sources are the same key; give one of them")
+    one, several = data.pop("source", None), data.pop("sources", None)
+    tables = several if one is None else one
+    if not isinstance(tables, list) or not tables:
+        faults.append("no sources; give a list of tables, [[sources]] in TOML, each with its files as `inputs`")
+        return []
+    return tables
+
+
+def _source(table: Any, where: str, faults: list[str]) -> InputSource:
+    """The source of a table; what is wrong with it is added to `faults`."""
+    if isinstance(table, dict):
+        table = dict(table)
+        if isinstance(table.get("inputs"), str):
+            table["inputs"] = [table["inputs"]]
+        if isinstance(table.get("columns"), dict):
+            table["columns"] = _columns_text(table["columns"], where, faults)
+    before = len(faults)
+    values = _values(InputSource, table, where, faults)
+    if not values.get("inputs"):
+        if len(faults) == before:
+            faults.append(f"{where} has no inputs; give a list of files, globs, folders or URLs")
+        values["inputs"] = ()
+    for text in values["inputs"]:
+        _add_fault(place, text, where, faults)
+    if (shape := values.get("shape")) is not None and shape not in SHAPES:
+        faults.append(f'{where}: unknown shape "{one_line(shape)}"; expected {", ".join(SHAPES)}')
+    if values.get("columns") is not None:
+        _add_fault(parse_columns, values["columns"], where, faults)
+    return InputSource(**values)
+
+
+def _add_fault(check: Any, value: str, where: str, faults: list[str]) -> None:
+    try:
+        check(value)
+    except UsageError as error:
+        faults.append(f"{where}: {_without_flags(str(error))}")
+
+
+def _columns_text(table: dict[Any, Any], where: str, faults: list[str]) -> str | None:
+    """The table of columns as `--columns` takes it; a role may have several names, as a list."""
+    pairs = []
+    for ours, theirs in table.items():
+        for each in theirs if isinstance(theirs, list) else [theirs]:
+            if not isinstance(each, str) or not each.strip() or "," in each or each != each.strip():
+                faults.append(f"{where}: columns: {one_line(str(ours))} must be the name of a column, as a text")
+                return None
+            pairs.append(f"{ours}={each}")
+    if not pairs:
+        faults.append(f"{where}: columns names no column; leave it out")
+    return ",".join(pairs) or None
+
+
+def _values(config: type[Any], table: Any, where: str, faults: list[str]) -> dict[str, Any]:
+    """The values of a table that are right, as the config holds them; all others are faults."""
+    if not isinstance(table, dict):
+        faults.append(f"{where} must be a table")
+        return {}
+    keys = keys_of(config)
+    known = ", ".join(sorted(keys))
+    faults += [
+        f'{where} has unknown key "{one_line(str(name))}" (known: {known})' for name in table if name not in keys
+    ]
+    if isinstance(table.get("filters"), dict) and "filters" in keys:
+        table = table | {"filters": Filters(**_values(Filters, table["filters"], f"{where}: filters", faults))}
+    wrong = misfits(keys, table)
+    for each in wrong:
+        # A key that is left out is null, and options are listed with commas.
+        expected = each.expected.removesuffix(", or null").replace('" or "', '", "')
+        faults.append(f"{where}: {each.name} must be {expected}")
+    refused = {each.name for each in wrong}
+    return {
+        name: _held(value, keys[name].type) for name, value in table.items() if name in keys and name not in refused
+    }
+
+
+def _held(value: Any, hint: Any) -> Any:
+    """A value as a job holds it: its hash names the build, so that 1 and 1.0 are the same number."""
+    if isinstance(value, list):
+        return tuple(value)
+    if type(value) is int and float in (hint, *get_args(hint)):
+        return float(value)
+    return value

@@ -1,0 +1,218 @@
+"""`check_recipe`: what each source of a job gives, from the first records of it, before anything is built."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from chatmill.answers import mask_answers
+from chatmill.errors import DataError, RecordError
+from chatmill.format import Renderer, requires_user, resolve_format
+from chatmill.ledger import Ledger
+from chatmill.prepare.filters import allowed_predicates, check_languages
+from chatmill.prepare.job import Job
+from chatmill.prepare.pipeline import units_of
+from chatmill.prepare.progress import source_title
+from chatmill.prepare.removed import write_removed
+from chatmill.prepare.select import Selection, StagedFile, choose
+from chatmill.prepare.unit import Unit, job_renderer, run_unit
+from chatmill.prepare.unroll import render_unrolled, unrolled
+from chatmill.records import FilePart, InputFiles, ReadLog, Record, read_blocks
+from chatmill.rows import File
+
+RECORDS = 1000
+"""Records of a source that are read at most."""
+EXAMPLES = 3
+"""Removed records that are shown for each reason."""
+WHOLE = 2**62
+"""Files are not cut into units."""
+
+
+@dataclass(frozen=True)
+class RemovedExample:
+    file: str
+    line: int
+    record: Record | None
+    twin: dict[str, Any] | None
+    """Of a duplicate: source, file and line of the record that is kept instead."""
+
+
+@dataclass
+class SourceSample:
+    """What the first records of a source give."""
+
+    name: str
+    files: list[tuple[FilePart, int]] = field(default_factory=list)
+    """Each file, with the shape that it is read in, and its bytes."""
+    read_whole: bool = True
+    """Whether the source has no more records than were read."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """What became of the records that were read, up to deduplication."""
+    faults: list[RecordError] = field(default_factory=list)
+    first: Record | None = None
+    trained: tuple[bool, ...] = ()
+    """Whether each message of the first record is trained; empty if it cannot be rendered."""
+    removed: dict[str, int] = field(default_factory=dict)
+    """Records that filters, deduplication and `max_samples` remove, by reason."""
+    examples: dict[str, list[RemovedExample]] = field(default_factory=dict)
+    rows: int = 0
+    """Rows that are left, before they are packed."""
+    tokens: int = 0
+    trained_tokens: int = 0
+
+    @property
+    def records(self) -> int:
+        return self.ledger.total("read").rows
+
+
+def check_recipe(job: Job, *, records: int = RECORDS, allow_code: Sequence[str] = ()) -> list[SourceSample]:
+    """What each source gives: at most `records` of it are read, rendered, filtered and deduplicated, as in a build.
+
+    Duplicates are looked for among these records alone. Faulty records are collected, whatever `job.on_error` says.
+    Rows are kept in a temporary folder, which is removed; nothing else is written.
+    """
+    job.check()
+    check_languages(job)
+    predicates = allowed_predicates(job, allow_code)
+    inputs = InputFiles([source.inputs for source in job.sources])
+    units = units_of(job, inputs, WHOLE, predicates)
+    job = replace(
+        job, format=resolve_format(job.format, job.tokenizer, chat_template=job.chat_template), on_error="skip"
+    )
+    renderer = job_renderer(job)
+    samples = [SourceSample(source_title(source)) for source in job.sources]
+    held: dict[tuple[str, int], Record] = {}
+    staged: list[StagedFile] = []
+    with TemporaryDirectory(prefix="chatmill-check-") as name:
+        folder = Path(name)
+        for unit in units:
+            sample = samples[unit.source]
+            sample.files.append((unit.part, unit.size))
+            left = records - sample.records
+            if left <= 0:
+                sample.read_whole = False
+                continue
+            reader = _FirstRecords(left)
+            done = run_unit(unit, job, renderer, folder, read=reader)
+            sample.read_whole = sample.read_whole and reader.reached_end
+            sample.ledger.merge(done.ledger)
+            sample.faults += done.faults
+            held |= {(unit.name, record.line): record for record in reader.records}
+            if sample.first is None and reader.records:
+                sample.first = reader.records[0]
+                sample.trained = _trained_messages(sample.first, unit, job, renderer)
+            of_unit = partial(StagedFile, source=unit.source, unit=unit.number, file=File(unit.part.source, unit.name))
+            staged += [of_unit(folder / unit.staged_name(n), unit.only_val, 0) for n in range(done.files)]
+        selection = choose(staged, job, Ledger())
+        _count_kept(samples, selection)
+        _add_removed(samples, units, staged, selection, folder / "removed.jsonl", held)
+    if not any(sample.records for sample in samples):
+        raise DataError("the input holds no record; there is nothing to check")
+    return samples
+
+
+class _FirstRecords:
+    """Reads the first records of a part, in place of `read_blocks`, and holds them; a faulty one counts, too."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._faults = most, 0
+        self.records: list[Record] = []
+        self.reached_end = False
+
+    def __call__(
+        self,
+        part: FilePart,
+        *,
+        on_fault: Callable[[RecordError], None],
+        on_end: Callable[[int], None],
+        log: ReadLog,
+    ) -> Iterator[list[Record]]:
+        def count_fault(fault: RecordError) -> None:
+            if self._left:
+                self._faults += 1
+                on_fault(fault)
+            else:
+                raise _EnoughError
+
+        try:
+            for block in read_blocks(part, on_fault=count_fault, on_end=on_end, as_columns=False, log=log):
+                if not self._left:
+                    return
+                records = list(block)[: self._left]
+                self.records += records
+                yield records
+                if len(records) < len(block):
+                    return
+        except _EnoughError:
+            return
+        self.reached_end = True
+
+    @property
+    def _left(self) -> int:
+        return self._most - len(self.records) - self._faults
+
+
+class _EnoughError(Exception):
+    """All records that were wanted are read."""
+
+
+def _trained_messages(record: Record, unit: Unit, job: Job, renderer: Renderer) -> tuple[bool, ...]:
+    """Whether each message of a record has a trained token; empty if the record cannot be rendered."""
+    ledger, train_on = Ledger(), unit.train_on
+    try:
+        if job.unroll:
+            rows = render_unrolled(
+                renderer,
+                list(unrolled([record], renderer, train_on=train_on, on_reject=_raise, ledger=ledger)),
+                ledger,
+            )
+        else:
+            rows = renderer.render(list(renderer.renderable([record], _raise)), train_on=train_on, ledger=ledger)
+    except RecordError:
+        return ()
+    if requires_user(renderer):
+        rows = mask_answers(rows)
+    trained = set(rows.spans["message"][rows.spans["weight"] > 0].tolist())
+    return tuple(number in trained for number in range(len(record.messages)))
+
+
+def _raise(fault: RecordError) -> None:
+    raise fault
+
+
+def _count_kept(samples: Sequence[SourceSample], selection: Selection) -> None:
+    for parts in selection.chosen.values():
+        for part in parts:
+            sample, head = samples[part.file.source], part.file.head()
+            sample.rows += len(part.rows)
+            sample.tokens += int(np.diff(head.row_start)[part.rows].sum())
+            sample.trained_tokens += int(head.trained[part.rows].sum())
+
+
+def _add_removed(
+    samples: Sequence[SourceSample],
+    units: Sequence[Unit],
+    staged: Sequence[StagedFile],
+    selection: Selection,
+    path: Path,
+    held: dict[tuple[str, int], Record],
+) -> None:
+    """Count the removed records of each source, with the first of each reason as examples."""
+    if write_removed(path, staged, selection) is None:
+        return
+    source_of = {(unit.part.source, unit.name): unit.source for unit in units}
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        sample, reason = samples[source_of[entry["source"], entry["file"]]], entry["reason"]
+        sample.removed[reason] = sample.removed.get(reason, 0) + 1
+        examples = sample.examples.setdefault(reason, [])
+        if len(examples) < EXAMPLES:
+            record = held.get((entry["file"], entry["line"]))
+            examples.append(RemovedExample(entry["file"], entry["line"], record, entry.get("twin")))

@@ -1,0 +1,178 @@
+"""Plan the shards of a dataset from the heads of staged files, without their tokens and spans.
+
+With `select`, everything that depends on more than one row is decided here: packing, where shards end, and the
+numbers of input files. What is left to do for a shard needs its own rows alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.fit import pack_lengths
+from chatmill.prepare.job import Job
+from chatmill.prepare.select import Chosen, Numbers, StagedFile
+from chatmill.rows import File, Index, offsets
+from chatmill.store.write import FileTable
+
+WINDOW = 2**20
+"""Rows whose packing is planned together."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The conversations of one shard, in their order: conversation i is row `row[i]` of the file `staged[of[i]]`."""
+
+    split: str
+    number: int
+    staged: tuple[StagedFile, ...]
+    of: Numbers
+    row: Numbers
+    first: Index | None
+    """The first conversation of each packed row, and the number of conversations; None if each is a row."""
+    files: Mapping[File, int]
+    """The number in its split of each input file that the conversations came from."""
+    source: str | None = None
+    """The source of all its conversations, if the dataset remembers sources."""
+
+
+def plan_shards(split: str, chosen: Iterable[Chosen], job: Job) -> Iterator[ShardPlan]:
+    """The shards of a split in order, planned as they are taken: memory does not grow with their number.
+
+    A shard ends where the next row would exceed the tokens of a shard, as in `SplitWriter`, and where a source does.
+    """
+    numbers, count = FileTable(), itertools.count()
+    for source, part in by_source(chosen, job):
+        batches = map(_unpacked, part) if job.pack is None else _packed(part, job.pack)
+        for rows in _cut(batches, job.shard_tokens):
+            yield _shard(split, next(count), rows, numbers, source)
+
+
+def by_source(chosen: Iterable[Chosen], job: Job) -> Iterator[tuple[str | None, Iterator[Chosen]]]:
+    """The rows of each source that the dataset remembers; all rows, with None, if it does not."""
+    return itertools.groupby(chosen, key=lambda part: job.source_name(part.file.source))
+
+
+def _cut(batches: Iterable[_PlannedRows], shard_tokens: int) -> Iterator[list[_PlannedRows]]:
+    """The rows of each shard."""
+    pending, held = list[_PlannedRows](), 0
+    for batch in batches:
+        start, at = batch.start, 0
+        while at < len(start) - 1:
+            stop = int(np.searchsorted(start, start[at] + shard_tokens - held, side="right")) - 1
+            if stop <= at:
+                if pending:
+                    yield pending
+                    pending, held = [], 0
+                    continue
+                stop = at + 1
+            pending.append(batch.cut(at, stop))
+            held += int(start[stop] - start[at])
+            at = stop
+    if pending:
+        yield pending
+
+
+@dataclass(frozen=True)
+class _PlannedRows:
+    """Conversations whose rows are planned together, in their order; fields as in `ShardPlan`."""
+
+    staged: tuple[StagedFile, ...]
+    of: Numbers
+    row: Numbers
+    first: Index | None
+    start: Index
+    """Tokens before each row, and of all of them."""
+    names: tuple[File, ...]
+    file: Numbers
+    """The input file of each conversation, a number into `names`."""
+
+    def cut(self, start: int, stop: int) -> _PlannedRows:
+        """The rows [start, stop); their staged files alone."""
+        first = None if self.first is None else self.first[start : stop + 1]
+        begin, end = (start, stop) if first is None else first[[0, -1]].tolist()
+        used, of = np.unique(self.of[begin:end], return_inverse=True)
+        return _PlannedRows(
+            tuple(self.staged[number] for number in used.tolist()),
+            of.astype(np.uint32),
+            self.row[begin:end],
+            None if first is None else first - first[0],
+            self.start[start : stop + 1],
+            self.names,
+            self.file[begin:end],
+        )
+
+
+def _unpacked(part: Chosen) -> _PlannedRows:
+    unit = part.file.head()
+    of, start = np.zeros(len(part.rows), dtype=np.uint32), offsets(np.diff(unit.row_start)[part.rows])
+    return _PlannedRows((part.file,), of, part.rows, None, start, unit.files, unit.origins["file"][part.rows])
+
+
+def _packed(chosen: Iterable[Chosen], capacity: int) -> Iterator[_PlannedRows]:
+    """Rows packed best-fit, `WINDOW` at a time."""
+    window: list[Chosen] = []
+    free = WINDOW
+    for part in chosen:
+        pending = part.rows
+        while len(pending):
+            window.append(Chosen(part.file, pending[:free]))
+            pending, free = pending[free:], free - len(window[-1].rows)
+            if not free:
+                yield _packed_window(window, capacity)
+                window, free = [], WINDOW
+    if window:
+        yield _packed_window(window, capacity)
+
+
+def _packed_window(window: Sequence[Chosen], capacity: int) -> _PlannedRows:
+    names: dict[File, int] = {}
+    tokens, files = list[NDArray[np.int32]](), list[Numbers]()
+    for part in window:
+        unit = part.file.head()
+        tokens.append(np.diff(unit.row_start)[part.rows].astype(np.int32))
+        own = np.array([names.setdefault(file, len(names)) for file in unit.files], dtype=np.uint32)
+        files.append(own[unit.origins["file"][part.rows]])
+    length = np.concatenate(tokens)
+    bins = pack_lengths(length, capacity)
+    return _PlannedRows(
+        tuple(part.file for part in window),
+        np.repeat(np.arange(len(window), dtype=np.uint32), [len(part.rows) for part in window])[bins.order],
+        np.concatenate([part.rows for part in window])[bins.order],
+        bins.first,
+        offsets(np.add.reduceat(length[bins.order], bins.first[:-1], dtype=np.int64)),
+        tuple(names),
+        np.concatenate(files)[bins.order],
+    )
+
+
+def _shard(
+    split: str, number: int, batches: Sequence[_PlannedRows], numbers: FileTable, source: str | None
+) -> ShardPlan:
+    staged: dict[StagedFile, int] = {}
+    of, first, files, before = list[Numbers](), list[Index](), dict[File, int](), 0
+    for batch in batches:
+        own = np.array([staged.setdefault(file, len(staged)) for file in batch.staged], dtype=np.uint32)
+        of.append(own[batch.of])
+        if batch.first is not None:
+            first.append(batch.first[:-1] + before)
+        before += len(batch.of)
+        numbered = numbers.number(batch.names, batch.file)
+        used, at = np.unique(batch.file, return_index=True)
+        files |= {
+            batch.names[name]: int(numbered[place]) for name, place in zip(used.tolist(), at.tolist(), strict=True)
+        }
+    return ShardPlan(
+        split,
+        number,
+        tuple(staged),
+        np.concatenate(of),
+        np.concatenate([batch.row for batch in batches]),
+        np.append(np.concatenate(first), before) if first else None,
+        files,
+        source,
+    )

@@ -1,0 +1,47 @@
+"""RecipeLoader: YAML as recipes use it. Imported only where a file is YAML, because PyYAML is an extra.
+
+Plain values are those of YAML 1.2: `no` is a text (the code of Norwegian), 1e-3 is a number, and a date is a text.
+Only tables, lists, texts, numbers, true, false and null are made, whatever tags a file has. Merge keys (`<<`) are not
+read: a small file could make a huge table with them. Aliases share one value, so they cannot.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+_TAG = "tag:yaml.org,2002:"
+
+
+class RecipeLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Loads plain values only, and refuses a key that stands in a table twice."""
+
+    yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
+    yaml_constructors = {  # noqa: RUF012
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """The table of a node."""
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        problem = f'the key "{key.value}" stands there twice'
+                        raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                    seen.add(key.value)
+        return yaml.constructor.BaseConstructor.construct_mapping(self, node, deep=deep)  # type: ignore[no-any-return]
+
+
+for _tag, _pattern, _first in (
+    ("null", r"null|~|", [*"n~", ""]),
+    ("bool", r"true|false", list("tf")),
+    ("int", r"[-+]?(0|[1-9][0-9_]*)", list("-+0123456789")),
+    ("float", r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+):
+    RecipeLoader.add_implicit_resolver(_TAG + _tag, re.compile(f"^(?:{_pattern})$"), _first)

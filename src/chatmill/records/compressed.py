@@ -1,0 +1,215 @@
+"""Read compressed files as a stream of bounded memory: .gz, .zst, .xz and .bz2, also of several streams or frames.
+
+A file that is cut off or corrupt, or has other bytes behind its end, is a `RecordError`.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from codecs import getincrementaldecoder
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from chatmill.errors import DataError, RecordError
+
+NAMES = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
+"""The endings of compressed files, and what they are called."""
+MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".xz": b"\xfd7zXZ\0", ".bz2": b"BZh"}
+"""The first bytes of compressed files."""
+SKIPPABLE = tuple(bytes((0x50 + kind, 0x2A, 0x4D, 0x18)) for kind in range(16))
+"""Beginnings of zstd frames without data, which may come first."""
+LOOK = 16
+"""Bytes that tell what a file is."""
+MAX_WINDOW = 1 << 27
+"""Bytes of memory that decompressing may take for what was read before; the limit of the zstd command."""
+_BUFFER = 1 << 18
+_FED = 1 << 12
+"""Bytes that are given to zstd at once, which puts out all that they hold: 128 KiB for four bytes in the worst case."""
+
+
+class Form(NamedTuple):
+    """What a file is by its first bytes, in spite of its name, and what to do about it."""
+
+    name: str
+    right: str
+
+
+def form_of(start: bytes) -> Form | None:
+    """What a file is that begins with `start`; None if that does not tell, as with text."""
+    if start.startswith(b"BZh") and start[4:10] != b"1AY&SY":
+        return None
+    for ending, magic in MAGIC.items():
+        if start.startswith((magic, *SKIPPABLE) if ending == ".zst" else magic):
+            return Form(NAMES[ending], f"let its name end with {ending}")
+    if start.startswith(b"PAR1\x15"):
+        return Form("Parquet", "let its name end with .parquet")
+    if start.startswith(b"ARROW1\0\0"):
+        return Form("Arrow", "let its name end with .arrow")
+    even, odd = start[:8:2], start[1:8:2]
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or (
+        len(odd) == 4 and ((all(even) and not any(odd)) or (all(odd) and not any(even)))
+    ):
+        return Form("UTF-16 text", "convert it to UTF-8")
+    return None
+
+
+def text_form(start: bytes) -> Form | None:
+    """The same for the beginning of a text."""
+    try:
+        text = getincrementaldecoder("utf-8-sig")().decode(start)
+    except UnicodeDecodeError:
+        return None
+    return Form("text", "") if "".join(text.split()).isprintable() else None
+
+
+def decompressed(raw: io.RawIOBase, compression: str, name: str) -> io.BufferedReader:
+    """The decompressed bytes of a file called `name`."""
+    source = io.BufferedReader(raw, _BUFFER)
+    start = source.peek(LOOK)[:LOOK]
+    if start and not _begins(start, compression) and (form := form_of(start) or text_form(start)):
+        what = f"the file is {form.name}, not {NAMES[compression]}"
+        raise RecordError(what, form.right or f"name it without {compression}", kind=NAMES[compression])
+    if compression == ".gz":
+        # GzipFile reads like a raw file but is not declared as one.
+        file: Any = _Gunzip(fileobj=source)
+        file.begins = _begins(start, compression)
+        return io.BufferedReader(file, _BUFFER)
+    return io.BufferedReader(_Streams(source, compression, _maker(compression, name)), _BUFFER)
+
+
+def _maker(compression: str, name: str) -> Callable[[], Any]:
+    """What makes the decompressor of one stream."""
+    if compression == ".bz2":
+        return bz2.BZ2Decompressor
+    if compression == ".xz":
+        return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_WINDOW)
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(f"{name}: .zst needs zstandard; pip install 'chatmill[zstd]'") from None
+    return lambda: zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj()
+
+
+class _Gunzip(gzip.GzipFile):
+    """Decompression that raises a `RecordError` for corrupt data."""
+
+    begins = False
+    """Whether the file begins as gzip does."""
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return super().readinto(buffer)
+        except EOFError:
+            _cut_off(".gz")
+        except (gzip.BadGzipFile, zlib.error) as error:
+            if self.begins and str(error).startswith("Not a gzipped file"):
+                _has_more(".gz")
+            _corrupt(".gz")
+
+
+class _Streams(io.RawIOBase):
+    """The content of all streams of a compressed file, one after the other."""
+
+    def __init__(self, source: io.BufferedReader[io.RawIOBase], compression: str, make: Callable[[], Any]) -> None:
+        self._source, self._compression, self._make = source, compression, make
+        self._stream: Any = None
+        """The decompressor of the stream that is read; None between two."""
+        self._data = memoryview(b"")
+        """Decompressed, and not yet read."""
+        self._input = b""
+        """Read of the file, and not yet decompressed."""
+        self._at, self._ended = 0, False
+        """Bytes that were read; whether a stream ended."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        # Within the buffer of its reader: enough for the byte order mark.
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        # The reader of an empty file seeks to where it is.
+        if whence != io.SEEK_SET or offset != self._at:
+            raise io.UnsupportedOperation("seek")
+        return offset
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        while not len(self._data) and self._more(len(view)):
+            pass
+        count = min(len(view), len(self._data))
+        view[:count], self._data = self._data[:count], self._data[count:]
+        self._at += count
+        return count
+
+    def _more(self, size: int) -> bool:
+        """Decompress some more; False at the end of the file."""
+        is_zstd = self._compression == ".zst"
+        waits = self._stream is not None and not is_zstd and not self._stream.needs_input
+        if not self._input and not waits:
+            self._input = self._source.read1(_FED if is_zstd else _BUFFER)
+            if not self._input:
+                if self._stream is not None:
+                    _cut_off(self._compression)
+                return False
+        if self._stream is None:
+            if self._compression == ".xz":
+                # Streams may be padded with zeros, in fours.
+                self._input = self._input.lstrip(b"\0")
+                if not self._input:
+                    return True
+            while self._ended and len(self._input) < LOOK and (more := self._source.read1(_FED)):
+                self._input += more
+            if self._ended and not _begins(self._input, self._compression):
+                _has_more(self._compression)
+            self._stream = self._make()
+        try:
+            data = self._stream.decompress(self._input) if is_zstd else self._stream.decompress(self._input, size)
+        except Exception as error:
+            # OSError, EOFError, LZMAError, ZstdError: each library has its own.
+            if "memory" in str(error).lower():
+                _too_large(self._compression)
+            _corrupt(self._compression)
+        self._data, self._input = memoryview(data), b""
+        if self._stream.eof:
+            self._input, self._stream, self._ended = self._stream.unused_data, None, True
+        return True
+
+
+def _begins(start: bytes, compression: str) -> bool:
+    """Whether bytes are the beginning of a compressed stream, or the beginning of one."""
+    magic = MAGIC[compression]
+    is_frame = compression == ".zst" and start[:4].startswith(SKIPPABLE)
+    return is_frame or start.startswith(magic) or magic.startswith(start)
+
+
+def _cut_off(compression: str) -> NoReturn:
+    right = "expected the whole file; copy it again"
+    raise RecordError("the compressed file is cut off", right, kind=NAMES[compression]) from None
+
+
+def _has_more(compression: str) -> NoReturn:
+    what = f"other data follows the end of the {NAMES[compression]} data"
+    raise RecordError(what, "expected nothing after it; remove it, or copy the file again", kind=NAMES[compression])
+
+
+def _corrupt(compression: str) -> NoReturn:
+    name = NAMES[compression]
+    raise RecordError("the compressed data is corrupt", f"expected a whole {name} file; copy it again", kind=name)
+
+
+def _too_large(compression: str) -> NoReturn:
+    what = f"decompressing needs more than {MAX_WINDOW >> 20} MiB of memory"
+    raise RecordError(what, "compress it with a smaller window, without --long", kind=NAMES[compression])

@@ -1,0 +1,113 @@
+"""Standard input as a file: it is read twice, and in parts, so it is written to a temporary file first."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from chatmill.errors import RecordError, UsageError
+from chatmill.records.compressed import MAGIC, SKIPPABLE, decompressed
+from chatmill.records.shapes.decode import decode
+
+NAME = "-"
+"""What stands for standard input where a file is named."""
+_PREFIX = "chatmill-standard-input-"
+_LOOK = 1 << 18
+_CHUNK = 1 << 20
+_folder: Path | None = None
+"""Where standard input of this process lies; it can be read only once."""
+
+
+def is_standard_input(path: Any) -> bool:
+    """Whether a file has the bytes of standard input; in any process."""
+    return isinstance(path, Path) and path.parent.name.startswith(_PREFIX)
+
+
+def standard_input() -> Path:
+    """The file of standard input, called `stdin` with the suffix of what it holds; until `remove_standard_input`."""
+    global _folder
+    if _folder is None:
+        if sys.stdin is None or sys.stdin.closed:
+            raise UsageError("-: standard input is closed; give a file, or pipe records in")
+        if sys.stdin.isatty():
+            print("chatmill: reading records from the terminal; end them with Ctrl-D", file=sys.stderr)
+        _folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        atexit.register(remove_standard_input, os.getpid())
+        _remove_when_terminated()
+        path = _folder / "stdin"
+        with path.open("xb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file, _CHUNK)
+        path.rename(_folder / f"stdin{_suffix(path)}")
+    [path] = _folder.iterdir()
+    return path
+
+
+def remove_standard_input(process: int | None = None) -> None:
+    """Remove the file of standard input, if there is one and this process wrote it."""
+    global _folder
+    if _folder is not None and process in (None, os.getpid()):
+        shutil.rmtree(_folder, ignore_errors=True)
+        _folder = None
+
+
+def _remove_when_terminated() -> None:
+    """Remove the file also if a signal ends this process, which runs nothing that was registered for its exit."""
+    owner = os.getpid()
+
+    def remove_and_end(number: int, frame: Any) -> None:
+        remove_standard_input(owner)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # Others have their own way to end, or none.
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, remove_and_end)
+
+
+def _suffix(path: Path) -> str:
+    """What the file would end with if it had a name: by its first bytes."""
+    with path.open("rb", buffering=0) as file:
+        start = file.read(_LOOK)
+        compression = next((ending for ending, magic in MAGIC.items() if start.startswith(magic)), "")
+        if start.startswith(SKIPPABLE):
+            compression = ".zst"
+        if compression:
+            file.seek(0)
+            reader = decompressed(file, compression, NAME)
+            try:
+                start = reader.read(_LOOK)
+            except RecordError:
+                # Reading it says what is wrong.
+                start = b"{"
+    return _kind(start) + compression
+
+
+def _kind(start: bytes) -> str:
+    if start.startswith(b"PAR1"):
+        return ".parquet"
+    if start.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return ".arrow"
+    lines = start.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    first, *others = [line for line in lines if line.strip()] or [b"{"]
+    if not first.lstrip().startswith((b"{", b"[")):
+        return ".txt"
+    # One object over several lines, unless the second one begins an object of its own.
+    is_object = first.startswith(b"{") and others and not others[0].startswith(b"{") and not _is_json(first)
+    return ".json" if is_object else ".jsonl"
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        decode(line)
+    except (RecordError, RecursionError):
+        return False
+    return True

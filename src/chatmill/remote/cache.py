@@ -1,0 +1,352 @@
+"""The cache: objects of remote datasets as local files, shared by all processes of a machine.
+
+    $CHATMILL_CACHE_DIR, else $XDG_CACHE_HOME/chatmill, else ~/.cache/chatmill
+      objects/<sha256>          an object, downloaded whole and with this hash
+      copies/<key>/<name>       a named file or folder, such as a tokenizer; the key changes with its content
+      partial/, locks/          downloads under way; who makes them
+      evicted                   its time is that of the last removal
+
+An object is written aside, hashed as it arrives and renamed, so that a killed download leaves nothing that is used. One
+process downloads it, and the others wait. The least recently used objects are removed when the cache is larger than
+$CHATMILL_CACHE_SIZE. Access times say when an object was used. The modification time of an object follows from its
+hash: another one means that somebody wrote to the file, and it is hashed again before it is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+
+from chatmill.errors import DataError
+from chatmill.remote.cache_settings import FOLDER, cache_folder, cache_size
+from chatmill.remote.download import ordered_pieces
+from chatmill.remote.objects import ObjectInfo, RemoteError, find, missing, names_below, read, shown
+from chatmill.remote.urls import Url
+
+EVICTED = "evicted"
+COPY_AGE = 24 * 3600
+"""Seconds after its last use before a copy of a named file or folder may be removed: it may be read at any time."""
+COPY_FILES = 10_000
+"""Objects that a folder to be copied may hold."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DownloadStoppedError(Exception):
+    """A download that was given up."""
+
+
+_held: set[int] = set()
+"""Descriptors of the locks that this process holds; a forked process closes them."""
+
+
+def fetch(url: Url, *, size: int, sha256: str, is_stopped: Callable[[], bool] = lambda: False) -> Path:
+    """The object at a URL as a local file of this size and hash, downloaded unless it is in the cache.
+
+    Another call may remove the file at any time to make room; use `open_object` to open it. When `is_stopped` says so,
+    a download is given up with `DownloadStoppedError`.
+    """
+    folder, path = cache_folder(), cached_path(sha256)
+    if not _is_whole(path, size, sha256):
+        with _locked(folder, sha256):
+            if not _is_whole(path, size, sha256):
+                _download(url, size, sha256, path, is_stopped)
+    _touch(path)
+    return path
+
+
+def open_object(url: Url, *, size: int, sha256: str) -> int:
+    """A descriptor for reading of the object at a URL, through the cache."""
+    while True:
+        path = fetch(url, size=size, sha256=sha256)
+        # It may be removed before it is open, and then it is fetched again.
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def cached_path(sha256: str) -> Path:
+    """Where the object with this hash is, if it is in the cache."""
+    return cache_folder() / "objects" / sha256
+
+
+def last_eviction() -> int:
+    """When a file was last removed to make room: a number that changes with each removal, 0 for never."""
+    try:
+        return (cache_folder() / EVICTED).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+# One object.
+
+
+def _is_whole(path: Path, size: int, sha256: str) -> bool:
+    """Whether a cached file has the bytes of its object. One that was written to is hashed again."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        return False
+    if status.st_mtime == _mark(sha256):
+        return True
+    try:
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                return False
+        os.utime(path, (time.time(), _mark(sha256)))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _mark(sha256: str) -> int:
+    """The modification time of a checked object: a second between 1970 and 1978, in which nobody writes."""
+    return int(sha256[:7], 16)
+
+
+def _touch(path: Path) -> None:
+    """Note that a file is used now."""
+    with suppress(OSError):
+        os.utime(path, (time.time(), path.stat().st_mtime))
+
+
+def _download(url: Url, size: int, sha256: str, path: Path, is_stopped: Callable[[], bool]) -> None:
+    """Download an object to its place in the cache; the caller holds its lock."""
+    partial = path.parents[1] / "partial" / sha256
+    try:
+        # Another attempt for what was damaged on the way, or cut off by a full disk.
+        for is_last in (False, True):
+            try:
+                _make_room(path.parents[1], size, partial)
+                digest = _write(url, size, partial, is_stopped)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                partial.unlink(missing_ok=True)
+                if is_last or not _evict(path.parents[1], size):
+                    raise DataError(
+                        f"{path.parents[1]}: the disk is full, and {shown(url)} needs {size:,} bytes; "
+                        f"free some, or set {FOLDER} to a folder on another disk"
+                    ) from None
+                continue
+            if digest == sha256:
+                os.utime(partial, (time.time(), _mark(sha256)))
+                partial.replace(path)
+                return
+        raise RemoteError(
+            f"{shown(url)}: has the sha256 {digest[:12]}…, and {sha256[:12]}… is expected; "
+            "it was changed or damaged, upload the dataset again"
+        )
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write(url: Url, size: int, partial: Path, is_stopped: Callable[[], bool]) -> str:
+    """Write the bytes of an object to a file, and return their sha256."""
+    digest, written = hashlib.sha256(), 0
+    with partial.open("r+b") as file:
+        for piece in ordered_pieces(url, size):
+            if is_stopped():
+                raise DownloadStoppedError
+            digest.update(piece)
+            file.write(piece)
+            written += len(piece)
+        if written != size:
+            raise RemoteError(
+                f"{shown(url)}: has {written:,} bytes, and {size:,} are expected; it was cut, upload the dataset again"
+            )
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+# Locks.
+
+
+@contextmanager
+def _locked(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock of this name; the system releases it when the process ends, however it ends."""
+    path = folder / "locks" / name
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _held.add(fd)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), path.stat()):
+                    break
+        except BaseException:
+            _release(fd)
+            raise
+        # Who held it before removed the file.
+        _release(fd)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        _release(fd)
+
+
+def _release(fd: int) -> None:
+    _held.discard(fd)
+    # A process that was forked meanwhile may have the descriptor, too.
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def _after_fork() -> None:
+    for fd in _held:
+        with suppress(OSError):
+            os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+# Room.
+
+
+def _make_room(folder: Path, size: int, partial: Path) -> None:
+    """Remove the least recently used objects until `size` more bytes fit, and reserve them as a partial file."""
+    with _locked(folder, "room"):
+        over = sum(used for _, used, _ in _contents(folder)) + size - cache_size()
+        if over > 0:
+            _remove_oldest(folder, over)
+        with partial.open("wb") as file:
+            # A sparse file: it counts for those who look for room while it is downloaded.
+            file.truncate(size)
+
+
+def _evict(folder: Path, size: int) -> bool:
+    """Remove the least recently used objects of `size` bytes in total; whether there was anything to remove."""
+    with _locked(folder, "room"):
+        return _remove_oldest(folder, size)
+
+
+def _remove_oldest(folder: Path, size: int) -> bool:
+    now, removed = time.time(), 0
+    for used_at, used, path in sorted(_contents(folder)):
+        if removed >= size:
+            break
+        if path.parent.name == "partial":
+            # Left by a killed process, unless somebody holds its lock.
+            if _is_held(folder, path.name):
+                continue
+            path.unlink(missing_ok=True)
+        elif path.parent.name == "copies":
+            if now - used_at < COPY_AGE:
+                continue
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        removed += used
+    if removed:
+        (folder / EVICTED).touch()
+        os.utime(folder / EVICTED)
+    return removed > 0
+
+
+def _contents(folder: Path) -> list[tuple[float, int, Path]]:
+    """The time of last use, size and path of everything in the cache."""
+    contents = []
+    for kind in ("objects", "partial", "copies"):
+        for path in (folder / kind).iterdir():
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                size = status.st_size
+                if stat.S_ISDIR(status.st_mode):
+                    size = sum(file.lstat().st_size for file in path.rglob("*"))
+                contents.append((status.st_atime, size, path))
+    return contents
+
+
+def _is_held(folder: Path, name: str) -> bool:
+    try:
+        fd = os.open(folder / "locks" / name, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+# Named files and folders.
+
+
+def local_copy(url: Url, *, leave_out: tuple[str, ...] = (), limit: int | None = None) -> Path:
+    """The file at a URL, or the folder of all files below it, copied to this machine; it keeps its name.
+
+    Of a folder, files whose names end with one of `leave_out` are not copied. A file of more than `limit` bytes is a
+    `DataError` before anything is downloaded.
+    """
+    info = None if url.is_folder else find(url)
+    if info is not None:
+        files: dict[str, tuple[Url, ObjectInfo]] = {"": (url, info)}
+    elif not (files := _files_below(url, leave_out)):
+        raise missing(url)
+    for each, described in files.values():
+        if limit is not None and described.size > limit:
+            raise DataError(f"{shown(each)}: has {described.size:,} bytes; expected at most {limit:,}")
+    folder = cache_folder()
+    listed = [(name, each.size, each.version) for name, (_, each) in sorted(files.items())]
+    # Without versions, a change of the content would not be seen.
+    changing = "" if all(each.version for _, each in files.values()) else str(time.time_ns())
+    key = hashlib.sha256(repr((url.address, listed, changing)).encode()).hexdigest()
+    place = folder / "copies" / key
+    if not place.is_dir():
+        with _locked(folder, key):
+            if not place.is_dir():
+                _copy(files, place, url.name)
+    _touch(place)
+    return place / url.name
+
+
+def _files_below(url: Url, leave_out: tuple[str, ...]) -> dict[str, tuple[Url, ObjectInfo]]:
+    """The objects below a URL by their names in that folder."""
+    prefix = str(url).rstrip("/") + "/"
+    listed = [each for each in names_below(url) if not each.name.lower().endswith(leave_out)]
+    if len(listed) > COPY_FILES:
+        raise DataError(f"{shown(url)}: holds {len(listed):,} objects; a folder of at most {COPY_FILES:,} is copied")
+    files = {}
+    for each in listed:
+        name = str(each).removeprefix(prefix)
+        parts = PurePosixPath(name).parts
+        if not str(each).startswith(prefix) or not parts or {"..", "/", "."} & set(name.split("/")) or parts[0] == "/":
+            raise DataError(f"{shown(each)}: is not the name of a file below {shown(url)}; rename or remove it")
+        if (info := find(each)) is not None and not name.endswith("/"):
+            files[name] = each, info
+    return files
+
+
+def _copy(files: dict[str, tuple[Url, ObjectInfo]], place: Path, name: str) -> None:
+    """Copy objects to a new folder `place`; the caller holds its lock."""
+    aside = place.with_name(f"{place.name}.new")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        for below, (url, info) in files.items():
+            target = aside / name / below if below else aside / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                for piece in ordered_pieces(url, info.size) if info.size else [read(url)]:
+                    file.write(piece)
+        aside.rename(place)
+    except OSError as error:
+        if error.errno in FULL:
+            raise DataError(f"{place.parent}: the disk is full; free some, or set {FOLDER} to another disk") from None
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,78 @@
+"""Where the cache of remote objects is, and how large it may be."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from chatmill.errors import UsageError, one_line
+from chatmill.plain_file import local_path
+
+FOLDER, SIZE = "CHATMILL_CACHE_DIR", "CHATMILL_CACHE_SIZE"
+"""Environment variables, which child processes inherit."""
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+DEFAULT_SIZE = 64 * 10**9
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def configure(folder: str | None, size: int | str | None) -> None:
+    """Set the folder and the size of the cache for this process and those that it starts; None keeps what is set."""
+    if folder is not None:
+        os.environ[FOLDER] = str(local_path(folder))
+    if size is not None:
+        os.environ[SIZE] = str(size)
+
+
+def cache_size() -> int:
+    """Bytes that the cache may hold."""
+    text = os.environ.get(SIZE, "")
+    return parse_size(text, SIZE) if text else DEFAULT_SIZE
+
+
+def parse_size(text: str, name: str) -> int:
+    """A number of bytes, such as 500MB, 20GB, 1.5TB, 64GiB or 1000000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kmgt]?i?)b?", text.strip().lower())
+    size = int(float(match[1]) * UNITS[match[2]]) if match and match[2] in UNITS else 0
+    if not size:
+        raise UsageError(f"{name} is {one_line(repr(text))}; expected a number of bytes over 0, such as 20GB")
+    return size
+
+
+def cache_folder() -> Path:
+    """The folder of the cache, made if it is missing; `UsageError` if others could put files into it."""
+    named = os.environ.get(FOLDER)
+    path = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "chatmill")
+    with suppress(RuntimeError):
+        path = path.expanduser()
+    try:
+        path = path.absolute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The default folder also holds other caches of chatmill, and was perhaps made so that a group may write to it.
+        _check_own(path, may_change=not named)
+        for name in ("objects", "copies", "partial", "locks"):
+            _check_own(path / name)
+    except OSError as error:
+        raise UsageError(f"{path}: the cache cannot be there ({error.strerror}); set {FOLDER}") from None
+    return path
+
+
+def _check_own(path: Path, *, may_change: bool = False) -> None:
+    """Make a folder that only this user can write to, or refuse one that is not; `may_change`: or change its mode."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise UsageError(f"{path}: the cache must not be a link; set {FOLDER} to the folder itself")
+    if not stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{path}: the cache must be a folder; set {FOLDER} to one")
+    if status.st_uid != os.geteuid():
+        raise UsageError(f"{path}: the cache belongs to another user; set {FOLDER} to a folder of your own")
+    if status.st_mode & OTHERS_WRITE and may_change:
+        path.chmod(stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE)
+    elif status.st_mode & OTHERS_WRITE:
+        raise UsageError(f"{path}: others may write to the cache; chmod go-w it, or set {FOLDER} to another folder")

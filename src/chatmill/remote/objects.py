@@ -1,0 +1,365 @@
+"""Read, write, list and remove objects, with retries; every failure is one line without credentials.
+
+A call is made again after transient errors: a broken connection, an answer that was cut, "slow down", a fault of the
+server. It ends after `ATTEMPTS`, and after `TIME_LIMIT` seconds if two attempts were made. What another attempt cannot
+change (a name, a permission, a credential) is reported at once.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from chatmill.errors import ChatmillError, UsageError
+from chatmill.remote.faults import (
+    ExistingObjectError,
+    MissingObjectError,
+    RemoteError,
+    advice,
+    is_missing,
+    is_missing_bucket,
+    is_permanent,
+    is_precondition,
+    reason,
+    status_of,
+)
+from chatmill.remote.filesystems import filesystem, shown
+from chatmill.remote.multipart import PART_BYTES, upload_in_parts
+from chatmill.remote.urls import EXTRAS, READ_ONLY, Url
+from chatmill.remote.web import read_web
+
+__all__ = [
+    "ATTEMPTS",
+    "ExistingObjectError",
+    "MissingObjectError",
+    "ObjectInfo",
+    "RANGE_BYTES",
+    "RemoteError",
+    "check_writable",
+    "find",
+    "first_below",
+    "infos_below",
+    "matches",
+    "missing",
+    "names_below",
+    "read",
+    "remove",
+    "shown",
+    "upload",
+    "write",
+]
+
+T = TypeVar("T")
+ATTEMPTS = 6
+"""How often a call is made before a transient error is reported."""
+TIME_LIMIT = 15.0
+"""Seconds after which a call is not made again, unless it was made only once."""
+FIRST_DELAY = 0.2
+"""Seconds before the second attempt; each later delay is twice as long, give or take a half."""
+RANGE_BYTES = 8 << 20
+"""Bytes that one request reads at most, so that a broken connection loses little."""
+VERSIONS = (
+    "generation",
+    "ETag",
+    "etag",
+    "blob_id",
+    "mtime",
+    "last_modified",
+    "LastModified",
+    "Last-Modified",
+    "created",
+)
+"""What tells versions of an object apart, in the words of each library; the first that it has."""
+TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
+"""What says when an object was written, likewise."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    size: int
+    version: str
+    """Differs when the object was written again: its generation, ETag or time; empty if the server tells none."""
+    modified: float | None = None
+    """When it was written, in seconds since 1970, by the clock of the server; None if it tells none."""
+
+
+def find(url: Url) -> ObjectInfo | None:
+    """The size and version of an object; None if there is none of this name, or only a folder."""
+    try:
+        described = _retried(url, "read", lambda opened, path: _fresh(opened).info(path))
+    except MissingObjectError:
+        return None
+    if described.get("type") == "directory":
+        return None
+    if described.get("size") is None:
+        raise RemoteError(f"{shown(url)}: the server does not tell its size; download it, and give the local file")
+    return _info(described)
+
+
+def _info(described: Mapping[str, Any]) -> ObjectInfo:
+    version = next((str(described[name]) for name in VERSIONS if described.get(name)), "")
+    times = (described.get(name) for name in TIMES)
+    modified = next((at.timestamp() for at in times if isinstance(at, datetime) and at.tzinfo), None)
+    return ObjectInfo(int(described["size"]), version, modified)
+
+
+def read(url: Url, start: int = 0, stop: int | None = None) -> bytes:
+    """The bytes [start, stop) of an object, fewer only if it ends before; all of it without `stop`.
+
+    An object that is replaced while several requests read all of it is an error, never a mix of both.
+    """
+    if stop is not None:
+        return _read_ranges(url, start, stop)
+    if EXTRAS[url.scheme] == "http":
+        return _retried(url, "read", lambda opened, path: read_web(opened, path, start, None))
+    if (info := find(url)) is None:
+        raise missing(url)
+    content = _read_ranges(url, start, info.size)
+    if len(content) != max(info.size - start, 0) or (len(content) > RANGE_BYTES and find(url) != info):
+        raise RemoteError(f"{shown(url)}: changed while it was read; try again when nothing writes it")
+    return content
+
+
+def _read_ranges(url: Url, start: int, stop: int) -> bytes:
+    pieces = []
+    while start < stop:
+        length = min(stop - start, RANGE_BYTES)
+        piece = _retried(url, "read", partial(_read_range, url, start, start + length))
+        pieces.append(piece)
+        start += len(piece)
+        if len(piece) < length:
+            break
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _read_range(url: Url, start: int, stop: int, opened: Any, path: str) -> bytes:
+    if EXTRAS[url.scheme] == "http":
+        return read_web(opened, path, start, stop)
+    # The Hub's filesystem would read ahead of what is asked for.
+    options = {"cache_type": "none"} if url.scheme == "hf" else {}
+    try:
+        return bytes(opened.cat_file(path, start=start, end=stop, **options))
+    except Exception as error:
+        if status_of(error) == 416:
+            # The object ends before the range begins.
+            return b""
+        raise
+
+
+def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = None) -> None:
+    """Write an object: it appears whole, or not at all.
+
+    With `new` it is an `ExistingObjectError` if there is one, with `replaces` if it has not that version. Stores with
+    conditional writes decide that themselves, so that of two writers one fails; docs/remote.md says which do.
+    """
+    check_writable(url)
+    if new or replaces:
+        # Some stores ignore the condition of a write.
+        info = find(url)
+        if info is not None if new else (info is None or info.version != replaces):
+            raise _exists(url)
+    call = partial(_write_once, data=data, new=new, replaces=replaces)
+    _retried(url, "written", call, is_done=lambda: (new or bool(replaces)) and read(url) == data)
+
+
+def _write_once(opened: Any, path: str, *, data: bytes, new: bool, replaces: str | None) -> None:
+    kind = EXTRAS[opened.protocol if isinstance(opened.protocol, str) else opened.protocol[0]]
+    options: dict[str, Any] = {}
+    if new:
+        options = {"mode": "create"}
+    elif replaces and kind == "s3":
+        options = {"IfMatch": replaces}
+    elif replaces and kind == "az":
+        from azure.core import MatchConditions
+
+        options = {"etag": replaces, "match_condition": MatchConditions.IfNotModified}
+    elif replaces and kind == "gs":
+        bucket, key, _ = opened.split_path(path)
+        address = opened.base.replace("/storage/v1/", "/upload/storage/v1/") + f"b/{bucket}/o"
+        opened.call("POST", address, uploadType="media", name=key, ifGenerationMatch=replaces, data=data)
+        return
+    opened.pipe_file(path, data, **options)
+
+
+def upload(url: Url, path: Path) -> None:
+    """Write an object with the bytes of a local file, however large."""
+    check_writable(url)
+    size = path.stat().st_size
+    if EXTRAS[url.scheme] != "s3" or size <= PART_BYTES:
+        _retried(url, "written", lambda opened, target: opened.put_file(str(path), target), bulk=True)
+        return
+
+    def call(method: str, **arguments: Any) -> Any:
+        def send(opened: Any, target: str) -> Any:
+            bucket, key, _ = opened.split_path(target)
+            return opened.call_s3(method, Bucket=bucket, Key=key, **arguments)
+
+        try:
+            return _retried(url, "written", send)
+        except MissingObjectError:
+            # An upload that is complete is unknown: the answer to an earlier attempt was lost.
+            if method == "complete_multipart_upload" and (info := find(url)) is not None and info.size == size:
+                return None
+            raise
+
+    upload_in_parts(path, size, call)
+
+
+def names_below(url: Url) -> list[Url]:
+    """All objects in a folder and the folders below it, sorted; none if there is no such folder."""
+    _check_listable(url)
+    try:
+        listed = _retried(url, "listed", lambda opened, path: _fresh(opened).find(path))
+    except MissingObjectError:
+        return []
+    return _urls_of(url, listed)
+
+
+def infos_below(url: Url) -> dict[Url, ObjectInfo]:
+    """All objects in a folder and the folders below it, with what the listing says of each."""
+    _check_listable(url)
+    try:
+        listed = _retried(url, "listed", lambda opened, path: _fresh(opened).find(path, detail=True))
+    except MissingObjectError:
+        return {}
+    files = {name: each for name, each in listed.items() if each.get("type") != "directory"}
+    return dict(zip(_urls_of(url, files), (_info(files[name]) for name in _object_names(files)), strict=True))
+
+
+def first_below(url: Url) -> list[str]:
+    """The first names directly in a folder, of objects and of folders, sorted: one request, and at most 1,000 names."""
+    _check_listable(url)
+
+    def call(opened: Any, path: str) -> list[str]:
+        if EXTRAS[url.scheme] != "s3":
+            return [str(each["name"]) for each in _fresh(opened).ls(path, detail=True)]
+        # Where there is no such folder, `ls` would list all of the one above.
+        bucket, key, _ = opened.split_path(path)
+        listed = opened.call_s3("list_objects_v2", Bucket=bucket, Prefix=f"{key}/", Delimiter="/")
+        folders = [each["Prefix"] for each in listed.get("CommonPrefixes", [])]
+        return [*folders, *(each["Key"] for each in listed.get("Contents", []) if each["Key"] != f"{key}/")]
+
+    try:
+        return sorted({posixpath.basename(name.rstrip("/")) for name in _retried(url, "listed", call)})
+    except MissingObjectError:
+        return []
+
+
+def matches(url: Url) -> list[Url]:
+    """The objects that a glob matches, sorted."""
+    _check_listable(url)
+    listed = _retried(url, "listed", lambda opened, path: _fresh(opened).glob(path, detail=True))
+    return _urls_of(url, (name for name, described in listed.items() if described.get("type") != "directory"))
+
+
+def remove(urls: Iterable[Url]) -> None:
+    """Remove objects; those that are gone already are no error."""
+    for url in urls:
+        check_writable(url)
+        try:
+            _retried(url, "removed", lambda opened, path: opened.rm_file(path))
+        except MissingObjectError:
+            continue
+
+
+def check_writable(url: Url) -> None:
+    """`UsageError` if objects of this scheme can only be read."""
+    if url.scheme in READ_ONLY:
+        raise UsageError(
+            f"{shown(url)}: {url.scheme}:// can only be read; write to s3://, gs://, az:// or a local path"
+        )
+
+
+def _check_listable(url: Url) -> None:
+    if EXTRAS[url.scheme] == "http":
+        raise UsageError(f"{shown(url)}: web servers have no listings; name each file")
+
+
+def missing(url: Url) -> MissingObjectError:
+    if EXTRAS[url.scheme] == "http":
+        return MissingObjectError(f"{shown(url)}: no such file (404); check the URL")
+    return MissingObjectError(f"{shown(url)}: no such object; check the name")
+
+
+def _holder(url: Url) -> str:
+    """What holds an object, such as "the bucket team"."""
+    if url.scheme == "hf":
+        return "the repository"
+    name = shown(url).partition("://")[2].partition("/")[0].partition("@")[0]
+    return f"the {'container' if EXTRAS[url.scheme] == 'az' else 'bucket'} {name}"
+
+
+def _exists(url: Url) -> ExistingObjectError:
+    return ExistingObjectError(f"{shown(url)}: exists already, or was replaced meanwhile")
+
+
+def _urls_of(url: Url, names: Iterable[str]) -> list[Url]:
+    """The URLs of what a listing named, without placeholders of folders."""
+    objects = _object_names(names)
+    # Names have no scheme; those of abfs://CONTAINER@ACCOUNT/… have no account.
+    scheme, _, path = url.address.partition("://")
+    host = path.partition("/")[0]
+    account = f"@{host.partition('@')[2]}" if "@" in host else ""
+    urls = []
+    for name in objects:
+        first, slash, key = name.lstrip("/").partition("/")
+        urls.append(Url(f"{scheme}://{first}{account}{slash}{key}"))
+    return urls
+
+
+def _object_names(names: Iterable[str]) -> list[str]:
+    """Names without placeholders of folders, sorted."""
+    return sorted(name for name in names if not name.endswith("/"))
+
+
+def _fresh(opened: Any) -> Any:
+    """The filesystem without the listings that it remembers: others write objects, too."""
+    opened.invalidate_cache()
+    return opened
+
+
+def _retried(
+    url: Url,
+    what: str,
+    call: Callable[[Any, str], T],
+    *,
+    bulk: bool = False,
+    is_done: Callable[[], bool] = lambda: False,
+) -> T | Any:
+    """The result of a call, which is made again after transient errors.
+
+    A `bulk` call may take long, and is made `ATTEMPTS` times however long. `is_done` tells whether an earlier attempt,
+    whose answer was lost, did what a condition now keeps this one from doing.
+    """
+    delay = FIRST_DELAY
+    first = time.monotonic()
+    for attempt in range(ATTEMPTS):
+        try:
+            return call(*filesystem(url))
+        except ChatmillError:
+            raise
+        except Exception as error:
+            if is_precondition(error):
+                if attempt and is_done():
+                    return None
+                raise _exists(url) from None
+            if is_missing_bucket(error):
+                raise RemoteError(
+                    f"{shown(url)}: {_holder(url)} does not exist; create it, or check its name"
+                ) from None
+            if is_missing(error):
+                raise missing(url) from None
+            late = attempt > 0 and not bulk and time.monotonic() - first > TIME_LIMIT
+            if attempt + 1 == ATTEMPTS or late or is_permanent(error):
+                help_text = advice(error, is_s3=EXTRAS[url.scheme] == "s3")
+                raise RemoteError(f"{shown(url)}: cannot be {what} ({reason(error)}); {help_text}") from None
+        time.sleep(delay * random.uniform(0.5, 1.5))
+        delay *= 2
+    raise AssertionError

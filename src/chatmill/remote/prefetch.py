@@ -1,0 +1,141 @@
+"""Fetch objects into the cache ahead of their use, in background threads."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from chatmill.errors import ChatmillError
+from chatmill.remote import cache
+from chatmill.remote.objects import RemoteError
+from chatmill.remote.urls import Url
+
+THREADS = 8
+"""Objects that are downloaded at a time: many are small, and wait for the answer of the server most of the time."""
+JOIN_SECONDS = 5.0
+"""How long a process that ends waits for requests that are under way."""
+
+
+class RemoteObject(NamedTuple):
+    """An object whose bytes are known by their hash."""
+
+    url: Url
+    size: int
+    sha256: str
+
+
+class Progress(NamedTuple):
+    """Objects and bytes that are in the cache, of those asked for."""
+
+    objects: int
+    all_objects: int
+    bytes: int
+    all_bytes: int
+
+
+class Prefetch:
+    """Fetches objects in order; `used` says that one was used, so that another may take its room.
+
+    At most `limit` bytes that were not used yet are fetched. An object that cannot be fetched is left out: who needs it
+    tries again, and reports the error.
+    """
+
+    def __init__(self, objects: Sequence[RemoteObject], limit: int) -> None:
+        self.process = os.getpid()
+        """Threads do not survive a fork: another process needs a `Prefetch` of its own."""
+        self._objects = list(dict.fromkeys(objects))
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._next = self._unused = self._done = self._done_bytes = 0
+        self._fetched: dict[str, int] = {}
+        self._used: set[str] = set()
+        self._stopped = False
+        self._threads = [
+            threading.Thread(target=self._work, name="chatmill-fetch", daemon=True)
+            for _ in range(min(THREADS, len(self._objects)))
+        ]
+        _running.add(self)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self._done, len(self._objects), self._done_bytes, sum(each.size for each in self._objects))
+
+    def used(self, sha256: str) -> None:
+        """Note that an object was used, or is needed now and fetched by the caller."""
+        if sha256 not in self._used:
+            with self._changed:
+                self._used.add(sha256)
+                self._unused -= self._fetched.pop(sha256, 0)
+                self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Give up the downloads under way, and end the threads."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the threads, so many seconds at most."""
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _work(self) -> None:
+        while (each := self._take()) is not None:
+            try:
+                cache.fetch(each.url, size=each.size, sha256=each.sha256, is_stopped=lambda: self._stopped)
+            except RemoteError:
+                continue
+            except (ChatmillError, OSError, cache.DownloadStoppedError):
+                # Others would fail, too: the disk is full, for example.
+                self.stop()
+                return
+            with self._changed:
+                self._done += 1
+                self._done_bytes += each.size
+
+    def _take(self) -> RemoteObject | None:
+        """The next object to fetch, once there is room for it; None if there is none, or after `stop`."""
+        with self._changed:
+            while not self._stopped and self._next < len(self._objects):
+                each = self._objects[self._next]
+                if each.sha256 in self._used or not self._unused or self._unused + each.size <= self._limit:
+                    self._next += 1
+                    if each.sha256 not in self._used:
+                        self._fetched[each.sha256] = each.size
+                        self._unused += each.size
+                    return each
+                self._changed.wait()
+            return None
+
+
+_running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
+
+
+def fetch(url: Url, *, size: int, sha256: str) -> Path:
+    """`cache.fetch` for an object that is used now, so that other objects can be fetched ahead."""
+    path = cache.fetch(url, size=size, sha256=sha256)
+    for each in list(_running):
+        each.used(sha256)
+    return path
+
+
+def _stop_all() -> None:
+    running = list(_running)
+    for each in running:
+        each.stop()
+    end = time.monotonic() + JOIN_SECONDS
+    for each in running:
+        each.join(end - time.monotonic())
+
+
+atexit.register(_stop_all)
+os.register_at_fork(after_in_child=_running.clear)

@@ -1,0 +1,139 @@
+"""Find and remove what builds left at the URL of a dataset: objects that its metadata does not name.
+
+A build that was killed leaves the objects that it had uploaded; a dataset that was replaced leaves those that the new
+one does not have. Objects younger than an age stay: a build may be about to name them, or somebody may still read the
+dataset that was replaced. Only objects with names that chatmill generates are removed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from chatmill.errors import DataError, UsageError
+from chatmill.remote import objects
+from chatmill.remote.objects import ObjectInfo
+from chatmill.remote.urls import READ_ONLY, Url
+from chatmill.store.layout import METADATA
+from chatmill.store.metadata import listed_files
+from chatmill.store.publish import names_of
+from chatmill.store.remote_files import OBJECTS, STAGING, remote_metadata
+from chatmill.store.remote_publish import THREADS
+
+DAY = 24 * 3600.0
+OWN = re.compile(rf"{OBJECTS}/([0-9a-f]{{64}})|({STAGING}/[0-9a-f]{{64}})/.+")
+AT_ONCE = 500
+"""Objects that are removed before the metadata is read again."""
+
+
+@dataclass(frozen=True)
+class ObjectCount:
+    objects: int
+    bytes: int
+
+    def __add__(self, other: ObjectCount) -> ObjectCount:
+        return ObjectCount(self.objects + other.objects, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What was at a URL. Nothing is removed in a dry run."""
+
+    used: ObjectCount
+    """Objects that the metadata names."""
+    removed: ObjectCount
+    """Leftovers that were removed; in a dry run, that would be."""
+    young: ObjectCount
+    """Leftovers that are too young."""
+    undated: ObjectCount
+    """Leftovers whose age the store does not tell; they stay."""
+    others: ObjectCount
+    """What chatmill did not write; it stays."""
+
+
+def clean_dataset(url: Url, *, older_than: float = DAY, dry_run: bool = False) -> Cleaned:
+    """Remove the leftovers of builds at a URL that are older than so many seconds."""
+    if url.scheme in READ_ONLY:
+        raise UsageError(f"{url}: nothing can be removed at {url.scheme}://; give s3://, gs://, az:// or a local path")
+    prefix = url.address.rstrip("/") + "/"
+    there = {each.address.removeprefix(prefix): info for each, info in objects.infos_below(url).items()}
+    own = {name: match for name in there if (match := OWN.fullmatch(name))}
+    others = [name for name in there if name not in own and name != METADATA]
+    named = _named(url, there, others)
+    used = [name for name, match in own.items() if match[1] in named]
+    left = [name for name, match in own.items() if match[1] not in named]
+    for name in left:
+        if there[name].modified is None:
+            # Some listings tell less.
+            there[name] = objects.find(url / name) or there[name]
+    ages = _ages(left, own, there)
+    undated = [name for name in left if ages[name] is None]
+    old = [name for name in left if (age := ages[name]) is not None and age >= older_than]
+    young = [name for name in left if (age := ages[name]) is not None and age < older_than]
+    if not dry_run:
+        _remove(url, old)
+
+    def count(names: Sequence[str]) -> ObjectCount:
+        return ObjectCount(len(names), sum(there[name].size for name in names))
+
+    return Cleaned(count(used), count(old), count(young), count(undated), count(others))
+
+
+def _named(url: Url, there: dict[str, ObjectInfo], others: Sequence[str]) -> set[str]:
+    """The hashes that the metadata names; `DataError` if this is no dataset, nor what a killed build leaves."""
+    named = _named_now(url)
+    if named:
+        return named
+    if others:
+        raise DataError(f"{url}: has no {METADATA}, but {names_of(others)}; expected a dataset, or what a build left")
+    if not there:
+        raise DataError(f"{url}: nothing found here; expected a dataset, or what a build left")
+    return named
+
+
+def _ages(left: Sequence[str], own: dict[str, re.Match[str]], there: dict[str, ObjectInfo]) -> dict[str, float | None]:
+    """The age of each leftover in seconds; what a build staged is as young as the youngest part of it."""
+    now = time.time()
+    ages = {name: None if (at := there[name].modified) is None else now - at for name in left}
+    builds: dict[str, list[str]] = {}
+    for name in left:
+        if folder := own[name][2]:
+            builds.setdefault(folder, []).append(name)
+    for names in builds.values():
+        known = [age for name in names if (age := ages[name]) is not None]
+        youngest = min(known) if len(known) == len(names) else None
+        ages |= dict.fromkeys(names, youngest)
+    return ages
+
+
+def _remove(url: Url, names: Sequence[str]) -> None:
+    """Remove leftovers, unless a dataset that was published meanwhile names them."""
+    removed: list[str] = []
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="clean") as pool:
+        for at in range(0, len(names), AT_ONCE):
+            named = _named_now(url)
+            batch = [name for name in names[at : at + AT_ONCE] if _hash(name) not in named]
+            removed += batch
+            list(pool.map(lambda name: objects.remove([url / name]), batch))
+    named = _named_now(url) if removed else set()
+    if lost := [name for name in removed if _hash(name) in named]:
+        raise DataError(
+            f"{url}: a dataset was published while it was cleaned, and names {names_of(lost)}, which was removed; "
+            "build it again"
+        )
+
+
+def _named_now(url: Url) -> set[str]:
+    """The hashes that the metadata names; none if there is no metadata."""
+    # Not by the listing, which may lag behind.
+    if objects.find(url / METADATA) is None:
+        return set()
+    return {info.sha256 for _, info in listed_files(remote_metadata(url))}
+
+
+def _hash(name: str) -> str:
+    """The hash of an object by its name."""
+    return name.rpartition("/")[2]

@@ -1,0 +1,178 @@
+"""Publish a finished build to an object store, where nothing can be renamed.
+
+Every file is uploaded under the name of its hash, and the metadata last, on the condition that it is new, or replaces
+the metadata that was there when the build began. Until then nothing opens, or the old dataset does. Objects are never
+removed here, so that an old dataset stays readable for those who opened it; see `clean`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from chatmill.errors import DataError, UsageError
+from chatmill.remote import objects
+from chatmill.remote.objects import ExistingObjectError, RemoteError
+from chatmill.remote.urls import Url
+from chatmill.store.hashed import FileInfo
+from chatmill.store.layout import METADATA, REMOVED, SPLITS, TOKENIZER_STATE
+from chatmill.store.metadata import ShardInfo, listed_files, parse_metadata
+from chatmill.store.publish import DATASET, building_aside, names_of, remove_folder
+from chatmill.store.remote_files import OBJECTS, STAGING, object_url, remote_metadata
+
+THREADS = 8
+"""Files that are uploaded at the same time."""
+FRESH = 6 * 3600.0
+"""Seconds for which an object that no metadata names is used as it is. One that is older is written again, because
+`chatmill clean` may be about to remove it."""
+
+OWN_NAMES = (OBJECTS, STAGING, METADATA, TOKENIZER_STATE, REMOVED, *SPLITS)
+"""The names directly below a dataset, of both layouts."""
+
+
+@dataclass(frozen=True)
+class RemoteTarget:
+    """A URL that a dataset is published at, as it was before the build."""
+
+    url: Url
+    version: str | None
+    """The version of the metadata that is replaced; None if there is none."""
+    kept: frozenset[str]
+    """The hashes of the objects that this metadata names."""
+
+
+def check_remote_target(url: Url, *, overwrite: bool) -> RemoteTarget:
+    """Raise, before any work is done, if nothing can be published at a URL."""
+    objects.check_writable(url)
+    if not url.address.partition("://")[2].partition("/")[2].strip("/"):
+        raise UsageError(f"{url}: has no name of its own; give {url.scheme}://BUCKET/NAME")
+    if objects.find(url) is not None:
+        raise DataError(f"{url}: is an object, and a dataset needs a folder; give another name")
+    if (there := objects.find(url / METADATA)) is None:
+        _check_others(url)
+        return RemoteTarget(url, None, frozenset())
+    if not overwrite:
+        raise DataError(f"{url}: exists already; give another name, or --overwrite")
+    try:
+        metadata = remote_metadata(url)
+    except DataError as error:
+        why = str(error).removeprefix(f"{url / METADATA}: ")
+        raise DataError(
+            f"{url}: is not replaced, because its {METADATA} is not one that chatmill wrote ({why}); "
+            "give another name, or look and remove it yourself"
+        ) from None
+    return RemoteTarget(url, there.version, frozenset(info.sha256 for _, info in listed_files(metadata)))
+
+
+def _check_others(url: Url) -> None:
+    """`DataError` if somebody's objects are there. A store that lists nothing, or not to this user, is built to."""
+    try:
+        others = [name for name in objects.first_below(url) if name not in OWN_NAMES]
+    except RemoteError:
+        return
+    if others:
+        raise DataError(f"{url}: holds {names_of(others)}, which chatmill did not write; give another name")
+
+
+class Uploads:
+    """Uploads files of a dataset in other threads while it is built; leaving the block waits for them."""
+
+    def __init__(self, target: RemoteTarget) -> None:
+        self._target = target
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: dict[str, Future[None]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def add(self, path: Path, info: FileInfo) -> None:
+        """Upload a file with this size and hash, unless its object is there. An earlier failure is raised."""
+        for sha256 in [sha256 for sha256, running in self._running.items() if running.done()]:
+            self._running[sha256].result()
+        if info.sha256 not in self._running:
+            # Started here, so that a caller may still fork before the first file is complete.
+            self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="upload")
+            self._running[info.sha256] = self._pool.submit(upload_object, self._target, path, info)
+
+    def add_shard(self, folder: Path, info: ShardInfo) -> None:
+        """Upload the files of a shard."""
+        for name, file in info.files.items():
+            self.add(folder / name, file)
+
+    def skip(self, infos: Iterable[FileInfo]) -> None:
+        """Do not upload files with these hashes: other processes did."""
+        for info in infos:
+            done: Future[None] = Future()
+            done.set_result(None)
+            self._running.setdefault(info.sha256, done)
+
+    def wait(self) -> None:
+        """Return when all files are uploaded, or raise the first failure."""
+        for running in self._running.values():
+            running.result()
+
+
+def upload_object(target: RemoteTarget, path: Path, info: FileInfo) -> None:
+    """Upload a file under the name of its hash, unless it is there and stays there."""
+    url = object_url(target.url, info.sha256)
+    there = objects.find(url)
+    if there is not None and there.size == info.size:
+        is_fresh = there.modified is not None and time.time() - there.modified < FRESH
+        if info.sha256 in target.kept or is_fresh:
+            return
+    objects.upload(url, path)
+
+
+def publish_remote(folder: Path, target: RemoteTarget, uploads: Uploads) -> None:
+    """Upload what is left of the dataset in a folder and, when all of it is there, its metadata; remove the folder."""
+    text = (folder / METADATA).read_bytes()
+    metadata = parse_metadata(text, place=str(folder / METADATA))
+    for name, info in listed_files(metadata):
+        uploads.add(folder / name, info)
+    uploads.wait()
+    publish_metadata(target, text)
+    # What cannot be removed is found and removed by the next build.
+    remove_folder(folder, DATASET)
+
+
+def publish_metadata(target: RemoteTarget, text: bytes) -> None:
+    """Make a dataset whose objects are all there visible; `DataError` if another one was published meanwhile."""
+    try:
+        objects.write(target.url / METADATA, text, new=target.version is None, replaces=target.version)
+    except ExistingObjectError:
+        what = "appeared" if target.version is None else "was replaced"
+        raise DataError(
+            f"{target.url}: {what} while the dataset was built; nothing was published, give another name or --overwrite"
+        ) from None
+
+
+def scratch_folder(url: Url) -> Path:
+    """The local name under which a dataset for a URL is built: the same each time, for --resume, and nobody else's."""
+    folder = Path(tempfile.gettempdir()) / f"chatmill-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise UsageError(f"{folder}: others may write to it; remove it, or set TMPDIR to a folder of your own")
+    return folder / hashlib.sha256(url.address.rstrip("/").encode()).hexdigest()[:32]
+
+
+@contextmanager
+def building_remote(url: Url, doing: str, *, overwrite: bool) -> Iterator[Path]:
+    """A local folder to build in: published at a URL when the block ends. As `building`, for a URL."""
+    target, local = check_remote_target(url, overwrite=overwrite), scratch_folder(url)
+    with building_aside(local, doing) as staging, Uploads(target) as uploads:
+        yield staging
+        publish_remote(staging, target, uploads)

@@ -1,0 +1,104 @@
+"""The evaluation with the lowest val loss: its checkpoint, which a run keeps and names `best`, and early stopping.
+
+    checkpoints/NAME/best -> step_00000400
+
+The link is replaced after the new checkpoint is published and before the old one is removed, so that it always
+names a complete checkpoint. Every checkpoint stores the state of `BestEval`: a resumed run stops early at the same step
+as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from chatmill.errors import DataError, UsageError
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.row_size import marked_tokens
+from chatmill.store import files
+from chatmill.train.checkpoint_files import BEST, step_name
+from chatmill.train.config import TrainConfig
+
+
+@dataclass
+class BestEval:
+    """The lowest val loss of a run, and how many evaluations have not improved on it."""
+
+    loss: float | None = None
+    step: int = 0
+    reference: float | None = None
+    """The loss that the next one must fall below, by more than early_stop_min_delta, to count as an improvement."""
+    waited: int = 0
+    """Evaluations since the last improvement."""
+
+    def add(self, loss: float | None, step: int, *, min_delta: float) -> bool:
+        """Count an evaluation; return whether its loss is the lowest. A loss that is not finite is no improvement."""
+        if loss is None:
+            return False
+        is_finite = math.isfinite(loss)
+        if is_finite and (self.reference is None or loss < self.reference - min_delta):
+            self.reference, self.waited = loss, 0
+        else:
+            self.waited += 1
+        is_best = is_finite and (self.loss is None or loss < self.loss)
+        if is_best:
+            self.loss, self.step = loss, step
+        return is_best
+
+    def stops(self, config: TrainConfig) -> bool:
+        """Whether early stopping ends the run here."""
+        return config.early_stop_patience is not None and self.waited >= config.early_stop_patience
+
+    def reason(self, config: TrainConfig) -> str:
+        """Why early stopping ends the run, as part of a message."""
+        least = f" by more than {config.early_stop_min_delta:g}" if config.early_stop_min_delta else ""
+        below = "" if self.reference is None else f" below {self.reference:.4f}{least}"
+        evaluations = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
+        return f"val loss has not fallen{below} for {evaluations} (early_stop_patience {config.early_stop_patience})"
+
+    def compared(self, is_best: bool, config: TrainConfig) -> str:
+        """How the last evaluation compares with the lowest loss, if the run uses it."""
+        if self.loss is None or not (config.keeps_best or config.early_stop_patience):
+            return ""
+        return ", the lowest so far" if is_best else f"; the lowest was {self.loss:.4f} at step {self.step:,}"
+
+    def folder(self, run: Path, *, writing: int | None = None) -> Path | None:
+        """The checkpoint of the lowest loss if it exists, or if the checkpoint of step `writing` is about to be it."""
+        path = run / step_name(self.step)
+        return path if self.loss is not None and (self.step == writing or path.is_dir()) else None
+
+
+def check_evaluates(config: TrainConfig, loader: EpisodeLoader) -> None:
+    """Raise `UsageError` if early stopping or keep_best needs a val loss, and the data has none."""
+    if config.early_stop_patience is None and not config.keeps_best:
+        return
+    why = "keep_best is true" if config.early_stop_patience is None else "early_stop_patience is set"
+    sources = loader.sources_of("val")
+    if not sources:
+        raise UsageError(f"{why}, and {loader.dataset_dir} has no episodes in val; prepare it with --val-split")
+    if config.use_loss_mask and not any(marked_tokens(source, "val") for source in sources):
+        raise UsageError(
+            f"{why}, and val of {loader.dataset_dir} has no trained tokens; prepare it with a larger --val-split"
+        )
+
+
+def link_best(run: Path, checkpoint: Path | None) -> None:
+    """Point the link `best` of a run to one of its checkpoints; None removes the link."""
+    link = run / BEST
+    if os.path.lexists(link) and not link.is_symlink():
+        raise DataError(f"{link}: is not a link to the best checkpoint; rename it, or set keep_best to false")
+    if checkpoint is None:
+        if link.is_symlink():
+            files.disk.remove(link)
+            files.disk.sync(run)
+        return
+    if link.is_symlink() and str(link.readlink()) == checkpoint.name:
+        return
+    aside = run / f".{BEST}.part"
+    if os.path.lexists(aside):
+        files.disk.remove(aside)
+    files.disk.symlink(checkpoint.name, aside)
+    files.disk.rename(aside, link)
+    files.disk.sync(run)

@@ -1,0 +1,410 @@
+"""Estimate the memory of a run on each GPU, or on the host, before anything runs.
+
+    weights, gradients, optimizer    exact: counted from the shapes of all weights and of the optimizer's state
+    activations                      counted from a forward pass without memory (activations.py)
+    workspace                        the logits of a chunk and their gradients, or the backward pass of one layer
+
+The peak of a step is in the loss or the backward pass of the last layer (all activations, few gradients), in that of
+the first layer (few activations, all gradients), or in the optimizer step; the largest of these is the estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from chatmill.errors import ChatmillError, UsageError
+from chatmill.train.config import TrainConfig
+from chatmill.train.load_model import compute_dtype
+from chatmill.train.loss import GPU_LOGIT_BYTES, LOGIT_BYTES, MULTIPLE
+from chatmill.train.model_shape import ModelShape, WeightShape, layers_of, shape_of_model
+from chatmill.train.optimizers import OPTIMIZER_BYTES, fresh_state, make_optimizer
+
+GIB = 2**30
+KEPT_BY_COMPILED = 1.02
+"""What a compiled layer keeps, relative to the count.
+Fitted on the line 0.6b-own-adamw of benchmarks/results/gpu.json."""
+BACKWARD = 0.03
+"""Gradients and temporary results in the backward pass of a layer, relative to what the layer keeps.
+Fitted on the line 8b-hf-lora."""
+CUDA_CONTEXT = 0.6 * GIB
+"""Memory of CUDA on a GPU outside of torch."""
+NCCL = 0.4 * GIB
+"""The same for the communication of several ranks."""
+ENTROPY_COPIES = 5
+"""float32 copies of a chunk of logits in the loss on a CPU; on a GPU one kernel works in place."""
+KEPT_BY_FLOAT8 = 0.8
+"""What a compiled layer with float8 products keeps, relative to one without: torch recomputes more of it.
+Fitted on the line 1.7b-own-fp8."""
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+ACTIVATIONS, WORKSPACE, GATHERED, CONTEXT = "activations", "workspace", "gathered", "CUDA"
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """One part of the memory of a run, in bytes."""
+
+    size: float
+    """The whole part."""
+    at_peak: float
+    """Its bytes at the peak: the gradients of a layer are allocated when its activations are freed."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of a run, in bytes on each GPU or rank."""
+
+    parts: dict[str, MemoryPart]
+    peak: str
+    """The moment of a step with the most memory."""
+    on_gpu: bool
+    ranks: int
+    rows: int
+    """Rows of a micro-batch of a rank."""
+    block_size: int
+    host: float = 0.0
+    """Bytes of host memory for the offloaded inputs of layers, on each rank."""
+    approximate: str | None = None
+    """Why activations are approximate, if they could not be counted."""
+
+    @property
+    def total(self) -> float:
+        return sum(part.at_peak for part in self.parts.values())
+
+    @property
+    def tensors(self) -> float:
+        """The total without the memory of CUDA outside of torch."""
+        return self.total - (self.parts[CONTEXT].at_peak if CONTEXT in self.parts else 0.0)
+
+    @property
+    def state(self) -> float:
+        """Bytes of weights, gradients and optimizer state, which are exact."""
+        return sum(self.parts[name].size for name in (WEIGHTS, GRADIENTS, OPTIMIZER))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "total": round(self.total),
+            "parts": {
+                name: {"bytes": round(part.size), "at_peak": round(part.at_peak)} for name, part in self.parts.items()
+            },
+            "peak": self.peak,
+            "device": "cuda" if self.on_gpu else "cpu",
+            "ranks": self.ranks,
+            "rows": self.rows,
+            "block_size": self.block_size,
+            "host": round(self.host),
+            "approximate": self.approximate,
+        }
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes of a layer for a micro-batch."""
+
+    kept: float
+    """Activations from its forward to its backward pass."""
+    input: float
+    casts: float
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The counts of a model for one row, cached while changes to a run are compared."""
+
+    weights: tuple[WeightShape, ...]
+    state: dict[str, tuple[int, int]]
+    """Bytes of optimizer state of each trained weight: tensors with as many rows as the weight, and scalars."""
+    layers: tuple[_Layer, ...]
+    """For one row."""
+    outside: float
+    head: WeightShape
+    """The weight of the output head, (vocabulary, width)."""
+    is_tied: bool
+    """Whether the head is tied to the embedding."""
+    approximate: str | None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.head.shape[1]
+
+
+@dataclass
+class Estimator:
+    """Estimates runs on one kind of hardware; caches the counts of models for changes to a run."""
+
+    on_gpu: bool
+    vocab_size: int | None = None
+    """The vocabulary size of the data; needed only for new models."""
+    _counted: dict[tuple[Any, ...], _Counted] = field(default_factory=dict)
+
+    def __call__(self, config: TrainConfig, *, ranks: int = 1) -> Estimate:
+        """The memory of a run on each rank; `UsageError` if its rows cannot be divided among the ranks."""
+        per_step = ranks * config.gradient_accumulation_steps
+        if config.batch_size % per_step:
+            raise UsageError(
+                f"batch_size {config.batch_size} cannot be shared by {ranks} ranks in "
+                f"{config.gradient_accumulation_steps} steps each; expected a multiple of {per_step}"
+            )
+        compute = compute_dtype(config.dtype, torch.device("cuda" if self.on_gpu else "cpu"))
+        compiled = self.on_gpu if config.compile is None else config.compile
+        key = (
+            *(config.init_from_model, config.optimizer, config.quantize, config.block_size, compute, compiled),
+            _checkpoints(config),
+            repr(config.lora),
+            repr(config.sizes(self.vocab_size or 1)) if config.init_from_model is None else None,
+        )
+        if key not in self._counted:
+            self._counted[key] = _count(config, self.vocab_size, compute, on_gpu=self.on_gpu, compiled=compiled)
+        return _peak(config, self._counted[key], compute, ranks=ranks, on_gpu=self.on_gpu, compiled=compiled)
+
+
+def _checkpoints(config: TrainConfig) -> bool:
+    return config.activation_checkpointing or config.activation_offload
+
+
+def _count(
+    config: TrainConfig, vocab_size: int | None, compute: torch.dtype | None, *, on_gpu: bool, compiled: bool
+) -> _Counted:
+    shape = shape_of_model(config, vocab_size, compute=compute)
+    size = 4 if compute is None else compute.itemsize
+    if shape.model is None:
+        return _approximate(shape, config, size, "this architecture cannot be built without its weights")
+    head = shape.model.head().weight
+    is_tied = any(isinstance(each, nn.Embedding) and each.weight is head for each in shape.model.modules())
+    names = {id(parameter): name for name, parameter in shape.model.named_parameters()}
+    shape.model.train()
+    of_head = next(each for each in shape.weights if each.name == names[id(head)])
+    state = _state_bytes(shape, config)
+    layers, outside, why = _kept_by_layers(
+        shape, config.block_size, size, on_gpu=on_gpu, compiled=compiled, recompute=not _checkpoints(config)
+    )
+    return _Counted(shape.weights, state, layers, outside, of_head, is_tied, why)
+
+
+def _kept_by_layers(
+    shape: ModelShape, length: int, size: int, *, on_gpu: bool, compiled: bool, recompute: bool
+) -> tuple[tuple[_Layer, ...], float, str | None]:
+    """What each layer keeps for one row, what is kept outside of layers, and why both are approximate, if they are.
+
+    `recompute`: as in `CausalModel.compile_blocks`.
+    """
+    from chatmill.train.activations import count_activations
+
+    model, scale = shape.model, 1.0
+    assert model is not None
+    try:
+        try:
+            counted = count_activations(model, 1, length, on_gpu=on_gpu)
+        except RuntimeError:
+            # Some operators (experts) can be counted only in bfloat16.
+            counted, scale = count_activations(model.bfloat16(), 1, length, on_gpu=on_gpu), size / 2
+    except ChatmillError:
+        raise
+    except Exception as error:
+        # The architecture uses operations that fake tensors do not support.
+        return _by_matrices(shape.weights, length, size), 0.0, f"counting failed ({type(error).__name__})"
+    if not counted.layers:
+        return _by_matrices(shape.weights, length, size), 0.0, "its layers cannot be located"
+    layers = []
+    for each in counted.layers:
+        kept: float
+        if not compiled:
+            kept, casts = each.eager, each.casts
+        elif recompute:
+            kept, casts = KEPT_BY_COMPILED * each.compiled, 0
+        else:
+            kept, casts = KEPT_BY_COMPILED * each.compiled_inputs, each.casts
+        layers.append(_Layer(scale * kept, scale * each.input, casts))
+    return tuple(layers), scale * counted.outside, None
+
+
+def _approximate(shape: ModelShape, config: TrainConfig, size: int, why: str) -> _Counted:
+    """Estimate from the shapes of weights only; the head is the largest matrix outside of layers."""
+    outside = [each for each in shape.weights if each.layer is None and len(each.shape) == 2]
+    head = max(outside, key=lambda each: each.size, default=WeightShape("", (1, 1), 4, False, None))
+    each_value = OPTIMIZER_BYTES[config.optimizer].state
+    state = {each.name: (each_value * each.size, 0) for each in shape.weights if each.trained}
+    layers = _by_matrices(shape.weights, config.block_size, size)
+    return _Counted(shape.weights, state, layers, 0.0, head, len(outside) == 1, why)
+
+
+def _by_matrices(weights: Sequence[WeightShape], length: int, size: int) -> tuple[_Layer, ...]:
+    """An approximation of what layers keep: the input and the output of every matrix, for each token."""
+    widths: dict[int, int] = {}
+    inputs: dict[int, int] = {}
+    for each in weights:
+        if each.layer is not None and len(each.shape) >= 2:
+            widths[each.layer] = widths.get(each.layer, 0) + sum(each.shape[-2:])
+            inputs[each.layer] = min(inputs.get(each.layer, 1 << 62), *each.shape[-2:])
+    # The width of hidden states is approximated by the narrowest of the widest matrices.
+    return tuple(
+        _Layer(float(length * size * widths[layer]), float(length * size * inputs[layer]), 0.0)
+        for layer in sorted(widths)
+    )
+
+
+def _state_bytes(shape: ModelShape, config: TrainConfig) -> dict[str, tuple[int, int]]:
+    """Bytes of the optimizer's state of each trained weight, from the optimizer itself."""
+    from chatmill.train.activations import few_fake_layers
+
+    assert shape.model is not None
+    sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
+    layers = layers_of(shape.model)
+    # Muon needs the layers of the model.
+    with few_fake_layers(shape.model, of_each=len(layers) if config.optimizer == "muon" else 1):
+        inside = {id(each) for layer in layers for each in layer.parameters()}
+        optimizer = make_optimizer(shape.model, config)
+        for parameter in shape.model.parameters():
+            key = tuple(parameter.shape), parameter.itemsize, id(parameter) in inside
+            if parameter.requires_grad and key not in sizes:
+                state = fresh_state(optimizer, parameter).values()
+                numbers = sum(tensor.nbytes for tensor in state if not tensor.ndim)
+                sizes[key] = sum(tensor.nbytes for tensor in state) - numbers, numbers
+    trained = (each for each in shape.weights if each.trained)
+    return {each.name: sizes[each.shape, each.bytes_each, each.layer is not None] for each in trained}
+
+
+def _peak(
+    config: TrainConfig,
+    counted: _Counted,
+    compute: torch.dtype | None,
+    *,
+    ranks: int,
+    on_gpu: bool,
+    compiled: bool,
+) -> Estimate:
+    """The moment of a step with the most memory, and the parts that exist then."""
+    rows = config.batch_size // ranks // config.gradient_accumulation_steps
+    tokens, size = rows * config.block_size, 4 if compute is None else compute.itemsize
+    sharded = config.parallel == "fsdp" and ranks > 1
+    shards = ranks if sharded else 1
+    trained = [each for each in counted.weights if each.trained]
+    weights = sum(each.bytes * each.share(shards) for each in counted.weights)
+    optimizer = 0.0
+    for each in trained:
+        state, numbers = counted.state[each.name]
+        optimizer += state * each.share(shards) + numbers
+
+    def gradients_of(chosen: Callable[[WeightShape], bool]) -> float:
+        return sum(each.bytes * each.share(shards) for each in trained if chosen(each))
+
+    gradients = gradients_of(lambda each: True)
+    # Gradients that exist before the backward pass: sums over micro-batches, and the buckets of DDP.
+    early = config.gradient_accumulation_steps > 1 or (ranks > 1 and not sharded)
+    checkpointing = _checkpoints(config)
+    # FSDP casts weights when it gathers them, and frees them.
+    part = rows * (KEPT_BY_FLOAT8 if config.fp8 and not checkpointing else 1.0)
+    layers = [_Layer(part * e.kept, rows * e.input, 0.0 if sharded else e.casts) for e in counted.layers]
+    kept = [e.input if checkpointing else e.kept + e.casts for e in layers]
+    offloaded = sum(kept) if config.activation_offload and on_gpu else 0.0
+    if offloaded:
+        kept = [0.0] * (len(kept) - 2) + kept[-2:]
+    hidden = tokens * counted.width * size
+    outside = rows * counted.outside + hidden
+    largest = max((each.size for each in counted.weights if each.layer is not None), default=0)
+    packed = largest * size if config.quantize != "none" else 0.0
+
+    def backward(layer: _Layer, number: int) -> float:
+        own = gradients_of(lambda each: each.layer == number) if early else 0.0
+        again = layer.kept + layer.casts if checkpointing else 0.0
+        return again + layer.kept * BACKWARD + own + packed
+
+    head = counted.width * counted.vocab_size
+    head_gradient = head * counted.head.bytes_each / shards if counted.head.trained else 0.0
+    at_loss = _loss(counted, tokens, size, on_gpu=on_gpu)
+    steps = _optimizer_workspace(config, trained, on_gpu=on_gpu)
+    last, first = (layers[-1], layers[0]) if layers else (_Layer(0, 0, 0),) * 2
+    before_first = gradients_of(lambda each: each.layer != 0)
+    second = counted.head.bytes_each * head if counted.is_tied and counted.head.trained else 0.0
+    start = gradients if early else 0.0
+    # Gradients, activations and workspace at each moment.
+    moments = {
+        "the loss": (start, sum(kept) + outside, at_loss),
+        "the backward pass of the last layer": (
+            max(start, head_gradient),
+            sum(kept) + outside,
+            hidden + backward(last, len(layers) - 1),
+        ),
+        "the backward pass of the first layer": (
+            max(start, before_first),
+            (kept[0] if kept else 0.0) + rows * counted.outside,
+            hidden + backward(first, 0),
+        ),
+        "the gradient of the embedding": (gradients, 0.0, second + hidden),
+        "the optimizer step": (gradients, 0.0, steps),
+    }
+    gathered = _gathered(counted.weights, size if compute is not None else None) if sharded else 0.0
+    peak = max(moments, key=lambda name: sum(moments[name]) - (gathered if name == "the optimizer step" else 0.0))
+    at_peak = moments[peak]
+    parts = {
+        WEIGHTS: MemoryPart(weights, weights),
+        GRADIENTS: MemoryPart(gradients, at_peak[0]),
+        OPTIMIZER: MemoryPart(optimizer, optimizer),
+        ACTIVATIONS: MemoryPart(sum(kept) + outside, at_peak[1]),
+        WORKSPACE: MemoryPart(max(each[2] for each in moments.values()), at_peak[2]),
+    }
+    if sharded:
+        parts[GATHERED] = MemoryPart(gathered, 0.0 if peak == "the optimizer step" else gathered)
+    if on_gpu:
+        context = CUDA_CONTEXT + (NCCL if ranks > 1 else 0.0)
+        parts[CONTEXT] = MemoryPart(context, context)
+    return Estimate(
+        parts,
+        peak,
+        on_gpu=on_gpu,
+        ranks=ranks,
+        rows=rows,
+        block_size=config.block_size,
+        host=offloaded,
+        approximate=counted.approximate,
+    )
+
+
+def _loss(counted: _Counted, tokens: int, size: int, *, on_gpu: bool) -> float:
+    """Head and cross entropy of a chunk of positions, if all tokens are trained; see `_chunked_loss` in loss.py."""
+    positions = -(-tokens // MULTIPLE) * MULTIPLE
+    limit = GPU_LOGIT_BYTES if on_gpu else LOGIT_BYTES
+    chunk = min(positions, max(1, limit // (size * counted.vocab_size * MULTIPLE)) * MULTIPLE)
+    logits = chunk * counted.vocab_size * (size if on_gpu else size + 4 * ENTROPY_COPIES)
+    matrix = counted.vocab_size * counted.width
+    cast = matrix * size if counted.head.bytes_each != size else 0.0
+    # The sum of the weight's gradient in float32, and that of a chunk.
+    gradient = matrix * (4 + size) if counted.head.trained else 0.0
+    # The selected hidden states, their gradient in float32, and that of a chunk.
+    return logits + cast + gradient + positions * counted.width * (size + 4) + chunk * counted.width * size
+
+
+def _optimizer_workspace(config: TrainConfig, trained: Sequence[WeightShape], *, on_gpu: bool) -> float:
+    """Temporary tensors of an optimizer step, for the largest weight."""
+    largest = max((each.size for each in trained), default=0)
+    matrix = max((each.size for each in trained if each.layer is not None and len(each.shape) == 2), default=0)
+    match config.optimizer:
+        case "adafactor":
+            return 12.0 * largest
+        case "muon":
+            # float32 updates, and four bfloat16 matrices of the Newton-Schulz iteration.
+            return 12.0 * matrix
+        case "adamw8bit" | "adamw_bf16" if not on_gpu:
+            return 40.0 * min(largest, 1 << 20)
+        case _:
+            return 0.0
+
+
+def _gathered(weights: Sequence[WeightShape], size: int | None) -> float:
+    """What FSDP gathers: the weights outside of layers, two layers in compute precision, and gradients before they are
+    reduced."""
+    layers: dict[int, float] = {}
+    for each in weights:
+        if each.layer is not None:
+            copies = 2 * (size or each.bytes_each) + (((size or each.bytes_each) + 4) if each.trained else 0)
+            layers[each.layer] = layers.get(each.layer, 0.0) + each.size * copies
+    outside = sum(each.bytes + (4.0 * each.size if each.trained else 0.0) for each in weights if each.layer is None)
+    return outside + max(layers.values(), default=0.0)

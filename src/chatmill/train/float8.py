@@ -1,0 +1,76 @@
+"""float8 matrix products in linear layers, with torchao, for GPUs that support them.
+
+Each matrix product of the forward and backward pass scales inputs, weights and gradients by their largest value and
+rounds them to float8; results have the precision of the hidden states. Stored weights and parameter names do not
+change. The output head is not converted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from chatmill.errors import UsageError
+from chatmill.train.model import CausalModel
+from chatmill.train.quiet import quiet_logs
+
+MULTIPLE = 16
+"""Every dimension of a float8 matrix product must be a multiple of this."""
+CAPABILITY = (8, 9)
+"""Lowest compute capability with float8 matrix products."""
+RECIPE = "tensorwise"
+"""torchao's fastest recipe: one scale per tensor."""
+
+
+def check_float8(device: torch.device, *, block_size: int) -> None:
+    """Raise `UsageError` if the device or the row length does not support float8 matrix products."""
+    where = "a CPU"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        where = f"{torch.cuda.get_device_name(device)} (compute capability {'.'.join(map(str, capability))})"
+    if device.type != "cuda" or capability < CAPABILITY:
+        raise UsageError(
+            f"fp8 is true, and the device is {where}; float8 requires a GPU of compute capability "
+            f"{'.'.join(map(str, CAPABILITY))} or higher (Ada, Hopper, Blackwell); set fp8 to false"
+        )
+    if block_size % MULTIPLE:
+        raise UsageError(f"fp8 is true and block_size is {block_size}; float8 requires a multiple of {MULTIPLE}")
+    _torchao()
+
+
+def use_float8(model: CausalModel, *, emulate: bool = False) -> None:
+    """Replace the linear layers of all blocks by float8 layers with the same weights.
+
+    `emulate` rounds to float8 but multiplies in the precision of the input, on any device.
+    """
+    float8 = _torchao()
+    blocks = model.blocks()
+    if not getattr(model, "separates", True):
+        raise UsageError(
+            "fp8 is true, and this architecture cannot separate packed conversations, so their lengths vary; float8 "
+            "requires fixed lengths, set fp8 to false"
+        )
+    for name, module in blocks[0].named_modules():
+        if isinstance(module, nn.Linear) and (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
+            raise UsageError(
+                f"fp8 is true, and layer {name} is {module.in_features} × {module.out_features}; "
+                f"float8 requires multiples of {MULTIPLE}, set fp8 to false"
+            )
+    if emulate:
+        config = float8.Float8LinearConfig(emulate=True)
+    else:
+        config = float8.Float8LinearConfig.from_recipe_name(RECIPE)
+    for block in blocks:
+        with quiet_logs():
+            float8.convert_to_float8_training(block, config=config)
+
+
+def _torchao() -> Any:
+    try:
+        with quiet_logs():
+            import torchao.float8
+    except ImportError:
+        raise UsageError("fp8 is true, which requires torchao; pip install 'chatmill[lowbit]'") from None
+    return torchao.float8

@@ -1,0 +1,221 @@
+"""Merge LoRA adapters into their base model: a plain Hugging Face folder that requires neither peft nor chatmill.
+
+Each adapted weight is merged in float32 and rounded once, to the dtype it is saved in. The model is held in its stored
+precision, with one weight at a time in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.plain_file import local_path
+from chatmill.store import files
+from chatmill.store.hashed import hashed_text, parse_hashed, read_hashed
+from chatmill.store.layout import TOKENIZER_STATE
+from chatmill.store.publish import FolderKind, building
+from chatmill.train.checkpoint import check_model
+from chatmill.train.checkpoint_files import model_folder
+from chatmill.train.half_weights import is_half
+from chatmill.train.hf import copy_tokenizer, save_lm
+from chatmill.train.hf_load import faults_of, load_lm, quiet
+from chatmill.train.load_model import BaseWeights
+from chatmill.train.logit_difference import LogitDifference, probe_logits
+from chatmill.train.lora import base_folder, check_base, read_adapters, trained_on
+from chatmill.train.model_files import CONFIG, WEIGHTS, check_folder, is_adapter, read_model_files
+from chatmill.train.preflight import TRAINING, trained_with
+from chatmill.train.sharded_tensors import file_info
+from chatmill.train.weight_dtypes import cast_state, weight_dtypes
+
+MANIFEST = "chatmill_merge.json"
+SCHEMA, SCHEMA_VERSION = "chatmill-merge", 1
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Result of a merge."""
+
+    adapters: str
+    base: str
+    layers: int
+    """Number of layers with an adapter."""
+    dtype: str
+    """The precision of most weights."""
+    size: int
+    """Bytes of the weights."""
+    difference: LogitDifference | None = None
+    """Difference from the trained model, if adapters of a quantized base were merged into the original one."""
+
+
+def merge_adapters(
+    path: str | Path,
+    output: str | Path,
+    *,
+    save_dtype: str = "auto",
+    base: BaseWeights = "trained",
+    base_model: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Merged:
+    """Merge the adapters of a run, a checkpoint or an adapter folder into their base model, as a new model folder.
+
+    The folder includes the tokenizer, the chat template and the training metadata of the run, and is written
+    atomically. `save_dtype` is the dtype of the saved weights; auto: the dtype each has in the base model. `progress`
+    is called after each merged layer.
+
+    Adapters trained on a quantized base are merged into its dequantized weights, which they were trained on. With
+    `base` "original" they are merged into the stored weights, and the result reports the difference of the logits.
+    """
+    target = local_path(output)
+    folder = model_folder(path)
+    check_folder(folder)
+    if not is_adapter(folder):
+        raise UsageError(f"{folder}: is not an adapter folder; a full model has nothing to merge")
+    check_model(folder)
+    place = base_folder(folder, None if base_model is None else model_folder(base_model)).resolve()
+    is_quantized = trained_on(folder) == "nf4"
+    with building(
+        target, "merging", overwrite=overwrite, kind=MERGED, reads=[folder / CONFIG, place / CONFIG]
+    ) as staging:
+        check_base(folder, place)
+        lm = _dequantized(place, save_dtype) if is_quantized and base == "trained" else load_lm(place, weights="stored")
+        layers = _merge(lm, folder, save_dtype, progress)
+        kinds = {name: tensor.dtype for name, tensor in lm.state_dict().items()}
+        stored = weight_dtypes(read_model_files(place), kinds, "stored")
+
+        def saved(name: str, tensor: Tensor) -> torch.dtype:
+            if not tensor.is_floating_point():
+                return tensor.dtype
+            return stored[name] if save_dtype == "auto" else getattr(torch, save_dtype)
+
+        weights = cast_state(lm, saved)
+        try:
+            save_lm(lm, staging, weights, place)
+            # The tokenizer of the adapters replaces that of the base model.
+            copy_tokenizer(folder, staging)
+            about = _write_about(folder, place, staging)
+        except (SafetensorError, OSError) as error:
+            # When the disk is full, safetensors raises an error of its own, and shutil names the file that it reads.
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ChatmillError(f"{staging}: the model cannot be written ({one_line(str(reason))})") from None
+        dtype = json.loads((staging / CONFIG).read_text())["dtype"]
+        sizes = [path.stat().st_size for path in staging.glob("*.safetensors")]
+        difference = _difference(lm, folder, place) if is_quantized and base == "original" else None
+        merged = Merged(**about, layers=layers, dtype=dtype, size=sum(sizes), difference=difference)
+        hashes = {path.name: asdict(file_info(path)) for path in sorted(staging.iterdir())}
+        with files.create(staging / MANIFEST) as manifest:
+            versions = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION}
+            manifest.write(hashed_text({**versions, **asdict(merged), "files": hashes}))
+    return merged
+
+
+def _dequantized(base: Path, save_dtype: str) -> Any:
+    """The base model with its weights quantized and dequantized again."""
+    lm = load_lm(base, weights="nf4")
+    from chatmill.train.quantized import dequantize
+
+    dequantize(lm, torch.float32 if save_dtype == "float32" else None)
+    return lm
+
+
+def _difference(lm: Any, folder: Path, base: Path) -> LogitDifference:
+    """Difference of logits between the merged model and the quantized base with adapters."""
+    merged = probe_logits(lm)
+    trained = load_lm(base, weights="nf4")
+    read_adapters(folder, trained)
+    return LogitDifference.of(merged, probe_logits(trained))
+
+
+def _merge(lm: Any, folder: Path, save_dtype: str, progress: Callable[[int], None]) -> int:
+    """Merge the adapters of a folder into a transformers model in place; returns the number of merged layers."""
+    peft_model = read_adapters(folder, lm)
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in lm.modules() if isinstance(module, BaseTunerLayer)]
+    with quiet(), faults_of(folder, "these adapters cannot be merged"):
+        _untie(lm, layers, folder)
+        for layer in layers:
+            module = layer.get_base_layer()
+            dtypes = {name: each.dtype for name, each in module._parameters.items() if is_half(each)}
+            # Merge in float32 and round once; peft would round the adapter product first, and then the sum.
+            for name in dtypes:
+                module._parameters[name].data = module._parameters[name].data.float()
+            layer.merge(safe_merge=True)
+            for name, dtype in dtypes.items():
+                kept = dtype if save_dtype == "auto" else getattr(torch, save_dtype)
+                module._parameters[name].data = module._parameters[name].data.to(kept)
+            progress(1)
+        # Replaces each adapter layer by its merged base layer.
+        peft_model.merge_and_unload(progressbar=False)
+    for config in (lm.config, lm.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = lm.get_input_embeddings().weight is lm.get_output_embeddings().weight
+    return len(layers)
+
+
+def _untie(lm: Any, layers: Sequence[Any], folder: Path) -> None:
+    """Untie the weights of adapted layers: merging into a tied weight would change the other layer too."""
+    from peft.tuners.lora import LoraLayer
+
+    uses = Counter(id(parameter) for module in lm.modules() for parameter in module._parameters.values())
+    ends = lm.get_input_embeddings(), lm.get_output_embeddings()
+    for layer in layers:
+        # Trained tokens apply to all layers that share the embedding.
+        if not isinstance(layer, LoraLayer):
+            continue
+        module = layer.get_base_layer()
+        for name, parameter in module._parameters.items():
+            if parameter is None or uses[id(parameter)] < 2:
+                continue
+            if not any(layer is end for end in ends):
+                raise DataError(
+                    f"{folder}: has adapters on layers with tied weights, which cannot be merged; "
+                    "use them without merging"
+                )
+            module._parameters[name] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+
+
+def _write_about(folder: Path, base: Path, staging: Path) -> dict[str, str]:
+    """Copy the training metadata of the adapters; returns the folders of the adapters and the base model."""
+    if (folder / TOKENIZER_STATE).exists():
+        shutil.copy(folder / TOKENIZER_STATE, staging / TOKENIZER_STATE)
+    about = {"adapters": str(folder.resolve()), "base": str(base)}
+    training = {name: value for name, value in trained_with(folder).items() if name != "base"}
+    if training:
+        text = json.dumps({**training, "merged": about}, indent=1) + "\n"
+        (staging / TRAINING).write_text(text)
+    return about
+
+
+def _listed(folder: Path) -> Iterator[str]:
+    path = folder / MANIFEST
+    raw = read_hashed(path, "merged model", Path.read_bytes)
+    data = parse_hashed(raw, place=str(path), schema=SCHEMA, version=SCHEMA_VERSION)
+    data.pop("sha256", None)
+    listed = data.get("files")
+    if hashed_text(data) != raw or not isinstance(listed, dict):
+        raise DataError(f"{path}: does not have the hash it names; it was changed or damaged")
+    yield from listed
+
+
+MERGED = FolderKind(
+    "merged model",
+    MANIFEST,
+    re.compile(
+        rf"{re.escape(MANIFEST)}|(config|generation_config|training)\.json|{re.escape(WEIGHTS)}(\.index\.json)?"
+        r"|model-\d+-of-\d+\.safetensors|(tokenizer|vocab)[^/]*|(special_tokens_map|added_tokens|chat_template)\.json|merges\.txt"
+        r"|[^/]+\.(jinja|model)"
+    ),
+    _listed,
+)

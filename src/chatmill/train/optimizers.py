@@ -1,0 +1,155 @@
+"""The optimizers that a config can choose, their state, and the memory they take.
+
+adamw        float32 weights and moments; fused
+adamw8bit    bfloat16 weights with stochastic rounding, 8-bit moments
+adamw_bf16   bfloat16 weights with stochastic rounding, bfloat16 moments
+adafactor    float32 weights, factored second moment (row and column means)
+muon         float32 weights; Muon for the weight matrices of the layers, AdamW for all other parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from chatmill.errors import UsageError
+from chatmill.train.low_precision import LowPrecisionAdamW
+from chatmill.train.model import CausalModel, WeightPrecision, usable_precision
+from chatmill.train.run_config import OptimizerConfig
+
+
+class OptimizerBytes(NamedTuple):
+    """Bytes per trained parameter."""
+
+    weight: int
+    """Bytes of the weight; its gradient takes as many."""
+    state: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of weight, gradient and optimizer state."""
+        return 2 * self.weight + self.state
+
+
+OPTIMIZER_BYTES = {
+    "adamw": OptimizerBytes(4, 8),
+    "adamw8bit": OptimizerBytes(2, 2),
+    "adamw_bf16": OptimizerBytes(2, 4),
+    "adafactor": OptimizerBytes(4, 0),
+    "muon": OptimizerBytes(4, 4),
+}
+"""By `optimizer`. With muon, the state of the embedding, the head and vectors is AdamW's: 8 bytes."""
+NOT_NEGATIVE = {"exp_avg_sq", "exp_avg_scale", "exp_avg_rms_scale", "row_var", "col_var", "variance"}
+"""Optimizer state that is never negative: second moments and scales."""
+
+
+def weights_of(settings: OptimizerConfig) -> WeightPrecision:
+    """The precision of the weights that the optimizer trains."""
+    return "bfloat16" if OPTIMIZER_BYTES[settings.optimizer].weight == 2 else "float32"
+
+
+def check_optimizer(state: Mapping[str, Any], settings: OptimizerConfig, place: object) -> None:
+    """Raise `UsageError` if the checkpoint was written with another optimizer."""
+    before = state.get("config", {}).get("optimizer", "adamw")
+    if before != settings.optimizer:
+        raise UsageError(
+            f"{place}: was written with optimizer {before}, the config has {settings.optimizer}; resume with {before}, "
+            f"or start a new run with --init_from_model {place}"
+        )
+
+
+def state_fault(kind: str, values: Tensor, *, steps: int) -> str | None:
+    """Why these values cannot be a weight or optimizer state after `steps` steps of a run; None if they can."""
+    if not values.is_floating_point():
+        return None
+    if not bool(values.isfinite().all()):
+        return "has values that are not finite"
+    if kind == "step" and not (values.item().is_integer() and 1 <= values.item() <= steps):
+        return f"is {values.item():g} after {steps} steps of the run"
+    if kind in NOT_NEGATIVE and bool((values < 0).any()):
+        return "has negative values"
+    return None
+
+
+class OptimizerPair:
+    """Two optimizers over disjoint parameters that step together and share one state dict."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        second.state = first.state
+        self.state = first.state
+        self.parts = first, second
+        self.param_groups = [*first.param_groups, *second.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+AnyOptimizer: TypeAlias = torch.optim.Optimizer | OptimizerPair
+
+
+def make_optimizer(model: CausalModel, settings: OptimizerConfig) -> AnyOptimizer:
+    """Create the optimizer of a config for all trainable parameters; only matrices have weight decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # AdamW rejects ints, and a config may hold 0 for 0.0.
+    lr, eps, *betas = map(float, (settings.learning_rate, settings.adam_eps, settings.beta1, settings.beta2))
+    adam: dict[str, Any] = {"lr": lr, "betas": tuple(betas), "eps": eps}
+    name = settings.optimizer
+    if name in ("adamw8bit", "adamw_bf16"):
+        return LowPrecisionAdamW(_groups(trained, settings), **adam, eight_bit=name == "adamw8bit")
+    if name == "adafactor":
+        # foreach would hold float32 copies of all gradients at once.
+        return torch.optim.Adafactor(_groups(trained, settings), lr=lr, foreach=False)
+    if name == "muon":
+        inside = {id(weight) for block in model.blocks() for weight in block.parameters() if weight.ndim == 2}
+        matrices = [weight for weight in trained if id(weight) in inside]
+        others = [weight for weight in trained if id(weight) not in inside]
+        if not hasattr(torch.optim, "Muon"):
+            raise UsageError(
+                f"optimizer is muon, which torch {torch.__version__} does not have; install torch 2.9 or later"
+            )
+        # Muon computes its matrix products in bfloat16.
+        usable_precision(torch.bfloat16)
+        # Scale its updates to the RMS of AdamW's, so that both share one learning rate.
+        muon = torch.optim.Muon(
+            matrices, lr=lr, weight_decay=float(settings.weight_decay), adjust_lr_fn="match_rms_adamw"
+        )
+        if not others:
+            return muon
+        return OptimizerPair(muon, torch.optim.AdamW(_groups(others, settings), **adam, fused=True))
+    return torch.optim.AdamW(_groups(trained, settings), **adam, fused=True)
+
+
+def _groups(parameters: list[Any], settings: OptimizerConfig) -> list[dict[str, Any]]:
+    groups = [
+        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def fresh_state(optimizer: AnyOptimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Initial optimizer state of a parameter: the tensors that a checkpoint must contain."""
+    parts = optimizer.parts if isinstance(optimizer, OptimizerPair) else (optimizer,)
+    owner = next(
+        part for part in parts for group in part.param_groups if any(each is parameter for each in group["params"])
+    )
+    if isinstance(owner, LowPrecisionAdamW):
+        return owner.fresh_state(parameter)
+    if isinstance(owner, torch.optim.AdamW):
+        moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
+        return {**moments, "step": torch.zeros((), device=parameter.device)}
+    if isinstance(owner, torch.optim.Adafactor):
+        step = torch.tensor(0.0)
+        if parameter.ndim < 2:
+            return {"step": step, "variance": torch.zeros_like(parameter)}
+        row, column = parameter[..., :1], parameter[..., :1, :]
+        return {"step": step, "row_var": torch.zeros_like(row), "col_var": torch.zeros_like(column)}
+    return {"momentum_buffer": torch.zeros_like(parameter)}

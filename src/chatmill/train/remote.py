@@ -1,0 +1,65 @@
+"""Data and models at URLs: what a run stores of them, and the progress of downloads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from chatmill.errors import UsageError
+from chatmill.load.loader import EpisodeLoader
+from chatmill.remote.cache_settings import cache_folder, cache_size, configure
+from chatmill.remote.urls import Place, Url, place
+from chatmill.train.config import TrainConfig
+
+SECONDS = 5.0
+"""How often a line is printed."""
+
+
+def storable_config(config: TrainConfig, data: Place) -> TrainConfig:
+    """The config as it may be stored: without a password or signature that a URL has."""
+    if isinstance(model := place(config.init_from_model or ""), Url) and str(model) != model.address:
+        raise UsageError(
+            f"{model}: init_from_model is a URL with credentials, which are not stored; download the model, and give "
+            "its folder"
+        )
+    return replace(config, dataset_dir=str(data)) if isinstance(data, Url) else config
+
+
+def configure_cache(config: TrainConfig, data: Place) -> None:
+    """Set the cache of a run, and check it if its data is at a URL, before that is opened."""
+    configure(config.cache_dir, config.cache_size)
+    if isinstance(data, Url):
+        cache_folder()
+        cache_size()
+
+
+@contextmanager
+def shown_downloads(loader: EpisodeLoader | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Print how far the downloads of a loader are, every few seconds of the block, until they are done."""
+    if loader is None or loader.downloads is None:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_show, args=(loader, say, ended), name="chatmill-downloads", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _show(loader: EpisodeLoader, say: Callable[[str], None], ended: threading.Event) -> None:
+    before, last = 0, time.monotonic()
+    while not ended.wait(SECONDS):
+        if (now := loader.downloads) is None or now.objects == now.all_objects:
+            return
+        rate = (now.bytes - before) / (time.monotonic() - last)
+        before, last = now.bytes, time.monotonic()
+        say(
+            f"downloading: {now.objects:,} of {now.all_objects:,} files, "
+            f"{now.bytes / 1e6:,.0f} of {now.all_bytes / 1e6:,.0f} MB, {rate / 1e6:,.0f} MB/s"
+        )

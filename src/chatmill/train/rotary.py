@@ -1,0 +1,132 @@
+"""Rotary position embeddings, and a fused GPU kernel that splits a joint QKV projection into rotated heads.
+
+`split_heads` takes one pass over the projection forward and one backward, where separate operations (norm, rotation,
+copies and their gradients) take seven. It is a custom torch operator, so compiled layers can call it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotations(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines (rows, length, 1, size) of the rotary embedding at these positions."""
+    rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size)
+    angles = positions[:, :, None, None].float() * rates
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to the pairs (i, i + size / 2) of each head."""
+    h = heads.float()
+    return (h * cos + h.roll(h.shape[-1] // 2, dims=-1) * sin).to(heads.dtype)
+
+
+def split_heads(
+    qkv: Tensor, weights: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, heads: list[int], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a joint projection (rows, length, width) into queries, keys and values (rows, length, heads, size).
+
+    Queries and keys are normalized if `weights` are given, then rotated. `heads` are the numbers of query, key and
+    value heads. One kernel forward and one backward; tensors must be on a GPU.
+    """
+    q, k, v = _SplitHeads.apply(qkv, *(weights or (None, None)), cos, sin, heads, eps)
+    return q, k, v
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Writes the gradients of queries, keys and values directly into one tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        heads: list[int],
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
+        ctx.eps = eps
+        q, k = rotated(qkv, q_weight, k_weight, cos, sin, heads[:2], eps)
+        return q, k, qkv.unflatten(-1, (-1, cos.shape[-1]))[:, :, -heads[2] :]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        grad, sums = rotated_backward(list(grads), qkv, q_weight, k_weight, cos, sin, ctx.eps)
+        of_q, of_k = (
+            None if weight is None else total.to(weight.dtype)
+            for weight, total in zip((q_weight, k_weight), sums, strict=True)
+        )
+        return grad, of_q, of_k, None, None, None, None
+
+
+# Custom operators, which torch.compile calls without tracing into the kernels.
+
+
+@torch.library.custom_op("chatmill::rotated", mutates_args=())
+def rotated(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: list[int],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Normalized and rotated queries and keys (rows, length, heads, size); `heads` are their numbers of heads."""
+    from chatmill.train.rotary_kernel import forward
+
+    return forward(qkv.contiguous(), q_weight, k_weight, cos.contiguous(), sin.contiguous(), heads, eps)
+
+
+@rotated.register_fake
+def _(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: list[int],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    rows, length, _ = qkv.shape
+    q, k = (qkv.new_empty(rows, length, count, cos.shape[-1]) for count in heads)
+    return q, k
+
+
+@torch.library.custom_op("chatmill::rotated_backward", mutates_args=())
+def rotated_backward(
+    grads: list[Tensor],
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the projection and of both norm weights (2, size), given those of queries, keys and values."""
+    from chatmill.train.rotary_kernel import backward
+
+    parts = [grad.contiguous() for grad in grads]
+    return backward(parts, qkv.contiguous(), q_weight, k_weight, cos.contiguous(), sin.contiguous(), eps)
+
+
+@rotated_backward.register_fake
+def _(
+    grads: list[Tensor],
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(qkv), cos.new_empty(2, cos.shape[-1])

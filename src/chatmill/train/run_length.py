@@ -1,0 +1,118 @@
+"""How many steps a run takes on its data: `max_iters`, `epochs`, or one pass.
+
+    epochs 2.5, packed:  steps of epoch 0 + steps of epoch 1 + half of those of epoch 2
+
+Packing differs in each epoch, so the steps of an epoch are counted from the plan. A mix has no end; one epoch of it is
+as many episodes as its sources hold together, drawn by its weights, or the epochs of each that `mix_epochs` names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from chatmill.errors import UsageError, one_line
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.mix import MixedOrder
+from chatmill.load.plan import Cursor, LoadPlan
+from chatmill.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The steps of a run on its data."""
+
+    steps: int
+    left_out: int = 0
+    """Episodes at the end of the last whole epoch that do not fill a batch."""
+    whole_epochs: int = 0
+    notes: Sequence[str] = ()
+
+    def left_out_note(self, loader: EpisodeLoader) -> Iterator[str]:
+        """A note about episodes that do not fill a batch."""
+        if self.left_out:
+            which = "the epoch" if self.whole_epochs == 1 else f"epoch {self.whole_epochs:,}"
+            yield (
+                f"{self.left_out:,} of {loader.plan(loader.split).num_eligible:,} episodes do not fill a batch "
+                f"at the end of {which} and are left out; set epoch_drop_last to false to train them too"
+            )
+
+    def further(self, config: TrainConfig) -> str:
+        """How to continue a run of this length."""
+        if config.epochs is not None:
+            done = f"its {config.epochs:g} epochs are done" if config.epochs != 1 else "its one pass is done"
+            return done if config.post_training and config.epochs == 1 else f"{done}, raise epochs for more"
+        if config.max_iters is None or config.max_iters > self.steps:
+            more = "" if config.post_training else ", set epochs or max_iters for more"
+            return f"its one pass is done{more}"
+        return "raise max_iters, up to one pass" if config.post_training else "raise max_iters"
+
+
+def run_length(config: TrainConfig, loader: EpisodeLoader) -> RunLength:
+    """The length of a run on this data; in post-training at most one epoch."""
+    if config.max_iters is not None and not config.post_training:
+        return RunLength(config.max_iters)
+    plan = loader.plan(loader.split)
+    if plan.order.length is None:
+        # Weights do not say how much of a source is a pass over the data; epochs do.
+        epochs = 1 if config.epochs is None and plan.config.mix_epochs is not None else config.epochs
+        if epochs is None or config.post_training or not isinstance(plan.order, MixedOrder):
+            raise _has_no_epochs(config, plan)
+        if config.batch_sampling_mode == "random":
+            raise _has_no_epochs(config, plan)
+        return _of_mix(epochs, plan, plan.order)
+    length = _of_epochs(1 if config.epochs is None else config.epochs, plan)
+    return length if config.max_iters is None or config.max_iters >= length.steps else RunLength(config.max_iters)
+
+
+def _has_no_epochs(config: TrainConfig, plan: LoadPlan) -> UsageError:
+    mixed = isinstance(plan.order, MixedOrder)
+    if config.post_training:
+        why, instead = "post_training is one pass", "set batch_sampling_mode to epoch"
+        if mixed:
+            instead = f"give one source of the mix as dataset_dir, and no {plan.config.mix_key}"
+            if plan.sources[0].dataset.whole is not None:
+                instead = f"leave out {plan.config.mix_key}, or weight and epochs in the recipe of the dataset"
+    elif config.epochs is not None:
+        why, instead = f"epochs is {config.epochs:g}", "set max_iters, or batch_sampling_mode to epoch"
+    else:
+        why = "max_iters is null, which is one pass"
+        instead = "set max_iters or epochs" if mixed and config.batch_sampling_mode != "random" else "set max_iters"
+    return UsageError(f"{why}, and the order {plan.order.name} has no epochs; {instead}")
+
+
+def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
+    """The steps of all whole epochs, and of the fraction of the next one, rounded up."""
+    # From the decimal text, so that 0.1 is exactly one tenth.
+    exact = Fraction(str(epochs))
+    whole, share = divmod(exact, 1)
+    counts = [_count(plan, epoch) for epoch in range(math.ceil(exact) if plan.config.packing != "none" else 1)]
+    if plan.config.packing == "none":
+        counts *= math.ceil(exact)
+    steps = sum(in_epoch for in_epoch, _ in counts[:whole])
+    steps += math.ceil(share * counts[whole][0]) if share else 0
+    left_out = plan.last_episodes(whole - 1, counts[whole - 1][1]) if whole and plan.drop_last else 0
+    return RunLength(steps, left_out, whole)
+
+
+def _count(plan: LoadPlan, epoch: int) -> tuple[int, int]:
+    """Steps of an epoch, and its rows that do not fill a batch; `UsageError` if there are no steps."""
+    plan.step(Cursor(epoch=epoch))
+    steps, remainder = divmod(plan.count_rows(epoch), plan.config.batch_size)
+    return steps if plan.drop_last else steps + (remainder > 0), remainder
+
+
+def _of_mix(epochs: float, plan: LoadPlan, order: MixedOrder) -> RunLength:
+    """The steps of a mix that hold as many episodes as a pass over its sources, times the epochs."""
+    episodes = math.ceil(Fraction(str(epochs)) * plan.pass_episodes)
+    rows, size = plan.rows_of_episodes(episodes), plan.config.batch_size
+    steps = rows // size if plan.drop_last else -(-rows // size)
+    if not steps:
+        raise UsageError(
+            f"{plan.split}: epochs {epochs:g} of the mix have {rows} rows, and a batch {size}; "
+            "lower batch_size, or set epoch_drop_last to false"
+        )
+    passes = (f"{one_line(name)} {count:.3g}" for name, count in order.passes(episodes).items())
+    return RunLength(steps, notes=[f"epochs {epochs:g} of the mix, in passes over each source: {', '.join(passes)}"])

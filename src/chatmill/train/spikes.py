@@ -1,0 +1,124 @@
+"""Loss spikes: steps whose loss is far above that of the steps before, and the conversations that caused them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+from chatmill.errors import ChatmillError, one_line
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.source import conversation
+from chatmill.train.distributed import World
+from chatmill.train.run_dir import METRICS, RunDir, read_metrics
+from chatmill.train.setup import TrainState
+from chatmill.train.step import RowLoss, StepResult
+
+WINDOW = 64
+"""The number of previous losses that a loss is compared with."""
+LEAST = 32
+"""No step is a spike after fewer losses than this."""
+SPREADS = 6.0
+"""A spike is this many spreads above the median. The spread is the 90th percentile less the median: losses of small
+batches are skewed to the right, where the median absolute deviation is too small."""
+NATS = 0.5
+"""A spike is at least this far above the median."""
+PRINTED = 10
+"""Spikes that a process prints; all are counted, and marked in the metrics."""
+NAMED = 3
+"""Conversations that an error or a note names."""
+SPIKE = "spike"
+"""The key of a spike in the metrics of a step: how far its loss is above the median."""
+
+
+@dataclass
+class LossSpikes:
+    """Finds loss spikes of a run. All ranks see the same losses and find the same spikes."""
+
+    loader: EpisodeLoader
+    world: World
+    print: Callable[[str], None]
+    after: int
+    """Steps up to this one belong to the warm-up and are never spikes."""
+    recent: deque[float]
+    """The losses of the last steps."""
+    count: int
+    """Spikes of the whole run."""
+    printed: int = 0
+
+    @classmethod
+    def of_run(cls, state: TrainState, run_dir: RunDir) -> Self:
+        """Continue from the losses in the metrics of a run. All ranks call this."""
+        metrics = read_metrics(run_dir.folder) if state.world.is_first else ()
+        lines = [line for line in metrics if isinstance(line.get("loss"), float)]
+        mine = [[line["loss"] for line in lines[-WINDOW:]], sum(SPIKE in line for line in lines)]
+        losses, count = state.world.gather(mine)[0]
+        after = state.stage.start + state.stage.schedule.warmup
+        return cls(state.loader, state.world, run_dir.print, after, deque(losses, maxlen=WINDOW), count)
+
+    def follow(self, step: int, result: StepResult) -> dict[str, float]:
+        """Print a line if a step is a spike, and return the entry for its metrics, else an empty one.
+
+        All ranks call this, with every step that has a loss.
+        """
+        loss, before = result.loss, sorted(self.recent)
+        self.recent.append(loss)
+        if step <= self.after or len(before) < LEAST:
+            return {}
+        usual, high = before[len(before) // 2], before[len(before) * 9 // 10]
+        if loss <= usual + max(NATS, SPREADS * (high - usual)):
+            return {}
+        self.count += 1
+        self.printed += 1
+        if self.printed <= PRINTED:
+            names = ", ".join(worst(result.rows(), self.loader, self.world, usual=usual))
+            last = f"; further spikes are only marked in {METRICS}" if self.printed == PRINTED else ""
+            self.print(
+                f"loss spike at step {step:,}: {loss:.4f}, median {usual:.4f}; largest contributions: {names}{last}"
+            )
+        return {SPIKE: loss - usual}
+
+
+def not_finite(rows: Sequence[RowLoss], state: TrainState) -> str:
+    """Which conversations of a step have no finite loss, and what to do. All ranks call this."""
+    loader, world = state.loader, state.world
+    wrong, count = map(int, world.sums([sum(not math.isfinite(row.loss) for row in rows), len(rows)]))
+    names = worst(rows, loader, world)
+    if not wrong:
+        # Only the gradient is not finite.
+        highest = f"its highest losses: {', '.join(names)}; look at them" if names else "it has no trained token"
+        return f"{highest}, or lower learning_rate"
+    shown = ", ".join(names[:wrong]) + (f" and {wrong - len(names):,} more" if wrong > len(names) else "")
+    if wrong == count:
+        return f"none of its {count:,} conversations has a finite loss: {shown}; lower learning_rate, or look at them"
+    return f"{wrong:,} of its {count:,} conversations have no finite loss: {shown}; look at them"
+
+
+def worst(rows: Sequence[RowLoss], loader: EpisodeLoader, world: World, *, usual: float = 0.0) -> list[str]:
+    """The conversations of all ranks that raise a loss above `usual` the most; first those without a finite loss."""
+
+    def key(row: RowLoss) -> tuple[float, int, int]:
+        above = (row.loss - usual) * row.weight if math.isfinite(row.loss) else math.inf
+        return -above, row.episode, row.segment
+
+    def name(row: RowLoss) -> str:
+        over = f" over {row.weight:,.6g} tokens" if math.isfinite(row.loss) else ""
+        return conversation_name(loader, row.episode, row.segment, f"loss {row.loss:.4g}{over}")
+
+    mine = [[*key(row), name(row)] for row in sorted(rows, key=key)[:NAMED]]
+    return [each[-1] for each in sorted(each for rank in world.gather(mine) for each in rank)[:NAMED]]
+
+
+def conversation_name(loader: EpisodeLoader, episode: int, segment: int, *details: str) -> str:
+    """A conversation as file:line if known, with its episode and details: `chat.jsonl:12 (episode 11, loss 9.2)`."""
+    number, source, place = episode, "", None
+    with suppress(ChatmillError):
+        origin = conversation(loader.sources, loader.split, episode, segment)
+        if origin is not None:
+            number, source, place = origin.episode, origin.source.name, origin.place
+    parts = ([] if place is None else [one_line(place, 200)]) + [f"episode {number}", *details]
+    others = f" ({', '.join(parts[1:])})" if len(parts) > 1 else ""
+    return f"{one_line(source)} {parts[0]}".strip() + others

@@ -1,0 +1,108 @@
+"""SIGINT and SIGTERM: a run finishes its step, writes a checkpoint, and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from chatmill.errors import ChatmillError
+
+STEP_SECONDS = 600.0
+"""A run that finishes no step within this time after a signal is ended."""
+SAME_SECONDS = 2.0
+"""Under torchrun a second signal within this time belongs to the first."""
+
+
+class StopRequest:
+    """The first SIGINT or SIGTERM, after which the run ends with a checkpoint; `by` is None if there was none."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+        self._arrived, self._finished = threading.Event(), threading.Event()
+        # Started before the signal: its handler may interrupt code that holds a lock needed to start a thread.
+        threading.Thread(target=self._end_if_stuck, name="stop request", daemon=True).start()
+
+    def arrives(self, number: int) -> None:
+        self.by = signal.Signals(number).name
+        self._arrived.set()
+
+    def finished_step(self) -> None:
+        """A step has finished: from now on, saving may take as long as it needs."""
+        if self.by is not None:
+            self._finished.set()
+
+    def close(self) -> None:
+        self._finished.set()
+        self._arrived.set()
+
+    def _end_if_stuck(self) -> None:
+        """End a run that cannot finish its step.
+
+        A signal to all processes of a run, such as `timeout` sends, also ends those that compile its model, and torch
+        may then wait for them forever.
+        """
+        self._arrived.wait()
+        if self._finished.wait(STEP_SECONDS):
+            return
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        with suppress(OSError, ValueError):
+            print(
+                f"chatmill: {rank}no step finished within {STEP_SECONDS / 60:.3g} minutes after {self.by}, so the run "
+                "ends without another checkpoint; continue with --resume auto",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(1)
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    return any(kind.__module__.startswith(("torch._inductor", "torch._dynamo")) for kind in type(error).__mro__)
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[StopRequest]:
+    """Record the first signal; the second has its usual effect."""
+    request = StopRequest()
+    previous: dict[signal.Signals, Any] = {}
+    first = 0.0
+
+    def restore() -> None:
+        while previous:
+            signal.signal(*previous.popitem())
+
+    def note(number: int, _: Any) -> None:
+        nonlocal first
+        if request.by is None:
+            first = time.monotonic()
+            request.arrives(number)
+            # torchrun forwards a signal that a terminal or Slurm also sends to the ranks.
+            if "TORCHELASTIC_RUN_ID" not in os.environ:
+                restore()
+        elif time.monotonic() - first > SAME_SECONDS:
+            restore()
+            signal.raise_signal(number)
+
+    try:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            previous[each] = signal.signal(each, note)
+    except ValueError:
+        # Only the main thread can handle signals.
+        previous.clear()
+    try:
+        yield request
+    except Exception as error:
+        if request.by is None or not _is_of_compiler(error):
+            raise
+        raise ChatmillError(
+            f"{request.by} also ended processes that compile the model, so the run ends without another checkpoint; "
+            "continue with --resume auto"
+        ) from None
+    finally:
+        restore()
+        request.close()

@@ -1,0 +1,8 @@
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, or your own.
+
+    interface     Tracker, the five methods of a tracker; TrackedRun and SampleAnswer, its arguments
+    reporter      Reporter: a thread for each tracker, so that no tracker delays or ends the run
+    pages         the report pages about the data
+
+Each client has a file of its own and is imported when a run uses it.
+"""

@@ -1,0 +1,90 @@
+"""The interface of a tracker, and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+Status = Literal["finished", "stopped", "failed"]
+"""How a run ended: at its last step, by a signal after which it can be resumed, or with an error."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The description of a run that a tracker gets when the run starts."""
+
+    name: str
+    folder: Path
+    """The folder of the run; a tracker may write to the subfolder with the tracker's name."""
+    config: Mapping[str, Any]
+    """The config of the run, with the hash of the data, the number of ranks, and chatmill's version."""
+    step: int
+    """The last step before this start: 0 for a new run, the step of the checkpoint for a resumed one."""
+    id: str | None
+    """The id that `start` returned for this run before; None for a new run."""
+
+
+class SampleAnswer(NamedTuple):
+    """An answer of the model to a prompt of the validation split, as text."""
+
+    prompt: str
+    """The end of the prompt."""
+    answer: str
+    expected: str
+
+
+class Tracker(Protocol):
+    """An experiment tracker. All methods are called in order from one thread, which is not the training thread.
+
+    If `start` raises `UsageError`, the run is refused. The run prints the first other error, and continues.
+    """
+
+    name: str
+    """The name under which `trackers.json` stores the run's id, which is needed to resume."""
+
+    def start(self, run: TrackedRun) -> str | None:
+        """Start a run, or continue the run with this id; return its id, or None if the tracker has no ids."""
+        ...
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the numbers of one line of `metrics.jsonl`; a step may have several lines."""
+        ...
+
+    def log_samples(self, step: int, samples: Sequence[SampleAnswer]) -> None:
+        """Log the sample answers of an evaluation."""
+        ...
+
+    def log_artifact(self, path: Path) -> None:
+        """Log a file that the run has written."""
+        ...
+
+    def finish(self, status: Status) -> None:
+        """End the run; no method is called afterwards."""
+        ...
+
+
+def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
+    """The values of nested mappings under joined names.
+
+    >>> flat({"lora": {"r": 16}, "seed": 1})
+    {'lora.r': 16, 'seed': 1}
+    """
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            result |= {f"{name}{separator}{inner}": each for inner, each in flat(value, separator).items()}
+        else:
+            result[name] = value
+    return result
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of metrics without its step; those of nested objects as `name/inner`.
+
+    >>> numbers({"step": 3, "loss": None, "lr": 0.1, "rollouts": {"matched": 2}})
+    {'lr': 0.1, 'rollouts/matched': 2}
+    """
+    values = {name: value for name, value in line.items() if name != "step"}
+    return {name: value for name, value in flat(values, "/").items() if isinstance(value, int | float)}

@@ -1,0 +1,220 @@
+"""Report a run to its trackers, without delaying or ending the run.
+
+    run ── log, log_samples, … ──▶ queue ──▶ thread of a tracker ──▶ its client ──▶ files or a server
+
+Each tracker has its own thread. Failed calls are counted, and the first error is shown in one line. The run waits only
+for the start of a tracker: a missing client, a wrong setting or missing credentials refuse the run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from time import monotonic
+from typing import Any
+
+from chatmill.errors import ChatmillError, UsageError, one_line
+from chatmill.store import files
+from chatmill.train.trackers.interface import SampleAnswer, Status, TrackedRun, Tracker, numbers
+from chatmill.train.trackers.mlflow_tracker import MlflowTracker
+from chatmill.train.trackers.tensorboard_tracker import TensorBoardTracker
+from chatmill.train.trackers.wandb_tracker import WandbTracker
+
+TRACKERS: Mapping[str, Callable[[], Tracker]] = {
+    # The order in which they start: the first ones may refuse the run, the last one only writes files.
+    "mlflow": MlflowTracker,
+    "wandb": WandbTracker,
+    "tensorboard": TensorBoardTracker,
+}
+IDS = "trackers.json"
+"""The file of a run folder with the id of the run at each tracker."""
+START_SECONDS = 30.0
+"""How long a run waits for a tracker to start."""
+FINISH_SECONDS: Mapping[Status, float] = {"finished": 60.0, "stopped": 10.0, "failed": 10.0}
+"""How long the end of a run waits for its trackers; a stopped run may be killed soon."""
+WAITING = 10_000
+"""Calls that are queued for a slow tracker; further calls are dropped and counted."""
+
+
+def named_trackers(report_to: Sequence[str] | str) -> list[Tracker]:
+    """The trackers of `report_to`; `UsageError` if a client is not installed."""
+    names = [report_to] if isinstance(report_to, str) else report_to
+    for name in names:
+        spec = find_spec(name)
+        # A folder with that name in the working directory, such as wandb's own, is not a package.
+        if spec is None or spec.origin is None:
+            raise UsageError(f"report_to names {name}, which is not installed; pip install 'chatmill[{name}]'")
+    return [make() for name, make in TRACKERS.items() if name in names]
+
+
+class Reporter:
+    """The trackers of a run."""
+
+    def __init__(self, trackers: Sequence[Tracker], run: TrackedRun) -> None:
+        """Start the trackers; if one raises `UsageError`, end those that have started."""
+        self._path = run.folder / IDS
+        self._ids = read_ids(self._path)
+        self._lock = Lock()
+        self._keeps_ids = False
+        self._workers: list[_Worker] = []
+        names = [tracker.name for tracker in trackers]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UsageError(f"two trackers are named {one_line(twice[0])}; expected one of each")
+        for tracker in trackers:
+            worker = _Worker(tracker, replace(run, id=self._ids.get(tracker.name)), self._keep_id)
+            self._workers.append(worker)
+            if (refusal := worker.wait_for_start(START_SECONDS)) is not None:
+                self.finish("failed")
+                raise refusal
+
+    def keep_ids(self) -> None:
+        """Write the ids to the run folder, which exists from now on; trackers that start later add theirs."""
+        with self._lock:
+            self._keeps_ids = True
+            self._write_ids()
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Log a line of metrics."""
+        if metrics := numbers(line):
+            self._each(lambda tracker: tracker.log_metrics(line["step"], metrics))
+
+    def log_samples(self, step: int, samples: Sequence[SampleAnswer]) -> None:
+        self._each(lambda tracker: tracker.log_samples(step, samples))
+
+    def log_artifact(self, path: Path) -> None:
+        self._each(lambda tracker: tracker.log_artifact(path))
+
+    def finish(self, status: Status) -> None:
+        """End the tracker runs, and wait for the last reports up to a time limit."""
+        for worker in self._workers:
+            worker.finish(status)
+        now = monotonic()
+        for worker in self._workers:
+            # A tracker that has not started yet gets less time.
+            seconds = FINISH_SECONDS[status if worker.has_started else "failed"]
+            worker.join(now + seconds - monotonic())
+
+    def take_notes(self) -> list[str]:
+        """The messages since the last call, for the main thread to print."""
+        return [note for worker in self._workers for note in worker.take_notes()]
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for worker in self._workers:
+            worker.call(call)
+
+    def _keep_id(self, name: str, id: str) -> None:
+        with self._lock:
+            self._ids[name] = id
+            if self._keeps_ids:
+                self._write_ids()
+
+    def _write_ids(self) -> None:
+        if self._ids:
+            files.write_file(self._path, (json.dumps(self._ids, indent=1) + "\n").encode(), overwrite=True)
+
+
+def read_ids(path: Path) -> dict[str, str]:
+    """The id of the run at each tracker, by the tracker's name."""
+    try:
+        ids = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        ids = None
+    if not isinstance(ids, dict) or not all(isinstance(id, str) for id in ids.values()):
+        raise UsageError(
+            f"{path}: is damaged; expected an id for each tracker; remove the file to start new tracker runs"
+        )
+    return ids
+
+
+class _Worker:
+    """A tracker, and the thread that calls it."""
+
+    def __init__(self, tracker: Tracker, run: TrackedRun, keep_id: Callable[[str, str], None]) -> None:
+        self._tracker, self._run, self._keep_id = tracker, run, keep_id
+        self._calls: SimpleQueue[Callable[[Tracker], None] | None] = SimpleQueue()
+        self._ready = Event()
+        self._refusal: ChatmillError | None = None
+        self._notes: SimpleQueue[str] = SimpleQueue()
+        self._made = self._failed = 0
+        # A tracker that hangs must not keep the process from exiting.
+        self._thread = Thread(target=self._work, name=f"chatmill-{tracker.name}", daemon=True)
+        self._thread.start()
+
+    def wait_for_start(self, seconds: float) -> ChatmillError | None:
+        """Wait until the tracker has started; return the error that refuses the run, if there is one."""
+        if not self._ready.wait(seconds):
+            self._note(f"has not started after {seconds:g} seconds; the run continues")
+        return self._refusal
+
+    @property
+    def has_started(self) -> bool:
+        return self._ready.is_set()
+
+    def call(self, call: Callable[[Tracker], None]) -> None:
+        self._made += 1
+        if self._calls.qsize() < WAITING:
+            self._calls.put(call)
+        else:
+            self._fail(f"is slower than the run: {WAITING:,} reports are queued, and further ones are dropped")
+
+    def finish(self, status: Status) -> None:
+        self._made += 1
+        self._calls.put(lambda tracker: tracker.finish(status))
+        self._calls.put(None)
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(max(seconds, 0.0))
+        if self._thread.is_alive():
+            # Failed and queued calls, and the current one; the last in the queue only ends the thread.
+            lost = min(self._made, self._failed + self._calls.qsize() - (not self.has_started))
+            self._note(f"has not finished in time; up to {lost:,} of {self._made:,} reports are lost")
+        elif self._failed > 1:
+            self._note(f"{self._failed:,} of {self._made:,} reports failed")
+
+    def take_notes(self) -> list[str]:
+        return [self._notes.get() for _ in range(self._notes.qsize())]
+
+    def _work(self) -> None:
+        started = False
+        try:
+            id = self._tracker.start(self._run)
+            started = True
+            if id is not None:
+                self._keep_id(self._tracker.name, id)
+        except ChatmillError as error:
+            self._refusal = error
+        except Exception as error:
+            self._note(f"{_reason(error)}; the run continues" + ("" if started else " without it"))
+        finally:
+            self._ready.set()
+        while (call := self._calls.get()) is not None:
+            try:
+                if started:
+                    call(self._tracker)
+                else:
+                    self._failed += 1
+            except Exception as error:
+                self._fail(f"{_reason(error)}; the run continues")
+
+    def _fail(self, what: str) -> None:
+        """Count a failure; the first one is shown."""
+        self._failed += 1
+        if self._failed == 1:
+            self._note(what)
+
+    def _note(self, what: str) -> None:
+        self._notes.put(f"{self._tracker.name}: {what}")
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line, without passwords in URLs."""
+    text = re.sub(r"://[^/@\s]+@", "://…@", str(error)) or type(error).__name__
+    return one_line(" ".join(text.split()), 300)

@@ -1,0 +1,133 @@
+"""Runs without a trained token: refused before the model is loaded, or stopped with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from chatmill.errors import DataError, one_line
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.plan import Cursor
+from chatmill.load.row_size import marked_tokens
+from chatmill.load.source import DataSource
+from chatmill.store.layout import MASK
+from chatmill.store.mapped import check_mapped, reading
+from chatmill.store.primer_cache import PrimerCache
+from chatmill.train.step import StepCounts
+
+if TYPE_CHECKING:
+    from chatmill.train.setup import TrainState
+
+LIMIT = 20
+"""Steps in a row without a trained token after which a run stops."""
+EXAMINED = 64
+"""Episodes of a step that are examined for the reason."""
+SCAN = 1 << 24
+"""Bytes of a mask that are read together."""
+UNFINISHED = "answer_unfinished"
+
+
+def check_trained(loader: EpisodeLoader) -> list[str]:
+    """Notes about sources of a mix without a trained token; `DataError` if no source has one."""
+    if not loader.config.use_loss_mask:
+        return []
+    split = loader.split
+    empty = [source for source in loader.sources if not has_trained(source, split)]
+    if len(empty) == len(loader.sources):
+        reason = "no source of the mix has a trained answer; chatmill stats shows the details of each source"
+        if len(empty) == 1:
+            reason = _empty_reason(empty[0], split)
+        raise DataError(f"{loader.dataset_dir}: the split {split} has no trained token: {reason}")
+    names = ", ".join(one_line(source.name) for source in empty)
+    return (
+        [f"{loader.config.mix_key}: sources without a trained token in {split}: {names}; leave them out of the mix"]
+        if empty
+        else []
+    )
+
+
+def has_trained(source: DataSource, split: str) -> bool:
+    """Whether the loss mask of a split marks a token: from the metadata, or from the mask of another program's data."""
+    if not source.is_foreign:
+        return marked_tokens(source, split) > 0
+    episodes = source.episodes(split)
+    with reading():
+        for shard in range(len(episodes.shards)):
+            mask = episodes.array(shard, MASK)
+            # Stops at the first marked token.
+            if any(mask[at : at + SCAN].any() for at in range(0, len(mask), SCAN)):
+                return True
+            check_mapped(mask)
+    return False
+
+
+def _empty_reason(source: DataSource, split: str) -> str:
+    """Why a split has no trained token, and what to do."""
+    why = f"its loss mask marks none of its {source.episodes(split).num_tokens:,} tokens"
+    metadata = source.dataset.meta if isinstance(source.dataset, PrimerCache) else source.dataset.metadata
+    if metadata is None:
+        return f"{why}; write the mask again, or set use_loss_mask to false to train all tokens"
+    entries = {} if metadata.ledger is None else metadata.ledger.entries
+    unfinished = entries.get(("noted", UNFINISHED))
+    if unfinished is not None:
+        return f"{why}, because blocks end before its answers do ({UNFINISHED}); prepare it with larger blocks"
+    return f"{why}; see chatmill stats {source.path}; prepare it again from conversations with answers"
+
+
+@dataclass
+class UntrainedSteps:
+    """Counts consecutive steps without a trained token."""
+
+    count: int = 0
+    cursor: Cursor = Cursor()  # noqa: RUF009
+    """Of the last such step."""
+
+    def check(self, counts: StepCounts, step: int, cursor: Cursor, loader: EpisodeLoader) -> None:
+        """Raise `DataError` at the `LIMIT`th such step. Post-training skips such steps without a limit."""
+        self.count = 0 if counts.trained else self.count + 1
+        self.cursor = self.cursor if counts.trained else cursor
+        if self.count == LIMIT and not loader.config.reads_blocks:
+            raise DataError(
+                f"steps {step - LIMIT + 1:,} to {step:,} have no trained token: {untrained_reason(loader, cursor)}"
+            )
+
+    def check_at_end(self, state: TrainState, *, last: bool) -> None:
+        """Raise `DataError` at the end of a run in which no step had a trained token."""
+        if last and self.count and not state.totals.trained:
+            reason = untrained_reason(state.loader, self.cursor)
+            raise DataError(f"none of {state.step:,} steps had a trained token: {reason}")
+
+
+def untrained_reason(loader: EpisodeLoader, cursor: Cursor) -> str:
+    """Why the step at a cursor has no trained token, and what to do, from its stored episodes."""
+    plan = loader.plan(loader.split)
+    config, capacity = plan.config, plan.capacity
+    episodes = plan.step(cursor).episodes[:EXAMINED]
+    which = np.searchsorted(plan.first_of_source, episodes, side="right") - 1
+    marked = long = 0
+    for source, number in zip(which.tolist(), (episodes - plan.first_of_source[which]).tolist(), strict=True):
+        row = plan.sources[source].episodes(plan.split).rows([number])
+        is_marked = bool((row.spans["weight"] > 0).any())
+        marked += is_marked
+        long += is_marked and len(row.ids) > capacity
+    if not config.use_loss_mask:
+        return "their rows hold only padding or single tokens, which cannot be predicted; raise episode_min_tokens"
+    if long:
+        return (
+            f"{long:,} of {len(episodes):,} conversations are longer than block_size {config.block_size} and lose "
+            "their answers, because only their last tokens are kept; "
+            f"raise block_size, or prepare the data with --max-tokens {capacity}"
+        )
+    if marked:
+        return (
+            "the loss mask marks only the first tokens of conversations, which cannot be predicted; "
+            "write the mask again"
+        )
+    if config.mix is not None:
+        names = ", ".join(one_line(plan.sources[number].name) for number in sorted(set(which.tolist())))
+        return f"the loss mask marks no token of their rows, which are from {names}; leave such rows out of the mix"
+    return (
+        f"the loss mask marks no token of their rows; see chatmill stats {loader.dataset_dir}, and leave such rows out"
+    )

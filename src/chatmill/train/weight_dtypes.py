@@ -1,0 +1,150 @@
+"""The dtypes in which the weights of a model are loaded and saved: those of its files, or one for all."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chatmill.errors import DataError
+from chatmill.train.model import CausalModel, WeightPrecision
+from chatmill.train.model_files import ModelFiles, read_config
+
+HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""Half-precision dtypes by their safetensors names; every other floating-point dtype is loaded as float32."""
+
+
+def opened_dtype(stored: str, weights: WeightPrecision) -> torch.dtype:
+    """The dtype in which a weight is loaded, from its safetensors dtype."""
+    if weights == "bfloat16":
+        return torch.bfloat16
+    return HALF.get(stored, torch.float32) if weights == "stored" else torch.float32
+
+
+@dataclass(frozen=True)
+class WeightDtypes:
+    """The dtype of each weight by name: that of the first matching pattern, else `default`."""
+
+    default: torch.dtype = torch.float32
+    exceptions: tuple[tuple[str, torch.dtype], ...] = ()
+    """Pairs of a regular expression for names and a dtype."""
+
+    def __getitem__(self, name: str) -> torch.dtype:
+        return next((dtype for pattern, dtype in self.exceptions if re.search(pattern, name)), self.default)
+
+    @property
+    def are_float32(self) -> bool:
+        return self.default == torch.float32 and not self.exceptions
+
+    def plan(self) -> dict[str, torch.dtype]:
+        """The dtype plan of transformers, in which * matches every name."""
+        return {**dict(self.exceptions), "*": self.default}
+
+
+def weight_dtypes(files: ModelFiles, model: Mapping[str, torch.dtype], weights: WeightPrecision) -> WeightDtypes:
+    """The dtypes in which the weights of a folder are loaded; `model` maps the names of the model's weights to dtypes.
+
+    Most weights of a folder share one dtype, and a few have a wider one. If one of those few has another name in the
+    model and cannot be matched, all weights are loaded as float32, which loses nothing.
+    """
+    if weights == "float32" or files.config.get("quantization_config"):
+        return WeightDtypes()
+    # Integer tensors keep their dtype.
+    exceptions = {_pattern(name): dtype for name, dtype in model.items() if not dtype.is_floating_point}
+    if weights == "bfloat16":
+        return WeightDtypes(torch.bfloat16, tuple(exceptions.items()))
+    sizes: Counter[torch.dtype] = Counter()
+    by_name = {}
+    for name, tensor in files.tensors.items():
+        if tensor.dtype.startswith(("F", "BF")):
+            by_name[name] = opened_dtype(tensor.dtype, weights)
+            sizes[by_name[name]] += tensor.size
+    most = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+    others = {name: dtype for name, dtype in by_name.items() if dtype != most}
+    if not others.keys() <= model.keys() or (most == torch.float32 and not others):
+        return WeightDtypes()
+    for name, dtype in others.items():
+        # One pattern for all layers: a weight that is wider in one layer is loaded wider in all.
+        pattern = _pattern(name)
+        exceptions[pattern] = torch.promote_types(exceptions.get(pattern, dtype), dtype)
+    return WeightDtypes(most, tuple(exceptions.items()))
+
+
+def _pattern(name: str) -> str:
+    """A regular expression that matches the name of a weight in any layer."""
+    return "^" + re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) + "$"
+
+
+@contextmanager
+def opened_as(dtypes: WeightDtypes) -> Iterator[None]:
+    """Make transformers load weights in these dtypes, and everything else of a model in float32.
+
+    Its own `dtype=` would also round values that a model computes from its config, such as the embedding scale.
+    """
+    from transformers import PreTrainedModel
+
+    of_library = getattr(PreTrainedModel, "_get_dtype_plan", None)
+    if dtypes.are_float32 or of_library is None:
+        yield
+        return
+
+    def plan(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        # The library's plan comes first: weights that the architecture requires in float32.
+        return {**of_library(model, dtypes.default), **dtypes.plan()}
+
+    PreTrainedModel._get_dtype_plan = plan
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = of_library
+
+
+def saved_dtype(model: CausalModel, name: str, tensor: Tensor, save_dtype: str = "auto") -> torch.dtype:
+    """The dtype in which a weight is saved: `save_dtype`, or with "auto" the dtype it was loaded from."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    return (model.stored_dtype(name) or tensor.dtype) if save_dtype == "auto" else getattr(torch, save_dtype)
+
+
+def saved_state(model: CausalModel) -> dict[str, Tensor]:
+    """The weights of a model in the dtypes in which they are saved."""
+    return cast_state(model, lambda name, tensor: saved_dtype(model, name, tensor))
+
+
+def cast_state(module: nn.Module, dtype_of: Callable[[str, Tensor], torch.dtype]) -> dict[str, Tensor]:
+    """The weights of a module cast to these dtypes; tied weights stay one tensor and are saved once."""
+    state = module.state_dict(keep_vars=True)
+    cast: dict[int, Tensor] = {}
+    for name, tensor in state.items():
+        if id(tensor) not in cast:
+            cast[id(tensor)] = tensor.detach().to(dtype_of(name, tensor))
+    weights = {name: cast[id(tensor)] for name, tensor in state.items()}
+    check_float16(weights)
+    return weights
+
+
+def check_float16(weights: Mapping[str, Tensor]) -> None:
+    """Raise `DataError` if a weight overflowed when it was cast to float16."""
+    for name, tensor in weights.items():
+        if tensor.dtype == torch.float16 and not bool(tensor.isfinite().all()):
+            raise DataError(f"{name}: has values outside the range of float16; set save_dtype to bfloat16 or float32")
+
+
+def write_dtype(path: Path, weights: Iterable[Tensor]) -> None:
+    """Set `dtype` in the config of a saved model to the dtype of most of its weights."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in weights:
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] += tensor.numel()
+    config = read_config(path)
+    dtype = str(max(sizes, key=lambda each: sizes[each])).removeprefix("torch.")
+    if config.get("dtype") != dtype:
+        path.write_text(json.dumps({**config, "dtype": dtype}, indent=2, sort_keys=True) + "\n")

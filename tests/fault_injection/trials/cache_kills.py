@@ -1,0 +1,89 @@
+"""SIGKILL at random moments of processes that share a cache of remote objects, which is too small for them.
+
+Several readers fetch objects in an order of their own and compare every byte; some are killed while they download, wait
+or make room. The others must go on, nobody may read other bytes, and afterwards a reader must get everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import time
+from functools import partial
+from pathlib import Path
+
+from chatmill.remote import cache, download, objects
+from chatmill.remote.urls import Url
+from fault_injection.processes import begin
+from fault_injection.trial import Tally, Trial
+
+READERS = 4
+SIZES = (0, 1, 700, 5_000, 40_000, 90_000)
+BOUND = 150_000
+
+
+def contents(seed: int) -> dict[str, bytes]:
+    """The objects, by their hashes."""
+    rng = random.Random(seed)
+    data = [rng.randbytes(size) for size in SIZES * 2]
+    return {hashlib.sha256(each).hexdigest(): each for each in data}
+
+
+def read_all(stored: dict[str, bytes], seed: float, rounds: int) -> str:
+    """Fetch all objects so many times; what was wrong, if anything."""
+    rng = random.Random(seed)
+    # Slow and in pieces, so that most kills come in the middle of a download.
+    download.RANGE_BYTES = 4_000
+    read = download.read
+
+    def slow(url: Url, *range_of_bytes: int) -> bytes:
+        time.sleep(0.0005)
+        return read(url, *range_of_bytes)
+
+    download.read = slow
+    for sha256, data in stored.items():
+        objects.write(Url(f"memory://trial/{sha256}"), data)
+    for _ in range(rounds):
+        for sha256 in rng.sample(sorted(stored), len(stored)):
+            fd = cache.open_object(Url(f"memory://trial/{sha256}"), size=len(stored[sha256]), sha256=sha256)
+            with os.fdopen(fd, "rb") as file:
+                if file.read() != stored[sha256]:
+                    return f"{sha256[:12]}… of {len(stored[sha256])} bytes was read with other bytes"
+    return ""
+
+
+def work(size: int, seed: int, folder: Path, tally: Tally) -> None:
+    rng = random.Random(seed)
+    tally.expected = size
+    os.environ |= {"CHATMILL_CACHE_DIR": str(folder / "cache"), "CHATMILL_CACHE_SIZE": str(BOUND)}
+    stored = contents(seed)
+    for number in range(size):
+        victims, readers = (
+            [begin(partial(read_all, stored, rng.random(), rounds)) for _ in range(READERS // 2)]
+            for rounds in (1000, 2)
+        )
+        time.sleep(rng.uniform(0.0, 0.15))
+        ended = [child.kill() for child in victims]
+        tally.notes["readers killed"] += sum(each.killed for each in ended)
+        ended = [*(each for each in ended if not each.killed), *(child.end() for child in readers)]
+        ended.append(begin(partial(read_all, stored, rng.random(), 1)).end())
+        if wrong := next((each.value for each in ended if each.value), ""):
+            tally.is_wrong(f"kill {number}: {wrong}")
+            continue
+        broke = next((each.refused or each.broke for each in ended if each.value is None), "")
+        kept = sum(path.stat().st_size for path in (folder / "cache" / "objects").iterdir())
+        if not broke and kept > BOUND:
+            broke = f"the cache holds {kept} bytes, and may hold {BOUND}"
+        tally.judge(survived=not broke, lost=f"kill {number}: {broke}")
+
+
+TRIAL = Trial(
+    "kill at random moments, cache",
+    "SIGKILL of processes that fetch objects through one cache, which is too small for them: nobody reads other bytes, "
+    "the others go on, and the cache stays within its bound",
+    work,
+    full=100,
+    short=6,
+    in_memory=True,
+)

@@ -1,0 +1,1 @@
+"""Tests of objects at URLs, against servers that run on this machine."""
