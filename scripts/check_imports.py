@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": BASE | {"config", "settings", "audit", "load", "store", "fit"},
     "rollout": BASE | {"config", "records", "format", "fit", "tokenizer", "store", "load", "train"},
     "show": BASE | {"records", "tokenizer", "format", "fit", "store", "load", "audit"},
+    "integrations": BASE | {"config", "records", "tokenizer", "format", "prepare", "load", "audit", "train", "show"},
     "sft": BASE | {"records", "tokenizer", "format", "fit", "load"},
     "__init__": {"_exports"},
     "__main__": {"cli"},
@@ -51,8 +52,8 @@ MAY_IMPORT_BESIDES: dict[str, set[str]] = {
 """What single files may import beyond their part: chatting renders text, which the rest of train/ does not;
 trackers get the version."""
 
-HEAVY = {"torch", "transformers", "peft", "triton"}
-HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout"}
+HEAVY = {"torch", "transformers", "peft", "triton", "trl", "accelerate", "lightning", "torchdata", "torchtitan"}
+HEAVY_AT_MODULE_LEVEL = {"load", "train", "rollout", "integrations"}
 HEAVY_IN_FUNCTIONS = HEAVY_AT_MODULE_LEVEL | {"sft", "cli"}
 
 

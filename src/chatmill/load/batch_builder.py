@@ -134,13 +134,14 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index | None:
 def _groups(steps: Iterator[PlannedStep], size: int) -> Iterator[list[PlannedStep]]:
     """Lists of `size` steps. A step that fails raises after the steps before it were yielded."""
     group: list[PlannedStep] = []
+    fault = ChatmillError  # a local: a loader that is never closed ends after its modules
     try:
         for step in steps:
             group.append(step)
             if len(group) == size:
                 yield group
                 group = []
-    except ChatmillError:
+    except fault:
         if group:
             yield group
         raise

@@ -202,6 +202,15 @@ class EpisodeLoader(IterableDataset):
         while self.epochs is None or self.cursor().epoch < self.epochs:
             yield self.get_batch()
 
+    def __len__(self) -> int:
+        """The number of batches of all `epochs`, wherever the cursor is; `TypeError` without `epochs`."""
+        if self.epochs is None:
+            raise TypeError("an EpisodeLoader without epochs has no length; give it epochs")
+        return sum(map(self.plan(self.split).num_steps, range(self.epochs)))
+
+    def __bool__(self) -> bool:
+        return True
+
     def get_batch(self, split: str | None = None) -> Batch:
         """The next batch of a split; each split has its own cursor."""
         name = split or self.split

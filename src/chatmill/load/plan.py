@@ -119,6 +119,7 @@ class LoadPlan:
         # A prefetching thread may be in another part of the order than the caller: keep a few.
         self._block = lru_cache(maxsize=4)(self._look_up)
         self._packed = lru_cache(maxsize=4)(self._pack)
+        self._packed_rows = lru_cache(maxsize=WINDOW)(lambda epoch, window: self._packed(epoch, window).num_rows)
 
     @property
     def num_eligible(self) -> int:
@@ -203,7 +204,7 @@ class LoadPlan:
     def _num_rows(self, epoch: int, window: int) -> int:
         if self.config.packing == "none":
             return max(0, self._limited((window + 1) * WINDOW) - window * WINDOW)
-        return self._packed(epoch, window).num_rows
+        return self._packed_rows(epoch, window)
 
     def _rows(self, epoch: int, window: int, start: int, stop: int) -> Window:
         """Rows start to stop of a window."""
@@ -217,6 +218,15 @@ class LoadPlan:
     def count_rows(self, epoch: int) -> int:
         """The number of rows of an epoch, for orders with epochs."""
         return sum(self._num_rows(epoch, window) for window in range(self.num_windows() or 0))
+
+    def num_steps(self, epoch: int) -> int:
+        """The number of batches of an epoch, for orders with epochs; `UsageError` if there is none."""
+        steps, remainder = divmod(self.count_rows(epoch), self.config.batch_size)
+        if not self.drop_last:
+            return steps + (remainder > 0)
+        if not steps:
+            self.step(Cursor(epoch=epoch))  # raises the error
+        return steps
 
     def last_episodes(self, epoch: int, rows: int) -> int:
         """The number of episodes in the last rows of an epoch, for orders with epochs."""
@@ -288,6 +298,26 @@ class LoadPlan:
                 return None
             remaining.append(self._rows(epoch, number, start, stop).episodes)
         return np.concatenate([NO_EPISODES, *remaining])
+
+    def cursor_at(self, step: int) -> Cursor:
+        """The cursor of a batch, by the number of batches before it."""
+        epoch, before = self._epoch_of(step)
+        window, row = 0, (step - before) * self.config.batch_size
+        while row >= (num_rows := self._num_rows(epoch, window)):
+            window, row = window + 1, row - num_rows
+        return Cursor(step, epoch, window, row)
+
+    def _epoch_of(self, step: int) -> tuple[int, int]:
+        """The epoch of a batch, and the batches before that epoch."""
+        if self.order.length is None:
+            return 0, 0
+        if self.config.packing == "none":
+            in_epoch = self.num_steps(0)
+            return step // in_epoch, step - step % in_epoch
+        epoch = before = 0
+        while before + (in_epoch := self.num_steps(epoch)) <= step:
+            epoch, before = epoch + 1, before + in_epoch
+        return epoch, before
 
     def steps(self, at: Cursor) -> Iterator[PlannedStep]:
         """All batches from a cursor on, without end."""

@@ -16,7 +16,7 @@ from fractions import Fraction
 from chatmill.errors import UsageError, one_line
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.mix import MixedOrder
-from chatmill.load.plan import Cursor, LoadPlan
+from chatmill.load.plan import LoadPlan
 from chatmill.train.config import TrainConfig
 
 
@@ -99,9 +99,7 @@ def _of_epochs(epochs: float, plan: LoadPlan) -> RunLength:
 
 def _count(plan: LoadPlan, epoch: int) -> tuple[int, int]:
     """Steps of an epoch, and its rows that do not fill a batch; `UsageError` if there are no steps."""
-    plan.step(Cursor(epoch=epoch))
-    steps, remainder = divmod(plan.count_rows(epoch), plan.config.batch_size)
-    return steps if plan.drop_last else steps + (remainder > 0), remainder
+    return plan.num_steps(epoch), plan.count_rows(epoch) % plan.config.batch_size
 
 
 def _of_mix(epochs: float, plan: LoadPlan, order: MixedOrder) -> RunLength:

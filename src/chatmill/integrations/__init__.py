@@ -1,0 +1,11 @@
+"""chatmill's data in other trainers, and their configs in chatmill.
+
+    hf           transformers.Trainer and TRL's SFTTrainer
+    accelerate   loops that use Accelerate
+    lightning    a LightningDataModule
+    torchdata    StatefulDataLoader
+    torchtitan   its dataloader protocol
+
+Import the module that you need; each needs its library. `TrainRows` is the dataset that Trainer, TRL and Accelerate
+read; the others read batches of an `EpisodeLoader`.
+"""

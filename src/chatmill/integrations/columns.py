@@ -1,0 +1,64 @@
+"""A batch in the convention of Hugging Face models: labels stand at their tokens, and the model shifts them.
+
+    x          a b c d      input_ids     a b c d e
+    y          b c d e      labels        - b c d e      - is -100
+    positions  0 1 0 1      position_ids  0 1 0 1 2
+
+One column more than x: the token that the last position predicts. If it is not trained it is padding, which no trained
+token depends on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chatmill.load.batch import IGNORE_INDEX, Batch
+
+
+def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
+    """The columns `input_ids`, `labels`, `position_ids` and `weights`, each (rows, block_size + 1).
+
+    `weights` stand at the tokens too, 0 where nothing is trained. Segments of a row are kept apart by `position_ids`,
+    which begin at 0 in each.
+
+    >>> import numpy as np
+    >>> from chatmill.integrations.columns import causal_lm_columns
+    >>> from chatmill.rows import rows_from_mask
+    >>> rows = rows_from_mask(np.array([5, 6, 7, 8], dtype=np.uint32), np.array([0, 0, 1, 1]), [4])
+    >>> columns = causal_lm_columns(chatmill.collate(rows, pad_token_id=0), pad_token_id=0)
+    >>> columns["input_ids"].tolist(), columns["labels"].tolist()
+    ([[5, 6, 7, 8]], [[-100, -100, 7, 8]])
+    """
+    x, y, weights, positions = (_tensor(part) for part in (batch.x, batch.y, batch.weights, batch.positions))
+    last_is_trained = y[:, -1:] != IGNORE_INDEX
+    last_token = torch.where(last_is_trained, y[:, -1:], pad_token_id)
+    last_position = torch.where(last_is_trained, positions[:, -1:] + 1, 0)
+    return {
+        "input_ids": torch.cat([x, last_token], 1),
+        "labels": torch.cat([torch.full_like(y[:, :1], IGNORE_INDEX), y], 1),
+        "position_ids": torch.cat([positions, last_position], 1).long(),
+        "weights": torch.cat([torch.zeros_like(weights[:, :1]), weights], 1),
+    }
+
+
+def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
+    """`cu_seq_lens` over all rows one after the other, int32, and the length of the longest sequence.
+
+    A sequence begins wherever a position is 0.
+
+    >>> import torch
+    >>> from chatmill.integrations.columns import sequence_lengths
+    >>> sequence_lengths(torch.tensor([[0, 1, 0], [0, 1, 2]]))
+    (tensor([0, 2, 3, 6], dtype=torch.int32), 3)
+    """
+    flat = position_ids.reshape(-1)
+    starts = torch.nonzero(flat == 0).reshape(-1)
+    edges = torch.cat([starts, starts.new_tensor([len(flat)])])
+    return edges.int(), int(edges.diff().max())
+
+
+def _tensor(array: Any) -> Tensor:
+    return array if isinstance(array, Tensor) else torch.from_numpy(array)
