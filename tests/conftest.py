@@ -35,6 +35,9 @@ for ignored in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
 
+# `make test-integrations` runs these, in environments of their own.
+collect_ignore = ["trainers"]
+
 process_watch.mark_children()
 # Processes hold their output back as they do for a user, whatever the machine of the tests is set to.
 os.environ.pop("PYTHONUNBUFFERED", None)

@@ -1,0 +1,33 @@
+"""Fixtures of the tests with other trainers, which run in environments of their own: see `make test-integrations`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
+# tests/conftest.py is not loaded here, but modules beside it are used.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import trainer_fixtures
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory) -> Path:
+    """A dataset of chats whose answers all have weight 1."""
+    return trainer_fixtures.write_dataset(tmp_path_factory.mktemp("data") / "plain")
+
+
+@pytest.fixture(scope="session")
+def weighted(tmp_path_factory) -> Path:
+    """A dataset of chats whose answers have weights of 0.25, 0.5, 1 and 3."""
+    return trainer_fixtures.write_dataset(tmp_path_factory.mktemp("data") / "weighted", weights=(0.25, 0.5, 1, 3))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    """A small Llama of random weights with a tokenizer, as transformers writes them."""
+    return trainer_fixtures.save_model(tmp_path_factory.mktemp("model") / "llama")

@@ -1,0 +1,30 @@
+"""The sections of docs/integrations.md: each is a whole example, run with the real library in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import doc_examples
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "integrations.md"
+HEADINGS = re.findall(r"^## (.+)$", PAGE.read_text("utf-8"), re.MULTILINE)
+
+
+def run_section(heading: str, folder: Path) -> None:
+    """Run the blocks before the first section and those of this one, in `folder`, which becomes the current one."""
+    shutil.copytree(ROOT / "data", folder / "data", ignore=shutil.ignore_patterns("cache"))
+    os.chdir(folder)
+    page = PAGE.read_text("utf-8")
+    kept, keeps = [], True
+    for line in page.splitlines():
+        if line.startswith("## "):
+            keeps = line == f"## {heading}"
+        # Left empty, so that faults name the line of the page.
+        kept.append(line if keeps else "")
+    section = folder / PAGE.name
+    section.write_text("\n".join(kept) + "\n", "utf-8")
+    doc_examples.run(section, folder)

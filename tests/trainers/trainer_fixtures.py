@@ -1,0 +1,157 @@
+"""What the tests with other trainers share: a dataset, a model, chatmill's own batches and losses, and ranks.
+
+The fixtures `plain`, `weighted` and `model_folder` of conftest.py are made here. transformers is imported only where a
+model is made, because torchtitan's environment has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from chatmill import EpisodeLoader, InputSource, Job, TrainConfig, prepare_dataset, train_model
+
+VOCAB = 512
+"""Of the model; the tokenizer `bytes` with the control tokens of chatml has fewer ids."""
+UNPACKED: dict[str, Any] = {"batch_size": 4, "block_size": 128, "use_loss_mask": True}
+PACKED: dict[str, Any] = {**UNPACKED, "packing": "bins"}
+RATE = 1e-2
+STEPS = 20
+"""Steps over which losses are compared."""
+WORDS = ["mill", "stone", "grain", "water", "wheel", "flour", "sack", "miller", "bread", "oven", "salt", "yeast"]
+
+
+def write_dataset(folder: Path, *, weights: Sequence[float] = (), count: int = 260) -> Path:
+    """A dataset of short chats with a val split; their answers have these weights in turn, else 1."""
+    rng = random.Random(7)
+    lines = []
+    for number in range(count):
+        messages: list[dict[str, Any]] = []
+        for role in ("user", "assistant") * rng.randint(1, 2):
+            messages.append({"role": role, "content": " ".join(rng.choices(WORDS, k=rng.randint(1, 4)))})
+            if weights and role == "assistant":
+                messages[-1]["weight"] = weights[(number + len(messages)) % len(weights)]
+        lines.append(json.dumps({"messages": messages}))
+    source = folder.with_suffix(".jsonl")
+    source.write_text("\n".join(lines) + "\n")
+    prepare_dataset(Job((InputSource((str(source),)),), val_split=0.1, shard_tokens=3000), folder)
+    return folder
+
+
+def save_model(folder: Path) -> Path:
+    """A Llama of random weights and a tokenizer, without dropout, in float32."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=256, pad_token_id=0, **sizes, **heads)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def open_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
+
+
+# What chatmill itself does.
+
+
+def own_batches(
+    dataset: Path, config: Mapping[str, Any], steps: int, *, rank: int = 0, world_size: int = 1
+) -> list[dict[str, np.ndarray]]:
+    """The arrays of the first steps that the loader returns on a rank."""
+    loader = EpisodeLoader(dataset, config, rank=rank, world_size=world_size, tensors=False)
+    batches = [batch._asdict() for batch in islice(loader, steps)]
+    loader.close()
+    return batches
+
+
+def own_losses(dataset: Path, model: Path, config: Mapping[str, Any], *, steps: int = STEPS) -> list[float]:
+    """The loss of each step of chatmill's own loop: AdamW at a constant rate, in float32, on one rank.
+
+    On more ranks or with other accumulation it is the same.
+    """
+    adamw = {"beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.0, "grad_clip": 0.0}
+    run = {"max_iters": steps, "learning_rate": RATE, "lr_schedule": "constant", "warmup_iters": 0, "device": "cpu"}
+    quiet = {"check_tokenizer": False, "eval_interval": 0, "save_interval": 0, "audit_dir": None, "dtype": "float32"}
+    losses: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        train_model(
+            TrainConfig.from_mapping({**config, **adamw, **run, **quiet, "init_from_model": str(model)}),
+            model_name="own",
+            dataset_dir=dataset,
+            out_dir=folder,
+            watch=lambda record: losses.append(record.loss),
+            quiet=True,
+        )
+    return losses
+
+
+# Ranks.
+
+TIME_LIMIT = 300
+"""Seconds that the processes of a test may take together."""
+RANK = """
+import importlib, pickle, sys, warnings
+warnings.simplefilter("ignore")
+module, function, arguments, result = sys.argv[1:]
+with open(arguments, "rb") as file:
+    arguments = pickle.load(file)
+value = getattr(importlib.import_module(module), function)(**arguments)
+with open(result, "wb") as file:
+    pickle.dump(value, file)
+"""
+
+
+def ranks(count: int, function: str, **arguments: Any) -> list[Any]:
+    """What `module:function` returns on each of `count` processes, started as torchrun starts them."""
+    module, name = function.split(":")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as files:
+        Path(folder, "arguments").write_bytes(pickle.dumps(arguments))
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "PYTHONPATH": path}
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        outputs = [files.enter_context(Path(folder, f"output-{rank}").open("w+")) for rank in range(count)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, module, name, f"{folder}/arguments", f"{folder}/result-{rank}"],
+                env={**os.environ, **world, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, output in enumerate(outputs)
+        ]
+        try:
+            codes = [process.wait(TIME_LIMIT) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        assert codes == [0] * count, "\n".join(Path(output.name).read_text() for output in outputs)
+        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(count)]  # noqa: S301
+
+
+def free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
