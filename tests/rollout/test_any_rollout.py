@@ -223,3 +223,24 @@ def test_a_long_rollout_cut_at_every_token_keeps_what_was_complete(real):
             f"object_{n}" for n in range(1, complete + 1 + len(found.missed))
         ]
     assert kept_before == len(entries)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.text('ab \\"é{,', max_size=3), *[st.integers(0, 1005)] * 4), max_size=6), st.integers(0, 99)
+)
+def test_boxes_as_they_are_written_are_read_as_the_same_json_spaced_otherwise_is(boxes):
+    toy = Toy()
+    truth = [{"desc": "a", "bbox_2d": [0, 0, 500, 500]}, {"desc": "b", "bbox_2d": [400, 400, 999, 999]}]
+    entries = [
+        f'"object_{number}": {{"desc": {json.dumps(desc, ensure_ascii=False)}, "bbox_2d": ['
+        + ", ".join(f'"<|coord_{k}|>"' for k in places)
+        + "]}"
+        for number, (desc, *places) in enumerate(boxes, 3)
+    ]
+    targets = []
+    for written in (entries, [entry.replace(": {", ":  {", 1) for entry in entries]):
+        whole = "{" + ", ".join(written) + "}"
+        target = build_target(toy.rollout(whole), truth, tokenizer=toy)
+        targets.append((target.valid_objects, target.dropped, target.matched, target.start_index, target.slots))
+    assert targets[0] == targets[1]

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from chatmill.errors import DataError, UsageError
+from chatmill.rollout import serialize_append
 from chatmill.rollout.schema import Detection, Fields, UnfitError, read_body
 
 BOX = '["<|coord_1|>", "<|coord_2|>", "<|coord_3|>", "<|coord_4|>"]'
@@ -67,6 +68,11 @@ def test_bytes_that_are_no_utf8_are_no_json():
         read_body(b'{"desc": "\xff", "bbox_2d": ' + BOX.encode() + b"}", Detection())
 
 
+def body(schema, thing) -> str:
+    entry = serialize_append([thing], 1, "{", schema=schema)
+    return entry.removeprefix('"object_1": ').removesuffix("}")
+
+
 @pytest.mark.parametrize(
     "thing",
     [
@@ -79,7 +85,7 @@ def test_bytes_that_are_no_utf8_are_no_json():
 def test_what_is_written_is_read_again(thing):
     schema = Detection()
     checked = schema.check(thing)
-    text = "".join(piece.text for piece in schema.write(checked))
+    text = body(schema, checked)
     assert read(text, schema) == checked
     assert schema.check(checked) == checked
 
@@ -88,7 +94,7 @@ def test_what_is_written_is_read_again(thing):
 def test_fields_of_every_plain_kind_are_written_and_read_again(value):
     schema = Fields(("a", 'b "'))
     thing = schema.check({'b "': value, "a": "x"})
-    text = "".join(piece.text for piece in schema.write(thing))
+    text = body(schema, thing)
     assert json.loads(text) == {"a": "x", 'b "': value}
     assert read(text, schema) == thing
 

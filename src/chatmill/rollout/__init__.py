@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from chatmill._exports import lazy_exports as _lazy_exports
 
 if _TYPE_CHECKING:
+    from chatmill.rollout.append import serialize_append as serialize_append
     from chatmill.rollout.config import RolloutConfig as RolloutConfig
     from chatmill.rollout.dataset import build_answer_dataset as build_answer_dataset
     from chatmill.rollout.dataset import build_target_dataset as build_target_dataset
@@ -52,7 +53,6 @@ if _TYPE_CHECKING:
     from chatmill.rollout.target import Target as Target
     from chatmill.rollout.target import build_answer as build_answer
     from chatmill.rollout.target import build_target as build_target
-    from chatmill.rollout.target import serialize_append as serialize_append
     from chatmill.rollout.task import Health as Health
     from chatmill.rollout.task import Task as Task
     from chatmill.rollout.task import answer_rows as answer_rows

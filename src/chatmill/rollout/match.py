@@ -6,7 +6,7 @@ overlaps is taken; of equal sums the one that assigns the first predicted object
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ MISSING = "matching needs {}: pip install 'chatmill[rollout]'"
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
+Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,12 @@ def match_objects(
     """
     if not 0 < gate <= 1:
         raise UsageError(f"a gate of {gate:g} cannot be; give a number over 0, up to 1")
-    overlap = overlaps(predicted, truth)
+    mine, true, overlap = _near_overlaps(predicted, truth)
     feasible = overlap >= gate
-    steps = np.where(feasible, np.rint(overlap * STEPS), 0).astype(np.int64)
-    return _matching(_assign(steps, feasible), *overlap.shape, gated=int(np.count_nonzero((overlap > 0) & ~feasible)))
+    steps = np.rint(overlap[feasible] * STEPS).astype(np.int64).tolist()
+    pairs = zip(mine[feasible].tolist(), true[feasible].tolist(), strict=True)
+    gated = int(np.count_nonzero(overlap > 0)) - len(steps)
+    return _matching(_assign(dict(zip(pairs, steps, strict=True))), len(predicted), len(truth), gated=gated)
 
 
 def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
@@ -65,29 +68,29 @@ def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
 
 
 def overlaps(predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]) -> Floats:
-    """Intersection over union of each predicted object with each true one; shapes without area overlap themselves.
-
-    Only pairs whose bounding boxes intersect are computed.
-    """
-    left, right = _bounds(predicted), _bounds(truth)
-    low = np.maximum(left[:, None, :2], right[None, :, :2])
-    high = np.minimum(left[:, None, 2:], right[None, :, 2:])
-    out = np.zeros((len(left), len(right)))
-    near = np.argwhere(np.all(low <= high, axis=2))
-    if not len(near):
-        return out
-    mine, true = near.T
-    boxes = _are_boxes(predicted)[mine] & _are_boxes(truth)[true]
-    out[mine[boxes], true[boxes]] = _ratio(
-        np.prod(high - low, axis=2)[mine[boxes], true[boxes]],
-        np.prod(left[mine[boxes], 2:] - left[mine[boxes], :2], axis=1),
-        np.prod(right[true[boxes], 2:] - right[true[boxes], :2], axis=1),
-        np.all(left[mine[boxes]] == right[true[boxes]], axis=1),
-    )
-    if not boxes.all():
-        mine, true = mine[~boxes], true[~boxes]
-        out[mine, true] = _polygon_overlaps(predicted, truth, mine, true)
+    """Intersection over union of each predicted object with each true one; shapes without area overlap themselves."""
+    out = np.zeros((len(predicted), len(truth)))
+    mine, true, overlap = _near_overlaps(predicted, truth)
+    out[mine, true] = overlap
     return out
+
+
+def _near_overlaps(
+    predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]
+) -> tuple[Index, Index, Floats]:
+    """Pairs whose bounding boxes intersect, in the order of the predicted ones, and their overlaps."""
+    left, right = _bounds(predicted), _bounds(truth)
+    width = np.minimum.outer(left[:, 2], right[:, 2]) - np.maximum.outer(left[:, 0], right[:, 0])
+    height = np.minimum.outer(left[:, 3], right[:, 3]) - np.maximum.outer(left[:, 1], right[:, 1])
+    mine, true = np.nonzero((width >= 0) & (height >= 0))
+    areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (left, right)]
+    shared = width[mine, true] * height[mine, true]
+    overlap = _ratio(shared, areas[0][mine], areas[1][true], np.all(left[mine] == right[true], axis=1))
+    if any("poly" in thing for things in (predicted, truth) for thing in things):
+        polygons = ~(_are_boxes(predicted)[mine] & _are_boxes(truth)[true])
+        if polygons.any():
+            overlap[polygons] = _polygon_overlaps(predicted, truth, mine[polygons], true[polygons])
+    return mine, true, overlap
 
 
 def _bounds(things: Sequence[Mapping[str, Any]]) -> Floats:
@@ -146,21 +149,25 @@ def _matching(pairs: Sequence[tuple[int, int]], predicted: int, true: int, *, ga
     return Matching(tuple(pairs), tuple(sorted(false_positives)), tuple(sorted(missed)), gated)
 
 
-def _assign(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The best pairs, in the order of the predicted objects; independent groups are assigned separately."""
+def _assign(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
+    """The best of these pairs, in the order of the predicted objects; independent groups are assigned separately."""
+    rows, columns = ({pair[side] for pair in steps} for side in (0, 1))
+    if len(rows) == len(columns) == len(steps):
+        return list(steps)
     pairs: list[tuple[int, int]] = []
-    for group in _groups(np.argwhere(feasible).tolist()):
+    for group in _groups(steps):
         rows, columns = ({pair[side] for pair in group} for side in (0, 1))
         if min(len(rows), len(columns)) == 1:
-            pairs.append(max(group, key=lambda pair: (int(steps[pair]), -pair[0], -pair[1])))
+            pairs.append(max(group, key=lambda pair: (steps[pair], -pair[0], -pair[1])))
         else:
-            here = np.ix_(sorted(rows), sorted(columns))
-            chosen = _assign_group(steps[here], feasible[here])
-            pairs += [(sorted(rows)[row], sorted(columns)[column]) for row, column in chosen]
+            in_order = sorted(rows), sorted(columns)
+            worth = np.array([[steps.get((row, column), -1) for column in in_order[1]] for row in in_order[0]])
+            chosen = _assign_group(np.maximum(worth, 0), worth >= 0)
+            pairs += [(in_order[0][row], in_order[1][column]) for row, column in chosen]
     return sorted(pairs)
 
 
-def _groups(pairs: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Feasible pairs in groups that share objects."""
     of_row: dict[int, list[tuple[int, int]]] = {}
     of_column: dict[int, list[tuple[int, int]]] = {}

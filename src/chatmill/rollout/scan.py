@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 
@@ -33,12 +33,18 @@ _SPACE = re.compile(rb"[ \t\n\r]*+")
 # Python refuses to convert numbers with many more digits; such a key is not numbered.
 _NUMBERED = re.compile(r"object_([0-9]{1,4000})", re.ASCII)
 _COORDINATE = {token.encode(): k for token, k in COORDINATE.items()}
+# An entry exactly as a box is written, in printable ASCII: its number, its description and its four coordinates.
+_BOX = re.compile(
+    rb'"object_([0-9]{1,9})": \{"desc": "([ !#-\[\]-~]+)", "bbox_2d": \['
+    + b", ".join([rb'"<\|coord_(0|[1-9][0-9]{0,2})\|>"'] * 4)
+    + rb"\]\}"
+)
+_COORD_TEXT = len("<|coord_")
 
 Ended = Literal["closed", "open", "fault", "no_root"]
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedEntry:
+class ParsedEntry(NamedTuple):
     """One `key: value` of the root object; start, value_start and stop are byte offsets in the rollout."""
 
     key: str
@@ -52,6 +58,8 @@ class ParsedEntry:
     is_object: bool
     """The value starts as an object."""
     complete: bool
+    box: re.Match[bytes] | None = None
+    """The entry's number, description and coordinates, if it is written exactly as boxes are; a body that is JSON."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,8 @@ class Scan:
 
     def coordinates(self, entry: ParsedEntry) -> list[tuple[int, int]]:
         """The byte offset and k of every coordinate in an array of the entry."""
+        if (box := entry.box) is not None:
+            return [(box.start(group) - _COORD_TEXT, int(box[group])) for group in (3, 4, 5, 6)]
         places: list[tuple[int, int]] = []
         brackets = 0
         for lexeme in _LEXEME.finditer(self.data, entry.value_start, entry.stop):
@@ -102,11 +112,11 @@ def scan_rollout(
 
     The rollout ends at a stop token, at a stop text, even inside a string, and at an id outside the vocabulary.
     """
-    pieces = vocabulary.pieces(ids)
-    stops = [ids.index(id) for id in set(stop_ids).intersection(ids)]
+    stops = [ids.index(id) for id in stop_ids if id in ids]
+    pieces = vocabulary.pieces(ids[: min(stops)] if stops else ids)
     if None in pieces:
-        stops.append(pieces.index(None))
-    token_bytes = [piece or b"" for piece in pieces[: min(stops, default=len(ids))]]
+        pieces = pieces[: pieces.index(None)]
+    token_bytes = cast(list[bytes], pieces)
     data = b"".join(token_bytes)
     for text in stop_texts:
         if (at := data.find(text.encode())) >= 0:
@@ -160,22 +170,35 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
     if data[start : start + 1] == b"}":
         return entries, "closed"
     while True:
-        key, value = "", start
-        try:
-            key, value = _key(data, start)
-            stop, is_object, largest = _value(data, value)
-        except _EndError as end:
-            if data[start : start + 1] == b'"':
-                is_object = data[value : value + 1] == b"{"
-                entries.append(ParsedEntry(key, number_of(key), -1, start, value, len(data), is_object, False))
-            return entries, end.ended
-        number = number_of(key)
-        largest = largest if number is None else max(number, largest)
-        entries.append(ParsedEntry(key, number, largest, start, value, stop, is_object, True))
-        at = _space(data, stop)
+        entry, ended = _entry(data, start)
+        if entry is not None:
+            entries.append(entry)
+        if entry is None or ended is not None:
+            return entries, ended or "fault"
+        at = _space(data, entry.stop)
         if data[at : at + 1] != b",":
             return entries, "closed" if data[at : at + 1] == b"}" else _at_end(data, at)
         start = _space(data, at + 1)
+
+
+def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
+    """The entry that starts here, if there is a quote, and how the scan ended if it does not go on after it."""
+    if (box := _BOX.match(data, start)) is not None:
+        # Most entries, in one step.
+        number, value = int(box[1]), box.end(1) + len('": ')
+        return ParsedEntry(f"object_{box[1].decode()}", number, number, start, value, box.end(), True, True, box), None
+    key, value = "", start
+    try:
+        key, value = _key(data, start)
+        stop, is_object, largest = _value(data, value)
+    except _EndError as end:
+        if data[start : start + 1] != b'"':
+            return None, end.ended
+        is_object = data[value : value + 1] == b"{"
+        return ParsedEntry(key, number_of(key), -1, start, value, len(data), is_object, False), end.ended
+    of_key = number_of(key)
+    largest = largest if of_key is None else max(of_key, largest)
+    return ParsedEntry(key, of_key, largest, start, value, stop, is_object, True), None
 
 
 def _at_end(data: bytes, at: int) -> Ended:

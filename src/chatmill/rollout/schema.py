@@ -8,28 +8,39 @@ Objects are plain data: {"desc": "black cat", "bbox_2d": [1, 2, 3, 4]}, or {"des
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.rollout.match import GATE, Matching, match_equal, match_objects
 from chatmill.rollout.scan import JSON, parse_json
-from chatmill.rollout.vocabulary import COORDINATE, COORDINATES
+from chatmill.rollout.vocabulary import COORDINATE
 from chatmill.rows import Part
 
 Object = dict[str, Any]
+STRUCTURE, VALUE = int(Part.STRUCTURE), int(Part.VALUE)
 KEYS = {"desc", "bbox_2d", "poly"}
 PLACES: Mapping[Any, int] = {**COORDINATE, **{k: k for k in COORDINATE.values()}}
 """Coordinates of true objects: tokens, or their numbers."""
 
 
-class AppendPiece(NamedTuple):
-    """A piece of the appended text; a coordinate is one token."""
+class TextPart(NamedTuple):
+    """A piece of text, and what it is."""
 
     text: str
-    part: Part
-    coordinate: int = -1
+    part: int
+    """A `Part`, as a number: these are hashed a lot."""
+
+
+class EntryText(NamedTuple):
+    """The body of an entry: text, then coordinates, each one token, with separators between them, then more text."""
+
+    head: tuple[TextPart, ...]
+    coordinates: Sequence[int] = ()
+    separators: tuple[str, ...] = ()
+    """Between the coordinates, in turn."""
+    tail: str = ""
 
 
 class UnfitError(Exception):
@@ -52,10 +63,15 @@ class Schema(Protocol):
     def check(self, thing: Mapping[str, Any]) -> Object:
         """A true object as it will be written; `DataError` if it does not fit."""
 
-    def write(self, thing: Object) -> Iterator[AppendPiece]:
+    def write(self, thing: Object) -> EntryText:
         """The body of an entry."""
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching: ...
+
+
+BOX_KEYS = {"desc", "bbox_2d"}
+DESC = TextPart('{"desc": "', STRUCTURE)
+BOX, POLYGON = TextPart('", "bbox_2d": ["', STRUCTURE), TextPart('", "poly": [["', STRUCTURE)
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> Object:
@@ -88,6 +104,14 @@ class Detection:
     def read(self, body: Object) -> Object:
         return self._read(body, COORDINATE)
 
+    def read_box(self, desc: str, box: list[int]) -> Object:
+        """The same of an entry that is written as boxes are."""
+        if not desc.strip():
+            raise UnfitError("desc")
+        if box[0] > box[2] or box[1] > box[3]:
+            raise UnfitError("reversed")
+        return {"desc": desc, "bbox_2d": box}
+
     def _read(self, body: Mapping[str, Any], places: Mapping[Any, int]) -> Object:
         if not body.keys() <= KEYS:
             raise UnfitError("other_key")
@@ -102,23 +126,21 @@ class Detection:
 
     def check(self, thing: Mapping[str, Any]) -> Object:
         """Coordinates of a true object may be numbers or tokens."""
+        if thing.keys() == BOX_KEYS and (box := _plain_box(thing["bbox_2d"])) is not None:
+            desc = thing["desc"]
+            if type(desc) is str and desc.strip():
+                return {"desc": desc, "bbox_2d": box}
         try:
             return self._read(thing, PLACES)
         except UnfitError as error:
             right = 'expected "desc" and one of "bbox_2d" [x1, y1, x2, y2] and "poly" [x1, y1, …], each from 0 to 999'
             raise DataError(f"a true object does not fit ({_WORDS[error.reason]}): {_shown(thing)}; {right}") from None
 
-    def write(self, thing: Object) -> Iterator[AppendPiece]:
-        yield AppendPiece('{"desc": "', Part.STRUCTURE)
-        yield AppendPiece(_inside(thing["desc"]), Part.VALUE)
+    def write(self, thing: Object) -> EntryText:
+        desc = TextPart(_inside(thing["desc"]), VALUE)
         if "bbox_2d" in thing:
-            yield AppendPiece('", "bbox_2d": ["', Part.STRUCTURE)
-            yield from _coordinates(thing["bbox_2d"], ('", "',))
-            yield AppendPiece('"]}', Part.STRUCTURE)
-        else:
-            yield AppendPiece('", "poly": [["', Part.STRUCTURE)
-            yield from _coordinates(thing["poly"], ('", "', '"], ["'))
-            yield AppendPiece('"]]}', Part.STRUCTURE)
+            return EntryText((DESC, desc, BOX), thing["bbox_2d"], ('", "',), '"]}')
+        return EntryText((DESC, desc, POLYGON), thing["poly"], ('", "', '"], ["'), '"]]}')
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching:
         return match_objects(predicted, truth, gate=self.gate)
@@ -134,12 +156,12 @@ _WORDS = {
 }
 
 
-def _coordinates(points: Sequence[int], between: tuple[str, ...]) -> Iterator[AppendPiece]:
-    """Coordinates, and the separators between them in turn."""
-    for at, k in enumerate(points):
-        if at:
-            yield AppendPiece(between[(at - 1) % len(between)], Part.STRUCTURE)
-        yield AppendPiece(COORDINATES[k], Part.COORD, k)
+def _plain_box(items: Any) -> list[int] | None:
+    """A box of four numbers in their range and order; None for anything else, valid or not."""
+    if type(items) is not list or list(map(type, items)) != [int] * 4:
+        return None
+    x1, y1, x2, y2 = items
+    return [x1, y1, x2, y2] if 0 <= x1 <= x2 <= 999 and 0 <= y1 <= y2 <= 999 else None
 
 
 def _box(items: Any, places: Mapping[Any, int]) -> list[int]:
@@ -201,19 +223,19 @@ class Fields:
         except (UnfitError, TypeError, ValueError):
             raise DataError(f"a true object does not fit: {_shown(thing)}; {right}") from None
 
-    def write(self, thing: Object) -> Iterator[AppendPiece]:
+    def write(self, thing: Object) -> EntryText:
+        parts = []
         before = "{"
         for name in self.names:
             value = thing[name]
-            yield AppendPiece(f'{before}"{_inside(name)}": ', Part.STRUCTURE)
+            parts.append(TextPart(f'{before}"{_inside(name)}": ', STRUCTURE))
             if isinstance(value, str):
-                yield AppendPiece('"', Part.STRUCTURE)
-                yield AppendPiece(_inside(value), Part.VALUE)
-                yield AppendPiece('"', Part.STRUCTURE)
+                quote = TextPart('"', STRUCTURE)
+                parts += [quote, TextPart(_inside(value), VALUE), quote]
             else:
-                yield AppendPiece(json.dumps(value), Part.VALUE)
+                parts.append(TextPart(json.dumps(value), VALUE))
             before = ", "
-        yield AppendPiece("}", Part.STRUCTURE)
+        return EntryText((*parts, TextPart("}", STRUCTURE)))
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching:
         return match_equal(predicted, truth)
@@ -221,6 +243,8 @@ class Fields:
 
 def _inside(text: str) -> str:
     """A JSON string without its quotes; non-ASCII characters are not escaped."""
+    if text.isprintable() and '"' not in text and "\\" not in text:
+        return text
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

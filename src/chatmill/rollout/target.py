@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chatmill.errors import DataError, UsageError, one_line
+from chatmill.errors import UsageError
+from chatmill.rollout.append import DETECTION, SPACE, encode_answer, encode_append
 from chatmill.rollout.match import Matching
 from chatmill.rollout.scan import JSON, STOP_TEXTS, ParsedEntry, Scan, parse_json, scan_rollout
-from chatmill.rollout.schema import AppendPiece, Detection, Object, Schema, UnfitError, read_body
+from chatmill.rollout.schema import Detection, Object, Schema, UnfitError, read_body
 from chatmill.rollout.vocabulary import Vocabulary, vocabulary_of
 from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Part, Role, Rows, Rule, Table
 from chatmill.tokenizer import Tokenizer
 
-DETECTION = Detection()
-SPACE = " \t\n\r"
 ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
 """Numbers stay text, so that their length does not matter."""
-RANKED = (Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE)
-"""A token with bytes of several parts counts as the last of them in this order."""
-RANK = {part: rank for rank, part in enumerate(RANKED)}
+RULES = np.full((2, 256), Rule.MISSED, dtype=np.uint8)
+"""The rule of each part, without and with trained values."""
+RULES[:, Part.PREFIX], RULES[:, Part.SLOT], RULES[0, Part.VALUE] = Rule.ROLLOUT, Rule.MATCHED, Rule.VALUES_OFF
+IS_TRAINED = np.ones(256, dtype=np.float32)
+IS_TRAINED[[Rule.ROLLOUT, Rule.VALUES_OFF]] = 0
 
 
 @dataclass(frozen=True)
@@ -107,27 +108,25 @@ def build_target(
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
-    ids = list(map(int, rollout_ids))
+    ids = rollout_ids.tolist() if isinstance(rollout_ids, np.ndarray) else list(map(int, rollout_ids))
     scan = scan_rollout(ids, vocabulary, stop_ids={eos} if stop_ids is None else stop_ids, stop_texts=stop_texts)
     cut = _cut(ids, scan, vocabulary)
     entries, valid, dropped = _read(scan, schema, cut)
     matching = schema.match(valid, truth)
     slots = _slots(scan, ids, matching, entries, valid, truth, vocabulary) if schema.uses_coordinates else {}
 
-    prefix = vocabulary.text(cut.ids)
-    prefix_text = prefix.decode("utf-8", "replace")
+    prefix_text = cut.text.decode("utf-8", "replace")
     start_index = 1 + max((entry.largest for entry in cut.entries if entry.largest > 0), default=0)
-    pieces = append_pieces([truth[number] for number in matching.missed], start_index, prefix_text, schema)
-    appended_text = "".join(piece.text for piece in pieces)
-    appended, parts = _encode(pieces, vocabulary)
-    all_ids = [*cut.ids, *appended, eos]
+    missed = [truth[number] for number in matching.missed]
+    appended = encode_append(missed, start_index, prefix_text, schema, vocabulary)
+    all_ids = [*cut.ids, *appended.ids, eos]
     anew = Part.STRUCTURE if train_cut else Part.PREFIX
-    all_parts = [*[Part.PREFIX] * cut.kept, *[anew] * (len(cut.ids) - cut.kept), *parts, Part.EOS]
+    prefix_parts = bytes([Part.PREFIX]) * cut.kept + bytes([anew]) * (len(cut.ids) - cut.kept)
     return Target(
         ids=all_ids,
         prefix_ids=cut.ids,
         prefix_text=prefix_text,
-        appended_text=appended_text,
+        appended_text=appended.text,
         start_index=start_index,
         valid_objects=valid,
         dropped=dropped,
@@ -135,11 +134,12 @@ def build_target(
         missed=matching.missed,
         truncated=scan.ended == "open",
         fallback=cut.fallback,
-        target_is_json=_is_json(prefix + appended_text.encode()),
+        # Entries that are written as boxes are, are JSON.
+        target_is_json=all(entry.box for entry in cut.entries) or _is_json(cut.text + appended.text.encode()),
         kept=cut.kept,
         slots=len(slots),
         gated=matching.gated,
-        rows=_rows(all_ids, all_parts, slots, train_values=train_values),
+        rows=_rows(all_ids, prefix_parts + appended.parts + bytes([Part.EOS]), slots, train_values=train_values),
     )
 
 
@@ -154,39 +154,9 @@ def build_answer(
     """The whole answer that names these objects, trained from its first brace on: what SFT teaches before rollouts."""
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
-    ids, parts = _encode([AppendPiece("{", Part.STRUCTURE), *append_pieces(truth, 1, "{", schema)], vocabulary)
+    answer = encode_answer(truth, schema, vocabulary)
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
-    return _rows([*ids, eos], [*parts, Part.EOS], {}, train_values=train_values)
-
-
-def serialize_append(
-    objects: Sequence[Mapping[str, Any]], start_index: int, prefix_text: str, *, schema: Schema = DETECTION
-) -> str:
-    """What follows a prefix to name these objects and close the answer; `DataError` if the prefix cannot go on.
-
-    {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
-    After a comma there must be an object, or the answer would not be valid JSON.
-    """
-    pieces = append_pieces([schema.check(thing) for thing in objects], start_index, prefix_text, schema)
-    return "".join(piece.text for piece in pieces)
-
-
-def append_pieces(objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema) -> list[AppendPiece]:
-    """The same, piece by piece, of objects that the schema has checked."""
-    last = prefix_text.rstrip(SPACE)[-1:]
-    if last not in ("{", ",", "}"):
-        shown = f'"{one_line(prefix_text[-20:])}"'
-        raise DataError(
-            f"a prefix that ends in {shown} cannot be appended to; expected its end to be {{, a comma or }}"
-        )
-    if last == "," and not objects:
-        raise DataError("a prefix that ends in a comma needs an object to append; cut it before the comma")
-    before = ", " if last == "}" else ""
-    pieces: list[AppendPiece] = []
-    for number, thing in enumerate(objects, start=start_index):
-        pieces += [AppendPiece(f'{before}"object_{number}": ', Part.STRUCTURE), *schema.write(thing)]
-        before = ", "
-    return [*pieces, AppendPiece("}", Part.BRACE)]
+    return _rows([*answer.ids, eos], answer.parts + bytes([Part.EOS]), {}, train_values=train_values)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
@@ -203,6 +173,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
 class _KeptPrefix(NamedTuple):
     ids: list[int]
     """The prefix."""
+    text: bytes
     kept: int
     """How many of them are the rollout's own."""
     entries: tuple[ParsedEntry, ...]
@@ -213,7 +184,7 @@ class _KeptPrefix(NamedTuple):
 def _cut(ids: list[int], scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
     """The prefix up to the last complete object, or to the opening brace; `{` alone if there can be none."""
     if scan.root < 0:
-        return _KeptPrefix(vocabulary.exact(["{"])[0], 0, (), _why_no_root(scan.data))
+        return _nothing_kept(vocabulary, _why_no_root(scan.data))
     ends = [entry.stop for entry in scan.entries if entry.complete and entry.is_object and entry.number is not None]
     end = ends[-1] if ends else scan.root + 1
     stop = int(np.searchsorted(scan.token_start, end, side="left"))
@@ -223,9 +194,14 @@ def _cut(ids: list[int], scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
         stop -= 1
         shorter = vocabulary.cut(scan.data[scan.token_start[stop] : end])
         if shorter is None:
-            return _KeptPrefix(vocabulary.exact(["{"])[0], 0, (), "no_cut")
+            return _nothing_kept(vocabulary, "no_cut")
         prefix = ids[:stop] + shorter
-    return _KeptPrefix(prefix, stop, tuple(entry for entry in scan.entries if entry.stop <= end), None)
+    entries = tuple(entry for entry in scan.entries if entry.stop <= end)
+    return _KeptPrefix(prefix, scan.data[:end], stop, entries, None)
+
+
+def _nothing_kept(vocabulary: Vocabulary, why: str) -> _KeptPrefix:
+    return _KeptPrefix(vocabulary.exact(["{"])[0], b"{", 0, (), why)
 
 
 def _why_no_root(data: bytes) -> str:
@@ -260,6 +236,8 @@ def _object(entry: ParsedEntry, data: bytes, schema: Schema, cut: _KeptPrefix) -
     ):
         if holds:
             raise UnfitError(reason)
+    if (box := entry.box) is not None and isinstance(schema, Detection):
+        return schema.read_box(box[2].decode(), [int(box[group]) for group in (3, 4, 5, 6)])
     return read_body(data[entry.value_start : entry.stop], schema)
 
 
@@ -326,30 +304,8 @@ def _aligned(thing: Object, true: Object) -> list[int] | None:
 # Tokens and spans.
 
 
-def _encode(pieces: Sequence[AppendPiece], vocabulary: Vocabulary) -> tuple[list[int], list[Part]]:
-    """The ids of what is appended, and which part each is: text between two coordinates is encoded as one.
-
-    A token that holds any byte of a value counts as that value.
-    """
-    texts, coordinates = [""], list[int]()
-    for text, _, coordinate in pieces:
-        if coordinate < 0:
-            texts[-1] += text
-        else:
-            coordinates.append(coordinate)
-            texts.append("")
-    first, *others = vocabulary.exact(texts)
-    ids = list(first)
-    for coordinate, following in zip(coordinates, others, strict=True):
-        ids += (vocabulary.coordinate_ids[coordinate], *following)
-    sizes = [len(piece.text.encode()) for piece in pieces]
-    ranks = np.repeat([RANK[piece.part] for piece in pieces], sizes)
-    starts = np.minimum(vocabulary.starts(ids)[:-1], len(ranks) - 1)
-    return ids, [RANKED[rank] for rank in np.maximum.reduceat(ranks, starts).tolist()]
-
-
-def _rows(ids: list[int], parts: list[Part], slots: Mapping[int, int], *, train_values: bool) -> Rows:
-    part = np.array(parts, dtype=np.uint8)
+def _rows(ids: list[int], parts: bytes, slots: Mapping[int, int], *, train_values: bool) -> Rows:
+    part = np.frombuffer(parts, dtype=np.uint8).copy()
     places = np.fromiter(slots, dtype=np.int64)
     part[places] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)
@@ -359,12 +315,8 @@ def _rows(ids: list[int], parts: list[Part], slots: Mapping[int, int], *, train_
     spans = np.zeros(len(start), dtype=SPAN)
     spans["length"] = np.diff(np.append(start, len(ids)))
     spans["part"], spans["target"], spans["role"] = part[start], target[start], Role.ASSISTANT
-    rule = np.full(256, Rule.MISSED, dtype=np.uint8)
-    rule[Part.PREFIX], rule[Part.SLOT] = Rule.ROLLOUT, Rule.MATCHED
-    if not train_values:
-        rule[Part.VALUE] = Rule.VALUES_OFF
-    spans["rule"] = rule[spans["part"]]
-    spans["weight"] = ~np.isin(spans["rule"], (Rule.ROLLOUT, Rule.VALUES_OFF))
+    spans["rule"] = RULES[int(train_values)][spans["part"]]
+    spans["weight"] = IS_TRAINED[spans["rule"]]
     return one_row(np.array(ids, dtype=np.uint32), spans)
 
 

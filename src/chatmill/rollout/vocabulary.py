@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -19,24 +20,35 @@ CACHED = 1 << 16
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
+class _TokenBytes(dict[int, bytes | None]):
+    """The bytes of each id, computed when it is first looked up; None for an id that the tokenizer does not have."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, id: int) -> bytes | None:
+        try:
+            self[id] = self._tokenizer.piece(id) if 0 <= id < self._tokenizer.vocab_size else None
+        except DataError:
+            # A hole in the vocabulary.
+            self[id] = None
+        return self[id]
+
+
 class Vocabulary:
     """A tokenizer's tokens as bytes, with caches."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._pieces: dict[int, bytes | None] = {}
+        self._pieces = _TokenBytes(tokenizer)
         self._exact: dict[str, list[int]] = {}
+        self.runs: dict[Any, Any] = {}
+        """A cache of what is appended, with its tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[bytes | None]:
         """The bytes of each id; None for an id that the tokenizer does not have."""
-        known = self._pieces
-        for id in set(ids).difference(known):
-            try:
-                known[id] = self._tokenizer.piece(id) if 0 <= id < self._tokenizer.vocab_size else None
-            except DataError:
-                # A hole in the vocabulary.
-                known[id] = None
-        return [known[id] for id in ids]
+        return list(map(self._pieces.__getitem__, ids))
 
     def text(self, ids: Sequence[int]) -> bytes:
         """The bytes of ids that the tokenizer has."""
