@@ -226,9 +226,7 @@ def test_a_long_rollout_cut_at_every_token_keeps_what_was_complete(real):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.text('ab \\"é{,', max_size=3), *[st.integers(0, 1005)] * 4), max_size=6), st.integers(0, 99)
-)
+@given(st.lists(st.tuples(st.text('ab \\"é{,', max_size=3), *[st.integers(0, 1005)] * 4), max_size=6))
 def test_boxes_as_they_are_written_are_read_as_the_same_json_spaced_otherwise_is(boxes):
     toy = Toy()
     truth = [{"desc": "a", "bbox_2d": [0, 0, 500, 500]}, {"desc": "b", "bbox_2d": [400, 400, 999, 999]}]
