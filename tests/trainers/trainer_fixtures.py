@@ -29,7 +29,7 @@ VOCAB = 512
 """Of the model; the tokenizer `bytes` with the control tokens of chatml has fewer ids."""
 UNPACKED: dict[str, Any] = {"batch_size": 4, "block_size": 128, "use_loss_mask": True}
 PACKED: dict[str, Any] = {**UNPACKED, "packing": "bins"}
-RATE = 1e-2
+RATE = 1e-3
 STEPS = 20
 """Steps over which losses are compared."""
 WORDS = ["mill", "stone", "grain", "water", "wheel", "flour", "sack", "miller", "bread", "oven", "salt", "yeast"]

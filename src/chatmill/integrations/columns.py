@@ -60,5 +60,31 @@ def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
     return edges.int(), int(edges.diff().max())
 
 
+ONE = 0x3F800000
+"""The bits of 1.0 as float32."""
+
+
+def weighted_labels(labels: Tensor, weights: Tensor) -> Tensor:
+    """Labels that also carry float32 weights, for losses that get nothing else; `split_labels` takes them apart.
+
+    The upper 32 bits hold the weight, such that a label of weight 1 stays as it is, and so does -100.
+
+    >>> import torch
+    >>> from chatmill.integrations.columns import split_labels, weighted_labels
+    >>> labels = weighted_labels(torch.tensor([-100, 7, 8]), torch.tensor([0.0, 1.0, 0.5]))
+    >>> labels[:2].tolist(), [part.tolist() for part in split_labels(labels)]
+    ([-100, 7], [[-100, 7, 8], [0.0, 1.0, 0.5]])
+    """
+    upper = (weights.float().view(torch.int32).long() ^ ONE) << 32
+    return torch.where(labels == IGNORE_INDEX, labels, labels | upper)
+
+
+def split_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain labels, and their weights, which are 0 for -100."""
+    trained = labels != IGNORE_INDEX
+    weights = ((labels >> 32) ^ ONE).int().view(torch.float32)
+    return torch.where(trained, labels & 0xFFFFFFFF, labels), torch.where(trained, weights, 0.0)
+
+
 def _tensor(array: Any) -> Tensor:
     return array if isinstance(array, Tensor) else torch.from_numpy(array)

@@ -191,6 +191,11 @@ class RowTable:
         by_batch = self._counts.reshape(len(self._counts), -1, size).sum(axis=2)
         return [BatchCounts(*columns) for columns in by_batch.T.tolist()]
 
+    def weights(self, size: int) -> NDArray[np.float64]:
+        """The sum of the weights of each `size` rows."""
+        of_runs = self._weight.astype(np.float64) * self._y_length
+        return np.add.reduceat(of_runs, self._y_edges[:-1]).reshape(-1, size).sum(axis=1)
+
     def arrays(self, start: int, stop: int) -> Batch:
         """The arrays of rows start to stop."""
         shape = stop - start, self._block_size

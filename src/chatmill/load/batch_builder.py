@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from chatmill.errors import ChatmillError, UsageError
 from chatmill.load.batch import Batch, BatchCounts, RowTable, row_digests
 from chatmill.load.plan import LoadPlan, PlannedStep, Window, join, pad_rows
+from chatmill.load.read import LocatedEpisodes
 from chatmill.rows import Index
 from chatmill.store.mapped import check_mapped, reading
 
@@ -74,14 +75,7 @@ class BatchBuilder:
         for group in _groups(steps, per_lookup):
             parts = [step.rows(self.rank * size, (self.rank + 1) * size) for step in group]
             rows = join([pad_rows(part, size) for part in parts])
-            located = self.plan.reader.last_tokens(rows.episodes, self.plan.capacity)
-            table = RowTable(
-                located,
-                *rows,
-                block_size=config.block_size,
-                pad_token_id=self.plan.pad_token_id,
-                use_loss_mask=config.use_loss_mask,
-            )
+            located, table = _look_up(self.plan, rows)
             counts = table.counts(size)
             for at in range(0, len(group), per_chunk):
                 chunk = slice(at, at + per_chunk)
@@ -106,6 +100,25 @@ class BatchBuilder:
         converted, on_return = self.output(batch)
         columns = zip(steps, _split(converted, widths), counts, digests, source_counts, strict=True)
         return [ReadyBatch(*column, on_return) for column in columns]
+
+
+def _look_up(plan: LoadPlan, rows: Window) -> tuple[LocatedEpisodes, RowTable]:
+    """Where the tokens of some rows are, and what is known of these rows before a token is copied."""
+    located = plan.reader.last_tokens(rows.episodes, plan.capacity)
+    table = RowTable(
+        located,
+        *rows,
+        block_size=plan.config.block_size,
+        pad_token_id=plan.pad_token_id,
+        use_loss_mask=plan.config.use_loss_mask,
+    )
+    return located, table
+
+
+def trained_weights(plan: LoadPlan, step: PlannedStep, size: int) -> tuple[Index, NDArray[np.float64]]:
+    """The trained positions in each `size` rows of a step and the sum of their weights, without reading a token."""
+    _, table = _look_up(plan, pad_rows(step.rows(0, step.num_rows), plan.config.batch_size))
+    return np.array([counts.trained for counts in table.counts(size)]), table.weights(size)
 
 
 def _split(batch: Batch, widths: list[int]) -> list[Batch]:

@@ -1,0 +1,219 @@
+"""chatmill's data in `transformers.Trainer`.
+
+    rows = hf.TrainRows("chat_sft", {"batch_size": 8, "block_size": 512, "use_loss_mask": True}, epochs=1)
+    args = TrainingArguments("run", learning_rate=1e-4, **hf.training_arguments(rows))
+    trainer = Trainer(model, args, **hf.trainer_arguments(rows))
+
+The trainer reads the rows of the run in their order, each rank those that chatmill's own loop would give it. Its loss
+is that of the loop: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer` see `trl`.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from chatmill.audit import Audit
+from chatmill.errors import UsageError
+from chatmill.integrations.columns import sequence_lengths, split_labels
+from chatmill.integrations.train_rows import EvalRows, ModelInputs, TrainRows
+from chatmill.load.batch import IGNORE_INDEX
+from chatmill.load.plan import Cursor
+
+STATE = "chatmill_state.json"
+"""The file of a checkpoint that says where the data stands."""
+UNCHANGED = {"label_smoothing_factor": 0, "ignore_data_skip": False, "auto_find_batch_size": False}
+"""Defaults of `TrainingArguments` that other values would change the rows or the loss of."""
+
+
+def training_arguments(rows: TrainRows) -> dict[str, Any]:
+    """The arguments of `TrainingArguments` with which a trainer reads the rows of a run in their order, once.
+
+    The number of ranks is that of torch.distributed, or what torchrun or `accelerate launch` set.
+    """
+    return {
+        "per_device_train_batch_size": rows.rows_per_batch,
+        "per_device_eval_batch_size": rows.rows_per_batch,
+        "gradient_accumulation_steps": rows.config.gradient_accumulation_steps,
+        "train_sampling_strategy": "sequential",
+        "num_train_epochs": 1,
+        "average_tokens_across_devices": True,
+        "remove_unused_columns": False,
+    }
+
+
+def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
+    """The arguments of `Trainer`: the rows, their loss, the val split if there is one, and a `RunCallback`.
+
+    `flatten` is for FlashAttention: see `Collator`.
+    """
+    rows.weights_in_labels = True
+    evaluates = "val" in rows.loader.splits
+    return {
+        "train_dataset": rows,
+        "eval_dataset": EvalRows(rows) if evaluates else None,
+        "data_collator": Collator(flatten=flatten),
+        "compute_loss_func": weighted_loss,
+        "callbacks": [RunCallback(rows)],
+    }
+
+
+class Collator:
+    """Stacks rows to a batch.
+
+    With `flatten`, as FlashAttention needs it, rows stand one after the other in a single row, and `cu_seq_lens_q`,
+    `cu_seq_lens_k`, `max_length_q` and `max_length_k` say where its conversations are.
+
+    >>> from chatmill.integrations.hf import Collator
+    >>> row = {"input_ids": torch.tensor([5, 6, 7]), "position_ids": torch.tensor([0, 1, 0])}
+    >>> Collator()([row, row])["input_ids"].tolist()
+    [[5, 6, 7], [5, 6, 7]]
+    >>> flat = Collator(flatten=True)([row, row])
+    >>> flat["input_ids"].tolist(), flat["cu_seq_lens_q"].tolist(), flat["max_length_q"]
+    ([[5, 6, 7, 5, 6, 7]], [0, 2, 3, 5, 6], 2)
+    """
+
+    def __init__(self, *, flatten: bool = False) -> None:
+        self.flatten = flatten
+
+    def __call__(self, rows: Sequence[ModelInputs]) -> dict[str, Any]:
+        batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        if not self.flatten:
+            return batch
+        edges, longest = sequence_lengths(batch["position_ids"])
+        batch = {name: column.reshape(1, -1) for name, column in batch.items()}
+        lengths = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+        return {**batch, **lengths}
+
+
+def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """Σ weight · cross entropy / labels of the global batch: a `compute_loss_func` for labels that carry weights."""
+    ids, weights = split_labels(labels[:, 1:])
+    trained = ids != IGNORE_INDEX
+    # The head's logits of trained positions alone become float32.
+    losses = F.cross_entropy(outputs["logits"][:, :-1][trained].float(), ids[trained], reduction="none")
+    count = trained.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    return (losses * weights[trained]).sum() / count.to(losses.device).clamp(min=1)
+
+
+class RunCallback(TrainerCallback):
+    """Refuses arguments that would train other rows, keeps the place in the data with each checkpoint, and audits.
+
+    It writes `chatmill_state.json` into checkpoints. A run that resumes must have the dataset and the order that it
+    names; the trainer itself skips the rows that were trained.
+    """
+
+    def __init__(self, rows: TrainRows, *, expected: Mapping[str, Any] | None = None) -> None:
+        """`expected`: what the trainer's arguments must be, by default `training_arguments`."""
+        self.rows = rows
+        self._expected = expected
+        self._at = Cursor()
+        """Where the next step to be trained begins."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        expected = {**(self._expected or training_arguments(self.rows)), **UNCHANGED}
+        faults = [
+            f"{name} is {getattr(args, name)!r}, expected {value!r}"
+            for name, value in expected.items()
+            if getattr(args, name) != value
+        ]
+        if state.max_steps > self.rows.steps:
+            faults.append(f"max_steps is {state.max_steps}, and the dataset has {self.rows.steps} steps")
+        if faults:
+            raise UsageError(f"the trainer would train other rows: {'; '.join(faults)}")
+        self._at = self.rows.plan.cursor_at(state.global_step)
+        saved = self._resume(_checkpoint(args, state)) if state.global_step else None
+        if self.rows.audit_dir is not None:
+            self._open_audit(args, saved)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        if (audit := self.rows.open_audit) is None:
+            return
+        plan = self.rows.plan
+        step = plan.step(self._at)
+        digest, counts = self.rows.digests(step.at.step)
+        if step.begins_epoch:
+            audit.epoch_started(plan, step.at.epoch)
+        audit.delivered(plan, step, digest.view(np.uint64), None if plan.config.mix is None else counts)
+        if step.ends_epoch:
+            audit.epoch_completed(plan, step.at.epoch, step)
+        self._at = step.after
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        open_audit = self.rows.open_audit
+        audit = None if open_audit is None else open_audit.checkpoint()
+        if args.should_save:
+            loader, cursor = self.rows.loader, self.rows.plan.cursor_at(state.global_step)
+            place = {**loader.state_dict(), "cursors": {loader.split: cursor._asdict()}}
+            text = json.dumps({"loader": place, "audit": audit}, indent=1)
+            (_checkpoint(args, state) / STATE).write_text(text + "\n", "utf-8")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the audit log; a run that ends with an error leaves it open."""
+        if (audit := self.rows.open_audit) is not None:
+            self.rows.open_audit = None
+            audit.close()
+
+    def _resume(self, checkpoint: Path) -> Mapping[str, Any] | None:
+        """What the checkpoint of a run that resumes keeps; None if it keeps nothing."""
+        path = checkpoint / STATE
+        try:
+            saved = json.loads(path.read_text("utf-8"))
+            loader = saved["loader"]
+        except FileNotFoundError:
+            fault = f"{path}: is not there, so that nothing says which rows were trained before"
+            if self.rows.audit_dir is not None:
+                raise UsageError(f"{fault}; resume from a checkpoint in output_dir, or audit a new run") from None
+            warnings.warn(f"{fault}; the run resumes after as many steps of this dataset", stacklevel=2)
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UsageError(f"{path}: cannot be read; resume from another checkpoint") from None
+        try:
+            self.rows.loader.load_state_dict(loader)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+        if (at := self.rows.loader.cursor()) != self._at:
+            raise UsageError(f"{path}: stands at step {at.step}, and the trainer at {self._at.step}; one was changed")
+        return saved
+
+    def _open_audit(self, args: TrainingArguments, saved: Mapping[str, Any] | None) -> None:
+        self.close()
+        rank, world_size = self.rows.rank_and_world_size
+        state = None if saved is None else saved["audit"]
+        if saved is not None and state is None:
+            raise UsageError("the run that resumes has no audit log; leave audit_dir out, or audit a new run")
+
+        def reduce(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+            tensor = torch.from_numpy(numbers.copy()).to(args.device)
+            dist.all_reduce(tensor)
+            return tensor.cpu().numpy()
+
+        assert self.rows.audit_dir is not None
+        self.rows.open_audit = audit = Audit(
+            self.rows.audit_dir, state=state, reduce=reduce if world_size > 1 else None
+        )
+        self.rows.loader.rank, self.rows.loader.world_size = rank, world_size
+        audit.loaded(self.rows.loader)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """The folder of the checkpoint of this step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -1,0 +1,83 @@
+"""chatmill's data in TRL's `SFTTrainer`.
+
+    rows = trl.TrainRows("chat_sft", {"batch_size": 8, "block_size": 512, "use_loss_mask": True}, epochs=1)
+    args = SFTConfig("run", learning_rate=1e-4, **trl.sft_config(rows))
+    trainer = trl.WeightedSFTTrainer(model, args, **trl.trainer_arguments(rows))
+
+`SFTTrainer` itself takes the same arguments, for data in which all weights are 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from trl import SFTTrainer
+
+from chatmill.errors import UsageError
+from chatmill.integrations import hf
+from chatmill.integrations.columns import split_labels
+from chatmill.integrations.hf import Collator, RunCallback
+from chatmill.integrations.train_rows import EvalRows, TrainRows
+
+__all__ = ["TrainRows", "WeightedSFTTrainer", "sft_config", "trainer_arguments"]
+
+
+def sft_config(rows: TrainRows) -> dict[str, Any]:
+    """The arguments of `SFTConfig` with which it reads the rows of a run as they are, in their order, once."""
+    return {
+        **hf.training_arguments(rows),
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "max_length": None,
+        "packing": False,
+        "padding_free": False,
+        "loss_type": "nll",
+    }
+
+
+def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
+    """The arguments of `WeightedSFTTrainer` or `SFTTrainer`: the rows, the val split if there is one, and a callback.
+
+    `flatten` is for FlashAttention: see `hf.Collator`.
+    """
+    return {
+        "train_dataset": rows,
+        "eval_dataset": EvalRows(rows) if "val" in rows.loader.splits else None,
+        "data_collator": Collator(flatten=flatten),
+        "callbacks": [RunCallback(rows, expected=sft_config(rows))],
+    }
+
+
+class WeightedSFTTrainer(SFTTrainer):
+    """An `SFTTrainer` whose loss is Σ weight · cross entropy / Σ weight over the global batch, also when it evaluates.
+
+    Weights come with the labels of `TrainRows`. The model runs once, as in `SFTTrainer`; a `compute_loss_func` would
+    make it run twice.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(rows := kwargs.get("train_dataset"), TrainRows):
+            raise UsageError("WeightedSFTTrainer trains TrainRows; pass **trl.trainer_arguments(rows)")
+        rows.weights_in_labels = True
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        labels, weights = split_labels(inputs["labels"])
+        inputs = {**inputs, "labels": labels}
+        if num_items_in_batch is None:
+            # When it evaluates, SFTTrainer would divide by the labels of this rank alone.
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+
+        def weighted_model(**model_inputs: Any) -> Any:
+            outputs = model(**model_inputs)
+            if "log_probs" in outputs:
+                outputs["log_probs"] = outputs["log_probs"] * weights[:, 1:]
+            return outputs
+
+        return super().compute_loss(weighted_model, inputs, return_outputs, num_items_in_batch)
