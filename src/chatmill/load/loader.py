@@ -27,6 +27,7 @@ from chatmill.load.batch_builder import BatchBuilder, ReadyBatch
 from chatmill.load.config import LoadConfig, order_sha256
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep, datasets_hash
 from chatmill.load.prefetch import BatchStream
+from chatmill.load.reader_check import check_batch_reader, check_epoch_reader, check_length_reader
 from chatmill.load.remote import start_prefetch
 from chatmill.load.source import DataSource, open_sources, val_only_sources
 from chatmill.remote.prefetch import Prefetch, Progress
@@ -195,6 +196,7 @@ class EpisodeLoader(IterableDataset):
     # Batches.
 
     def __iter__(self) -> Iterator[Batch]:
+        check_batch_reader(self.rank, self.world_size)
         worker = get_worker_info()
         if worker is not None:
             yield from self._work(worker.id, worker.num_workers)
@@ -204,12 +206,17 @@ class EpisodeLoader(IterableDataset):
 
     def __len__(self) -> int:
         """The number of batches of all `epochs`, wherever the cursor is; `TypeError` without `epochs`."""
+        check_length_reader()
         if self.epochs is None:
             raise TypeError("an EpisodeLoader without epochs has no length; give it epochs")
         return sum(map(self.plan(self.split).num_steps, range(self.epochs)))
 
     def __bool__(self) -> bool:
         return True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by readers that begin an epoch; a loader counts its own. `UsageError` for one that shards it again."""
+        check_epoch_reader(self.rank, self.world_size)
 
     def get_batch(self, split: str | None = None) -> Batch:
         """The next batch of a split; each split has its own cursor."""

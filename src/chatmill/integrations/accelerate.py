@@ -1,0 +1,204 @@
+"""Batches of a dataset in a loop that uses Accelerate.
+
+    loader = train_loader(accelerator, "chat_sft", config, steps=1000)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(causal_lm_loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+Each rank reads its own rows, so nothing is left for `accelerator.prepare` to shard. `accelerator.save_state()` saves
+the position behind the last batch that the loop got, and `load_state()` restores it, at any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from chatmill.audit import Audit
+from chatmill.errors import UsageError
+from chatmill.integrations.columns import causal_lm_columns
+from chatmill.integrations.step_loss import causal_lm_loss as causal_lm_loss
+from chatmill.integrations.step_loss import weighted_loss as weighted_loss
+from chatmill.load.config import LoadConfig
+from chatmill.load.loader import EpisodeLoader
+from chatmill.remote.urls import Place
+
+
+def train_loader(
+    accelerator: Accelerator,
+    dataset_dir: str | Place,
+    config: LoadConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    audit_dir: str | Path | None = None,
+) -> AcceleratorBatches:
+    """The batches of a whole run of `epochs` epochs or `steps` optimizer steps, on the device of the accelerator.
+
+    `batch_size` is that of an optimizer step, over all ranks and accumulation steps. With an `audit_dir` the run writes
+    an audit log there. Checkpoints of the accelerator hold the position, and the audit log's.
+
+    >>> from accelerate import Accelerator
+    >>> from chatmill.integrations.accelerate import train_loader
+    >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
+    >>> _ = chatmill.prepare_dataset(job, Path("chat_sft"))
+    >>> config = {"batch_size": 4, "block_size": 64, "use_loss_mask": True}
+    >>> loader = train_loader(Accelerator(cpu=True), "chat_sft", config, steps=10)
+    >>> len(loader), [tuple(batch["input_ids"].shape) for batch in loader][:2]
+    (10, [(4, 65), (4, 65)])
+    """
+    batches = AcceleratorBatches(accelerator, dataset_dir, config, epochs=epochs, steps=steps, audit_dir=audit_dir)
+    accelerator.register_for_checkpointing(batches)
+    return batches
+
+
+class AcceleratorBatches:
+    """The micro-batches of a run on one rank, in Hugging Face's convention.
+
+    Each is a dict of the columns of `causal_lm_columns`, and of `step_weight`, with which `causal_lm_loss` computes the
+    loss for `accelerator.backward`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        dataset_dir: str | Place,
+        config: LoadConfig | Mapping[str, Any] | str | Path | None,
+        *,
+        epochs: int | None,
+        steps: int | None,
+        audit_dir: str | Path | None,
+    ) -> None:
+        if (epochs is None) == (steps is None):
+            raise UsageError("the length of the run is not clear; give either epochs or steps")
+        parallel = accelerator.parallelism_config
+        if parallel is not None and parallel.non_data_parallel_size > 1:
+            raise UsageError(
+                "the accelerator has tensor, context or sequence parallelism, whose ranks share rows; "
+                "train_loader gives every rank rows of its own"
+            )
+        self._accelerator, self._audit_dir = accelerator, audit_dir
+        self.accumulation = accelerator.gradient_accumulation_steps
+        """Micro-batches of a step."""
+        self.loader = EpisodeLoader(
+            dataset_dir,
+            config,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            epochs=epochs,
+            device=accelerator.device,
+        )
+        self._check_accumulation()
+        self.steps = len(self.loader) if steps is None else steps
+        """Optimizer steps of the run."""
+        self._parts: list[dict[str, Tensor]] = []
+        """The micro-batches of the current step that are to come."""
+        self._audit: Audit | None = None
+        self._audit_state: Mapping[str, Any] | None = None
+        self._ended = False
+
+    def _check_accumulation(self) -> None:
+        config, mine, ranks = self.loader.config, self.accumulation, self.loader.world_size
+        if config.gradient_accumulation_steps not in (1, mine):
+            raise UsageError(
+                f"gradient_accumulation_steps is {config.gradient_accumulation_steps} in the config and {mine} in the "
+                "accelerator; expected the same"
+            )
+        if self.loader.num_rows % mine:
+            raise UsageError(
+                f"batch_size {config.batch_size} cannot be shared by {ranks} ranks in {mine} accumulation steps each; "
+                f"expected a multiple of {ranks * mine}"
+            )
+
+    def __len__(self) -> int:
+        """The micro-batches of the whole run, wherever it stands."""
+        return self.steps * self.accumulation
+
+    @property
+    def step(self) -> int:
+        """The step that the next micro-batch belongs to."""
+        return self.loader.cursor().step - bool(self._parts)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """The micro-batches that are left of the run."""
+        if self._ended:
+            raise UsageError(
+                f"all {self.steps} steps of the run were trained; loop once, and give train_loader the epochs of the "
+                "whole run"
+            )
+        while self._parts or self.loader.cursor().step < self.steps:
+            if not self._parts:
+                self._parts = self._next_step()
+            yield self._parts.pop(0)
+        self._ended = True
+        self.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on all ranks; `accelerator.save_state` calls this on each."""
+        if self._parts:
+            done = self.accumulation - len(self._parts)
+            raise UsageError(
+                f"save_state is called after micro-batch {done} of {self.accumulation} of step {self.step}, and its "
+                "gradients would be lost; call it where accelerator.sync_gradients is true"
+            )
+        audit = None
+        if self._audit_dir is not None:
+            self._open_audit()
+            assert self._audit is not None
+            audit = self._audit.checkpoint()
+        return {"loader": self.loader.state_dict(), "audit": audit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position; `accelerator.load_state` calls this."""
+        if self._audit_dir is not None and state["audit"] is None:
+            raise UsageError(
+                f"audit_dir is {self._audit_dir}, and the run began without an audit log; leave it out to go on"
+            )
+        self.close()
+        self.loader.load_state_dict(state["loader"])
+        self._parts, self._audit_state, self._ended = [], state["audit"], False
+
+    def close(self) -> None:
+        """Write the last lines of the audit log, and end the thread that reads ahead; also done after the last step."""
+        if self._audit is not None:
+            self._audit.close()
+        self._audit = None
+        self.loader.close()
+
+    def _next_step(self) -> list[dict[str, Tensor]]:
+        if self._audit_dir is not None:
+            self._open_audit()
+        batch = self.loader.get_batch()
+        weight = batch.weights.sum()
+        if self.loader.world_size > 1:
+            dist.all_reduce(weight)
+        # Accelerate averages over micro-batches and ranks.
+        weight /= self.accumulation * self.loader.world_size
+        padding = self.loader.plan(self.loader.split).pad_token_id
+        parts = (causal_lm_columns(part, pad_token_id=padding) for part in batch.split(self.accumulation))
+        return [{**columns, "step_weight": weight} for columns in parts]
+
+    def _open_audit(self) -> None:
+        """Begin the audit log, or continue that of the checkpoint; not before a checkpoint can be loaded."""
+        if self._audit is not None:
+            return
+        assert self._audit_dir is not None
+        reduce = self._sum if self.loader.world_size > 1 else None
+        self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)
+        self.loader.listen(self._audit)
+
+    def _sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """An array summed over all ranks, modulo 2^64."""
+        total = torch.from_numpy(values.copy()).to(self._accelerator.device)
+        dist.all_reduce(total)
+        return total.cpu().numpy()

@@ -1,0 +1,102 @@
+"""Batches of a dataset in torchdata's `StatefulDataLoader`.
+
+    loader = stateful_loader("chat_sft", config, epochs=3, num_workers=2)
+    for batch in loader: …
+    state = loader.state_dict()
+
+Each rank reads its own rows of each batch. The state is the position behind the last batch that the loop got, whatever
+the workers read ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from chatmill.errors import UsageError
+from chatmill.integrations.columns import causal_lm_columns
+from chatmill.integrations.train_rows import rank_and_world_size
+from chatmill.load.config import LoadConfig
+from chatmill.load.loader import EpisodeLoader, Listener
+from chatmill.remote.urls import Place
+
+BATCHING = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"}
+"""Options of a data loader that would change which rows are in a batch."""
+
+
+def stateful_loader(
+    dataset_dir: str | Place,
+    config: LoadConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    epochs: int | None = None,
+    num_workers: int = 0,
+    hf_columns: bool = False,
+    ranks: tuple[int, int] | None = None,
+    listener: Listener | None = None,
+    **options: Any,
+) -> StatefulBatches:
+    """The batches of one rank, endless without `epochs`: each a `Batch`, or the columns of Hugging Face models.
+
+    `ranks` are the rank and the number of ranks that share each batch, by default those of torch.distributed or
+    torchrun; give them where several ranks train the same rows. `listener` may be an audit log. `options` are those
+    of `StatefulDataLoader` that neither batch nor sample.
+
+    >>> from chatmill.integrations.torchdata import stateful_loader
+    >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
+    >>> _ = chatmill.prepare_dataset(job, Path("chat_sft"))
+    >>> loader = stateful_loader("chat_sft", {"batch_size": 4, "block_size": 64, "use_loss_mask": True}, epochs=1)
+    >>> tuple(next(iter(loader)).x.shape)
+    (4, 64)
+    """
+    if listener is not None and num_workers:
+        raise UsageError(f"a listener needs the process that trains; num_workers is {num_workers}, expected 0")
+    if batching := sorted(BATCHING & options.keys()):
+        raise UsageError(f"{', '.join(batching)}: chatmill decides which rows are in a batch; leave this out")
+    rank, world_size = ranks or rank_and_world_size()
+    episodes = EpisodeLoader(dataset_dir, config, rank=rank, world_size=world_size, epochs=epochs, listener=listener)
+    if hf_columns:
+        options["collate_fn"] = partial(causal_lm_columns, pad_token_id=episodes.plan(episodes.split).pad_token_id)
+    return StatefulBatches(episodes, batch_size=None, num_workers=num_workers, **options)
+
+
+class StatefulBatches(StatefulDataLoader[Any]):
+    """A `StatefulDataLoader` over an `EpisodeLoader`. A second loop goes on where the first one ended.
+
+    A plain one begins again at the first batch if it has workers, also after the state of a run that ended.
+    """
+
+    _begun = False
+    _ended = False
+    """Whether the state that was loaded is that of a run that ended."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun:
+            self.load_state_dict(self.state_dict())
+            if self._ended:
+                raise UsageError(
+                    "all epochs were read; loop once, and give stateful_loader the epochs of the whole run"
+                )
+        self._begun = True
+        return iter(()) if self._ended else super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last batch that was returned; the same on all ranks."""
+        return {"num_workers": self.num_workers, "state": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a position, at any number of ranks and with the same number of workers."""
+        try:
+            workers, state = state_dict["num_workers"], state_dict["state"]
+            ended = state["_iterator_finished"]
+        except (KeyError, TypeError):
+            raise UsageError(
+                "this is not the state of a stateful_loader; expected what its state_dict returned"
+            ) from None
+        if workers != self.num_workers:
+            raise UsageError(f"the state was saved with num_workers {workers}, and this loader has {self.num_workers}")
+        super().load_state_dict(state)
+        self._begun, self._ended = False, ended

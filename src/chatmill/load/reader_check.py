@@ -1,0 +1,81 @@
+"""Refuse readers that would shard the batches of a loader again, or that cannot read them.
+
+An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` deals the batches of an iterable dataset
+out to the ranks once more, in one of two ways, and rows would be lost in silence:
+
+    IterableDatasetShard   every rank reads its own loader, and keeps each n-th batch
+    DataLoaderDispatcher   rank 0 reads its loader, and sends each n-th batch to each rank
+
+Both call `set_epoch` of the dataset on every rank, in the process that trains, before they read. A dataset that wraps a
+loader hides that method; then the reader is on the call stack of the first batch, unless a `DataLoader` of a
+dispatcher has workers.
+
+transformers' Trainer collates single rows, and asks a dataset for its length first. The libraries are recognised by the
+names of their modules, and never imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from chatmill.errors import UsageError
+
+ACCELERATE = "accelerate.data_loader"
+SHARDING = ("IterableDatasetShard", "DataLoaderDispatcher")
+"""The classes of Accelerate that shard an iterable dataset."""
+
+
+def check_length_reader() -> None:
+    """Called by `__len__`: `UsageError` if transformers asks."""
+    if _module(sys._getframe(2)).partition(".")[0] == "transformers":
+        raise UsageError(
+            "Trainer cannot read an EpisodeLoader, which returns whole batches; "
+            "give it the dataset of chatmill.integrations.hf"
+        )
+
+
+def check_epoch_reader(rank: int, world_size: int) -> None:
+    """Called by `set_epoch`: `UsageError` if Accelerate calls it on several ranks."""
+    if _module(sys._getframe(2)) == ACCELERATE:
+        _refuse_sharding(rank, world_size)
+
+
+def check_batch_reader(rank: int, world_size: int) -> None:
+    """Called before the first batch: `UsageError` if Accelerate shards what reads it, on several ranks."""
+    if ACCELERATE not in sys.modules:
+        return
+    frames = (frame for frame in _callers(sys._getframe(2)) if _module(frame) == ACCELERATE)
+    if any(type(frame.f_locals.get("self")).__name__ in SHARDING for frame in frames):
+        _refuse_sharding(rank, world_size)
+
+
+def _refuse_sharding(rank: int, world_size: int) -> None:
+    if (ranks := _ranks()) == 1:
+        return
+    consequence = (
+        f"each of {ranks} ranks whole batches of this EpisodeLoader, and a step would train {ranks} of them"
+        if world_size == 1
+        else f"batches of this EpisodeLoader, rank {rank} of {world_size}, to {ranks} ranks, and rows would be lost"
+    )
+    raise UsageError(f"accelerator.prepare gives {consequence}; use chatmill.integrations.accelerate.train_loader")
+
+
+def _ranks() -> int:
+    """The number of ranks, as torch.distributed knows it, else as torchrun sets it."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_world_size())
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,270 @@
+"""Accelerate: the batches, losses and checkpoints of a hand-written loop, and shardings that are refused."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import accelerate_runs as runs
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from trainer_fixtures import PACKED, STEPS, UNPACKED, open_model, own_batches, own_losses, ranks
+from transformers import Trainer, TrainingArguments
+
+from chatmill import EpisodeLoader
+from chatmill.audit import verify_log
+from chatmill.errors import UsageError
+from chatmill.integrations.accelerate import causal_lm_loss, train_loader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'set_vital':UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate():
+    """A test leaves no accelerator to the next."""
+    yield
+    runs.AcceleratorState._reset_state(True)
+    runs.GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def own(weighted, model_folder) -> list[float]:
+    return own_losses(weighted, model_folder, PACKED)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(weighted, model_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    results = ranks(2, "accelerate_runs:on_two_ranks", dataset=weighted, model=model_folder, folder=folder)
+    return folder, results
+
+
+def same_as_own(columns, batch, step_weight) -> None:
+    """Assert that Hugging Face's columns hold a batch of chatmill's loader: whole arrays, moved by one."""
+    assert columns.keys() == {"input_ids", "labels", "position_ids", "weights", "step_weight"}
+    assert columns["input_ids"][:, :-1].tolist() == batch["x"].tolist()
+    assert columns["labels"][:, 1:].tolist() == batch["y"].tolist()
+    assert (columns["labels"][:, 0] == -100).all()
+    assert columns["weights"][:, 1:].tolist() == batch["weights"].tolist()
+    assert (columns["weights"][:, 0] == 0).all()
+    assert columns["position_ids"][:, :-1].tolist() == batch["positions"].tolist()
+    trained = batch["y"][:, -1] != -100
+    assert columns["input_ids"][trained, -1].tolist() == batch["y"][trained, -1].tolist()
+    assert float(columns["step_weight"]) == pytest.approx(step_weight, rel=1e-6)
+
+
+# Batches.
+
+
+@pytest.mark.parametrize("config", [UNPACKED, PACKED], ids=["unpacked", "packed"])
+def test_one_rank_trains_the_batches_of_the_loader_for_50_steps(weighted, config):
+    batches = runs.batches(weighted, config, steps=50)
+    assert len(batches) == 50
+    for columns, batch in zip(batches, own_batches(weighted, config, 50), strict=True):
+        same_as_own(columns, batch, batch["weights"].sum())
+
+
+def test_each_of_two_ranks_trains_its_rows_of_the_batches_for_50_steps(weighted, two_ranks):
+    whole = own_batches(weighted, PACKED, 50)
+    for rank, result in enumerate(two_ranks[1]):
+        rows = own_batches(weighted, PACKED, 50, rank=rank, world_size=2)
+        for columns, part, batch in zip(result["batches"], rows, whole, strict=True):
+            same_as_own(columns, part, batch["weights"].sum() / 2)
+
+
+def test_micro_batches_are_the_rows_of_a_step_in_order(weighted):
+    parts = runs.batches(weighted, PACKED, steps=6, accumulation=2)
+    assert len(parts) == 12
+    for step, batch in enumerate(own_batches(weighted, PACKED, 6)):
+        for number, rows in enumerate((slice(0, 2), slice(2, 4))):
+            part = {name: array[rows] for name, array in batch.items()}
+            same_as_own(parts[2 * step + number], part, batch["weights"].sum() / 2)
+
+
+def test_a_run_of_epochs_has_the_steps_of_these_epochs(weighted):
+    loader = train_loader(runs.new_accelerator(2), weighted, UNPACKED, epochs=2)
+    steps = len(EpisodeLoader(weighted, UNPACKED, epochs=2))
+    assert (loader.steps, len(loader), len(list(loader))) == (steps, 2 * steps, 2 * steps)
+
+
+def test_the_batches_are_not_prepared_again(weighted):
+    loader = train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)
+    assert runs.is_untouched(loader)
+
+
+# Losses.
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_losses_are_those_of_the_own_loop(weighted, model_folder, own, accumulation):
+    assert runs.losses(weighted, model_folder, accumulation=accumulation) == pytest.approx(own, abs=1e-5)
+
+
+@pytest.mark.parametrize("way", ["losses", "accumulated"])
+def test_the_losses_on_two_ranks_are_those_of_the_own_loop(two_ranks, own, way):
+    for result in two_ranks[1]:
+        assert result[way] == pytest.approx(own, abs=1e-5)
+
+
+def test_a_cache_would_mix_the_conversations_of_a_packed_row(weighted, model_folder):
+    """Why `causal_lm_loss` turns it off."""
+    model = open_model(model_folder)
+    batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
+    with torch.no_grad():
+        apart, mixed = causal_lm_loss(model, batch), causal_lm_loss(model, batch, use_cache=True)
+    assert abs(float(apart - mixed)) > 1e-4
+
+
+def test_a_step_that_trains_nothing_has_loss_zero(weighted, model_folder):
+    batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
+    nothing = {"labels": torch.full_like(batch["labels"], -100), "weights": 0 * batch["weights"]}
+    with torch.no_grad():
+        loss = causal_lm_loss(open_model(model_folder), {**batch, **nothing, "step_weight": 0 * batch["step_weight"]})
+    assert float(loss) == 0.0
+
+
+# Checkpoints.
+
+
+def test_a_run_resumes_at_every_step_with_the_rows_that_would_have_come(weighted, tmp_path):
+    undisturbed = runs.batches(weighted, PACKED, steps=8, accumulation=2)
+    runs.saved_at_each_step(weighted, tmp_path, steps=8, accumulation=2)
+    for step in range(9):
+        after = runs.resumed(weighted, tmp_path / str(step), steps=8, accumulation=2)
+        assert_same(after, undisturbed[2 * step :])
+
+
+def test_two_ranks_resume_at_every_step(two_ranks):
+    for result in two_ranks[1]:
+        for step, after in enumerate(result["resumed"]):
+            assert_same(after, result["batches"][step:5])
+
+
+def test_one_rank_goes_on_with_a_checkpoint_of_two(weighted, two_ranks):
+    after = runs.resumed(weighted, two_ranks[0] / "steps" / "3", steps=5)
+    assert_same(after, runs.batches(weighted, PACKED, steps=5)[3:])
+
+
+@pytest.mark.parametrize("at", [0, 9, STEPS])
+def test_losses_after_a_resume_are_those_of_a_run_that_was_not_stopped(weighted, model_folder, tmp_path, at):
+    undisturbed = runs.losses(weighted, model_folder, accumulation=2)
+    assert runs.interrupted(weighted, model_folder, tmp_path, at=at, accumulation=2) == undisturbed
+
+
+def test_losses_of_two_ranks_after_a_resume_are_those_of_a_run_that_was_not_stopped(two_ranks):
+    for result in two_ranks[1]:
+        assert result["interrupted"] == result["losses"]
+
+
+def test_a_state_inside_of_a_step_is_refused(weighted, tmp_path):
+    accelerator = runs.new_accelerator(2)
+    loader = train_loader(accelerator, weighted, PACKED, steps=4)
+    list(islice(loader, 3))
+    with pytest.raises(UsageError, match=r"after micro-batch 1 of 2 of step 1, and its gradients would be lost"):
+        accelerator.save_state(str(tmp_path))
+
+
+def test_a_loop_that_was_left_goes_on_with_the_next_micro_batch(weighted):
+    loader = train_loader(runs.new_accelerator(2), weighted, PACKED, steps=3)
+    parts = [runs.arrays(batch) for batch in islice(loader, 3)] + [runs.arrays(batch) for batch in loader]
+    assert_same(parts, runs.batches(weighted, PACKED, steps=3, accumulation=2))
+
+
+def test_a_second_loop_over_a_run_that_ended_is_refused(weighted):
+    loader = train_loader(runs.new_accelerator(), weighted, PACKED, steps=2)
+    assert len(list(loader)) == 2
+    with pytest.raises(UsageError, match="all 2 steps of the run were trained; loop once"):
+        list(loader)
+
+
+# The audit log.
+
+
+def test_the_audit_log_of_a_resumed_run_is_verified(weighted, model_folder, tmp_path):
+    runs.interrupted(weighted, model_folder, tmp_path, at=5)
+    check_log(weighted, tmp_path)
+
+
+def test_the_audit_log_of_two_ranks_is_verified(weighted, two_ranks):
+    check_log(weighted, two_ranks[0])
+
+
+def test_a_run_that_began_without_an_audit_log_goes_on_without(weighted, tmp_path):
+    runs.saved_at_each_step(weighted, tmp_path, steps=1)
+    accelerator = runs.new_accelerator()
+    train_loader(accelerator, weighted, PACKED, steps=2, audit_dir=tmp_path / "audit")
+    with pytest.raises(UsageError, match="the run began without an audit log; leave it out to go on"):
+        accelerator.load_state(str(tmp_path / "1"))
+
+
+def check_log(dataset, folder) -> None:
+    """Assert that the log of `runs.interrupted` holds all steps, and the two that were left behind."""
+    (log,) = (folder / "audit").glob("*.log")
+    result = verify_log(log, dataset)
+    assert (result.fault, result.steps, result.abandoned) == (None, STEPS + 2, 1)
+    assert "| ranks=all |" in log.read_text()
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "config", "length", "message"),
+    [
+        (1, PACKED, {}, "give either epochs or steps"),
+        (1, PACKED, {"epochs": 1, "steps": 1}, "give either epochs or steps"),
+        (4, {**PACKED, "gradient_accumulation_steps": 2}, {"steps": 1}, "is 2 in the config and 4 in the accelerator"),
+        (3, PACKED, {"steps": 1}, "batch_size 4 cannot be shared by 1 ranks in 3 accumulation steps each"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(weighted, accumulation, config, length, message):
+    with pytest.raises(UsageError, match=message):
+        train_loader(runs.new_accelerator(accumulation), weighted, config, **length)
+
+
+# Loaders that Accelerate or Trainer would misread.
+
+
+def test_accelerate_does_not_shard_a_loader_a_second_time(two_ranks):
+    for rank, result in enumerate(two_ranks[1]):
+        assert len(result["refusals"]) == (14 if rank == 0 else 12)
+        for (world_size, *_), line in result["refusals"].items():
+            what = f"rank {rank} of 2, to 2 ranks, and rows would be lost"
+            if world_size == 1:
+                what = "each of 2 ranks whole batches of this EpisodeLoader, and a step would train 2 of them"
+            assert what in line
+            assert "use chatmill.integrations.accelerate.train_loader" in line
+
+
+def test_loaders_that_accelerate_does_not_shard_are_read(weighted, two_ranks):
+    for rank, result in enumerate(two_ranks[1]):
+        (first,) = own_batches(weighted, PACKED, 1, rank=rank, world_size=2)
+        assert result["unprepared"] == [first["x"].tolist()] * 6
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_accelerate_on_one_rank_reads_a_loader(weighted, workers):
+    data = DataLoader(EpisodeLoader(weighted, PACKED), batch_size=None, num_workers=workers)
+    prepared = runs.new_accelerator().prepare(data)
+    rows = [batch.x.numpy() for batch in islice(prepared, 5)]
+    assert np.array_equal(rows, [batch["x"] for batch in own_batches(weighted, PACKED, 5)])
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize("max_steps", [-1, 2])
+def test_trainer_refuses_a_loader_with_the_name_of_its_integration(weighted, model_folder, tmp_path, epochs, max_steps):
+    arguments = TrainingArguments(str(tmp_path), max_steps=max_steps, use_cpu=True, report_to="none")
+    loader = EpisodeLoader(weighted, PACKED, epochs=epochs)
+    with pytest.raises(UsageError, match=r"give it the dataset of chatmill\.integrations\.hf"):
+        Trainer(open_model(model_folder), arguments, train_dataset=loader)
+
+
+def assert_same(parts, expected) -> None:
+    assert len(parts) == len(expected)
+    for part, other in zip(parts, expected, strict=True):
+        for name in part.keys() - {"step_weight"}:
+            assert np.array_equal(part[name], other[name]), name
