@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from chatmill.cli.prepare import script
-from chatmill.errors import UsageError
 from chatmill.format import open_renderer, resolve_format
 from chatmill.prepare import InputSource, Job, prepare_dataset
 from chatmill.records import Message, Record
@@ -157,11 +156,10 @@ def test_adding_tokens_to_a_template_says_how_to_name_a_preset(run, folders):
     assert err.endswith("tokens of its tokenizer; name a preset, such as --format chatml\n")
 
 
-def test_rollouts_refuse_a_chat_template(folders):
-    assert open_task("plain", None, fields=("name",)).format.name == "chatml"
-    with pytest.raises(UsageError, match="has a chat template, which rollouts do not support; name the"):
-        open_task("in a list", None, fields=("name",))
-    assert open_task("in a list", "chatml", fields=("name",)).format.name == "chatml"
+def test_rollouts_are_rendered_by_the_same_rule(folders):
+    names = [("plain", None, "chatml"), ("in a list", None, "template"), ("in a list", "chatml", "chatml")]
+    for folder, format, name in names:
+        assert open_task(folder, format, fields=("name",)).renderer.to_json()["name"] == name
 
 
 def test_renderers_are_opened_by_the_same_rule(folders):

@@ -30,16 +30,16 @@ CAT = {"desc": "cat", "bbox_2d": [1, 2, 3, 4]}
 
 
 @pytest.fixture(params=PRESETS)
-def tools(request):
+def renderer(request):
     format = load_format(request.param)
-    return format, open_tokenizer("bytes", control=format.tokens, besides=COORDINATES, add_tokens=True)
+    return TurnRenderer(format, open_tokenizer("bytes", control=format.tokens, besides=COORDINATES, add_tokens=True))
 
 
-def test_a_prompt_is_what_a_server_is_fed_and_all_of_it_is_context(tools):
-    rows = prompt_rows(RECORDS, *tools)
+def test_a_prompt_is_what_a_server_is_fed_and_all_of_it_is_context(renderer):
+    rows = prompt_rows(RECORDS, renderer)
     rows.check()
     assert [rows.ids[start:stop].tolist() for start, stop in pairwise(rows.row_start)] == [
-        TurnRenderer(*tools).prompt_ids(record) for record in RECORDS
+        renderer.prompt_ids(record) for record in RECORDS
     ]
     assert not rows.mask().any()
     assert set(rows.spans["rule"].tolist()) == {int(Rule.PROMPT)}
@@ -50,13 +50,16 @@ def test_a_prompt_is_what_a_server_is_fed_and_all_of_it_is_context(tools):
     ]
 
 
-def test_an_answer_follows_its_prompt_as_the_next_message_of_the_same_conversation(tools):
-    prompts = prompt_rows(RECORDS, *tools)
-    answers = [build_target([], [CAT], tokenizer=tools[1]).rows, build_answer([CAT], tokenizer=tools[1])]
+def test_an_answer_follows_its_prompt_as_the_next_message_of_the_same_conversation(renderer):
+    prompts = prompt_rows(RECORDS, renderer)
+    answers = [
+        build_target([], [CAT], tokenizer=renderer.tokenizer).rows,
+        build_answer([CAT], tokenizer=renderer.tokenizer),
+    ]
     rows = join_prompts(prompts, answers)
     rows.check()
     for row, (record, answer) in enumerate(zip(RECORDS, answers, strict=True)):
-        one, prompt = rows[row : row + 1], TurnRenderer(*tools).prompt_ids(record)
+        one, prompt = rows[row : row + 1], renderer.prompt_ids(record)
         assert one.ids.tolist() == prompt + answer.ids.tolist()
         assert one.weights().tolist() == [0.0] * len(prompt) + answer.weights().tolist()
         messages = one.per_token(one.spans["message"])
@@ -66,11 +69,11 @@ def test_an_answer_follows_its_prompt_as_the_next_message_of_the_same_conversati
         assert len(one.origins) == 1 and one.origins["line"][0] == record.line
 
 
-def test_the_tokens_of_an_answer_begin_where_those_of_a_rendered_one_do(tools):
+def test_the_tokens_of_an_answer_begin_where_those_of_a_rendered_one_do(renderer):
     """What is trained behind the prompt stands at the place of a rendered answer's content."""
     full = Record([*RECORDS[0].messages, Message("assistant", "x")])
-    rendered = TurnRenderer(*tools).render([full]).ids.tolist()
-    prompt = prompt_rows(RECORDS[:1], *tools).ids.tolist()
+    rendered = renderer.render([full]).ids.tolist()
+    prompt = prompt_rows(RECORDS[:1], renderer).ids.tolist()
     assert rendered[: len(prompt)] == prompt
     assert bytes([rendered[len(prompt)]]) == b"x"
 
@@ -78,7 +81,7 @@ def test_the_tokens_of_an_answer_begin_where_those_of_a_rendered_one_do(tools):
 def test_another_prompt_or_a_trained_one_is_found():
     format = load_format("primer")
     tokenizer = open_tokenizer("bytes", control=format.tokens, besides=COORDINATES, add_tokens=True)
-    prompts = prompt_rows(RECORDS, format, tokenizer)
+    prompts = prompt_rows(RECORDS, TurnRenderer(format, tokenizer))
     rows = join_prompts(prompts, [build_answer([], tokenizer=tokenizer)] * 2)
     own = [TurnRenderer(format, tokenizer).prompt_ids(record) for record in RECORDS]
     check_prompts(rows, own)

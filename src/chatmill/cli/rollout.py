@@ -31,8 +31,8 @@ FieldNames = Annotated[
 FormatName = Annotated[
     str | None,
     typer.Option(
-        help="Chat format: a preset (see `chatmill formats`) or a .toml file. Default: chatml; required if the "
-        "tokenizer's folder has a chat template."
+        help="Chat format: a preset (see `chatmill formats`), a .toml file, or template. Default: the chat template of "
+        "the tokenizer's folder if it has one, else chatml."
     ),
 ]
 ShardTokens = Annotated[int, typer.Option(min=1, help="Tokens in a shard.")]

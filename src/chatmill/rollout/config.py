@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from chatmill.config import SHARE, Config, ValueCheck, integer, key, number, optional
 from chatmill.rollout.match import GATE
+from chatmill.train.config import LORA, LoraSizes
 from chatmill.train.run_config import OptimizerConfig, RunConfig
 
 
@@ -26,7 +27,9 @@ class TaskConfig(Config):
     truth: str | None = key(None, "a .jsonl file of ground-truth records: id, messages, objects")
     tokenizer: str = key("bytes", "tokenizer that the model was trained with")
     format: str | None = key(
-        None, "chat format that the model was trained with; null: chatml, if the tokenizer has no chat template"
+        None,
+        "chat format that the model was trained with; null: the chat template of the tokenizer's folder if it has one, "
+        "else chatml",
     )
     add_tokens: bool = key(False, "add the control and coordinate tokens that the tokenizer lacks")
     fields: Sequence[str] | None = key(
@@ -76,6 +79,12 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
     warmup_iters: int = key(0, "warm-up steps", integer(0))
     batch_size: int = key(16, "rollouts per optimizer step", integer(1))
     gradient_accumulation_steps: int = key(1, "micro-batches that the rollouts of a step are split into", integer(1))
+    lora: Mapping[str, Any] | None = key(
+        None, "train LoRA adapters on a Hugging Face model, whose own weights stay as they are", optional(LORA)
+    )
+
+    def lora_sizes(self) -> LoraSizes | None:
+        return None if self.lora is None else LoraSizes(**self.lora)
 
     def conflicts(self) -> Iterator[str]:
         for name in ("truth", "init_from_model"):

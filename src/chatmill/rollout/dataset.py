@@ -131,10 +131,10 @@ def _write(
             staging,
             Metadata(
                 vocab_size=tokenizer.vocab_size,
-                format=task.format.to_json(),
+                format=task.renderer.to_json(),
                 tokenizer={"name": tokenizer.name, "sha256": tokenizer.sha256},
                 special_token_ids=special,
-                pad_token_id=special[task.format.eot],
+                pad_token_id=task.eos_id,
                 splits={"train": split},
                 ledger=ledger,
                 config=config,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 
 from chatmill.errors import DataError, UsageError
 from chatmill.load.batch import collate
@@ -256,7 +257,7 @@ class _RolloutRun:
             "truth": self.config.truth,
             "tokenizer_sha256": tokenizer.sha256,
             "step": self.step,
-            "format": self.task.format.to_json(),
+            "format": self.task.renderer.to_json(),
             "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256},
             "special_token_ids": tokenizer.special_token_ids(),
         }
@@ -280,16 +281,18 @@ class _RolloutRun:
 
 def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:
     folder = model_folder(config.init_from_model or "")
-    training, format = trained_with(folder), task.format
+    training, format = trained_with(folder), task.renderer.to_json()
     theirs = training.get("format")
     for what, trained, given in (
         ("tokenizer", training.get("tokenizer_sha256"), task.tokenizer.sha256),
-        ("format", theirs, format.name if isinstance(theirs, str) else format.to_json()),
+        ("format", theirs, format["name"] if isinstance(theirs, str) else format),
     ):
         if trained is not None and trained != given:
             raise UsageError(
                 f"{folder}: was trained with another {what} than the config names; "
                 "give the tokenizer, the format and add_tokens that it was trained with"
             )
-    compute = compute_dtype(config.dtype, world.device)
-    return open_model(folder, compute=compute, weights=weights_of(config))
+    compute, adapters = compute_dtype(config.dtype, world.device), config.lora_sizes()
+    torch.manual_seed(config.seed)
+    model = open_model(folder, compute=compute, weights=weights_of(config) if adapters is None else "stored")
+    return model if adapters is None else model.with_lora(adapters, folder)

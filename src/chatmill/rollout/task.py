@@ -11,32 +11,35 @@ from typing import Any
 
 import numpy as np
 
-from chatmill.errors import DataError, UsageError, one_line
+from chatmill.errors import DataError, one_line
 from chatmill.fit import GatherPlan, gather
-from chatmill.format import TEMPLATE, ChatFormat, TurnRenderer, load_format, resolve_format
+from chatmill.format import TEMPLATE, TemplateRenderer, TurnRenderer, load_format, open_renderer, resolve_format
 from chatmill.format.chat_format import END, OPEN
 from chatmill.records import Record, record_key
 from chatmill.rollout.files import GroundTruth, Rollout
 from chatmill.rollout.match import GATE
 from chatmill.rollout.schema import Detection, Fields, Schema
 from chatmill.rollout.target import Target, build_answer, build_target, one_row
-from chatmill.rollout.vocabulary import COORDINATES
+from chatmill.rollout.vocabulary import COORDINATES, vocabulary_of
 from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, concat
 from chatmill.tokenizer import Tokenizer, open_tokenizer
 
 
 @dataclass(frozen=True)
 class Task:
-    """The chat format, tokenizer and schema of answers."""
+    """How conversations are rendered, and the schema of answers."""
 
-    format: ChatFormat
-    tokenizer: Tokenizer
+    renderer: TurnRenderer | TemplateRenderer
     schema: Schema
     add_tokens: bool
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        return self.renderer.tokenizer
+
+    @property
     def eos_id(self) -> int:
-        return self.tokenizer.special_token_ids()[self.format.eot]
+        return self.tokenizer.special_token_ids()[self.renderer.eot]
 
 
 def open_task(
@@ -49,23 +52,24 @@ def open_task(
 ) -> Task:
     """A task whose entries have these fields, or, without them, a description and a box or polygon.
 
-    The default format is chatml; a tokenizer folder with a chat template needs a named format.
+    The default format is the chat template of the tokenizer's folder if it has one, else chatml. A folder whose
+    tokenizer lacks the coordinate tokens, which boxes and polygons need, is refused: its model has none for them.
     """
     schema: Schema = Detection(gate) if fields is None else Fields(fields)
     if (name := resolve_format(format, tokenizer)) == TEMPLATE:
-        raise UsageError(
-            f"{one_line(tokenizer, 300)}: has a chat template, which rollouts do not support; name the format that the "
-            "model was trained with, such as chatml"
-        )
+        task = Task(open_renderer(TEMPLATE, tokenizer, add_tokens=add_tokens), schema, add_tokens)
+        if schema.uses_coordinates:
+            _ = vocabulary_of(task.tokenizer).coordinate_ids
+        return task
     chosen = load_format(name)
     besides = COORDINATES if schema.uses_coordinates else ()
     opened = open_tokenizer(tokenizer, control=chosen.tokens, besides=besides, add_tokens=add_tokens)
-    return Task(chosen, opened, schema, add_tokens)
+    return Task(TurnRenderer(chosen, opened), schema, add_tokens)
 
 
 def task_prompts(truths: Sequence[GroundTruth], task: Task) -> Rows:
     """The prompt of each record, with the record's key as its origin."""
-    prompts = prompt_rows([truth.record for truth in truths], task.format, task.tokenizer)
+    prompts = prompt_rows([truth.record for truth in truths], task.renderer)
     keys = b"".join(record_key(truth.record) for truth in truths)
     prompts.origins["key"] = np.frombuffer(keys, dtype="<u8").reshape(-1, 2)
     return prompts
@@ -79,12 +83,21 @@ def prompt_lists(prompts: Rows) -> list[list[int]]:
 # Prompts as rows: the same ids in generation and in training.
 
 
-def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: Tokenizer) -> Rows:
+def prompt_rows(records: Sequence[Record], renderer: TurnRenderer | TemplateRenderer) -> Rows:
     """One row a record: its messages and the header of the answer, all of it context.
 
     The ids of a row are what `Renderer.prompt_ids` gives for its record.
     """
-    renderer = TurnRenderer(format, tokenizer)
+    if isinstance(renderer, TurnRenderer):
+        rows = _turn_prompts(records, renderer)
+    else:
+        rows = concat([renderer.prompt_row(record) for record in records])
+    rows.spans["message"][rows.first_span[1:] - 1] = [len(record.messages) for record in records]
+    rows.spans["weight"], rows.spans["rule"] = 0, Rule.PROMPT
+    return rows
+
+
+def _turn_prompts(records: Sequence[Record], renderer: TurnRenderer) -> Rows:
     rendered = renderer.render(records)
     opening = np.array(renderer.compiled.fixed("assistant", OPEN), dtype=np.uint32)
     ending = len(renderer.compiled.fixed("assistant", END))
@@ -94,10 +107,7 @@ def prompt_rows(records: Sequence[Record], format: ChatFormat, tokenizer: Tokeni
     count, here = len(rendered), len(rendered.ids)
     start = np.stack([rendered.row_start[:-1], np.full(count, here)], axis=1)
     stop = np.stack([rendered.row_start[1:] - ending, np.full(count, here + len(opening))], axis=1)
-    rows = gather(rendered, _two_pieces_a_row(start, stop), one_row(opening, spans))
-    rows.spans["message"][rows.first_span[1:] - 1] = [len(record.messages) for record in records]
-    rows.spans["weight"], rows.spans["rule"] = 0, Rule.PROMPT
-    return rows
+    return gather(rendered, _two_pieces_a_row(start, stop), one_row(opening, spans))
 
 
 def _two_pieces_a_row(start: Index, stop: Index) -> GatherPlan:

@@ -244,8 +244,13 @@ class TemplateRenderer:
         return renderer
 
     def prompt_ids(self, record: Record) -> list[int]:
+        ids: list[int] = self.prompt_row(record).ids.tolist()
+        return ids
+
+    def prompt_row(self, record: Record) -> Rows:
+        """The tokens that precede the next answer, with their spans."""
         if (renderer := self._for_record(record)) is not self:
-            return renderer.prompt_ids(record)
+            return renderer.prompt_row(record)
         answered = msgspec.structs.replace(record, messages=[*record.messages, Message("assistant", ANSWER)])
         try:
             derived = self.derive(answered, mask="derived")
@@ -255,8 +260,7 @@ class TemplateRenderer:
         start = next(answer.start for answer in derived.answers if answer.message == len(record.messages))
         # Without the answer, so that no token spans its start.
         before = replace(derived, rendering=derived.rendering.before(start), answers=(), contexts=(), steps=None)
-        ids: list[int] = self.render([self.lay_out_derived(answered, before)]).ids.tolist()
-        return ids
+        return self.render([self.lay_out_derived(answered, before)])
 
     def template_input(self, record: Record) -> TemplateInput:
         """The variables of the template for a record."""
