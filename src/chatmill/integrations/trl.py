@@ -9,8 +9,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pyarrow
+from datasets import Dataset
 from torch import Tensor
 from trl import SFTTrainer
 
@@ -18,9 +21,9 @@ from chatmill.errors import UsageError
 from chatmill.integrations import hf
 from chatmill.integrations.columns import split_labels
 from chatmill.integrations.hf import Collator, RunCallback
-from chatmill.integrations.train_rows import EvalRows, TrainRows
+from chatmill.integrations.train_rows import EvalRows, ModelInputs, TrainRows
 
-__all__ = ["TrainRows", "WeightedSFTTrainer", "sft_config", "trainer_arguments"]
+__all__ = ["SFTRows", "TrainRows", "WeightedSFTTrainer", "sft_config", "trainer_arguments"]
 
 
 def sft_config(rows: TrainRows) -> dict[str, Any]:
@@ -41,24 +44,53 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
     `flatten` is for FlashAttention: see `hf.Collator`.
     """
     return {
-        "train_dataset": rows,
-        "eval_dataset": EvalRows(rows) if "val" in rows.loader.splits else None,
+        "train_dataset": SFTRows(rows),
+        "eval_dataset": SFTRows(EvalRows(rows)) if "val" in rows.loader.splits else None,
         "data_collator": Collator(flatten=flatten),
         "callbacks": [RunCallback(rows, expected=sft_config(rows))],
     }
 
 
+class SFTRows(Dataset):
+    """The rows of a run or of val as a `datasets.Dataset`: `SFTTrainer` takes no other map-style dataset.
+
+    It is read as they are; nothing of it is in a table.
+    """
+
+    def __init__(self, rows: TrainRows | EvalRows) -> None:
+        super().__init__(pyarrow.table({"row": pyarrow.array([], pyarrow.int64())}))
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[ModelInputs]:
+        return map(self.rows.__getitem__, range(len(self.rows)))
+
+    def __getitem__(self, row: int) -> ModelInputs:
+        return self.rows[row]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[ModelInputs]:
+        return self.rows.__getitems__(rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Refuse a second epoch of a run."""
+        if isinstance(self.rows, TrainRows):
+            self.rows.set_epoch(epoch)
+
+
 class WeightedSFTTrainer(SFTTrainer):
     """An `SFTTrainer` whose loss is Σ weight · cross entropy / Σ weight over the global batch, also when it evaluates.
 
-    Weights come with the labels of `TrainRows`. The model runs once, as in `SFTTrainer`; a `compute_loss_func` would
-    make it run twice.
+    Weights come with the labels of `SFTRows`. The model runs once, as in `SFTTrainer`; a `compute_loss_func` would make
+    it run twice.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(rows := kwargs.get("train_dataset"), TrainRows):
-            raise UsageError("WeightedSFTTrainer trains TrainRows; pass **trl.trainer_arguments(rows)")
-        rows.weights_in_labels = True
+        dataset = kwargs.get("train_dataset")
+        if not isinstance(dataset, SFTRows) or not isinstance(dataset.rows, TrainRows):
+            raise UsageError("WeightedSFTTrainer trains SFTRows; pass **trl.trainer_arguments(rows)")
+        dataset.rows.weights_in_labels = True
         super().__init__(*args, **kwargs)
 
     def compute_loss(
