@@ -15,6 +15,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import trainer_fixtures
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Each file runs in one process, because its tests share fixtures that are slow to make."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory) -> Path:
     """A dataset of chats whose answers all have weight 1."""

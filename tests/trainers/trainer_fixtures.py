@@ -91,20 +91,29 @@ def own_losses(dataset: Path, model: Path, config: Mapping[str, Any], *, steps: 
 
     On more ranks or with other accumulation it is the same.
     """
+    return own_run(dataset, model, config, steps=steps)[0]
+
+
+def own_run(
+    dataset: Path, model: Path, config: Mapping[str, Any], *, steps: int = STEPS
+) -> tuple[list[float], float | None]:
+    """The loss of each step of chatmill's own loop, and that of val after the last."""
     adamw = {"beta1": 0.9, "beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.0, "grad_clip": 0.0}
     run = {"max_iters": steps, "learning_rate": RATE, "lr_schedule": "constant", "warmup_iters": 0, "device": "cpu"}
-    quiet = {"check_tokenizer": False, "eval_interval": 0, "save_interval": 0, "audit_dir": None, "dtype": "float32"}
+    quiet = {"check_tokenizer": False, "eval_interval": steps, "save_interval": 0, "audit_dir": None}
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        train_model(
-            TrainConfig.from_mapping({**config, **adamw, **run, **quiet, "init_from_model": str(model)}),
+        result = train_model(
+            TrainConfig.from_mapping(
+                {**config, **adamw, **run, **quiet, "dtype": "float32", "init_from_model": str(model)}
+            ),
             model_name="own",
             dataset_dir=dataset,
             out_dir=folder,
             watch=lambda record: losses.append(record.loss),
             quiet=True,
         )
-    return losses
+    return losses, result.val_loss
 
 
 # Ranks.
