@@ -130,7 +130,8 @@ class RunCallback(TrainerCallback):
             for name, value in expected.items()
             if getattr(args, name) != value
         ]
-        if state.max_steps > self.rows.steps:
+        # Some of these faults change it, too.
+        if state.max_steps > self.rows.steps and not faults:
             faults.append(f"max_steps is {state.max_steps}, and the dataset has {self.rows.steps} steps")
         if faults:
             raise UsageError(f"the trainer would train other rows: {'; '.join(faults)}")

@@ -84,6 +84,7 @@ class TrainRows(Dataset[ModelInputs]):
             batches = self.steps * self.config.gradient_accumulation_steps
             # Shared with the worker processes that read the rows.
             self._digests = torch.zeros((batches, 3 + len(self.loader.sources)), dtype=torch.int64).share_memory_()
+        self._no_counts = np.zeros(len(self.loader.sources), dtype=np.int64)
         self._world: tuple[int, int] | None = None
         """In a worker process: the rank and the number of ranks of the process it works for."""
         self._next: int | None = None
@@ -112,8 +113,8 @@ class TrainRows(Dataset[ModelInputs]):
         batch = self.read(first, digest=self._digests is not None)
         if self._digests is not None:
             assert batch.digest is not None
-            counts = np.zeros(len(self.loader.sources)) if batch.source_counts is None else batch.source_counts
-            values = np.concatenate([[1], batch.digest.view(np.int64), counts]).astype(np.int64)
+            counts = self._no_counts if batch.source_counts is None else batch.source_counts
+            values = np.concatenate([np.ones(1, dtype=np.int64), batch.digest.view(np.int64), counts])
             self._digests[first // (len(rows) * self.rank_and_world_size[1])] = torch.from_numpy(values)
         return self._inputs(batch)
 
