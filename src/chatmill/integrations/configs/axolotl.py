@@ -1,0 +1,266 @@
+"""`import_axolotl`: an Axolotl config as a recipe and a train config of ours.
+
+Read as of Axolotl's source at commit 067b021: `utils/schemas`, `prompt_strategies`, `core/builders`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chatmill.integrations.configs.axolotl_data import Layout, take_datasets
+from chatmill.integrations.configs.axolotl_notes import NOTES
+from chatmill.integrations.configs.data_places import take_model
+from chatmill.integrations.configs.model_keys import (
+    LoraNames,
+    take_checkpointing,
+    take_eight_bits,
+    take_four_bits,
+    take_lora,
+    take_precision,
+    take_sharding,
+)
+from chatmill.integrations.configs.read_config import read_config
+from chatmill.integrations.configs.report import OFF, TheirKeys, Translation
+from chatmill.integrations.configs.rows_keys import (
+    CUT_AT_THE_END,
+    TEXT_CUT,
+    take_length,
+    take_packing,
+    take_val_size,
+    template_args,
+    use_template,
+    without_val,
+)
+from chatmill.integrations.configs.run_keys import RunNames, take_run
+from chatmill.integrations.configs.run_output import take_evaluation, take_logging, take_saving, take_seed
+from chatmill.integrations.configs.write_config import ImportedConfig
+
+RUN = RunNames(
+    micro_batch="micro_batch_size",
+    optimizer="optimizer",
+    schedule="lr_scheduler",
+    epochs="num_epochs",
+    default_micro_batch=1,
+    default_schedule="cosine",
+    default_epochs=1.0,
+    default_learning_rate=None,
+    default_warmup=None,
+)
+LORA = LoraNames(rslora="peft_use_rslora", default_rank=8, default_alpha=16.0)
+REFUSED = {
+    "rl": "chatmill does SFT only",
+    "reward_model": "chatmill does SFT only, not reward models",
+    "process_reward_model": "chatmill does SFT only, not reward models",
+    "pretraining_dataset": "chatmill does SFT only, not pretraining on a stream of texts",
+    "processor_type": "chatmill trains on text only, not on images or sound",
+    "diffusion": "chatmill trains models that predict the next token",
+    "image_size": "chatmill trains on text only, not on images or sound",
+    "image_resize_algorithm": "chatmill trains on text only, not on images or sound",
+}
+FITS = {"drop": ("drop", "longer rows are dropped, as in Axolotl"), "raise": ("error", "a longer row stops the build")}
+
+
+def import_axolotl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
+    """The recipe and the train config that an Axolotl config describes, and what became of each of its keys.
+
+    `ranks` is the number of GPUs, `model` the folder of the base model in place of the one that the config names.
+    """
+    values = read_config(path, "an Axolotl config in YAML")
+    translation = Translation("Axolotl", str(path), ranks=ranks, model=model)
+    keys = TheirKeys(values, translation)
+    _refuse(translation, keys)
+    take_model(translation, keys, "base_model", _revision(keys), tokenizer="tokenizer_config")
+    layout = Layout()
+    take_datasets(translation, keys, "datasets", layout, only_val=False)
+    if not translation.sources and not translation.faults:
+        translation.faults.append("no datasets; expected at least one")
+    take_datasets(translation, keys, "test_datasets", layout, only_val=True)
+    is_text = _take_layout(translation, keys, layout)
+    _take_rows(translation, keys, is_text=is_text)
+    _take_training(translation, keys)
+    _take_output(translation, keys)
+    translation.close(keys, NOTES)
+    return ImportedConfig.of(translation, list(values))
+
+
+def _refuse(translation: Translation, keys: TheirKeys) -> None:
+    for name, reason in REFUSED.items():
+        value = keys.pop(name)
+        if value is not None and value not in OFF:
+            translation.refuse(keys.path(name), value, reason)
+        elif value is not None:
+            translation.default(keys.path(name), value, note="off, as in chatmill")
+
+
+def _revision(keys: TheirKeys) -> str:
+    return "model_revision" if "model_revision" in keys else "revision_of_model"
+
+
+def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> bool:
+    """How texts are written: as they are, by a chat template, or by the style of a prompt. Whether as they are."""
+    template, jinja = keys.text("chat_template"), keys.text("chat_template_jinja")
+    if "text" in layout.kinds and len(layout.kinds) > 1:
+        other = layout.kinds.get("chat") or layout.kinds["style"]
+        reason = f"a recipe writes texts or conversations, and {other} is the other kind; import them one by one"
+        translation.refuse(layout.kinds["text"], "completion", reason)
+    is_text = "text" in layout.kinds
+    if is_text:
+        translation.assume("of type completion", recipe={"format": "text"})
+    elif "chat" not in layout.kinds and layout.style is not None:
+        translation.chat_template = layout.style.template()
+    if "chat" in layout.kinds and layout.style is not None:
+        where = layout.kinds["style"]
+        translation.assume(f"{where}: a recipe has one format, so that the chat template writes these rows, too")
+    unused = "" if "chat" in layout.kinds else "no data set of type chat_template, so that it is not used"
+    named = [(keys.path("chat_template"), template), (keys.path("chat_template_jinja"), jinja)]
+    for key, value in named:
+        if value is None:
+            continue
+        if unused:
+            translation.default(key, value, note=unused)
+        elif key.endswith("jinja"):
+            use_template(translation, key, value)
+        else:
+            _take_template(translation, key, value)
+    if layout.chat_template is not None and not unused and jinja is None:
+        key, value = layout.chat_template
+        if key.endswith("jinja"):
+            translation.chat_template = value + "\n"
+        elif value == "chatml":
+            translation.recipe["format"] = "chatml"
+            translation.origins["format"] = f"{key}: chatml"
+    if (values := keys.table("chat_template_kwargs")) is not None:
+        template_args(translation, keys.path("chat_template_kwargs"), values)
+    return is_text
+
+
+def _take_template(translation: Translation, key: str, name: str) -> None:
+    if name == "chatml":
+        translation.take(key, name, recipe={"format": "chatml"})
+    elif name.startswith("tokenizer_default") or name == "jinja":
+        translation.default(key, name, note="the template of the tokenizer, or the one that is given")
+    else:
+        note = f"chatmill has no template named {name}: that of the tokenizer is used; set chat_template if it differs"
+        translation.none(key, name, note)
+
+
+def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool) -> None:
+    strategy = keys.text("excess_length_strategy")
+    fit, note = FITS.get(strategy or "drop", ("exchanges", CUT_AT_THE_END))
+    if is_text:
+        fit, note = "windows", TEXT_CUT
+    take_length(translation, keys, "sequence_len", 512, fit, note)
+    if strategy is not None:
+        translation.take(keys.path("excess_length_strategy"), strategy, recipe={"fit": fit}, note=note)
+    if (least := keys.integer("min_sample_len")) is not None:
+        taken = {"filters": {"min_tokens": max(1, least)}}
+        translation.take(keys.path("min_sample_len"), least, recipe=taken)
+    if (dedupe := keys.switch("dataset_exact_deduplication")) is not None:
+        note = "conversations that are equal but for case and white space"
+        translation.take(keys.path("dataset_exact_deduplication"), dedupe, recipe={"dedupe": dedupe}, note=note)
+    take_packing(translation, keys, "sample_packing")
+    inputs = keys.switch("train_on_inputs")
+    masks = {"use_loss_mask": not inputs}
+    if inputs is None:
+        translation.assume("Axolotl trains answers alone by default", train=masks)
+    else:
+        note = "every token is trained, headers, too" if inputs else "answers alone are trained"
+        translation.take(keys.path("train_on_inputs"), inputs, train=masks, note=note)
+    if (shuffle := keys.switch("shuffle_merged_datasets")) is not None:
+        translation.take(keys.path("shuffle_merged_datasets"), shuffle, train={"epoch_shuffle": shuffle})
+    if (drop := keys.switch("dataloader_drop_last")) is not None:
+        translation.take(keys.path("dataloader_drop_last"), drop, train={"epoch_drop_last": drop})
+
+
+def _take_training(translation: Translation, keys: TheirKeys) -> None:
+    take_run(translation, keys, RUN, default_steps=_steps_of_batch_size(translation, keys))
+    if "learning_rate" not in translation.train:
+        translation.faults.append("no learning_rate; expected one")
+    if (share := keys.number("cosine_min_lr_ratio", most=1)) is not None:
+        translation.take(keys.path("cosine_min_lr_ratio"), share, train={"min_lr_ratio": share})
+    take_seed(translation, keys, 42)
+    adapter = keys.text("adapter")
+    lora = adapter in ("lora", "qlora")
+    if adapter is not None and not lora:
+        translation.refuse(keys.path("adapter"), adapter, "chatmill trains all weights, or LoRA and QLoRA adapters")
+    elif adapter == "qlora":
+        translation.take(keys.path("adapter"), adapter, train={"quantize": "nf4"}, note="with lora")
+    elif adapter is not None:
+        translation.take(keys.path("adapter"), adapter, other={"lora": "as below"})
+    take_lora(translation, keys, LORA, used=lora, all_linear="lora_target_linear")
+    take_four_bits(translation, keys, "load_in_4bit", lora=lora)
+    take_eight_bits(translation, keys)
+    take_precision(translation, keys)
+    if (fp8 := keys.switch("fp8")) is not None:
+        note = "float8 is for full fine-tuning only" if lora and fp8 else ""
+        translation.take(keys.path("fp8"), fp8, train={"fp8": fp8 and not lora}, note=note)
+    if (compiled := keys.pop("torch_compile")) is not None:
+        taken = {"compile": None if compiled == "auto" else bool(compiled)}
+        translation.take(keys.path("torch_compile"), compiled, train=taken)
+    take_checkpointing(translation, keys, default=False)
+    take_sharding(translation, keys)
+    _take_special_tokens(translation, keys)
+
+
+def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
+    """The accumulation steps that `batch_size` means, where they are not given."""
+    rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
+    if rows is None:
+        return 1
+    steps = max(1, rows // micro) if type(micro) is int and micro > 0 else rows
+    if keys.peek("gradient_accumulation_steps") is not None:
+        translation.default(keys.path("batch_size"), rows, note="gradient_accumulation_steps is used instead")
+        return 1
+    note = "divided by micro_batch_size"
+    translation.take(keys.path("batch_size"), rows, train={"gradient_accumulation_steps": steps}, note=note)
+    return steps
+
+
+def _take_special_tokens(translation: Translation, keys: TheirKeys) -> None:
+    tokens = keys.table("special_tokens")
+    if tokens is None:
+        return
+    table = TheirKeys(tokens, translation, f"{keys.path('special_tokens')}.")
+    stays = "the tokenizer of the model's folder is used as it is; change its files if this token differs"
+    notes = dict.fromkeys(table.left, stays) | {"pad_token": "padding is never trained, whatever its token; nothing changes"}
+    translation.close(table, notes)
+    if not tokens:
+        translation.default(keys.path("special_tokens"), {}, note="empty")
+
+
+def _take_output(translation: Translation, keys: TheirKeys) -> None:
+    if (folder := keys.text("output_dir")) is not None:
+        translation.run_name = Path(folder).name or None
+        name = translation.run_name or "imported"
+        translation.take(keys.path("output_dir"), folder, other={"--model_name": name}, note=f"in checkpoints/{name}")
+    take_logging(translation, keys)
+    take_saving(translation, keys)
+    has_val = take_val_size(
+        translation, keys, "val_set_size", other_val=any(source.get("only_val") for source in translation.sources)
+    )
+    take_evaluation(translation, keys, default=has_val)
+    if not has_val:
+        without_val(translation)
+    if (metric := keys.text("metric_for_best_model")) is not None:
+        if metric in ("loss", "eval_loss"):
+            translation.default(keys.path("metric_for_best_model"), metric, note="the loss on val")
+        else:
+            note = "the best checkpoint is that of the lowest loss on val"
+            translation.none(keys.path("metric_for_best_model"), metric, note)
+    trackers: list[str] = []
+    uses = {}
+    for name, tracker in (("use_tensorboard", "tensorboard"), ("use_mlflow", "mlflow"), ("use_wandb", "wandb")):
+        if (value := keys.switch(name)) is not None:
+            uses[name] = value
+            trackers += [tracker] if value else []
+            translation.take(keys.path(name), value, other={"report_to": [tracker]} if value else {})
+    if (project := keys.text("wandb_project")) is not None:
+        if uses.get("use_wandb") is False:
+            translation.default(keys.path("wandb_project"), project, note="use_wandb is false")
+        else:
+            trackers = list(dict.fromkeys([*trackers, "wandb"]))
+            note = f"set WANDB_PROJECT={project} for the run"
+            translation.take(keys.path("wandb_project"), project, other={"report_to": ["wandb"]}, note=note)
+    if trackers:
+        translation.train["report_to"] = trackers
+        translation.origins["report_to"] = "wandb_project, use_wandb, use_tensorboard, use_mlflow"

@@ -1,0 +1,274 @@
+"""The `datasets` of an Axolotl config as sources of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from chatmill.errors import DataError
+from chatmill.integrations.configs.chat_templates import INSTRUCT, STYLES, PromptStyle
+from chatmill.integrations.configs.data_places import data_inputs, parse_split, source_name
+from chatmill.integrations.configs.report import TheirKeys, Translation
+
+CHAT_TYPES = ("chat_template", "chat_template.default", "sharegpt", "messages", "messages.chat")
+PREFERENCE_TYPES = ("chatml.", "llama3.", "chat_template.argilla", "bradley_terry", "stepwise_supervised", "zephyr.")
+INPUT_NOTE = "an input stands below the instruction, without the line ### Input:"
+COLUMNS = {
+    "gpteacher": {"output": "response"},
+    "oasst": {"instruction": "INSTRUCTION", "output": "RESPONSE"},
+    "jeopardy": {"instruction": "question", "input": "category", "output": "answer"},
+    "alpaca_chat.load_qa": {"instruction": "question", "output": "answer"},
+    "alpaca_chat.load_camel_ai": {"instruction": "message_1", "output": "message_2"},
+}
+"""Types of one instruction and its answer, and the columns that they are in."""
+NOTES = {
+    "ds_type": "chatmill tells the kind of a file by its name",
+    "trust_remote_code": "no code of a data set is run",
+    "preprocess_shards": "chatmill reads in processes of its own; nothing changes",
+    "shards": "all of the data set is read; set max_samples for a part of it",
+    "shards_idx": "all of the data set is read; set max_samples for a part of it",
+    "conversation": "the names of FastChat's formats are not read; the chat template decides",
+    "split_thinking": "chatmill reads reasoning from a key of its own, and leaves <think> in the text as it is",
+    "template_thinking_key": "the chat template gets reasoning as reasoning_content",
+    "drop_system_message": "system messages stay; the prompts differ",
+    "field_human": "not read by this type",
+    "field_model": "not read by this type",
+    "input_format": "not read by this type",
+    "input_transform": "no function is run on the records",
+    "logprobs_field": "chatmill trains on texts, not on probabilities",
+    "temperature": "chatmill trains on texts, not on probabilities",
+    "skip": "all of the data set is read",
+    "text_column": "not read by this type",
+}
+
+
+@dataclass
+class Layout:
+    """How the texts of all sources are written; a recipe has one format for all."""
+
+    kinds: dict[str, str] = field(default_factory=dict)
+    """`text`, `chat` or `style`, with the key of the first source that has it."""
+    style: PromptStyle | None = None
+    chat_template: tuple[str, Any] | None = None
+    """The key and the value of a chat template that a data set names."""
+
+
+def take_datasets(translation: Translation, keys: TheirKeys, name: str, layout: Layout, *, only_val: bool) -> None:
+    """Each entry of `datasets` or `test_datasets` as a source."""
+    entries = keys.tables(name)
+    for number, entry in enumerate(entries or []):
+        _take_dataset(translation, TheirKeys(entry, translation, f"{keys.path(name)}[{number}]."), layout, only_val)
+    if entries == []:
+        translation.default(keys.path(name), [], note="empty")
+
+
+def _take_dataset(translation: Translation, keys: TheirKeys, layout: Layout, only_val: bool) -> None:
+    number = len(translation.sources)
+    translation.sources.append({})
+    _take_place(translation, keys, number)
+    if only_val:
+        translation.sources[number]["only_val"] = True
+        translation.origins[f"sources[{number}].only_val"] = "test_datasets"
+    kind = keys.pop("type")
+    if isinstance(kind, dict):
+        _take_user_defined(translation, keys, kind, number, layout)
+    elif kind is None or not isinstance(kind, str):
+        translation.refuse(keys.path("type"), kind, "rows of tokens are not read; give the data before Axolotl tokenized it")
+    else:
+        _take_type(translation, keys, kind, number, layout)
+    notes = NOTES | dict.fromkeys(
+        ("field", "field_messages", "field_tools", "field_thinking", "message_property_mappings", "roles")
+        + ("message_field_role", "message_field_content", "message_field_training", "message_field_training_detail")
+        + ("roles_to_train", "train_on_eos", "train_on_eot", "chat_template", "chat_template_jinja"),
+        "not read by this type",
+    )
+    translation.close(keys, notes, off={"field": "text"})
+
+
+def _take_place(translation: Translation, keys: TheirKeys, number: int) -> None:
+    path, files, config = keys.text("path"), keys.texts("data_files"), keys.text("name")
+    text, revision = keys.text("split"), keys.text("revision")
+    split = parse_split(text)
+    if path is None:
+        translation.faults.append(f"{keys.path('path')}: no path; expected a data set of the Hub or a file")
+        return
+    try:
+        inputs = data_inputs(path, files=files, config=config, split=split.name, revision=revision or "")
+    except DataError as error:
+        translation.refuse(keys.path("path"), path, str(error))
+        inputs = [path]
+    name = source_name((files or [path])[0] if path in ("json", "parquet") else path, _names(translation))
+    translation.take(keys.path("path"), path, source=(number, {"name": name, "inputs": inputs}))
+    on_hub = inputs[0].startswith("hf://")
+    if files is not None:
+        translation.take(keys.path("data_files"), files, other={"inputs": inputs})
+    if config is not None:
+        note = "" if on_hub and not files else "a file is read as it is"
+        translation.take(keys.path("name"), config, other={"inputs": inputs}, note=note)
+    if text is not None:
+        taken = {} if split.first is None else {"max_samples": split.first}
+        if split.note and not taken:
+            translation.none(keys.path("split"), text, split.note)
+        elif taken:
+            translation.take(keys.path("split"), text, source=(number, taken), note=split.note)
+        else:
+            note = "in the URL" if on_hub and not files else "a file is read whole"
+            translation.default(keys.path("split"), text, note=note)
+    if revision is not None:
+        if on_hub and files:
+            translation.take(keys.path("revision"), revision, other={"inputs": inputs})
+        else:
+            translation.none(keys.path("revision"), revision, "the newest revision is read; name files to read another")
+
+
+def _names(translation: Translation) -> list[str]:
+    return [source["name"] for source in translation.sources if "name" in source]
+
+
+def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
+    base, _, style = kind.partition(":")
+    if kind in CHAT_TYPES:
+        layout.kinds.setdefault("chat", keys.path("type"))
+        take_messages(translation, keys, kind, number, layout)
+    elif base == "completion":
+        layout.kinds.setdefault("text", keys.path("type"))
+        column = keys.text("field")
+        translation.take(keys.path("type"), kind, source=(number, {"shape": "text"}), other={"format": "text"})
+        if column is not None:
+            taken = {} if column == "text" else {"columns": {"text": column}}
+            translation.take(keys.path("field"), column, source=(number, taken))
+    elif base == "alpaca" or kind in COLUMNS or base in ("alpaca_chat.load", "alpaca_w_system.load_open_orca"):
+        style = style or ("chat" if base.startswith("alpaca_chat") else "instruct")
+        taken: dict[str, Any] = {"shape": "alpaca"}
+        if kind in COLUMNS:
+            taken["columns"] = COLUMNS[kind]
+        layout.kinds.setdefault("style", keys.path("type"))
+        layout.style = layout.style or STYLES.get(style, INSTRUCT)
+        note = INPUT_NOTE if style in STYLES else f"the style {style} is not known; ### Instruction: is written"
+        translation.take(keys.path("type"), kind, source=(number, taken), note=note)
+    elif kind.startswith(PREFERENCE_TYPES):
+        translation.refuse(keys.path("type"), kind, "chatmill does SFT only, not preferences or rewards")
+    elif kind == "input_output":
+        reason = "segments of label and text are not read; write them as messages with train_ranges"
+        translation.refuse(keys.path("type"), kind, reason)
+    else:
+        reason = "chatmill has no reader for it; expected chat_template, alpaca, completion or a table of fields"
+        translation.refuse(keys.path("type"), kind, reason)
+
+
+def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
+    """A data set of messages: where they are, what their keys and roles are called, and whose turns are trained."""
+    is_sharegpt = kind == "sharegpt"
+    columns: dict[str, Any] = {}
+    translation.take(keys.path("type"), kind, source=(number, {"shape": "sharegpt" if is_sharegpt else "messages"}))
+    named = {"field_messages": "messages", "field_tools": "tools", "field_thinking": "reasoning_content"}
+    named |= {"message_field_role": "role", "message_field_content": "content", "message_field_training": "train"}
+    named |= {"message_field_training_detail": "train_detail"}
+    for theirs, ours in named.items():
+        if (column := keys.text(theirs)) is not None:
+            if ours == "train_detail" and column not in ("train_detail", "training_detail"):
+                translation.none(keys.path(theirs), column, "only train_detail and training_detail are read")
+            else:
+                _rename(translation, keys.path(theirs), column, ours, columns)
+    if (mappings := keys.table("message_property_mappings")) is not None:
+        table = TheirKeys(mappings, translation, f"{keys.path('message_property_mappings')}.")
+        for ours in ("role", "content", "reasoning_content", "tool_calls", "name"):
+            if (column := table.text(ours)) is not None:
+                _rename(translation, table.path(ours), column, ours, columns)
+        translation.close(table, dict.fromkeys(table.left, "this property is not read"))
+        if not mappings:
+            translation.default(keys.path("message_property_mappings"), {}, note="empty")
+    _take_roles(translation, keys, columns)
+    if is_sharegpt and not columns.keys() <= {"user", "assistant", "system", "tool"}:
+        columns = {"messages": "conversations", "role": "from", "content": "value"} | columns
+        translation.sources[number]["shape"] = "messages"
+    if columns:
+        translation.sources[number]["columns"] = columns
+    _take_trained(translation, keys, number)
+    for name in ("chat_template", "chat_template_jinja"):
+        if (value := keys.text(name)) is not None:
+            layout.chat_template = layout.chat_template or (keys.path(name), value)
+            translation.default(keys.path(name), value, note="as the chat template of the recipe; see there")
+
+
+def _rename(translation: Translation, key: str, column: str, ours: str, columns: dict[str, Any]) -> None:
+    if column == ours:
+        translation.default(key, column, note="the name that is read anyway")
+    elif "," in column or "=" in column or column != column.strip():
+        translation.refuse(key, column, "a column with this name cannot be read")
+    else:
+        columns[ours] = column
+        translation.take(key, column, other={f"columns.{ours}": column})
+
+
+def _take_roles(translation: Translation, keys: TheirKeys, columns: dict[str, Any]) -> None:
+    roles = keys.table("roles")
+    if roles is None:
+        return
+    table = TheirKeys(roles, translation, f"{keys.path('roles')}.")
+    for role in ("user", "assistant", "system", "tool"):
+        if (names := table.texts(role)) is not None:
+            others = [name for name in names if name != role]
+            if others:
+                columns[role] = others
+            translation.take(table.path(role), names, other={f"columns.{role}": others} if others else {})
+    translation.close(table, dict.fromkeys(table.left, "chatmill has no such role; a record with it is a fault"))
+    if not roles:
+        translation.default(keys.path("roles"), {}, note="empty")
+
+
+def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> None:
+    """`roles_to_train` and the ends of turns."""
+    if (roles := keys.texts("roles_to_train")) is not None:
+        names = {{"gpt": "assistant", "human": "user"}.get(role, role) for role in roles}
+        if names == {"assistant"}:
+            translation.default(keys.path("roles_to_train"), roles, note="train_on assistant")
+        elif not names:
+            taken = {"train_on": "last"}
+            translation.take(keys.path("roles_to_train"), roles, source=(number, taken), note="the last turn alone")
+        else:
+            note = "all turns but tool results" if names != {"user", "assistant"} else "system turns, too"
+            translation.take(keys.path("roles_to_train"), roles, source=(number, {"train_on": "all"}), note=note)
+    for name in ("train_on_eos", "train_on_eot"):
+        if (value := keys.text_or_no(name)) is None:
+            continue
+        if value == "turn":
+            translation.default(keys.path(name), value, note="the end of each trained turn is trained")
+        else:
+            effects = {"all": "ends of other turns are not trained", "last": "the end of each trained turn is trained"}
+            note = effects.get(value, "the end of each trained turn is trained, so that the model learns to stop")
+            translation.none(keys.path(name), value, note)
+
+
+def _take_user_defined(
+    translation: Translation, keys: TheirKeys, kind: Mapping[str, Any], number: int, layout: Layout
+) -> None:
+    """A type given as a table: names of fields, and texts around the instruction."""
+    table = TheirKeys(kind, translation, f"{keys.path('type')}.")
+    translation.sources[number]["shape"] = "alpaca"
+    columns: dict[str, Any] = {}
+    for theirs, ours in (
+        ("field_instruction", "instruction"),
+        ("field_input", "input"),
+        ("field_output", "output"),
+        ("field_system", "system"),
+    ):
+        if (column := table.text(theirs)) is not None:
+            _rename(translation, table.path(theirs), column, ours, columns)
+    if columns:
+        translation.sources[number]["columns"] = columns
+    system, around = table.pop("system_prompt"), table.pop("system_format")
+    texts = {"no_input_format": table.text("no_input_format"), "format": table.text("format")}
+    question = next((text for text in texts.values() if text and text.count("{instruction}") == 1), "{instruction} ")
+    question = question.replace("{input}", "")
+    system_format = around if isinstance(around, str) and around.count("{system}") == 1 else "{system}"
+    layout.kinds.setdefault("style", keys.path("type"))
+    layout.style = layout.style or PromptStyle(
+        question.replace("{instruction}", "{}"), system_format.replace("{system}", "{}"), str(system or "")
+    )
+    for name, value in (("system_prompt", system), ("system_format", around), *texts.items()):
+        if value is not None:
+            note = "an input stands below the instruction" if name == "format" else ""
+            translation.take(table.path(name), value, other={"chat_template": "written"}, note=note)
+    translation.close(table, {})

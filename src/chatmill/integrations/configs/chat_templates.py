@@ -1,0 +1,83 @@
+"""Chat templates of prompt styles that other trainers have in code: Alpaca's, and texts around a question.
+
+A style is the text before and after a question. The system text, or a default one, stands before the first.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+ALPACA_SYSTEM = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+)
+
+
+@dataclass(frozen=True)
+class PromptStyle:
+    """The texts around the messages of a conversation; `{}` stands for the text of a message."""
+
+    question: str
+    system: str = "{}\n\n"
+    default_system: str = ""
+    after_answer: str = ""
+    """What stands between the end token of an answer and the next question."""
+    ends_messages: bool = False
+    """Whether the end token follows questions and system texts, too."""
+
+    def template(self) -> str:
+        """The style as a Jinja chat template, which ends each answer with the tokenizer's end token."""
+        end = "eos_token" if self.ends_messages else ""
+        lines = ["{%- if bos_token is defined and bos_token -%}{{- bos_token -}}{%- endif -%}"]
+        if self.default_system:
+            lines.append(
+                "{%- if messages[0].role != 'system' -%}{{- "
+                + _around(self.system, json.dumps(self.default_system, ensure_ascii=True), end)
+                + " -}}{%- endif -%}"
+            )
+        lines += [
+            "{%- for message in messages -%}",
+            "{%- if message.role == 'system' -%}{{- " + _around(self.system, "message.content", end) + " -}}",
+            "{%- elif message.role == 'user' -%}{{- " + _around(self.question, "message.content", end) + " -}}",
+            "{%- else -%}{{- message.content + eos_token -}}"
+            + (
+                "{%- if not loop.last -%}{{- " + _quoted(self.after_answer) + " -}}{%- endif -%}"
+                if self.after_answer
+                else ""
+            ),
+            "{%- endif -%}",
+            "{%- endfor -%}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _around(text: str, inner: str, end: str) -> str:
+    """`before{}after` as a Jinja expression, with the end token behind the inner text if there is one."""
+    before, _, after = text.partition("{}")
+    parts = [_quoted(before)] if before else []
+    parts += [inner, *([end] if end else []), *([_quoted(after)] if after else [])]
+    return " + ".join(parts)
+
+
+def _quoted(text: str) -> str:
+    """A text as a Jinja literal."""
+    return json.dumps(text, ensure_ascii=True)
+
+
+INSTRUCT = PromptStyle("### Instruction:\n{}\n\n### Response:\n", default_system=ALPACA_SYSTEM)
+STYLES = {
+    "instruct": INSTRUCT,
+    "chat": PromptStyle("USER: {}\nASSISTANT:", "SYSTEM: {}\n", ALPACA_SYSTEM),
+    "chatml": PromptStyle(
+        "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n", "<|im_start|>system\n{}<|im_end|>\n", ALPACA_SYSTEM
+    ),
+    "phi": PromptStyle("<|user|>\n{}<|end|>\n<|assistant|>\n", "<|system|>\n{}<|end|>\n", ALPACA_SYSTEM),
+}
+"""Axolotl's styles of `type: alpaca` and `alpaca:STYLE`."""
+NAMED = {
+    "alpaca": PromptStyle(
+        "### Instruction:\n{}\n\n### Response:\n", default_system=ALPACA_SYSTEM, after_answer="\n\n"
+    ),
+    "default": PromptStyle("Human: {}\nAssistant:", "System: {}\n", after_answer="\n", ends_messages=True),
+}
+"""Templates of LLaMA-Factory that are texts around a question."""

@@ -1,0 +1,133 @@
+"""Where the models and data sets that another trainer's config names lie: paths stay paths, the Hub becomes URLs.
+
+    tatsu-lab/alpaca, split train       hf://datasets/tatsu-lab/alpaca@refs/convert/parquet/default/train/*.parquet
+    tatsu-lab/alpaca, file a.json       hf://datasets/tatsu-lab/alpaca/a.json
+
+The first is the copy in Parquet that the Hub keeps of each data set, one folder a configuration and split.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from chatmill.errors import DataError, one_line
+from chatmill.integrations.configs.report import TheirKeys, Translation
+from chatmill.records.files import SUFFIXES
+
+PARQUET = "refs/convert/parquet"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_SPLIT = re.compile(r"([\w.-]+)(?:\[(.*)\])?")
+_UNREAD = (".csv", ".tsv", ".xml", ".pkl", ".pickle")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split of a data set, and the first rows of it."""
+
+    name: str
+    first: int | None
+    note: str
+
+
+def parse_split(text: str | None) -> Split:
+    """`train[:500]` is the first 500 rows; other slices have no counterpart, and the note says so."""
+    match = _SPLIT.fullmatch(text or "train")
+    if match is None:
+        return Split("train", None, f'"{one_line(str(text))}" is not read; all of train is taken')
+    name, part = match[1], match[2]
+    if part is None:
+        return Split(name, None, "")
+    if rows := re.fullmatch(r":(\d{1,9})", part.strip()):
+        if int(rows[1]):
+            return Split(name, int(rows[1]), "the first rows that filters leave")
+    return Split(name, None, f"the slice [{one_line(part)}] has no counterpart, all of {name} is taken; set max_samples")
+
+
+def is_local(path: str) -> bool:
+    """Whether a name is a path of this machine, rather than a repository on the Hub."""
+    if path.startswith(("/", "./", "../", "~")) or "\\" in path:
+        return True
+    looks_like_file = path.lower().endswith((*SUFFIXES, *_UNREAD)) or "*" in path
+    return looks_like_file or Path(path).exists() or _HUB_NAME.fullmatch(path) is None
+
+
+def data_inputs(
+    path: str, *, files: list[str] | None = None, config: str | None = None, split: str = "train", revision: str = ""
+) -> list[str]:
+    """The `inputs` of a source; raises `DataError` for a kind of file that chatmill does not read."""
+    if path in ("json", "parquet", "arrow") and files:
+        inputs = files
+    elif _URL.match(path):
+        inputs = [f"{path.rstrip('/')}/{name}" for name in files] if files else [path]
+    elif is_local(path):
+        inputs = [str(Path(path) / name) for name in files] if files else [path]
+    elif files:
+        at = f"@{revision}" if revision else ""
+        inputs = [name if _URL.match(name) else f"hf://datasets/{path}{at}/{name}" for name in files]
+    else:
+        inputs = [f"hf://datasets/{path}@{PARQUET}/{config or 'default'}/{split}/*.parquet"]
+    if path in ("csv", "text") or any(name.lower().endswith(_UNREAD) for name in inputs):
+        name = path if path in ("csv", "text") else inputs[0]
+        raise DataError(f"{one_line(name)}: chatmill reads JSON, Parquet and Arrow; convert the file to JSONL")
+    return inputs
+
+
+def source_name(path: str, taken: list[str]) -> str:
+    """A name for a source, of its path, that no other has."""
+    name = re.sub(r"[^\w.-]+", "-", path.rstrip("/").split("/")[-1]).strip("-.") or "data"
+    for suffix in SUFFIXES:
+        name = name.removesuffix(suffix)
+    name, number = name or "data", 1
+    while (numbered := name if number == 1 else f"{name}-{number}") in taken:
+        number += 1
+    return numbered
+
+
+def take_model(translation: Translation, keys: TheirKeys, name: str, revision: str, *, tokenizer: str = "") -> None:
+    """The base model, and the tokenizer with it, as a local folder: one of the Hub is to be downloaded first."""
+    model, at = keys.text(name), keys.text(revision)
+    if model is None:
+        if translation.model is not None:
+            folder = translation.model
+            translation.assume(
+                f"given as --model; the config has no {name}",
+                recipe={"tokenizer": folder},
+                train={"init_from_model": folder},
+            )
+        else:
+            translation.faults.append(f"no {name}; give the folder of the model as --model")
+    else:
+        folder, command = _model_folder(translation, model, at)
+        note = f"given as --model, in place of {model}" if translation.model is not None else ""
+        if command:
+            note = "download it first; chatmill reads models from folders"
+            translation.downloads.append(command)
+        ours = {"recipe": {"tokenizer": folder}, "train": {"init_from_model": folder}}
+        translation.take(keys.path(name), model, **ours, note=note)
+    if at is not None:
+        note = "the download is of this revision" if model else "no model is named"
+        translation.default(keys.path(revision), at, note=note)
+    if tokenizer and (other := keys.text(tokenizer)) is not None:
+        if other == model or translation.model is not None:
+            translation.default(keys.path(tokenizer), other, note="the tokenizer of the model's folder is used")
+        else:
+            folder, command = _model_folder(translation, other, None)
+            if command:
+                translation.downloads.append(f"{command} --exclude '*.safetensors' '*.bin'")
+            note = "set check_tokenizer to false if the model's folder has another tokenizer"
+            translation.take(keys.path(tokenizer), other, recipe={"tokenizer": folder}, note=note)
+
+
+def _model_folder(translation: Translation, model: str, revision: str | None) -> tuple[str, str]:
+    """The folder of a model, and the command that downloads it, which may be empty."""
+    if translation.model is not None:
+        return translation.model, ""
+    if is_local(model):
+        return model, ""
+    folder = f"models/{model.split('/')[-1]}"
+    at = f" --revision {shlex.quote(revision)}" if revision and revision != "main" else ""
+    return folder, f"hf download {shlex.quote(model)}{at} --local-dir {shlex.quote(folder)}"

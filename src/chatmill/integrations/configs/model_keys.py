@@ -1,0 +1,188 @@
+"""Keys of what is trained of a model, and in which precision: adapters, quantization, activations, sharding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from chatmill.integrations.configs.report import OFF, TheirKeys, Translation
+
+NF4 = "NF4 with double quantization"
+HEADS = ("lm_head", "embed_out", "output")
+"""Names of output heads, which can have no adapter here."""
+
+
+@dataclass(frozen=True)
+class LoraNames:
+    """The names that a trainer has for the keys of LoRA, and its defaults."""
+
+    rank: str = "lora_r"
+    dropout: str = "lora_dropout"
+    targets: str = "lora_target_modules"
+    saved: str = "lora_modules_to_save"
+    rslora: str = "use_rslora"
+    separator: str | None = None
+    """What separates the names of modules in one text."""
+    all_linear: str = "all-linear"
+    """The name that stands for all linear layers."""
+    default_rank: int = 16
+    default_alpha: float | None = 32.0
+    """None: twice the rank."""
+    default_dropout: float = 0.0
+
+
+def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, used: bool, all_linear: str = "") -> None:
+    """The adapters; `all_linear` names a switch for all linear layers, besides the list."""
+    rank, alpha = keys.integer(names.rank, least=1, most=2**20), keys.number("lora_alpha")
+    dropout, targets = keys.number(names.dropout, most=1), keys.texts(names.targets, separator=names.separator)
+    rslora = keys.switch(names.rslora)
+    linear = keys.switch(all_linear) if all_linear else None
+    if not used:
+        given = {names.rank: rank, "lora_alpha": alpha, names.dropout: dropout, names.targets: targets}
+        for name, value in {**given, names.rslora: rslora, all_linear: linear}.items():
+            if value is not None:
+                translation.default(keys.path(name), value, note="no adapter is trained, as in theirs")
+        return
+    sizes: dict[str, Any] = {"r": rank or names.default_rank}
+    scale = alpha if alpha is not None else names.default_alpha
+    scale = float(2 * sizes["r"] if scale is None else scale)
+    sizes |= {"alpha": scale * math.sqrt(sizes["r"]) if rslora else scale}
+    sizes |= {"dropout": float(names.default_dropout if dropout is None else dropout)}
+    sizes["targets"], left_out = _targets(targets, names, linear=bool(linear))
+    # The table is set once; each key of theirs then names its part of it.
+    translation.train["lora"] = sizes
+    assumed = []
+    for name, value, part in ((names.rank, rank, "r"), ("lora_alpha", alpha, "alpha"), (names.dropout, dropout, "dropout")):
+        if value is None:
+            assumed.append(f"{part} {sizes[part]:g}")
+        else:
+            translation.take(keys.path(name), value, other={f"lora.{part}": sizes[part]})
+    if rslora is not None:
+        note = "alpha is multiplied by the root of r, which gives the same scale" if rslora else "off, as in chatmill"
+        translation.default(keys.path(names.rslora), rslora, note=note)
+    if targets is not None:
+        note = f"{', '.join(left_out)} is the output head, which gets no adapter" if left_out else ""
+        translation.take(keys.path(names.targets), targets, other={"lora.targets": sizes["targets"]}, note=note)
+    if linear is not None:
+        if linear:
+            translation.take(keys.path(all_linear), linear, other={"lora.targets": sizes["targets"]})
+        else:
+            translation.default(keys.path(all_linear), linear, note="off")
+    if targets is None and not linear:
+        assumed.append(f"targets {sizes['targets']}, which is peft's choice for Llama and Qwen")
+    if assumed:
+        translation.assume(f"lora: {', '.join(assumed)}: default of {translation.trainer}")
+    origins = f"{names.rank}, lora_alpha, {names.dropout}, {names.targets}"
+    translation.origins["lora"] = origins
+
+
+def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tuple[Any, list[str]]:
+    """The targets, and those that are left out."""
+    if linear or targets in ([names.all_linear], ["all-linear"]):
+        return "all-linear", []
+    if targets is None:
+        return ["q_proj", "v_proj"], []
+    left_out = [name for name in targets if name in HEADS]
+    kept = [name for name in targets if name not in HEADS]
+    if not kept:
+        return "all-linear", left_out
+    # One name with the characters of an expression is one for peft, too.
+    is_expression = len(kept) == 1 and any(character in kept[0] for character in "\\*+|()[]^$")
+    return (kept[0] if is_expression else kept), left_out
+
+
+def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora: bool) -> None:
+    """`load_in_4bit` or the like, which needs adapters."""
+    value = keys.switch(name)
+    if value is None:
+        return
+    if not value:
+        translation.take(keys.path(name), value, train={"quantize": translation.train.get("quantize", "none")})
+    elif not lora:
+        translation.none(keys.path(name), value, "without adapters nothing is quantized: 4-bit weights cannot be trained")
+    else:
+        translation.take(keys.path(name), value, train={"quantize": "nf4"}, note=NF4)
+
+
+def take_eight_bits(translation: Translation, keys: TheirKeys, name: str = "load_in_8bit") -> None:
+    value = keys.switch(name)
+    if value:
+        note = "the base model keeps its stored precision: about twice the memory, and no quantization error"
+        translation.none(keys.path(name), value, note)
+    elif value is not None:
+        translation.default(keys.path(name), value, note="off, as in chatmill")
+
+
+def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf16", fp16: str = "fp16") -> None:
+    """The precision of computation; float16 is not computed here."""
+    brain, half = keys.pop(bf16), keys.pop(fp16)
+    if brain is not None:
+        if brain in (True, "true", "full"):
+            translation.take(keys.path(bf16), brain, train={"dtype": "bfloat16"})
+        elif brain == "auto" or half in (True, "true"):
+            translation.take(keys.path(bf16), brain, train={"dtype": "auto"})
+        elif brain is False or brain == "false":
+            translation.take(keys.path(bf16), brain, train={"dtype": "float32"})
+        else:
+            translation.faults.append(f"{keys.path(bf16)} is {brain!r}; expected true, false or auto")
+            translation.none(keys.path(bf16), brain, "not understood")
+    if half is not None:
+        if half in (True, "true"):
+            note = "chatmill does not compute in float16; bfloat16 is used on a GPU"
+            translation.none(keys.path(fp16), half, note)
+        else:
+            translation.default(keys.path(fp16), half, note="off, as in chatmill")
+
+
+def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bool) -> None:
+    """Gradient checkpointing, with inputs of layers on the GPU or in host memory."""
+    value = keys.pop("gradient_checkpointing")
+    if value is None:
+        if default and "activation_checkpointing" not in translation.train:
+            translation.assume(f"default of {translation.trainer}", train={"activation_checkpointing": True})
+    elif isinstance(value, bool):
+        taken = {"activation_checkpointing": value}
+        translation.take(keys.path("gradient_checkpointing"), value, train=taken)
+    elif isinstance(value, str):
+        note = "layer inputs are kept in host memory" + (", not on a disk" if "disk" in value else "")
+        taken = {"activation_offload": True}
+        translation.take(keys.path("gradient_checkpointing"), value, train=taken, note=note)
+    else:
+        translation.faults.append(f"{keys.path('gradient_checkpointing')} is {value!r}; expected true or false")
+        translation.none(keys.path("gradient_checkpointing"), value, "not understood")
+    offload = keys.pop("activation_offloading")
+    if offload is not None and offload not in OFF:
+        translation.take(keys.path("activation_offloading"), offload, train={"activation_offload": True})
+    elif offload is not None:
+        translation.default(keys.path("activation_offloading"), offload, note="off, as in chatmill")
+
+
+def take_sharding(translation: Translation, keys: TheirKeys) -> None:
+    """FSDP and ZeRO-3 shard the model here, too; other stages of ZeRO have no counterpart."""
+    for name in ("fsdp", "fsdp_config", "deepspeed"):
+        value = keys.pop(name)
+        if value is None:
+            continue
+        if value in OFF:
+            translation.default(keys.path(name), value, note="off, as in chatmill")
+        elif name == "deepspeed" and not _is_stage_3(value):
+            note = "chatmill has no ZeRO-1 or ZeRO-2: each rank keeps the whole optimizer state; consider parallel fsdp"
+            translation.none(keys.path(name), value, note)
+        elif translation.train.get("quantize", "none") != "none":
+            translation.none(keys.path(name), value, "4-bit weights cannot be sharded here; each rank holds all of them")
+        elif translation.train.get("optimizer") in ("adafactor", "muon"):
+            note = f"{translation.train['optimizer']} needs whole matrices; each rank holds the whole model"
+            translation.none(keys.path(name), value, note)
+        else:
+            note = "chatmill chooses how layers are wrapped; parameters are not offloaded"
+            translation.take(keys.path(name), value, train={"parallel": "fsdp"}, note=note)
+
+
+def _is_stage_3(value: Any) -> bool:
+    """Whether a config of DeepSpeed, or the name of its file, is of ZeRO-3."""
+    if isinstance(value, dict):
+        zero = value.get("zero_optimization")
+        return isinstance(zero, dict) and zero.get("stage") == 3
+    name = str(value).rsplit("/", 1)[-1].lower()
+    return "zero3" in name or "z3" in name or "stage3" in name

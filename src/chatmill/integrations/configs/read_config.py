@@ -1,0 +1,92 @@
+"""Reads the config files of other trainers: YAML or JSON of a bounded size, as plain values."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from chatmill.errors import DataError, one_line
+from chatmill.plain_file import check_plain, read_plain
+from chatmill.remote.named_files import local_file
+from chatmill.remote.urls import place
+
+LIMIT = 1 << 20
+"""Bytes that a config may have."""
+MOST_VALUES = 100_000
+"""Values that a config may hold, those of an alias counted at each place."""
+DEPTH = 50
+
+
+def read_config(path: str | Path, what: str) -> dict[str, Any]:
+    """The table that a file, here or at a URL, holds; `what` says in an error which file is expected."""
+    name = str(place(path))
+    try:
+        local = local_file(path, limit=LIMIT)
+        if (size := check_plain(local)) > LIMIT:
+            raise DataError(f"{name}: has {size:,} bytes; {what} has at most {LIMIT:,}")
+        data = read_plain(local, LIMIT)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror}); expected {what}") from None
+    table = _parse_json(data, name) if name.lower().endswith(".json") else _parse_yaml(data, name)
+    if not isinstance(table, dict):
+        raise DataError(f"{name}: holds no table of keys; expected {what}")
+    _check_size(table, name)
+    if wrong := [key for key in table if not isinstance(key, str)]:
+        raise DataError(f"{name}: the key {one_line(repr(wrong[0]))} is not a text; expected {what}")
+    return table
+
+
+def _parse_yaml(data: bytes, name: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise DataError(f"{name}: YAML needs PyYAML; pip install 'chatmill[recipe]'") from None
+    from chatmill.integrations.configs.their_yaml import TrainerYaml
+
+    try:
+        return yaml.load(data, TrainerYaml)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        reason = f"{error.problem or error.context}{where}"
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
+        reason = str(error)
+    raise DataError(f"{name}: not YAML: {one_line(reason, 300)}") from None
+
+
+def _parse_json(data: bytes, name: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+            raise DataError(f'{name}: the key "{one_line(twice)}" stands there twice; expected each key once')
+        return table
+
+    try:
+        return json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: not JSON: {one_line(str(error), 300)}") from None
+
+
+def _check_size(table: Mapping[Any, Any], name: str) -> None:
+    """Refuse what cannot be printed: too many values behind aliases, nesting without end, infinite numbers and surrogates."""
+    left: list[tuple[Any, int]] = [(table, 0)]
+    count = 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise DataError(f"{name}: holds more than {MOST_VALUES:,} values, aliases included; expected fewer")
+        if depth > DEPTH:
+            raise DataError(f"{name}: is nested deeper than {DEPTH} levels; expected fewer")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DataError(f"{name}: holds a number that is not finite; expected numbers that a float can hold")
+        if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+            raise DataError(f"{name}: holds half of a character (a surrogate); expected text")
+        if isinstance(value, dict):
+            left += [(each, depth + 1) for each in (*value.keys(), *value.values())]
+        elif isinstance(value, list):
+            left += [(each, depth + 1) for each in value]

@@ -1,0 +1,286 @@
+"""What becomes of each key of another trainer's config: taken, equal to a default, without counterpart, or unknown."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from chatmill.config import keys_of
+from chatmill.errors import DataError, one_line
+from chatmill.prepare.job import InputSource, Job
+from chatmill.train.config import TrainConfig
+
+Status = Literal["taken", "default", "none", "unknown"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
+"""Values by which a feature is off."""
+UNSET = "not set"
+HIDDEN = "(hidden)"
+_SECRET = re.compile("api_key|hub_token|secret|password|webhook", re.IGNORECASE)
+_USER = re.compile("//[^/@\\s]*@")
+IS_OFF = "off, as in chatmill"
+
+
+@dataclass(frozen=True)
+class KeyResult:
+    """What becomes of one key."""
+
+    key: str
+    """Its path, such as `datasets[0].type`."""
+    value: Any
+    status: Status
+    ours: Mapping[str, Any] = field(default_factory=dict)
+    """The keys of the recipe and of the train config that it sets."""
+    note: str = ""
+    """What follows from it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value", _without_secrets(self.key, self.value))
+
+    def __str__(self) -> str:
+        """One line: `key: value -> ours; note`."""
+        line = f"{self.key}: {shown(self.value)}"
+        if self.ours:
+            line += " -> " + ", ".join(f"{name} {shown(value)}" for name, value in self.ours.items())
+        return f"{line}; {self.note}" if self.note else line
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A value that their config does not set: a default of theirs, or what cannot be known from the config."""
+
+    ours: Mapping[str, Any]
+    note: str
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{name} {shown(value)}" for name, value in self.ours.items())
+        return f"{values}: {self.note}" if values else self.note
+
+
+def shown(value: Any, longest: int = 80) -> str:
+    """A value as JSON, in one line of at most `longest` characters; a text without quotes where that is clear."""
+    if isinstance(value, str) and value and value == value.strip() and "\n" not in value:
+        return one_line(value, longest)
+    return one_line(json.dumps(value, ensure_ascii=False, default=str), longest)
+
+
+def _without_secrets(key: str, value: Any) -> Any:
+    """The value without keys of services, and users and passwords of URLs."""
+    if value in OFF or isinstance(value, bool):
+        return value
+    if _SECRET.search(key):
+        return HIDDEN
+    if isinstance(value, dict):
+        return {name: _without_secrets(str(name), each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets("", each) for each in value]
+    return _USER.sub("//", value) if isinstance(value, str) else value
+
+
+class TheirKeys:
+    """A table of their config. Each key is taken out once, by the rule that reads it; `left` are those of no rule."""
+
+    def __init__(self, values: Mapping[Any, Any], translation: Translation, prefix: str = "") -> None:
+        self._values = {str(name): value for name, value in values.items()}
+        self._translation = translation
+        self._prefix = prefix
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    @property
+    def left(self) -> Sequence[str]:
+        return list(self._values)
+
+    def path(self, name: str) -> str:
+        return f"{self._prefix}{name}"
+
+    def peek(self, name: str) -> Any:
+        """A value that stays, for the rule that takes it out."""
+        return self._values.get(name)
+
+    def pop(self, name: str) -> Any:
+        """The value of a key; None, with its result, if it is absent or null."""
+        if name not in self._values:
+            return None
+        value = self._values.pop(name)
+        if value is None:
+            self._translation.default(self.path(name), None, note=UNSET)
+        return value
+
+    def number(self, name: str, *, least: float | None = 0, most: float = 1e300) -> float | None:
+        """A number, which may be given as a text such as "2e-4"."""
+        value = self.pop(name)
+        if value is None:
+            return None
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                return self._wrong(name, value, "a number")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            return self._wrong(name, value, "a number")
+        if (least is not None and value < least) or value > most:
+            return self._wrong(name, value, f"a number from {least:g} on" if value <= most else "a smaller number")
+        return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(value)
+
+    def integer(self, name: str, *, least: int = 0, most: int = 2**31) -> int | None:
+        value = self.number(name, least=least, most=most)
+        if value is None or isinstance(value, int):
+            return value
+        return self._wrong(name, value, "a whole number")
+
+    def switch(self, name: str) -> bool | None:
+        value = self.pop(name)
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            value = value.lower() == "true"
+        return value if value is None or type(value) is bool else self._wrong(name, value, "true or false")
+
+    def text(self, name: str) -> str | None:
+        value = self.pop(name)
+        return value if value is None or (isinstance(value, str) and value) else self._wrong(name, value, "a text")
+
+    def text_or_no(self, name: str) -> str | None:
+        """A text; `no`, which YAML reads as false, is one."""
+        value = self.pop(name)
+        value = "no" if value is False else value
+        return value if value is None or (isinstance(value, str) and value) else self._wrong(name, value, "a text")
+
+    def texts(self, name: str, *, separator: str | None = None) -> list[str] | None:
+        """A list of texts; one text is a list of one, or of those between the separators."""
+        value = self.pop(name)
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(separator)] if separator else [value]
+        if value is None or (isinstance(value, list) and all(isinstance(each, str) and each for each in value)):
+            return value
+        return self._wrong(name, value, "a text or a list of texts")
+
+    def table(self, name: str) -> dict[str, Any] | None:
+        value = self.pop(name)
+        return value if value is None or isinstance(value, dict) else self._wrong(name, value, "a table")
+
+    def tables(self, name: str) -> list[dict[str, Any]] | None:
+        """A list of tables; one table is a list of one."""
+        value = self.pop(name)
+        value = [value] if isinstance(value, dict) else value
+        if value is None or (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+            return value
+        return self._wrong(name, value, "a list of tables")
+
+    def _wrong(self, name: str, value: Any, expected: str) -> Any:
+        self._translation.faults.append(f"{self.path(name)} is {shown(value)}; expected {expected}")
+        self._translation.none(self.path(name), value, "not understood")
+        return None
+
+
+class Translation:
+    """A config of another trainer on its way to a recipe and a train config of ours."""
+
+    def __init__(self, trainer: str, place: str, *, ranks: int | None = None, model: str | None = None) -> None:
+        self.trainer, self.place, self.ranks, self.model = trainer, place, ranks, model
+        self.recipe: dict[str, Any] = {}
+        self.sources: list[dict[str, Any]] = []
+        self.train: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        """Where the value of each of our keys came from; sources as `sources[0].inputs`."""
+        self.results: list[KeyResult] = []
+        self.assumptions: list[Assumption] = []
+        self.faults: list[str] = []
+        """Values of a wrong type, and what chatmill cannot do at all."""
+        self.chat_template: str | None = None
+        """The text of a chat template that the recipe needs."""
+        self.downloads: list[str] = []
+        """Commands that fetch what the config names on the Hub."""
+        self.run_name: str | None = None
+
+    def take(
+        self,
+        key: str,
+        value: Any,
+        *,
+        recipe: Mapping[str, Any] | None = None,
+        train: Mapping[str, Any] | None = None,
+        source: tuple[int, Mapping[str, Any]] | None = None,
+        other: Mapping[str, Any] | None = None,
+        note: str = "",
+    ) -> None:
+        """Set keys of ours from one of theirs; `other` are flags of commands. Equal to our defaults, it is `default`."""
+        ours = {**(recipe or {}), **(train or {}), **(other or {})}
+        origin = f"{key}: {shown(value, 60)}"
+        self.recipe.update(recipe or {})
+        self.train.update(train or {})
+        self.origins.update(dict.fromkeys(ours, origin))
+        if source is not None:
+            number, values = source
+            self.sources[number].update(values)
+            self.origins.update({f"sources[{number}].{name}": origin for name in values})
+            ours.update(values)
+        is_default = not other and all(
+            [
+                *(_same(each, _default(Job, name)) for name, each in (recipe or {}).items()),
+                *(_same(each, _default(TrainConfig, name)) for name, each in (train or {}).items()),
+                *(_same(each, _default(InputSource, name)) for name, each in (source[1] if source else {}).items()),
+            ]
+        )
+        self.results.append(KeyResult(key, value, "default" if is_default else "taken", ours, note))
+
+    def default(self, key: str, value: Any, *, note: str) -> None:
+        """A key that says what chatmill does anyway."""
+        self.results.append(KeyResult(key, value, "default", {}, note))
+
+    def none(self, key: str, value: Any, note: str) -> None:
+        """A key without counterpart; `note` says what follows from that."""
+        self.results.append(KeyResult(key, value, "none", {}, note))
+
+    def refuse(self, key: str, value: Any, reason: str) -> None:
+        """A key whose value chatmill cannot do, so that nothing is imported."""
+        self.faults.append(f"{key}: {shown(value)}: refused, {reason}")
+        self.results.append(KeyResult(key, value, "none", {}, f"refused, {reason}"))
+
+    def assume(
+        self, note: str, *, recipe: Mapping[str, Any] | None = None, train: Mapping[str, Any] | None = None
+    ) -> None:
+        """Set keys of ours that their config does not decide."""
+        ours = {**(recipe or {}), **(train or {})}
+        self.recipe.update(recipe or {})
+        self.train.update(train or {})
+        self.origins.update(dict.fromkeys(ours, note))
+        self.assumptions.append(Assumption(ours, note))
+
+    def close(self, keys: TheirKeys, notes: Mapping[str, str], *, off: Mapping[str, Any] | None = None) -> None:
+        """Give every key that no rule has read its result: from the table of notes, else as unknown."""
+        for name in keys.left:
+            if name not in notes:
+                value = keys.peek(name)
+                keys.pop(name) if value is not None else None
+                self.results.append(KeyResult(keys.path(name), value, "unknown"))
+            elif (value := keys.pop(name)) is not None:
+                is_off = any(_same(value, each) for each in OFF) or _same(value, (off or {}).get(name, UNSET))
+                if is_off:
+                    self.default(keys.path(name), value, note=IS_OFF)
+                else:
+                    self.none(keys.path(name), value, notes[name])
+
+    def check(self) -> None:
+        """Raise all faults as one error."""
+        if self.faults:
+            raise DataError(f"{self.place}: " + "; ".join(self.faults))
+
+    def ordered(self, order: Iterable[str]) -> list[KeyResult]:
+        """The results in the order of their file."""
+        rank = {name: number for number, name in enumerate(order)}
+        return sorted(self.results, key=lambda result: rank.get(result.key.split("[")[0].split(".")[0], len(rank)))
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality in which False is not 0."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _default(config: type[Any], name: str) -> Any:
+    default = keys_of(config)[name].default
+    return list(default) if isinstance(default, tuple) else default

@@ -1,0 +1,75 @@
+"""Keys of rows: their length, what becomes of longer ones, packing, validation, and the chat template."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from chatmill.integrations.configs.report import TheirKeys, Translation
+
+VAL_SHARE = 0.01
+"""The share of validation where a config gives a number of rows."""
+CUT_AT_THE_END = (
+    "theirs cuts the end of longer rows; here whole exchanges go from the start, and rows that still do not fit are dropped"
+)
+TEXT_CUT = "longer texts become several rows, so that all of them is trained"
+
+
+def take_length(translation: Translation, keys: TheirKeys, name: str, default: int | None, fit: str, note: str) -> None:
+    """The length of rows, and how longer ones are fitted."""
+    length = keys.integer(name, least=2, most=2**24)
+    ours = {"recipe": {"max_tokens": length or default, "fit": fit}, "train": {"block_size": length or default}}
+    if length is not None:
+        translation.take(keys.path(name), length, **ours, note=note)
+    elif default is not None:
+        translation.assume(f"default of {translation.trainer}; {note}", **ours)
+
+
+def take_packing(translation: Translation, keys: TheirKeys, name: str) -> bool:
+    packs = keys.switch(name)
+    if packs is not None:
+        taken = {"packing": "bins" if packs else "none"}
+        note = "conversations of a row never see each other" if packs else ""
+        translation.take(keys.path(name), packs, train=taken, note=note)
+    return bool(packs)
+
+
+def take_val_size(translation: Translation, keys: TheirKeys, name: str, *, other_val: bool) -> bool:
+    """Validation as a share; whether there is any."""
+    size = keys.number(name)
+    if size is None:
+        return other_val
+    if other_val:
+        translation.default(keys.path(name), size, note="the data for evaluation is named by itself")
+    elif 0 <= size < 1:
+        translation.take(keys.path(name), size, recipe={"val_split": float(size)})
+    else:
+        note = f"a number of rows is not a share: {VAL_SHARE:g} is assumed; change val_split"
+        translation.take(keys.path(name), size, recipe={"val_split": VAL_SHARE}, note=note)
+    return other_val or bool(size)
+
+
+def without_val(translation: Translation) -> None:
+    """Where nothing is kept for validation, nothing is evaluated."""
+    for name in ("early_stop_patience", "keep_best"):
+        if translation.train.pop(name, None) is not None:
+            translation.assume(f"{name} is left out: nothing is kept for validation")
+    if translation.train.get("eval_interval") != 0:
+        translation.assume("nothing is kept for validation", train={"eval_interval": 0})
+
+
+def use_template(translation: Translation, key: str, text: str) -> None:
+    """A chat template that is given as text, or as the path of a file."""
+    if re.search(r"\{[{%#]", text):
+        translation.chat_template = text if text.endswith("\n") else text + "\n"
+        translation.take(key, text, other={"format": "template", "chat_template": "written beside the recipe"})
+    else:
+        translation.take(key, text, recipe={"format": "template", "chat_template": text})
+
+
+def template_args(translation: Translation, key: str, values: dict[str, Any]) -> None:
+    """Variables of the chat template."""
+    import json
+
+    taken = [f"{name}={json.dumps(value)}" for name, value in values.items()]
+    translation.take(key, values, recipe={"template_args": taken})

@@ -1,0 +1,129 @@
+"""Keys of what a run writes and when: checkpoints, evaluations, log lines, trackers; and its seeds."""
+
+from __future__ import annotations
+
+from chatmill.integrations.configs.report import TheirKeys, Translation
+
+ONLY_AT_THE_END = 1_000_000_000
+"""A save_interval that no run reaches: only the checkpoint at the end is written."""
+
+
+def take_saving(translation: Translation, keys: TheirKeys) -> None:
+    """Checkpoints: a number of steps is taken; a share of the run or of an epoch has no counterpart."""
+    strategy, steps = keys.text_or_no("save_strategy"), keys.number("save_steps")
+    often = keys.number("saves_per_epoch")
+    at_the_end = {"save_interval": ONLY_AT_THE_END}
+    if strategy == "no":
+        translation.take(keys.path("save_strategy"), strategy, train=at_the_end, note="only at the end of the run")
+    elif strategy is not None:
+        _take_strategy(translation, keys, "save_strategy", strategy, "save_interval")
+    _take_interval(translation, keys, "save_steps", steps, "save_interval", used=strategy in (None, "steps"))
+    if often is not None:
+        _per_epoch(translation, keys, "saves_per_epoch", often, "save_interval")
+    if (limit := keys.integer("save_total_limit")) is not None:
+        taken = {"keep_checkpoints": max(1, limit)}
+        translation.take(keys.path("save_total_limit"), limit, train=taken)
+
+
+def take_evaluation(translation: Translation, keys: TheirKeys, *, default: bool) -> bool:
+    """When val is evaluated; whether it is at all."""
+    theirs = next((name for name in ("eval_strategy", "evaluation_strategy") if name in keys), "eval_strategy")
+    strategy, steps, often = keys.text_or_no(theirs), keys.number("eval_steps"), keys.number("evals_per_epoch")
+    evaluates = default or steps is not None or bool(often) or strategy not in (None, "no")
+    if strategy == "no":
+        evaluates = False
+        translation.take(keys.path(theirs), strategy, train={"eval_interval": 0})
+    elif strategy is not None:
+        _take_strategy(translation, keys, theirs, strategy, "eval_interval")
+    _take_interval(
+        translation, keys, "eval_steps", steps, "eval_interval", used=strategy in (None, "steps") and evaluates
+    )
+    if often is not None:
+        if often == 0:
+            translation.take(keys.path("evals_per_epoch"), often, train={"eval_interval": 0})
+            evaluates = False
+        else:
+            _per_epoch(translation, keys, "evals_per_epoch", often, "eval_interval")
+    if not evaluates and "eval_interval" not in translation.train:
+        translation.assume(f"{translation.trainer} does not evaluate by default", train={"eval_interval": 0})
+    for name, ours in (("early_stopping_patience", "early_stop_patience"), ("load_best_model_at_end", "keep_best")):
+        value = keys.integer(name) if ours == "early_stop_patience" else keys.switch(name)
+        if value is None:
+            continue
+        if not value:
+            translation.default(keys.path(name), value, note="off, as in chatmill")
+        elif translation.train.get("eval_interval") == 0 or translation.train.get("save_interval") == 0:
+            translation.none(keys.path(name), value, "nothing is evaluated, so that there is no best checkpoint")
+        else:
+            translation.take(keys.path(name), value, train={ours: value}, note="by the loss on val")
+    return evaluates
+
+
+def _take_strategy(translation: Translation, keys: TheirKeys, name: str, strategy: str, ours: str) -> None:
+    if strategy == "steps":
+        translation.default(keys.path(name), strategy, note=f"as {ours}")
+    elif strategy == "best":
+        translation.take(keys.path(name), strategy, train={"keep_best": True}, note="besides the newest checkpoints")
+    else:
+        note = f"chatmill counts steps, and those of an epoch are known only later; {ours} stays {_now(translation, ours)}"
+        translation.none(keys.path(name), strategy, note)
+
+
+def _take_interval(
+    translation: Translation, keys: TheirKeys, name: str, steps: float | None, ours: str, *, used: bool
+) -> None:
+    if steps is None:
+        return
+    if not used:
+        translation.default(keys.path(name), steps, note="not used, as the strategy says")
+    elif isinstance(steps, int) and steps >= 1:
+        translation.take(keys.path(name), steps, train={ours: min(steps, 2**31)})
+    else:
+        note = f"a share of the run is not a number of steps; {ours} stays {_now(translation, ours)}"
+        translation.none(keys.path(name), steps, note)
+
+
+def _per_epoch(translation: Translation, keys: TheirKeys, name: str, often: float, ours: str) -> None:
+    note = f"the steps of an epoch are known only when the data is prepared; {ours} stays {_now(translation, ours)}"
+    translation.none(keys.path(name), often, note)
+
+
+def _now(translation: Translation, ours: str) -> int:
+    return int(translation.train.get(ours, 500))
+
+
+def take_logging(translation: Translation, keys: TheirKeys) -> None:
+    steps = keys.number("logging_steps")
+    if steps is not None and isinstance(steps, int) and steps >= 1:
+        translation.take(keys.path("logging_steps"), steps, train={"log_interval": min(steps, 2**31)})
+    elif steps is not None:
+        translation.none(keys.path("logging_steps"), steps, "a share of the run is not a number of steps; it stays 10")
+
+
+def take_seed(translation: Translation, keys: TheirKeys, default: int | None) -> None:
+    """The seed of weights, dropout and order; the orders of two trainers differ all the same."""
+    seed, data_seed = keys.integer("seed", most=2**31), keys.integer("data_seed", most=2**31)
+    note = "rows come in another order than in their run"
+    if seed is not None:
+        taken = {"seed": seed} | ({} if data_seed is not None else {"epoch_seed": seed})
+        translation.take(keys.path("seed"), seed, train=taken, note=note)
+    elif default is not None:
+        translation.assume(f"default of {translation.trainer}", train={"seed": default, "epoch_seed": default})
+    if data_seed is not None:
+        translation.take(keys.path("data_seed"), data_seed, train={"epoch_seed": data_seed}, note=note)
+
+
+def take_report_to(translation: Translation, keys: TheirKeys, name: str = "report_to") -> None:
+    trackers = keys.texts(name)
+    if trackers is None:
+        return
+    if trackers in (["none"], ["None"], []):
+        translation.take(keys.path(name), trackers, train={"report_to": []})
+        return
+    known = [each for each in dict.fromkeys(trackers) if each in ("tensorboard", "wandb", "mlflow")]
+    others = [each for each in trackers if each not in known]
+    note = f"chatmill reports to no {', '.join(others)}" if others else ""
+    if known:
+        translation.take(keys.path(name), trackers, train={"report_to": known}, note=note)
+    else:
+        translation.none(keys.path(name), trackers, f"{note}; set report_to to tensorboard, wandb or mlflow")

@@ -1,0 +1,193 @@
+"""Writes what was imported: recipe.yaml, train.json, the chat template if there is one, and the list of keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from chatmill.errors import ChatmillError, DataError, UsageError, one_line
+from chatmill.integrations.configs.report import STATUSES, Assumption, KeyResult, Translation
+from chatmill.plain_file import local_path
+from chatmill.prepare.recipe import load_recipe
+from chatmill.train.config import TrainConfig
+
+RECIPE, TRAIN, TEMPLATE, KEYS = "recipe.yaml", "train.json", "chat_template.jinja", "keys.txt"
+TITLES = {
+    "taken": "taken",
+    "default": "as chatmill does it anyway",
+    "none": "without counterpart",
+    "unknown": "unknown, and not read",
+}
+
+
+@dataclass(frozen=True)
+class ImportedConfig:
+    """A config of another trainer as one of ours."""
+
+    trainer: str
+    place: str
+    results: Sequence[KeyResult]
+    """What became of each key, in the order of their file."""
+    assumptions: Sequence[Assumption]
+    recipe: dict[str, Any]
+    train: dict[str, Any]
+    origins: dict[str, str]
+    chat_template: str | None
+    downloads: Sequence[str]
+    run_name: str
+
+    @classmethod
+    def of(cls, translation: Translation, order: Sequence[str]) -> ImportedConfig:
+        """What a translation gives; all its faults are one error."""
+        translation.check()
+        return cls(
+            translation.trainer,
+            translation.place,
+            translation.ordered(order),
+            translation.assumptions,
+            {**translation.recipe, "sources": translation.sources},
+            translation.train,
+            translation.origins,
+            translation.chat_template,
+            translation.downloads,
+            translation.run_name or "imported",
+        )
+
+    def with_status(self, status: str) -> list[KeyResult]:
+        return [result for result in self.results if result.status == status]
+
+    def commands(self, folder: Path) -> list[str]:
+        """What to run next: downloads, then the two commands of chatmill."""
+        recipe, data, train = (shlex.quote(str(folder / name)) for name in (RECIPE, "data", TRAIN))
+        return [
+            *dict.fromkeys(self.downloads),
+            f"chatmill prepare {recipe} -o {data}",
+            f"chatmill train --config_file {train} --model_name {shlex.quote(self.run_name)}",
+        ]
+
+    def lines(self) -> list[str]:
+        """The list of keys as text."""
+        out = [f"{self.trainer} config {self.place}: {len(self.results)} keys"]
+        for status in STATUSES:
+            if results := self.with_status(status):
+                out += ["", f"{TITLES[status]} ({len(results)}):", *(f"  {one_line(str(each), None)}" for each in results)]
+        if self.assumptions:
+            out += ["", "not said there:", *(f"  {one_line(str(each), None)}" for each in self.assumptions)]
+        return out
+
+    def to_json(self, folder: Path) -> dict[str, Any]:
+        keys = [
+            {"key": each.key, "value": each.value, "status": each.status, "ours": dict(each.ours), "note": each.note}
+            for each in self.results
+        ]
+        return {
+            "trainer": self.trainer,
+            "config": self.place,
+            "recipe": str(folder / RECIPE),
+            "train_config": str(folder / TRAIN),
+            "keys": keys,
+            "assumed": [{"ours": dict(each.ours), "note": each.note} for each in self.assumptions],
+            "commands": self.commands(folder),
+        }
+
+
+def write_import(imported: ImportedConfig, folder: str | Path, *, overwrite: bool = False) -> list[Path]:
+    """Write the files of an import into a folder, all or none; existing ones are replaced only with `overwrite`.
+
+    The recipe and the train config are loaded, as the commands load them, before anything is written.
+    """
+    target = local_path(folder)
+    texts = _texts(imported, target)
+    _check_target(target, texts, overwrite)
+    made = [parent for parent in (target, *target.parents) if not parent.exists()]
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        with TemporaryDirectory(prefix=".import-", dir=target) as name:
+            aside = Path(name)
+            for file, text in texts.items():
+                with open(aside / file, "w", encoding="utf-8") as out:
+                    out.write(text)
+                    out.flush()
+                    os.fsync(out.fileno())
+            _check_files(imported, aside, target)
+            for file in texts:
+                os.replace(aside / file, target / file)
+    except BaseException:
+        for parent in made:
+            if parent.exists() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+    return [target / file for file in texts]
+
+
+def _check_target(target: Path, texts: dict[str, str], overwrite: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target}: is not a folder; give a folder that the files are written into")
+    there = [file for file in texts if (target / file).exists() or (target / file).is_symlink()]
+    if there and not overwrite:
+        raise UsageError(f"{target / there[0]}: is there already; add --overwrite, or give another folder")
+    if folders := [file for file in there if (target / file).is_dir()]:
+        raise UsageError(f"{target / folders[0]}: is a folder; give another folder")
+
+
+def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
+    """Each file by its name."""
+    recipe, train = dict(imported.recipe), dict(imported.train)
+    texts = {}
+    if imported.chat_template is not None:
+        recipe |= {"format": "template", "chat_template": str(target / TEMPLATE)}
+        texts[TEMPLATE] = imported.chat_template
+    train = {"dataset_dir": str(target / "data"), **train}
+    return {
+        RECIPE: _recipe_text(imported, recipe),
+        TRAIN: json.dumps(train, indent=2, ensure_ascii=False) + "\n",
+        KEYS: "\n".join(imported.lines()) + "\n",
+        **texts,
+    }
+
+
+def _recipe_text(imported: ImportedConfig, recipe: dict[str, Any]) -> str:
+    """The recipe as YAML, with what each value came from as a comment; values are JSON, which YAML 1.2 contains."""
+    lines = [
+        f"# Made of the {imported.trainer} config {one_line(imported.place)} by `chatmill import`.",
+        f"# {KEYS} says what became of each of its keys.",
+    ]
+    lines += [_pair(name, value, imported.origins.get(name)) for name, value in recipe.items() if name != "sources"]
+    lines.append("sources:")
+    for number, source in enumerate(recipe["sources"]):
+        for place, (name, value) in enumerate(source.items()):
+            indent = "  - " if place == 0 else "    "
+            lines.append(indent + _pair(name, value, imported.origins.get(f"sources[{number}].{name}")))
+    return "\n".join(lines) + "\n"
+
+
+def _pair(name: str, value: Any, origin: str | None) -> str:
+    comment = f"  # {one_line(origin, 100)}" if origin else ""
+    # JSON may hold characters that YAML takes as line breaks or refuses; both have the same escapes for them.
+    text = "".join(
+        character if character.isprintable() else f"\\U{ord(character):08x}"
+        for character in json.dumps(value, ensure_ascii=False)
+    )
+    return f"{name}: {text}{comment}"
+
+
+def _check_files(imported: ImportedConfig, aside: Path, target: Path) -> None:
+    """Load both files; what is wrong with them is a fault of the config that was imported."""
+    try:
+        load_recipe(aside / RECIPE)
+    except ChatmillError as error:
+        _raise(imported, str(error).removeprefix(f"{aside / RECIPE}: "), "recipe")
+    try:
+        TrainConfig.from_file(aside / TRAIN)
+    except ChatmillError as error:
+        _raise(imported, str(error).removeprefix(f"{aside / TRAIN}: "), "train config")
+
+
+def _raise(imported: ImportedConfig, reason: str, what: str) -> None:
+    raise DataError(f"{imported.place}: its values give no {what}: {reason}") from None
