@@ -42,6 +42,9 @@ rollout build rollouts.jsonl truth.jsonl -o URL --add-tokens
 rollout answers truth.jsonl -o URL --add-tokens
 rollout train URL -o out
 merge v1 -o URL
+import axolotl config.yml -o URL
+import llamafactory dataset_info.json -o URL
+import trl sft.yaml -o URL
 rollout train stage2.json -o URL
 """
 LINES = [line for line in PATHS.splitlines() if line]
@@ -81,8 +84,11 @@ view v1 --tokenizer URL
 build-sft-primer --primer-jsonl chat.jsonl --tokenizer URL
 tokenizer train chat.jsonl --vocab-size 300 -o out --format URL.toml
 tokenizer info URL
+import axolotl URL.yml -o out
+import llamafactory URL.json -o out
+import trl URL.yaml -o out
 """
-"""Commands that read tokenizers, chat templates, formats and recipes from URLs."""
+"""Commands that read tokenizers, chat templates, formats, recipes and configs of other trainers from URLs."""
 
 
 @pytest.fixture
@@ -120,7 +126,7 @@ def test_files_are_read_from_urls_and_one_of_nothing_is_one_line(run, folder, li
     for line in filter(None, lines.splitlines()):
         code, out, err = run(*shlex.split(line.replace("URL", "memory://bucket/x")))
         assert (code, out) == (1, ""), f"{line}\n{err}"
-        expected = r"chatmill: memory://bucket/x(\.jsonl|\.toml)?: no such object; check the name\n"
+        expected = r"chatmill: memory://bucket/x(\.jsonl|\.toml|\.json|\.ya?ml)?: no such object; check the name\n"
         assert re.fullmatch(expected, err), f"{line}\n{err}"
         assert names(folder) == before, line
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "formats": "formats.formats",
     "certify": "certify.certify_command",
     "recipe": "recipe.app",
+    "import": "import_config.app",
     "prepare": "prepare.prepare_command",
     "verify": "verify.verify",
     "reweigh": "reweigh.reweigh",

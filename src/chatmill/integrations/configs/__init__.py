@@ -1,8 +1,15 @@
 """Configs of other trainers as recipes and train configs of ours: `chatmill import`.
 
-    axolotl        import_axolotl(path)
-    llamafactory   import_llamafactory(path, train)
-    trl            import_trl(path)
+    axolotl        an Axolotl config
+    llamafactory   LLaMA-Factory's dataset_info.json, and the config of a run
+    trl            a config of `trl sft`, or a recipe of the alignment handbook
 
 Each gives an `ImportedConfig`, with what became of every key; `write_import` writes it into a folder.
 """
+
+from chatmill.integrations.configs.axolotl import import_axolotl
+from chatmill.integrations.configs.llamafactory import import_llamafactory
+from chatmill.integrations.configs.trl import import_trl
+from chatmill.integrations.configs.write_config import ImportedConfig, write_import
+
+__all__ = ["ImportedConfig", "import_axolotl", "import_llamafactory", "import_trl", "write_import"]

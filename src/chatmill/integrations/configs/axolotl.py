@@ -34,6 +34,7 @@ from chatmill.integrations.configs.rows_keys import (
 from chatmill.integrations.configs.run_keys import RunNames, take_run
 from chatmill.integrations.configs.run_output import take_evaluation, take_logging, take_saving, take_seed
 from chatmill.integrations.configs.write_config import ImportedConfig
+from chatmill.remote.urls import place
 
 RUN = RunNames(
     micro_batch="micro_batch_size",
@@ -66,7 +67,7 @@ def import_axolotl(path: str | Path, *, ranks: int | None = None, model: str | N
     `ranks` is the number of GPUs, `model` the folder of the base model in place of the one that the config names.
     """
     values = read_config(path, "an Axolotl config in YAML")
-    translation = Translation("Axolotl", str(path), ranks=ranks, model=model)
+    translation = Translation("Axolotl", str(place(path)), ranks=ranks, model=model)
     keys = TheirKeys(values, translation)
     _refuse(translation, keys)
     take_model(translation, keys, "base_model", _revision(keys), tokenizer="tokenizer_config")
@@ -222,7 +223,9 @@ def _take_special_tokens(translation: Translation, keys: TheirKeys) -> None:
         return
     table = TheirKeys(tokens, translation, f"{keys.path('special_tokens')}.")
     stays = "the tokenizer of the model's folder is used as it is; change its files if this token differs"
-    notes = dict.fromkeys(table.left, stays) | {"pad_token": "padding is never trained, whatever its token; nothing changes"}
+    notes = dict.fromkeys(table.left, stays) | {
+        "pad_token": "padding is never trained, whatever its token; nothing changes"
+    }
     translation.close(table, notes)
     if not tokens:
         translation.default(keys.path("special_tokens"), {}, note="empty")

@@ -74,13 +74,18 @@ def _take_dataset(translation: Translation, keys: TheirKeys, layout: Layout, onl
     if isinstance(kind, dict):
         _take_user_defined(translation, keys, kind, number, layout)
     elif kind is None or not isinstance(kind, str):
-        translation.refuse(keys.path("type"), kind, "rows of tokens are not read; give the data before Axolotl tokenized it")
+        translation.refuse(
+            keys.path("type"), kind, "rows of tokens are not read; give the data before Axolotl tokenized it"
+        )
     else:
         _take_type(translation, keys, kind, number, layout)
     notes = NOTES | dict.fromkeys(
-        ("field", "field_messages", "field_tools", "field_thinking", "message_property_mappings", "roles")
-        + ("message_field_role", "message_field_content", "message_field_training", "message_field_training_detail")
-        + ("roles_to_train", "train_on_eos", "train_on_eot", "chat_template", "chat_template_jinja"),
+        (
+            *("field", "field_messages", "field_tools", "field_thinking", "message_property_mappings", "roles"),
+            *("message_field_role", "message_field_content", "message_field_training"),
+            *("message_field_training_detail", "roles_to_train", "train_on_eos", "train_on_eot"),
+            *("chat_template", "chat_template_jinja"),
+        ),
         "not read by this type",
     )
     translation.close(keys, notes, off={"field": "text"})
@@ -136,8 +141,8 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
         column = keys.text("field")
         translation.take(keys.path("type"), kind, source=(number, {"shape": "text"}), other={"format": "text"})
         if column is not None:
-            taken = {} if column == "text" else {"columns": {"text": column}}
-            translation.take(keys.path("field"), column, source=(number, taken))
+            columns = {} if column == "text" else {"columns": {"text": column}}
+            translation.take(keys.path("field"), column, source=(number, columns))
     elif base == "alpaca" or kind in COLUMNS or base in ("alpaca_chat.load", "alpaca_w_system.load_open_orca"):
         style = style or ("chat" if base.startswith("alpaca_chat") else "instruct")
         taken: dict[str, Any] = {"shape": "alpaca"}

@@ -12,26 +12,30 @@ TRACKER = "chatmill has no such tracker; report_to takes tensorboard, wandb and 
 SHARDS = "chatmill splits rows over ranks, not models or sequences; memory for each GPU differs"
 MOE = "mixtures of experts are trained as transformers holds them; speed differs"
 _GROUPS: dict[str, str] = {
-    "attn_implementation flash_attention flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv "
-    "flash_optimum xformers_attention sdp_attention s2_attention flex_attention flex_attn_compile_kwargs eager_attention "
-    "sage_attention fused_attn_kernel gemma4_hybrid_attn_impl pretrain_multipack_attn multipack_real_batches": ATTENTION,
+    "attn_implementation flash_attention flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp "
+    "flash_attn_fuse_qkv flash_optimum xformers_attention sdp_attention s2_attention flex_attention "
+    "flex_attn_compile_kwargs eager_attention sage_attention fused_attn_kernel gemma4_hybrid_attn_impl "
+    "pretrain_multipack_attn multipack_real_batches": ATTENTION,
     "tf32 low_cpu_mem_usage liger_rope liger_rms_norm liger_glu_activation liger_layer_norm liger_swiglu "
-    "liger_fused_linear_cross_entropy liger_cross_entropy liger_rms_norm_gated liger_use_token_scaling cut_cross_entropy "
-    "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel use_kernels unsloth_cross_entropy_loss "
-    "unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope tiled_mlp tiled_mlp_num_shards "
-    "gradient_checkpointing_kwargs selective_checkpointing layer_offloading torch_empty_cache_steps gc_collect_steps "
-    "gc_steps dataloader_pin_memory dataloader_num_workers dataloader_prefetch_factor dataset_processes dataset_num_proc "
-    "dataset_keep_in_memory dataset_prepared_path num_dataset_shards_to_save skip_prepare_dataset remove_unused_columns "
-    "group_by_length pad_to_sequence_len eval_sample_packing sample_packing_group_size sample_packing_bin_size "
-    "sample_packing_mp_start_method sample_packing_eff_est sample_packing_seq_len_multiplier total_num_tokens "
-    "total_supervised_tokens eval_batch_size experimental_skip_move_to_device lora_on_cpu device_map max_memory "
-    "gpu_memory_limit torch_compile_backend torch_compile_mode ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers "
-    "ddp_find_unused_parameters accelerator_config fsdp_version fsdp_final_state_dict_type local_rank world_size device "
-    "qlora_sharded_model_loading embeddings_skip_upcast peft_autocast_adapter_dtype use_ray ray_run_name ray_num_workers "
-    "resources_per_worker flash_attn_supports_top_left_mask fp8_enable_fsdp_float8_all_gather streaming_multipack_buffer_size "
-    "sample_packing_drop_attention_mask float8 is_preprocess preprocess_iterable axolotl_config_path debug "
-    "include_tokens_per_second include_tkps profiler_steps profiler_steps_start save_safetensors merge_lora merge_method "
-    "strict dynamic_checkpoint bnb_config_kwargs": KERNEL,
+    "liger_fused_linear_cross_entropy liger_cross_entropy liger_rms_norm_gated liger_use_token_scaling "
+    "cut_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel use_kernels "
+    "unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm "
+    "unsloth_rope tiled_mlp tiled_mlp_num_shards gradient_checkpointing_kwargs selective_checkpointing "
+    "layer_offloading torch_empty_cache_steps gc_collect_steps gc_steps dataloader_pin_memory "
+    "dataloader_num_workers dataloader_prefetch_factor dataset_processes dataset_num_proc "
+    "dataset_keep_in_memory dataset_prepared_path num_dataset_shards_to_save skip_prepare_dataset "
+    "remove_unused_columns group_by_length pad_to_sequence_len eval_sample_packing "
+    "sample_packing_group_size sample_packing_bin_size sample_packing_mp_start_method "
+    "sample_packing_eff_est sample_packing_seq_len_multiplier total_num_tokens total_supervised_tokens "
+    "eval_batch_size experimental_skip_move_to_device lora_on_cpu device_map max_memory gpu_memory_limit "
+    "torch_compile_backend torch_compile_mode ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers "
+    "ddp_find_unused_parameters accelerator_config fsdp_version fsdp_final_state_dict_type local_rank "
+    "world_size device qlora_sharded_model_loading embeddings_skip_upcast peft_autocast_adapter_dtype "
+    "use_ray ray_run_name ray_num_workers resources_per_worker flash_attn_supports_top_left_mask "
+    "fp8_enable_fsdp_float8_all_gather streaming_multipack_buffer_size sample_packing_drop_attention_mask "
+    "float8 is_preprocess preprocess_iterable axolotl_config_path debug include_tokens_per_second "
+    "include_tkps profiler_steps profiler_steps_start save_safetensors merge_lora merge_method strict "
+    "dynamic_checkpoint bnb_config_kwargs": KERNEL,
     "quantize_moe_experts use_scattermoe use_sonicmoe experts_implementation llama4_linearized_experts "
     "dsv4_fp4_grouped_mode use_dsv4_kernels use_glm_dsa_kernels expert_parallel_num_nvl_bytes "
     "expert_parallel_token_capacity nvfp4_merge_aware": MOE,
@@ -42,75 +46,91 @@ _GROUPS: dict[str, str] = {
     "trust_remote_code": NO_CODE,
     "trainer_cls": f"{NO_CODE}; chatmill's own loop trains",
     "plugins": f"{NO_CODE}; what the plugins change in training is not done",
-    "tokenizer_type tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common tokenizer_save_jinja_files model_type "
-    "type_of_model base_model_config cls_model_config is_falcon_derived_model is_llama_derived_model "
-    "is_mistral_derived_model is_qwen_derived_model base_model_ignore_patterns gptq_model_v1": "the files of the model's "
-    "folder say which classes are used",
-    "model_config overrides_of_model_config overrides_of_model_kwargs model_kwargs rope_scaling": "the config of the "
-    "model's folder is used as it is; edit its config.json",
-    "model_quantization_config model_quantization_config_kwargs gptq gptq_groupsize gptq_disable_exllama gptq_bits":
-    "quantized base models are refused; give one that is not quantized, and load_in_4bit",
+    "tokenizer_type tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common "
+    "tokenizer_save_jinja_files model_type type_of_model base_model_config cls_model_config "
+    "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model "
+    "base_model_ignore_patterns gptq_model_v1": ("the files of the model's folder say which classes are used"),
+    "model_config overrides_of_model_config overrides_of_model_kwargs model_kwargs rope_scaling": (
+        "the config of the model's folder is used as it is; edit its config.json"
+    ),
+    "model_quantization_config model_quantization_config_kwargs gptq gptq_groupsize gptq_disable_exllama "
+    "gptq_bits": "quantized base models are refused; give one that is not quantized, and load_in_4bit",
     "qat quantization": "weights are not trained for quantization; the loss will differ",
     "use_onebitllms": "1.58-bit training is not done; the loss will differ",
-    "tokens added_tokens_overrides resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings "
-    "fix_untrained_tokens": "no tokens are added, and embeddings keep their size; add tokens to the model's folder first",
+    "tokens added_tokens_overrides resize_token_embeddings_to_32x mean_resizing_embeddings "
+    "shrink_embeddings fix_untrained_tokens": (
+        "no tokens are added, and embeddings keep their size; add tokens to the model's folder first"
+    ),
     "lora_modules_to_save": "these modules are not trained besides the adapters; the loss will differ",
     "lora_model_dir": "new adapters are trained; merge the earlier ones into the model first",
-    "lora_target_parameters lora_rank_pattern lora_alpha_pattern peft_layers_to_transform peft_layers_pattern "
-    "peft_layer_replication peft_trainable_token_indices peft_ensure_weight_tying": "all layers of the targets get "
-    "adapters of one size; the loss will differ",
+    "lora_target_parameters lora_rank_pattern lora_alpha_pattern peft_layers_to_transform "
+    "peft_layers_pattern peft_layer_replication peft_trainable_token_indices peft_ensure_weight_tying": (
+        "all layers of the targets get adapters of one size; the loss will differ"
+    ),
     "lora_fan_in_fan_out": "peft finds out by itself; nothing changes",
-    "peft_use_dora peft_init_lora_weights peft": "plain LoRA is trained, with its usual initial weights; the loss will differ",
-    "loraplus_lr_ratio loraplus_lr_embedding": "both matrices of an adapter have one learning rate; the loss will differ",
+    "peft_use_dora peft_init_lora_weights peft": (
+        "plain LoRA is trained, with its usual initial weights; the loss will differ"
+    ),
+    "loraplus_lr_ratio loraplus_lr_embedding": (
+        "both matrices of an adapter have one learning rate; the loss will differ"
+    ),
     "relora relora_steps relora_prune_ratio relora_prune_method relora_cpu_offload relora_warmup_steps "
-    "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": "adapters are never merged and "
-    "restarted in a run; the loss will differ",
-    "lisa_n_layers lisa_step_interval lisa_layers_attribute": "all layers are trained in each step; the loss will differ",
-    "unfrozen_parameters freeze_mm_modules": "all weights are trained, or the adapters; the loss will differ",
+    "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": (
+        "adapters are never merged and restarted in a run; the loss will differ"
+    ),
+    "lisa_n_layers lisa_step_interval lisa_layers_attribute": (
+        "all layers are trained in each step; the loss will differ"
+    ),
+    "unfrozen_parameters freeze_mm_modules": ("all weights are trained, or the adapters; the loss will differ"),
     "embedding_lr embedding_lr_scale lr_groups": "all weights have one learning rate; the loss will differ",
-    "optim_args optim_target_modules torchdistx_path adam_epsilon2 adam_beta3 adam_eps dion_lr dion_momentum "
-    "dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap qgalore_scale qgalore_proj_type "
-    "qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size qgalore_cos_threshold qgalore_gamma_proj "
-    "qgalore_queue_size": "an option of another optimizer; it has no effect",
-    "lr_quadratic_warmup lr_div_factor cosine_constant_lr_ratio": "the warm-up is linear and the schedule plain; the loss "
-    "will differ",
+    "optim_args optim_target_modules torchdistx_path adam_epsilon2 adam_beta3 adam_eps dion_lr "
+    "dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap "
+    "qgalore_scale qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
+    "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size": ("an option of another optimizer; it has no effect"),
+    "lr_quadratic_warmup lr_div_factor cosine_constant_lr_ratio": (
+        "the warm-up is linear and the schedule plain; the loss will differ"
+    ),
     "neftune_noise_alpha noisy_embedding_alpha": "no noise is added to embeddings; the loss will differ",
     "use_eaft eaft_alpha eaft_k": "the loss is plain cross entropy; it will differ",
-    "loss_watchdog_threshold loss_watchdog_patience": "a run does not stop at a high loss; see metrics.jsonl",
+    "loss_watchdog_threshold loss_watchdog_patience": ("a run does not stop at a high loss; see metrics.jsonl"),
     "auto_find_batch_size": "the batch stays as it is; --estimate says whether it fits",
     "shuffle_before_merging_datasets": "all rows are shuffled in each epoch",
-    "sample_packing_sequentially curriculum_sampling": "rows are packed best fit and shuffled; the order differs",
+    "sample_packing_sequentially curriculum_sampling": ("rows are packed best fit and shuffled; the order differs"),
     "dataset_shard_num dataset_shard_idx": "all of the data is read; set max_samples",
     "eval_sequence_len": "val has the length of train",
     "max_packed_sequence_len": "sequence_len is the length of a row",
     "max_prompt_len": PREFERENCE,
-    "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens do_bench_eval bench_dataset bench_split "
-    "generate_samples num_generation_samples generation_max_new_tokens generation_temperature generation_top_p "
-    "generation_top_k generation_prompt_ratio generation_do_sample": "evaluation gives the loss and eval_samples answers",
+    "do_causal_lm_eval eval_causal_lm_metrics eval_table_size eval_max_new_tokens do_bench_eval "
+    "bench_dataset bench_split generate_samples num_generation_samples generation_max_new_tokens "
+    "generation_temperature generation_top_p generation_top_k generation_prompt_ratio "
+    "generation_do_sample": "evaluation gives the loss and eval_samples answers",
     "greater_is_better": "the best checkpoint is that of the lowest loss on val",
     "save_only_model": "checkpoints hold the optimizer, too, so that a run can be resumed",
     "save_first_step": "the first checkpoint comes after save_interval steps",
     "wandb_entity wandb_run_id wandb_watch wandb_log_model wandb_mode wandb_name mlflow_tracking_uri "
-    "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts project_name": "trackers read the variables of their "
-    "clients, such as WANDB_ENTITY, WANDB_NAME or MLFLOW_TRACKING_URI",
-    "use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode comet_online "
-    "comet_experiment_config use_otel_metrics otel_metrics_host otel_metrics_port use_trackio trackio_project_name "
-    "trackio_run_name trackio_space_id use_swanlab swanlab_project swanlab_experiment_name swanlab_description swanlab_mode "
-    "swanlab_workspace swanlab_log_model swanlab_log_completions swanlab_completion_log_interval "
-    "swanlab_completion_max_buffer": TRACKER,
-    "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature": "see "
-    "`chatmill chat`",
-    "trl vllm rl_beta dpo_beta dpo_use_weighting dpo_label_smoothing dpo_loss_type dpo_loss_weights dpo_padding_free "
-    "dpo_use_liger_kernel precompute_ref_log_probs orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight "
-    "kto_undesirable_weight center_rewards_coefficient num_labels ebft rpo_alpha dpo_use_logits_to_keep "
-    "dpo_generate_during_eval dpo_norm_loss": PREFERENCE,
+    "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts project_name": (
+        "trackers read the variables of their clients, such as WANDB_ENTITY, WANDB_NAME or MLFLOW_TRACKING_URI"
+    ),
+    "use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode "
+    "comet_online comet_experiment_config use_otel_metrics otel_metrics_host otel_metrics_port "
+    "use_trackio trackio_project_name trackio_run_name trackio_space_id use_swanlab swanlab_project "
+    "swanlab_experiment_name swanlab_description swanlab_mode swanlab_workspace swanlab_log_model "
+    "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer": TRACKER,
+    "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens "
+    "gradio_temperature": "see `chatmill chat`",
+    "trl vllm rl_beta dpo_beta dpo_use_weighting dpo_label_smoothing dpo_loss_type dpo_loss_weights "
+    "dpo_padding_free dpo_use_liger_kernel precompute_ref_log_probs orpo_alpha simpo_gamma cpo_alpha "
+    "kto_desirable_weight kto_undesirable_weight center_rewards_coefficient num_labels ebft rpo_alpha "
+    "dpo_use_logits_to_keep dpo_generate_during_eval dpo_norm_loss": PREFERENCE,
     "auto_resume_from_checkpoints": "add --resume auto to the train command",
-    "resume_from_checkpoint": "checkpoints of Axolotl cannot be resumed; the run starts from the base model",
+    "resume_from_checkpoint": ("checkpoints of Axolotl cannot be resumed; the run starts from the base model"),
     "streaming": "the dataset is prepared before the run; nothing changes in what is computed",
     "default_system_message": "no system message is added; the chat template may write its own",
     "eot_tokens": "chatmill finds the end of a turn in the chat template",
     "llmcompressor": "no sparsity recipe is applied; the loss will differ",
-    "torch_dtype bfloat16 float16 float32": "weights of full fine-tuning are float32, or bfloat16 with adamw8bit and adamw_bf16",
+    "torch_dtype bfloat16 float16 float32": (
+        "weights of full fine-tuning are float32, or bfloat16 with adamw8bit and adamw_bf16"
+    ),
     "reinit_weights": "weights of the model's folder are used; the loss will differ",
     "processor_kwargs": "of images and sound, which chatmill does not train",
     "full_finetune test_value": "not read by Axolotl either",

@@ -75,9 +75,7 @@ STYLES = {
 }
 """Axolotl's styles of `type: alpaca` and `alpaca:STYLE`."""
 NAMED = {
-    "alpaca": PromptStyle(
-        "### Instruction:\n{}\n\n### Response:\n", default_system=ALPACA_SYSTEM, after_answer="\n\n"
-    ),
+    "alpaca": PromptStyle("### Instruction:\n{}\n\n### Response:\n", default_system=ALPACA_SYSTEM, after_answer="\n\n"),
     "default": PromptStyle("Human: {}\nAssistant:", "System: {}\n", after_answer="\n", ends_messages=True),
 }
 """Templates of LLaMA-Factory that are texts around a question."""

@@ -25,7 +25,7 @@ _UNREAD = (".csv", ".tsv", ".xml", ".pkl", ".pickle")
 
 
 @dataclass(frozen=True)
-class Split:
+class DataSplit:
     """A split of a data set, and the first rows of it."""
 
     name: str
@@ -33,18 +33,19 @@ class Split:
     note: str
 
 
-def parse_split(text: str | None) -> Split:
+def parse_split(text: str | None) -> DataSplit:
     """`train[:500]` is the first 500 rows; other slices have no counterpart, and the note says so."""
     match = _SPLIT.fullmatch(text or "train")
     if match is None:
-        return Split("train", None, f'"{one_line(str(text))}" is not read; all of train is taken')
+        return DataSplit("train", None, f'"{one_line(str(text))}" is not read; all of train is taken')
     name, part = match[1], match[2]
     if part is None:
-        return Split(name, None, "")
-    if rows := re.fullmatch(r":(\d{1,9})", part.strip()):
-        if int(rows[1]):
-            return Split(name, int(rows[1]), "the first rows that filters leave")
-    return Split(name, None, f"the slice [{one_line(part)}] has no counterpart, all of {name} is taken; set max_samples")
+        return DataSplit(name, None, "")
+    if (rows := re.fullmatch(r":(\d{1,9})", part.strip())) and int(rows[1]):
+        return DataSplit(name, int(rows[1]), "the first rows that filters leave")
+    return DataSplit(
+        name, None, f"the slice [{one_line(part)}] has no counterpart, all of {name} is taken; set max_samples"
+    )
 
 
 def is_local(path: str) -> bool:
@@ -106,8 +107,8 @@ def take_model(translation: Translation, keys: TheirKeys, name: str, revision: s
         if command:
             note = "download it first; chatmill reads models from folders"
             translation.downloads.append(command)
-        ours = {"recipe": {"tokenizer": folder}, "train": {"init_from_model": folder}}
-        translation.take(keys.path(name), model, **ours, note=note)
+        recipe, train = {"tokenizer": folder}, {"init_from_model": folder}
+        translation.take(keys.path(name), model, recipe=recipe, train=train, note=note)
     if at is not None:
         note = "the download is of this revision" if model else "no model is named"
         translation.default(keys.path(revision), at, note=note)

@@ -53,7 +53,11 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
     # The table is set once; each key of theirs then names its part of it.
     translation.train["lora"] = sizes
     assumed = []
-    for name, value, part in ((names.rank, rank, "r"), ("lora_alpha", alpha, "alpha"), (names.dropout, dropout, "dropout")):
+    for name, value, part in (
+        (names.rank, rank, "r"),
+        ("lora_alpha", alpha, "alpha"),
+        (names.dropout, dropout, "dropout"),
+    ):
         if value is None:
             assumed.append(f"{part} {sizes[part]:g}")
         else:
@@ -100,7 +104,9 @@ def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora
     if not value:
         translation.take(keys.path(name), value, train={"quantize": translation.train.get("quantize", "none")})
     elif not lora:
-        translation.none(keys.path(name), value, "without adapters nothing is quantized: 4-bit weights cannot be trained")
+        translation.none(
+            keys.path(name), value, "without adapters nothing is quantized: 4-bit weights cannot be trained"
+        )
     else:
         translation.take(keys.path(name), value, train={"quantize": "nf4"}, note=NF4)
 
@@ -170,7 +176,9 @@ def take_sharding(translation: Translation, keys: TheirKeys) -> None:
             note = "chatmill has no ZeRO-1 or ZeRO-2: each rank keeps the whole optimizer state; consider parallel fsdp"
             translation.none(keys.path(name), value, note)
         elif translation.train.get("quantize", "none") != "none":
-            translation.none(keys.path(name), value, "4-bit weights cannot be sharded here; each rank holds all of them")
+            translation.none(
+                keys.path(name), value, "4-bit weights cannot be sharded here; each rank holds all of them"
+            )
         elif translation.train.get("optimizer") in ("adafactor", "muon"):
             note = f"{translation.train['optimizer']} needs whole matrices; each rank holds the whole model"
             translation.none(keys.path(name), value, note)

@@ -11,7 +11,7 @@ from typing import Any
 from chatmill.errors import DataError, one_line
 from chatmill.plain_file import check_plain, read_plain
 from chatmill.remote.named_files import local_file
-from chatmill.remote.urls import place
+from chatmill.remote.urls import Place, place
 
 LIMIT = 1 << 20
 """Bytes that a config may have."""
@@ -20,11 +20,11 @@ MOST_VALUES = 100_000
 DEPTH = 50
 
 
-def read_config(path: str | Path, what: str) -> dict[str, Any]:
+def read_config(path: str | Place, what: str) -> dict[str, Any]:
     """The table that a file, here or at a URL, holds; `what` says in an error which file is expected."""
     name = str(place(path))
     try:
-        local = local_file(path, limit=LIMIT)
+        local = local_file(path if isinstance(path, str | Path) else path.address, limit=LIMIT)
         if (size := check_plain(local)) > LIMIT:
             raise DataError(f"{name}: has {size:,} bytes; {what} has at most {LIMIT:,}")
         data = read_plain(local, LIMIT)
@@ -72,7 +72,7 @@ def _parse_json(data: bytes, name: str) -> Any:
 
 
 def _check_size(table: Mapping[Any, Any], name: str) -> None:
-    """Refuse what cannot be printed: too many values behind aliases, nesting without end, infinite numbers and surrogates."""
+    """Refuse what cannot be printed: too many values behind aliases, endless nesting, infinity and surrogates."""
     left: list[tuple[Any, int]] = [(table, 0)]
     count = 0
     while left:

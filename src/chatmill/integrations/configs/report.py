@@ -208,7 +208,7 @@ class Translation:
         other: Mapping[str, Any] | None = None,
         note: str = "",
     ) -> None:
-        """Set keys of ours from one of theirs; `other` are flags of commands. Equal to our defaults, it is `default`."""
+        """Set keys of ours from one of theirs, and list `other` ones; equal to our defaults, it is `default`."""
         ours = {**(recipe or {}), **(train or {}), **(other or {})}
         origin = f"{key}: {shown(value, 60)}"
         self.recipe.update(recipe or {})

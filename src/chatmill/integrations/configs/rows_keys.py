@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -10,19 +11,20 @@ from chatmill.integrations.configs.report import TheirKeys, Translation
 VAL_SHARE = 0.01
 """The share of validation where a config gives a number of rows."""
 CUT_AT_THE_END = (
-    "theirs cuts the end of longer rows; here whole exchanges go from the start, and rows that still do not fit are dropped"
+    "theirs cuts the end of longer rows; here whole exchanges go from the start, "
+    "and rows that still do not fit are dropped"
 )
 TEXT_CUT = "longer texts become several rows, so that all of them is trained"
 
 
-def take_length(translation: Translation, keys: TheirKeys, name: str, default: int | None, fit: str, note: str) -> None:
+def take_length(translation: Translation, keys: TheirKeys, name: str, default: int, fit: str, note: str) -> None:
     """The length of rows, and how longer ones are fitted."""
     length = keys.integer(name, least=2, most=2**24)
-    ours = {"recipe": {"max_tokens": length or default, "fit": fit}, "train": {"block_size": length or default}}
+    recipe, train = {"max_tokens": length or default, "fit": fit}, {"block_size": length or default}
     if length is not None:
-        translation.take(keys.path(name), length, **ours, note=note)
-    elif default is not None:
-        translation.assume(f"default of {translation.trainer}; {note}", **ours)
+        translation.take(keys.path(name), length, recipe=recipe, train=train, note=note)
+    else:
+        translation.assume(f"default of {translation.trainer}; {note}", recipe=recipe, train=train)
 
 
 def take_packing(translation: Translation, keys: TheirKeys, name: str) -> bool:
@@ -69,7 +71,5 @@ def use_template(translation: Translation, key: str, text: str) -> None:
 
 def template_args(translation: Translation, key: str, values: dict[str, Any]) -> None:
     """Variables of the chat template."""
-    import json
-
     taken = [f"{name}={json.dumps(value)}" for name, value in values.items()]
     translation.take(key, values, recipe={"template_args": taken})

@@ -65,7 +65,9 @@ def _take_strategy(translation: Translation, keys: TheirKeys, name: str, strateg
     elif strategy == "best":
         translation.take(keys.path(name), strategy, train={"keep_best": True}, note="besides the newest checkpoints")
     else:
-        note = f"chatmill counts steps, and those of an epoch are known only later; {ours} stays {_now(translation, ours)}"
+        note = (
+            f"chatmill counts steps, and those of an epoch are known only later; {ours} stays {_now(translation, ours)}"
+        )
         translation.none(keys.path(name), strategy, note)
 
 

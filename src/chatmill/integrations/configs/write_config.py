@@ -76,7 +76,11 @@ class ImportedConfig:
         out = [f"{self.trainer} config {self.place}: {len(self.results)} keys"]
         for status in STATUSES:
             if results := self.with_status(status):
-                out += ["", f"{TITLES[status]} ({len(results)}):", *(f"  {one_line(str(each), None)}" for each in results)]
+                out += [
+                    "",
+                    f"{TITLES[status]} ({len(results)}):",
+                    *(f"  {one_line(str(each), None)}" for each in results),
+                ]
         if self.assumptions:
             out += ["", "not said there:", *(f"  {one_line(str(each), None)}" for each in self.assumptions)]
         return out
@@ -111,13 +115,13 @@ def write_import(imported: ImportedConfig, folder: str | Path, *, overwrite: boo
         with TemporaryDirectory(prefix=".import-", dir=target) as name:
             aside = Path(name)
             for file, text in texts.items():
-                with open(aside / file, "w", encoding="utf-8") as out:
+                with (aside / file).open("w", encoding="utf-8") as out:
                     out.write(text)
                     out.flush()
                     os.fsync(out.fileno())
             _check_files(imported, aside, target)
             for file in texts:
-                os.replace(aside / file, target / file)
+                (aside / file).replace(target / file)
     except BaseException:
         for parent in made:
             if parent.exists() and not any(parent.iterdir()):

@@ -1,0 +1,115 @@
+"""`chatmill import`: configs of other trainers as a recipe and a train config of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from chatmill.cli.options import AsJson, argument, command_group, echo_json, echo_line
+from chatmill.integrations.configs import (
+    ImportedConfig,
+    import_axolotl,
+    import_llamafactory,
+    import_trl,
+    write_import,
+)
+from chatmill.plain_file import local_path
+
+app = command_group("Turn the config of another trainer into a recipe and a train config.")
+Output = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="FOLDER", help="Folder that the files are written into.", parser=local_path),
+]
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", min=1, metavar="N", help="Number of GPUs, for the batch size; 1 if left out.")
+]
+Model = Annotated[
+    str | None, typer.Option("--model", metavar="FOLDER", help="Folder of the base model, in place of the named one.")
+]
+OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace files of an earlier import.")]
+
+
+@app.command("axolotl")
+def axolotl_command(
+    config: Annotated[str, argument("CONFIG", "An Axolotl config in YAML.")],
+    output: Output,
+    ranks: Ranks = None,
+    model: Model = None,
+    overwrite: OverwriteFiles = False,
+    as_json: AsJson = False,
+) -> None:
+    """Import an Axolotl config, and print what becomes of each of its keys.
+
+    Writes recipe.yaml for `chatmill prepare`, train.json for `chatmill train`, and the list of keys as keys.txt.
+
+    \b
+    Examples:
+      chatmill import axolotl config.yml -o run
+      chatmill import axolotl config.yml -o run --ranks 8 --model models/Llama-3.2-1B
+    """
+    _write(import_axolotl(config, ranks=ranks, model=model), output, overwrite, as_json)
+
+
+@app.command("llamafactory")
+def llamafactory_command(
+    config: Annotated[str, argument("FILE", "A dataset_info.json, or the YAML config of a run.")],
+    output: Output,
+    other: Annotated[str | None, argument("[FILE]", "The other one of the two.")] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option("--dataset", metavar="NAME", help="With dataset_info.json alone: take only this data set."),
+    ] = None,
+    ranks: Ranks = None,
+    model: Model = None,
+    overwrite: OverwriteFiles = False,
+    as_json: AsJson = False,
+) -> None:
+    """Import a dataset_info.json of LLaMA-Factory, the config of a run, or both.
+
+    The config of a run finds dataset_info.json through its dataset_dir. Writes recipe.yaml for `chatmill prepare`,
+    train.json for `chatmill train`, and the list of keys as keys.txt.
+
+    \b
+    Examples:
+      chatmill import llamafactory train_lora_sft.yaml -o run
+      chatmill import llamafactory data/dataset_info.json train_lora_sft.yaml -o run
+      chatmill import llamafactory data/dataset_info.json --dataset identity --model models/Qwen3-4B -o run
+    """
+    imported = import_llamafactory(config, other, datasets=dataset or (), ranks=ranks, model=model)
+    _write(imported, output, overwrite, as_json)
+
+
+@app.command("trl")
+def trl_command(
+    config: Annotated[str, argument("CONFIG", "The YAML config of `trl sft`, or a recipe of the alignment handbook.")],
+    output: Output,
+    ranks: Ranks = None,
+    model: Model = None,
+    overwrite: OverwriteFiles = False,
+    as_json: AsJson = False,
+) -> None:
+    """Import the config of a `trl sft` run, and print what becomes of each of its keys.
+
+    Writes recipe.yaml for `chatmill prepare`, train.json for `chatmill train`, and the list of keys as keys.txt.
+
+    \b
+    Examples:
+      chatmill import trl sft.yaml -o run
+      chatmill import trl recipes/zephyr-7b-beta/sft/config_qlora.yaml -o run --ranks 8
+    """
+    _write(import_trl(config, ranks=ranks, model=model), output, overwrite, as_json)
+
+
+def _write(imported: ImportedConfig, output: Path, overwrite: bool, as_json: bool) -> None:
+    files = write_import(imported, output, overwrite=overwrite)
+    if as_json:
+        echo_json(imported.to_json(output))
+        return
+    for line in imported.lines():
+        echo_line(line)
+    echo_line("")
+    echo_line(f"wrote {', '.join(map(str, files))}; next:")
+    for command in imported.commands(output):
+        echo_line(f"  {command}")

@@ -1,0 +1,83 @@
+"""transformers' TrainingArguments, which LLaMA-Factory and TRL share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from chatmill.integrations.configs.axolotl_notes import KERNEL, TRACKER, UPLOAD
+from chatmill.integrations.configs.model_keys import take_checkpointing, take_precision, take_sharding
+from chatmill.integrations.configs.report import TheirKeys, Translation
+from chatmill.integrations.configs.run_keys import RunNames, take_run
+from chatmill.integrations.configs.run_output import (
+    take_evaluation,
+    take_logging,
+    take_report_to,
+    take_saving,
+    take_seed,
+)
+
+_GROUPS: dict[str, str] = {
+    "tf32 bf16_full_eval fp16_full_eval half_precision_backend gradient_checkpointing_kwargs "
+    "torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache "
+    "torch_empty_cache_steps logging_first_step logging_strategy log_on_each_node logging_nan_inf_filter "
+    "include_num_input_tokens_seen log_level log_level_replica disable_tqdm per_device_eval_batch_size "
+    "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object prediction_loss_only "
+    "batch_eval_metrics include_for_metrics save_on_each_node enable_jit_checkpoint ignore_data_skip "
+    "restore_callback_states_from_checkpoint use_cpu accelerator_config parallelism_config "
+    "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+    "dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context "
+    "remove_unused_columns label_names length_column_name ddp_find_unused_parameters ddp_bucket_cap_mb "
+    "ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank skip_memory_metrics debug "
+    "overwrite_output_dir group_by_length train_sampling_strategy fsdp_transformer_layer_cls_to_wrap "
+    "fsdp_min_num_params ray_scope save_safetensors average_tokens_across_devices full_determinism": KERNEL,
+    "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
+    "hub_model_revision": UPLOAD,
+    "trackio_space_id trackio_bucket_id trackio_static_space_id": TRACKER,
+    "run_name project": ("trackers read the variables of their clients, such as WANDB_NAME and WANDB_PROJECT"),
+    "optim_args optim_target_modules": "an option of another optimizer; it has no effect",
+    "label_smoothing_factor": "labels are not smoothed; the loss will differ",
+    "neftune_noise_alpha": "no noise is added to embeddings; the loss will differ",
+    "auto_find_batch_size": "the batch stays as it is; --estimate says whether it fits",
+    "eval_delay eval_on_start": "evaluations come every eval_interval steps, and at the end",
+    "greater_is_better": "the best checkpoint is that of the lowest loss on val",
+    "save_only_model": "checkpoints hold the optimizer, too, so that a run can be resumed",
+    "do_predict": "the model answers eval_samples questions at an evaluation; see `chatmill chat`",
+    "do_train": "`chatmill train` trains; nothing changes",
+    "do_eval": "val is evaluated if there is one; nothing changes",
+    "resume_from_checkpoint": ("checkpoints of other trainers cannot be resumed; the run starts from the base model"),
+}
+NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()}
+
+
+def take_training_arguments(translation: Translation, keys: TheirKeys, names: RunNames, *, checkpointing: bool) -> bool:
+    """Read all of TrainingArguments that has a counterpart; whether the run evaluates.
+
+    `checkpointing` is whether the trainer checkpoints activations by default.
+    """
+    take_run(translation, keys, names)
+    take_seed(translation, keys, 42)
+    take_precision(translation, keys)
+    take_checkpointing(translation, keys, default=checkpointing)
+    take_sharding(translation, keys)
+    if (compiled := keys.switch("torch_compile")) is not None:
+        translation.take(keys.path("torch_compile"), compiled, train={"compile": compiled})
+    drop = keys.switch("dataloader_drop_last")
+    if drop is not None:
+        translation.take(keys.path("dataloader_drop_last"), drop, train={"epoch_drop_last": drop})
+    else:
+        translation.assume(f"default of {translation.trainer}", train={"epoch_drop_last": False})
+    if (folder := keys.text("output_dir")) is not None:
+        translation.run_name = Path(folder).name or None
+        name = translation.run_name or "imported"
+        translation.take(keys.path("output_dir"), folder, other={"--model_name": name}, note=f"in checkpoints/{name}")
+    take_logging(translation, keys)
+    take_report_to(translation, keys)
+    take_saving(translation, keys)
+    evaluates = take_evaluation(translation, keys, default=False)
+    if (metric := keys.text("metric_for_best_model")) is not None:
+        if metric in ("loss", "eval_loss"):
+            translation.default(keys.path("metric_for_best_model"), metric, note="the loss on val")
+        else:
+            note = "the best checkpoint is that of the lowest loss on val"
+            translation.none(keys.path("metric_for_best_model"), metric, note)
+    return evaluates

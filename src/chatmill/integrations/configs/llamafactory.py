@@ -1,0 +1,251 @@
+"""`import_llamafactory`: dataset_info.json, and the config of a run if it is given, as files of ours.
+
+Read as of LLaMA-Factory's source at ff6d4d1: `hparams`, and `parser.py`, `converter.py`, `template.py` of `data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chatmill.errors import DataError, UsageError, one_line
+from chatmill.integrations.configs.data_places import take_model
+from chatmill.integrations.configs.hf_arguments import take_training_arguments
+from chatmill.integrations.configs.llamafactory_data import take_entry, why_not_sft
+from chatmill.integrations.configs.llamafactory_notes import NOTES, OFF, OTHER_LOSSES, OTHER_OPTIMIZERS
+from chatmill.integrations.configs.llamafactory_rows import take_mixing, take_rows
+from chatmill.integrations.configs.model_keys import LoraNames, take_lora
+from chatmill.integrations.configs.read_config import read_config
+from chatmill.integrations.configs.report import TheirKeys, Translation
+from chatmill.integrations.configs.rows_keys import take_val_size, without_val
+from chatmill.integrations.configs.run_keys import RunNames
+from chatmill.integrations.configs.write_config import ImportedConfig
+from chatmill.remote.urls import Place, place
+
+RUN = RunNames()
+LORA = LoraNames(
+    rank="lora_rank",
+    targets="lora_target",
+    saved="additional_target",
+    separator=",",
+    all_linear="all",
+    default_rank=8,
+    default_alpha=None,
+)
+DATASET_INFO = "dataset_info.json"
+STAGES = {
+    "pt": "chatmill does SFT only, not pretraining",
+    "rm": "chatmill does SFT only, not reward models",
+    "ppo": "chatmill does SFT only",
+    "dpo": "chatmill does SFT only",
+    "kto": "chatmill does SFT only",
+}
+PARENTS = 4
+"""Folders above the config of a run in which its data folder is looked for."""
+
+
+def import_llamafactory(
+    path: str | Path,
+    train: str | Path | None = None,
+    *,
+    datasets: Sequence[str] = (),
+    ranks: int | None = None,
+    model: str | None = None,
+) -> ImportedConfig:
+    """The recipe and the train config of a dataset_info.json and of a run's config, in any order; one is enough.
+
+    The config of a run finds dataset_info.json through its `dataset_dir`. Without one, the recipe has the named
+    `datasets`, or all that are for SFT. `ranks` is the number of GPUs, `model` the folder of the base model.
+    """
+    info, run = _which(path, train)
+    values = read_config(run, "a config of LLaMA-Factory in YAML") if run is not None else {}
+    translation = Translation("LLaMA-Factory", str(run or info), ranks=ranks, model=model)
+    if run is None:
+        assert info is not None
+        order = _import_info(translation, info, datasets)
+        return ImportedConfig.of(translation, order)
+    if datasets:
+        raise UsageError("--dataset is for a dataset_info.json alone; the config of the run names its datasets")
+    keys = TheirKeys(values, translation)
+    _refuse(translation, keys)
+    take_model(translation, keys, "model_name_or_path", "model_revision")
+    _take_adapters(translation, keys)
+    evaluates = _take_training(translation, keys)
+    names = _take_data(translation, keys, info, run, evaluates=evaluates)
+    translation.close(keys, NOTES, off=OFF)
+    return ImportedConfig.of(translation, [*values, *names])
+
+
+def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Place | None]:
+    """The dataset_info.json and the config of the run among the given files."""
+    files = [place(each) for each in (path, train) if each is not None]
+    info = [each for each in files if each.name.lower().endswith(".json")]
+    run = [each for each in files if each.name.lower().endswith((".yaml", ".yml"))]
+    if len(info) > 1 or len(run) > 1 or len(info) + len(run) < len(files):
+        raise UsageError(f"{one_line(str(path))}: expected a {DATASET_INFO}, the .yaml of a run, or one of each")
+    return info[0] if info else None, run[0] if run else None
+
+
+def _import_info(translation: Translation, path: Place, names: Sequence[str]) -> list[str]:
+    """Data sets without the config of a run; those that are not for SFT are listed."""
+    entries = read_config(path, "a dataset_info.json")
+    if unknown := [name for name in names if name not in entries]:
+        raise DataError(f'{path}: has no data set "{one_line(unknown[0])}"')
+    for name, entry in entries.items():
+        if names and name not in names:
+            continue
+        reason = why_not_sft(entry) if isinstance(entry, dict) else None
+        if reason and not names:
+            translation.none(name, entry, f"left out: {reason}")
+        else:
+            take_entry(translation, name, entry, path.parent)
+    if not translation.sources and not translation.faults:
+        translation.faults.append("holds no data set for SFT")
+    if names and len(names) < len(entries):
+        translation.assume(f"{len(entries) - len(names)} other data sets of the file are not used")
+    train: dict[str, Any] = {"use_loss_mask": True, "block_size": 2048}
+    note = "no config of a run is given: LLaMA-Factory's defaults for rows, and chatmill's for all else"
+    translation.assume(note, recipe={"max_tokens": 2048}, train=train)
+    if translation.model is not None:
+        ours = {"recipe": {"tokenizer": translation.model}, "train": {"init_from_model": translation.model}}
+        translation.assume("given as --model", **ours)
+    else:
+        translation.assume("no model is named: a new small one would be trained on bytes; give --model FOLDER")
+    return list(entries)
+
+
+def _refuse(translation: Translation, keys: TheirKeys) -> None:
+    if "train_dataset" in keys and "model_name_or_path" not in keys:
+        raise DataError(f"{translation.place}: is a config of LLaMA-Factory's v1 engine, which is not read")
+    if "compute_environment" in keys and "model_name_or_path" not in keys:
+        raise DataError(f"{translation.place}: is a config of Accelerate; give that of the run, and --ranks")
+    stage = keys.text("stage")
+    if stage in STAGES:
+        translation.refuse(keys.path("stage"), stage, STAGES[stage])
+    elif stage is not None:
+        translation.default(keys.path("stage"), stage, note="supervised fine-tuning")
+    kind = keys.peek("finetuning_type")
+    if isinstance(kind, str) and kind not in ("lora", "full"):
+        keys.pop("finetuning_type")
+        translation.refuse("finetuning_type", kind, "chatmill trains all weights, or LoRA adapters")
+    for name in (
+        "use_llama_pro",
+        "mixture_of_depths",
+        "use_mca",
+        "use_megatron_bridge",
+        "use_hyper_parallel",
+        "use_kt",
+    ):
+        if value := keys.peek(name):
+            keys.pop(name)
+            translation.refuse(name, value, "this engine or way to change the model has no counterpart")
+    for name in ("image_max_pixels", "video_max_pixels", "image_min_pixels", "video_min_pixels"):
+        if (value := keys.pop(name)) is not None:
+            translation.refuse(keys.path(name), value, "chatmill trains on text only, not on images or sound")
+
+
+def _take_adapters(translation: Translation, keys: TheirKeys) -> None:
+    kind = keys.text("finetuning_type")
+    lora = (kind or "lora") == "lora"
+    if kind is not None:
+        translation.take(keys.path("finetuning_type"), kind, other={"lora": "as below"} if lora else {})
+    take_lora(translation, keys, LORA, used=lora)
+    bits = keys.integer("quantization_bit")
+    if bits == 4 and lora:
+        note = "NF4 with double quantization"
+        translation.take(keys.path("quantization_bit"), bits, train={"quantize": "nf4"}, note=note)
+    elif bits is not None:
+        note = "the base model keeps its stored precision: more memory, and no quantization error"
+        translation.none(keys.path("quantization_bit"), bits, note)
+
+
+def _take_training(translation: Translation, keys: TheirKeys) -> bool:
+    """TrainingArguments, and what LLaMA-Factory has besides; whether the run evaluates."""
+    disabled = keys.switch("disable_gradient_checkpointing")
+    checkpoints = {"activation_checkpointing": not disabled}
+    if disabled is not None:
+        translation.take(keys.path("disable_gradient_checkpointing"), disabled, train=checkpoints)
+    muon = keys.switch("use_muon")
+    evaluates = take_training_arguments(translation, keys, RUN, checkpointing=not disabled)
+    if muon:
+        note = "updates are scaled to the RMS of AdamW's"
+        translation.take(keys.path("use_muon"), muon, train={"optimizer": "muon"}, note=note)
+        if translation.train.get("parallel") == "fsdp":
+            translation.assume("muon needs whole matrices", train={"parallel": "ddp"})
+    elif muon is not None:
+        translation.default(keys.path("use_muon"), muon, note="off, as in chatmill")
+    for names, note in ((OTHER_OPTIMIZERS, "adamw is used"), (OTHER_LOSSES, "the loss is plain cross entropy")):
+        for name in names:
+            if value := keys.peek(name):
+                keys.pop(name)
+                translation.none(keys.path(name), value, f"{note}; the loss will differ")
+    if (pure := keys.switch("pure_bf16")) is not None:
+        taken = {"optimizer": "adamw_bf16"} if pure and "lora" not in translation.train else {}
+        translation.take(keys.path("pure_bf16"), pure, train=taken, note="weights are bfloat16" if taken else "")
+    if (fp8 := keys.switch("fp8")) is not None:
+        lora = "lora" in translation.train
+        note = "float8 is for full fine-tuning only" if lora and fp8 else ""
+        translation.take(keys.path("fp8"), fp8, train={"fp8": fp8 and not lora}, note=note)
+    patience = keys.integer("early_stopping_steps", least=1)
+    if patience is not None and evaluates:
+        translation.take(keys.path("early_stopping_steps"), patience, train={"early_stop_patience": patience})
+    elif patience is not None:
+        translation.none(keys.path("early_stopping_steps"), patience, "the run does not evaluate")
+    if (shuffles := keys.switch("disable_shuffling")) is not None:
+        translation.take(keys.path("disable_shuffling"), shuffles, train={"epoch_shuffle": not shuffles})
+    return evaluates
+
+
+def _take_data(
+    translation: Translation, keys: TheirKeys, info: Place | None, run: Place, *, evaluates: bool
+) -> list[str]:
+    """The data sets of the run, and how their rows are made; the names that were read."""
+    folder = keys.text("dataset_dir")
+    names, others = keys.texts("dataset", separator=","), keys.texts("eval_dataset", separator=",")
+    if not names:
+        translation.faults.append("no dataset; expected the names of data sets in dataset_info.json")
+        return []
+    path = info if info is not None else _find_info(translation, folder, run)
+    if path is None:
+        return []
+    entries = read_config(path, "a dataset_info.json")
+    if folder is not None:
+        translation.default(keys.path("dataset_dir"), folder, note=f"{path} is read")
+    for key, group in (("dataset", names), ("eval_dataset", others)):
+        for name in group or []:
+            if name not in entries:
+                translation.faults.append(f'{key}: "{one_line(name)}" is not in {path}')
+            else:
+                take_entry(translation, name, entries[name], path.parent, only_val=key != "dataset")
+        if group is not None:
+            sources = [source.get("name") for source in translation.sources]
+            translation.take(keys.path(key), group, other={"sources": sources})
+    if len(entries) > len(names):
+        translation.assume(f"{len(entries) - len({*names, *(others or [])})} other data sets of {path} are not used")
+    take_mixing(translation, keys)
+    most = keys.integer("max_samples", least=1)
+    if most is not None:
+        for source in translation.sources:
+            source["max_samples"] = min(most, source.get("max_samples", most))
+        translation.take(keys.path("max_samples"), most, other={"max_samples": most}, note="of each source")
+    take_rows(translation, keys)
+    has_val = take_val_size(translation, keys, "val_size", other_val=bool(others))
+    if not has_val:
+        without_val(translation)
+    return [*names, *(others or [])]
+
+
+def _find_info(translation: Translation, folder: str | None, run: Place) -> Path | None:
+    """The dataset_info.json of `dataset_dir`, relative to this folder, or to one of those above the config."""
+    if folder is not None and (folder.startswith("REMOTE:") or folder == "ONLINE"):
+        translation.faults.append(f"dataset_dir {folder}: download the data, and give its {DATASET_INFO} as well")
+        return None
+    name = Path(folder or "data") / DATASET_INFO
+    above = list(run.resolve().parents)[:PARENTS] if isinstance(run, Path) else []
+    places = [name, *(parent / name for parent in above)]
+    for each in places:
+        if each.is_file():
+            return each
+    translation.faults.append(f"no {name} here or above the config; give the {DATASET_INFO} as well")
+    return None
