@@ -119,6 +119,28 @@ def test_a_cache_would_mix_the_conversations_of_a_packed_row(weighted, model_fol
     assert abs(float(apart - mixed)) > 1e-4
 
 
+def test_rows_for_flash_attention_stand_in_one_row_with_their_borders(weighted, model_folder):
+    batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
+    flat = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1, flatten=True)))
+    starts = [place for place, position in enumerate(batch["position_ids"].flatten().tolist()) if position == 0]
+    edges = [*starts, batch["input_ids"].numel()]
+    assert flat["input_ids"].tolist() == [batch["input_ids"].flatten().tolist()]
+    assert flat["cu_seq_lens_q"].tolist() == flat["cu_seq_lens_k"].tolist() == edges
+    assert flat["max_length_q"] == flat["max_length_k"] == max(np.diff(edges))
+    with torch.no_grad():
+        losses = [float(causal_lm_loss(open_model(model_folder), each)) for each in (batch, flat)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_flash_attention_without_flat_rows_is_refused(weighted, model_folder):
+    model = torch.nn.Module()
+    model.module = open_model(model_folder)
+    model.module.config._attn_implementation = "flash_attention_2"
+    batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
+    with pytest.raises(UsageError, match="give train_loader flatten=True"):
+        causal_lm_loss(model, batch)
+
+
 def test_a_step_that_trains_nothing_has_loss_zero(weighted, model_folder):
     batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
     nothing = {"labels": torch.full_like(batch["labels"], -100), "weights": 0 * batch["weights"]}
@@ -177,7 +199,7 @@ def test_a_loop_that_was_left_goes_on_with_the_next_micro_batch(weighted):
 def test_a_second_loop_over_a_run_that_ended_is_refused(weighted):
     loader = train_loader(runs.new_accelerator(), weighted, PACKED, steps=2)
     assert len(list(loader)) == 2
-    with pytest.raises(UsageError, match="all 2 steps of the run were trained; loop once"):
+    with pytest.raises(UsageError, match="the run ended after 2 of 2 steps; loop over it once"):
         list(loader)
 
 
@@ -193,6 +215,19 @@ def test_the_audit_log_of_two_ranks_is_verified(weighted, two_ranks):
     check_log(weighted, two_ranks[0])
 
 
+def test_a_state_that_is_saved_after_the_loop_keeps_the_end_of_the_audit_log(weighted, tmp_path):
+    for steps in (3, 5):
+        accelerator = runs.new_accelerator()
+        loader = train_loader(accelerator, weighted, PACKED, steps=steps, audit_dir=tmp_path / "audit")
+        if steps == 5:
+            accelerator.load_state(str(tmp_path / "end"))
+        assert len(list(loader)) == {3: 3, 5: 2}[steps]
+        accelerator.save_state(str(tmp_path / "end"))
+    (log,) = (tmp_path / "audit").glob("*.log")
+    result = verify_log(log, weighted)
+    assert (result.fault, result.steps, result.abandoned) == (None, 5, 0)
+
+
 def test_a_run_that_began_without_an_audit_log_goes_on_without(weighted, tmp_path):
     runs.saved_at_each_step(weighted, tmp_path, steps=1)
     accelerator = runs.new_accelerator()
@@ -205,7 +240,7 @@ def check_log(dataset, folder) -> None:
     """Assert that the log of `runs.interrupted` holds all steps, and the two that were left behind."""
     (log,) = (folder / "audit").glob("*.log")
     result = verify_log(log, dataset)
-    assert (result.fault, result.steps, result.abandoned) == (None, STEPS + 2, 1)
+    assert (result.fault, result.steps, result.abandoned) == (None, STEPS + 2, 2)
     assert "| ranks=all |" in log.read_text()
 
 

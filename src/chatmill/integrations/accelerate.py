@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from numpy.typing import NDArray
-from torch import Tensor
 
 from chatmill.audit import Audit
 from chatmill.errors import UsageError
-from chatmill.integrations.columns import causal_lm_columns
+from chatmill.integrations.columns import causal_lm_columns, flattened
 from chatmill.integrations.step_loss import causal_lm_loss as causal_lm_loss
 from chatmill.integrations.step_loss import weighted_loss as weighted_loss
 from chatmill.load.config import LoadConfig
@@ -41,12 +40,14 @@ def train_loader(
     *,
     epochs: int | None = None,
     steps: int | None = None,
+    flatten: bool = False,
     audit_dir: str | Path | None = None,
 ) -> AcceleratorBatches:
     """The batches of a whole run of `epochs` epochs or `steps` optimizer steps, on the device of the accelerator.
 
-    `batch_size` is that of an optimizer step, over all ranks and accumulation steps. With an `audit_dir` the run writes
-    an audit log there. Checkpoints of the accelerator hold the position, and the audit log's.
+    `batch_size` is that of an optimizer step, over all ranks and accumulation steps. `flatten` puts the rows of a
+    micro-batch one after the other, as FlashAttention needs packed rows. With an `audit_dir` the run writes an audit
+    log there. Checkpoints of the accelerator hold the position, and the audit log's.
 
     >>> from accelerate import Accelerator
     >>> from chatmill.integrations.accelerate import train_loader
@@ -57,7 +58,9 @@ def train_loader(
     >>> len(loader), [tuple(batch["input_ids"].shape) for batch in loader][:2]
     (10, [(4, 65), (4, 65)])
     """
-    batches = AcceleratorBatches(accelerator, dataset_dir, config, epochs=epochs, steps=steps, audit_dir=audit_dir)
+    batches = AcceleratorBatches(
+        accelerator, dataset_dir, config, epochs=epochs, steps=steps, flatten=flatten, audit_dir=audit_dir
+    )
     accelerator.register_for_checkpointing(batches)
     return batches
 
@@ -77,6 +80,7 @@ class AcceleratorBatches:
         *,
         epochs: int | None,
         steps: int | None,
+        flatten: bool,
         audit_dir: str | Path | None,
     ) -> None:
         if (epochs is None) == (steps is None):
@@ -87,7 +91,7 @@ class AcceleratorBatches:
                 "the accelerator has tensor, context or sequence parallelism, whose ranks share rows; "
                 "train_loader gives every rank rows of its own"
             )
-        self._accelerator, self._audit_dir = accelerator, audit_dir
+        self._accelerator, self._flatten, self._audit_dir = accelerator, flatten, audit_dir
         self.accumulation = accelerator.gradient_accumulation_steps
         """Micro-batches of a step."""
         self.loader = EpisodeLoader(
@@ -101,11 +105,12 @@ class AcceleratorBatches:
         self._check_accumulation()
         self.steps = len(self.loader) if steps is None else steps
         """Optimizer steps of the run."""
-        self._parts: list[dict[str, Tensor]] = []
+        self._parts: list[dict[str, Any]] = []
         """The micro-batches of the current step that are to come."""
         self._audit: Audit | None = None
         self._audit_state: Mapping[str, Any] | None = None
-        self._ended = False
+        """Of the checkpoint that the run goes on from, or of its end."""
+        self._closed = False
 
     def _check_accumulation(self) -> None:
         config, mine, ranks = self.loader.config, self.accumulation, self.loader.world_size
@@ -129,18 +134,17 @@ class AcceleratorBatches:
         """The step that the next micro-batch belongs to."""
         return self.loader.cursor().step - bool(self._parts)
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         """The micro-batches that are left of the run."""
-        if self._ended:
+        if self._closed:
             raise UsageError(
-                f"all {self.steps} steps of the run were trained; loop once, and give train_loader the epochs of the "
-                "whole run"
+                f"the run ended after {self.step} of {self.steps} steps; loop over it once, and give train_loader the "
+                "epochs or steps of the whole run"
             )
         while self._parts or self.loader.cursor().step < self.steps:
             if not self._parts:
                 self._parts = self._next_step()
             yield self._parts.pop(0)
-        self._ended = True
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,12 +155,11 @@ class AcceleratorBatches:
                 f"save_state is called after micro-batch {done} of {self.accumulation} of step {self.step}, and its "
                 "gradients would be lost; call it where accelerator.sync_gradients is true"
             )
-        audit = None
-        if self._audit_dir is not None:
-            self._open_audit()
-            assert self._audit is not None
-            audit = self._audit.checkpoint()
-        return {"loader": self.loader.state_dict(), "audit": audit}
+        audit = None if self._closed else self._open_audit()
+        return {
+            "loader": self.loader.state_dict(),
+            "audit": self._audit_state if audit is None else audit.checkpoint(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position; `accelerator.load_state` calls this."""
@@ -164,20 +167,20 @@ class AcceleratorBatches:
             raise UsageError(
                 f"audit_dir is {self._audit_dir}, and the run began without an audit log; leave it out to go on"
             )
-        self.close()
         self.loader.load_state_dict(state["loader"])
-        self._parts, self._audit_state, self._ended = [], state["audit"], False
+        self.close()
+        self._parts, self._audit_state, self._closed = [], state["audit"], False
 
     def close(self) -> None:
-        """Write the last lines of the audit log, and end the thread that reads ahead; also done after the last step."""
+        """End the run: its audit log, and the thread that reads ahead. Done after the last step by itself."""
         if self._audit is not None:
+            self._audit_state = self._audit.checkpoint()
             self._audit.close()
-        self._audit = None
+        self._audit, self._closed = None, True
         self.loader.close()
 
-    def _next_step(self) -> list[dict[str, Tensor]]:
-        if self._audit_dir is not None:
-            self._open_audit()
+    def _next_step(self) -> list[dict[str, Any]]:
+        self._open_audit()
         batch = self.loader.get_batch()
         weight = batch.weights.sum()
         if self.loader.world_size > 1:
@@ -186,16 +189,15 @@ class AcceleratorBatches:
         weight /= self.accumulation * self.loader.world_size
         padding = self.loader.plan(self.loader.split).pad_token_id
         parts = (causal_lm_columns(part, pad_token_id=padding) for part in batch.split(self.accumulation))
-        return [{**columns, "step_weight": weight} for columns in parts]
+        return [{**(flattened(columns) if self._flatten else columns), "step_weight": weight} for columns in parts]
 
-    def _open_audit(self) -> None:
-        """Begin the audit log, or continue that of the checkpoint; not before a checkpoint can be loaded."""
-        if self._audit is not None:
-            return
-        assert self._audit_dir is not None
-        reduce = self._sum if self.loader.world_size > 1 else None
-        self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)
-        self.loader.listen(self._audit)
+    def _open_audit(self) -> Audit | None:
+        """The audit log, begun or continued at its first use: a checkpoint may be loaded before."""
+        if self._audit is None and self._audit_dir is not None:
+            reduce = self._sum if self.loader.world_size > 1 else None
+            self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)
+            self.loader.listen(self._audit)
+        return self._audit
 
     def _sum(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """An array summed over all ranks, modulo 2^64."""

@@ -10,6 +10,7 @@ token depends on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,6 +59,22 @@ def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
     starts = torch.nonzero(flat == 0).reshape(-1)
     edges = torch.cat([starts, starts.new_tensor([len(flat)])])
     return edges.int(), int(edges.diff().max())
+
+
+def flattened(columns: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Columns with all rows one after the other in a single row, and where its sequences are, for FlashAttention.
+
+    Those arguments are `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
+
+    >>> import torch
+    >>> from chatmill.integrations.columns import flattened
+    >>> flat = flattened({"position_ids": torch.tensor([[0, 1, 0], [0, 1, 2]])})
+    >>> flat["position_ids"].tolist(), flat["cu_seq_lens_q"].tolist(), flat["max_length_q"]
+    ([[0, 1, 0, 0, 1, 2]], [0, 2, 3, 6], 3)
+    """
+    edges, longest = sequence_lengths(columns["position_ids"])
+    lengths = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+    return {**{name: column.reshape(1, -1) for name, column in columns.items()}, **lengths}
 
 
 ONE = 0x3F800000

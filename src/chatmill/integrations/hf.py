@@ -26,7 +26,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from chatmill.audit import Audit
 from chatmill.errors import UsageError
-from chatmill.integrations.columns import sequence_lengths, split_labels
+from chatmill.integrations.columns import flattened, split_labels
 from chatmill.integrations.train_rows import EvalRows, ModelInputs, TrainRows
 from chatmill.load.batch import IGNORE_INDEX
 from chatmill.load.plan import Cursor
@@ -89,12 +89,7 @@ class Collator:
 
     def __call__(self, rows: Sequence[ModelInputs]) -> dict[str, Any]:
         batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        if not self.flatten:
-            return batch
-        edges, longest = sequence_lengths(batch["position_ids"])
-        batch = {name: column.reshape(1, -1) for name, column in batch.items()}
-        lengths = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
-        return {**batch, **lengths}
+        return flattened(batch) if self.flatten else batch
 
 
 def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:

@@ -15,21 +15,36 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chatmill.errors import UsageError
 from chatmill.load.batch import IGNORE_INDEX
+
+MODEL_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Columns that a model takes; the rest are for the loss."""
 
 
 def weighted_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """Σ weight · cross entropy of a batch of columns, over its `step_weight`; a step that trains nothing has loss 0."""
-    labels, weights = batch["labels"][:, 1:], batch["weights"][:, 1:]
-    scores = logits[:, :-1].transpose(1, 2).float()
-    entropy = F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    weight = batch["step_weight"]
-    return (entropy * weights).sum() / weight.where(weight > 0, 1)
+    labels, weights, total = batch["labels"][:, 1:], batch["weights"][:, 1:], batch["step_weight"]
+    trained = labels != IGNORE_INDEX
+    # The logits of trained positions alone become float32.
+    entropy = F.cross_entropy(logits[:, :-1][trained].float(), labels[trained], reduction="none")
+    return (entropy * weights[trained]).sum() / total.where(total > 0, 1)
 
 
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], **inputs: Any) -> Tensor:
     """The same, of a causal language model of transformers; `inputs` are passed to it too."""
-    # With a cache, transformers does not keep the conversations of a packed row apart.
-    inputs = {"use_cache": False, **inputs}
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], **inputs).logits
-    return weighted_loss(logits, batch)
+    if "flash" in _attention(model) and "cu_seq_lens_q" not in batch:
+        raise UsageError(
+            "FlashAttention does not keep the conversations of packed rows apart in a batch of several rows; "
+            "give train_loader flatten=True"
+        )
+    # With a cache, transformers does not keep them apart either.
+    arguments = {name: batch[name] for name in MODEL_INPUTS if name in batch}
+    return weighted_loss(model(**{"use_cache": False, **arguments, **inputs}).logits, batch)
+
+
+def _attention(model: Any) -> str:
+    """The attention implementation of a model, also of one that is wrapped to be distributed; empty if it has none."""
+    while hasattr(model, "module"):
+        model = model.module
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
