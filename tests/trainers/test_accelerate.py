@@ -8,6 +8,7 @@ import accelerate_runs as runs
 import numpy as np
 import pytest
 import torch
+from page_sections import PAGE
 from torch.utils.data import DataLoader
 from trainer_fixtures import PACKED, STEPS, UNPACKED, open_model, own_batches, own_losses, ranks
 from transformers import Trainer, TrainingArguments
@@ -273,6 +274,10 @@ def test_accelerate_does_not_shard_a_loader_a_second_time(two_ranks):
                 what = "each of 2 ranks whole batches of this EpisodeLoader, and a step would train 2 of them"
             assert what in line
             assert "use chatmill.integrations.accelerate.train_loader" in line
+
+
+def test_the_page_shows_the_line_that_refuses_a_second_sharding(two_ranks):
+    assert f"\n{two_ranks[1][0]['refusals'][2, None, 0, False]}\n" in PAGE.read_text("utf-8")
 
 
 def test_loaders_that_accelerate_does_not_shard_are_read(weighted, two_ranks):
