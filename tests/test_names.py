@@ -67,3 +67,9 @@ def test_a_page_that_imports_from_inside_a_package_is_a_fault(tmp_path, page, st
 def test_imports_from_chatmill_and_its_packages_are_right(tmp_path):
     text = "```python\nfrom chatmill import Rows\nfrom chatmill.load import Batch\n```\n`from chatmill.a.b import c`\n"
     assert check(plant(tmp_path, {"docs/x.md": text})) == (0, [])
+
+
+def test_imports_from_a_module_of_integrations_are_right_and_from_inside_one_are_not(tmp_path):
+    text = "```python\nfrom chatmill.integrations.hf import TrainRows\nfrom chatmill.integrations.hf.a import b\n```\n"
+    line = "docs/x.md:3: imports chatmill.integrations.hf.a; export the name from chatmill or chatmill.integrations"
+    assert check(plant(tmp_path, {"docs/x.md": text})) == (1, [line])
