@@ -62,7 +62,7 @@ def pytest_timeout_set_timer(item, settings):
 
 CLUSTER = re.compile(
     r"tests/(remote/.*|train/test_(fsdp.*|cluster_scripts|lost_ranks|trackers|remote_train)|load/test_remote"
-    r"|train/test_(step|loop_hf|mixed_eval|optimizers|resumed_runs)"
+    r"|train/test_(rollout_models|step|loop_hf|mixed_eval|optimizers|resumed_runs)"
     r"|prepare/test_(ray.*|cluster_build|remote_input)|store/test_remote_publish|cli/test_(stores|remote_datasets))\.py"
 )
 """Files with the marker `cluster`: their tests start ranks, Ray nodes, trackers or object stores."""

@@ -124,11 +124,16 @@ def train(
     Examples:
       chatmill rollout train stage2.json -o runs/stage2
       chatmill rollout train stage2.json -o runs/stage2 --resume auto
+      torchrun --nproc-per-node 8 -m chatmill rollout train stage2.json -o runs/stage2
     """
     from chatmill.rollout.config import RolloutConfig
     from chatmill.rollout.loop import train_rollouts
+    from chatmill.train.command import errors_of_first_rank, is_first_rank
 
-    result = train_rollouts(RolloutConfig.from_file(config), output, resume=resume, quiet=as_json)
+    with errors_of_first_rank():
+        result = train_rollouts(RolloutConfig.from_file(config), output, resume=resume, quiet=as_json)
+    if not is_first_rank():
+        return
     if as_json:
         echo_json(result.to_json())
         return

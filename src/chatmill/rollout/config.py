@@ -83,6 +83,12 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
         None, "train LoRA adapters on a Hugging Face model, whose own weights stay as they are", optional(LORA)
     )
 
+    @property
+    def generation_size(self) -> int:
+        """Prompts of one call of the generator: whole batches of generation."""
+        groups = max(1, self.generate_batch_size // self.beams)
+        return groups * self.beams if self.decoding == "beam" else self.generate_batch_size
+
     def lora_sizes(self) -> LoraSizes | None:
         return None if self.lora is None else LoraSizes(**self.lora)
 

@@ -13,8 +13,8 @@ import hashlib
 import json
 import math
 import time
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,7 +46,7 @@ from chatmill.train.optimizers import check_optimizer, weights_of
 from chatmill.train.preflight import TRAINING, trained_with
 from chatmill.train.process_group import init_world
 from chatmill.train.run_dir import RunDir, config_changes, open_resumed
-from chatmill.train.step import LRSchedule, Stepper, micro_batches, seed_step, unknown_id
+from chatmill.train.step import LRSchedule, MicroBatch, Stepper, micro_batches, seed_step, unknown_id
 from chatmill.train.stop_signal import stop_on_signal
 from chatmill.train.trackers.reporter import named_trackers
 
@@ -91,11 +91,9 @@ def train_rollouts(
     local_path(folder)
     trackers = named_trackers(config.report_to)
     with init_world(config.device) as world:
-        if world.size > 1:
-            raise UsageError(f"{world.size} processes; stage 2 runs in one")
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
-        generator = generator or generator_of(config, run.model, run.task.eos_id)
+        generator = generator or world.together(lambda: generator_of(config, run.model, run.task.eos_id))
         # A round is logged under its first step, and a checkpoint is written after a round's last.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
@@ -109,7 +107,7 @@ def train_rollouts(
             trackers=trackers,
             data={"truth_sha256": run.truth_sha256},
         )
-        with closing(run_dir), (folder / ROLLOUTS).open("ab") as log:
+        with closing(run_dir), (folder / ROLLOUTS).open("ab") if world.is_first else nullcontext() as log:
             return run.train(generator, run_dir, log)
 
 
@@ -118,6 +116,26 @@ class _RolloutRun:
 
     def __init__(self, config: RolloutConfig, folder: Path, world: World, model: CausalModel | None) -> None:
         self.config, self.folder, self.world = config, folder, world
+        world.together(lambda: self._open(model))
+        self.order = make_order("epoch", len(self.truths), seed=config.seed)
+        axis = None
+        if self.task.schema.uses_coordinates:
+            ids = vocabulary_of(self.task.tokenizer).coordinate_ids
+            axis = Axis.of(ids, self.model.vocab_size, world.device)
+        weights = config.text_weight, config.soft_weight, config.wasserstein_weight, config.outside_weight
+        self.loss_function = self.model.loss = RolloutLoss(axis, TermWeights(*weights, config.sigma))
+        compute = compute_dtype(config.dtype, world.device)
+        module = world.distribute(self.model, sharded=False, compute=compute)
+        self.stepper = Stepper(self.model, module, world, config)
+        self.lr = LRSchedule.of(config, warmup=config.warmup_iters, total=config.max_iters)
+        self.step = 0
+        self.health = Health()
+        self.saved: Path | None = None
+        self.loss: float | None = None
+
+    def _open(self, model: CausalModel | None) -> None:
+        """Open the task, the truth and the model."""
+        config = self.config
         fields = None if config.fields is None else tuple(config.fields)
         self.task = open_task(
             config.tokenizer, config.format, fields=fields, gate=config.gate, add_tokens=config.add_tokens
@@ -132,26 +150,13 @@ class _RolloutRun:
             self.truth_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if not self.truths:
             raise DataError(f"{shown(truth)}: holds no record; expected at least one")
-        self.model = (model or _open_model(config, self.task, world)).to(world.device)
+        self.model = model or _open_model(config, self.task, self.world)
         if self.task.tokenizer.vocab_size > self.model.vocab_size:
             raise UsageError(
                 f"{config.init_from_model}: knows {self.model.vocab_size} tokens, "
                 f"the tokenizer {self.task.tokenizer.vocab_size}; "
                 "train it with this tokenizer first, as `chatmill rollout answers` prepares it"
             )
-        self.order = make_order("epoch", len(self.truths), seed=config.seed)
-        axis = None
-        if self.task.schema.uses_coordinates:
-            ids = vocabulary_of(self.task.tokenizer).coordinate_ids
-            axis = Axis.of(ids, self.model.vocab_size, world.device)
-        weights = config.text_weight, config.soft_weight, config.wasserstein_weight, config.outside_weight
-        self.loss_function = self.model.loss = RolloutLoss(axis, TermWeights(*weights, config.sigma))
-        self.stepper = Stepper(self.model, self.model, world, config)
-        self.lr = LRSchedule.of(config, warmup=config.warmup_iters, total=config.max_iters)
-        self.step = 0
-        self.health = Health()
-        self.saved: Path | None = None
-        self.loss: float | None = None
 
     def resume(self, resume: str | None) -> None:
         """Load the checkpoint to resume from, if there is one."""
@@ -167,10 +172,10 @@ class _RolloutRun:
         if changes:
             raise UsageError(f"{checkpoint.path}: {'; '.join(changes)}; resume with the original settings")
         check_optimizer(checkpoint.state, self.config, checkpoint.path)
-        checkpoints.restore(checkpoint, self.model, self.stepper.optimizer)
+        self.world.together(lambda: checkpoints.restore(checkpoint, self.model, self.stepper.optimizer))
         self.step, self.saved = checkpoint.step, checkpoint.path
 
-    def train(self, generator: Generator, run_dir: RunDir, log: BinaryIO) -> RolloutResult:
+    def train(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> RolloutResult:
         """Take all remaining steps; after a signal those of the round, after which a run can resume."""
         config = self.config
         rows: list[Rows] = []
@@ -182,14 +187,16 @@ class _RolloutRun:
                 self._train_step(rows.pop(0), run_dir)
                 request.finished_step()
                 last = self.step == config.max_iters
-                stop = request.by is not None and self.step % config.rollout_every == 0
+                if self.step % config.rollout_every == 0:
+                    (stops,) = self.world.sums([request.by is not None])
+                    stop = stops > 0
                 if config.save_interval and (self.step % config.save_interval == 0 or last or stop):
                     self._save()
-        stopped = request.by if self.step < config.max_iters else None
+        stopped = request.by or "a signal on another rank" if self.step < config.max_iters else None
         run_dir.end("finished" if stopped is None else "stopped")
         return RolloutResult(self.folder, self.saved, self.step, config.max_iters, self.loss, self.health, stopped)
 
-    def _round(self, generator: Generator, run_dir: RunDir, log: BinaryIO) -> list[Rows]:
+    def _round(self, generator: Generator, run_dir: RunDir, log: BinaryIO | None) -> list[Rows]:
         """Answer the prompts of the next steps; the rows of each step."""
         config, began = self.config, time.perf_counter()
         steps = min(config.rollout_every, config.max_iters - self.step)
@@ -198,12 +205,13 @@ class _RolloutRun:
         # A prompt that leaves no position for an answer is left out, like a target that is too long.
         places = [place for place, prompt in enumerate(all_prompts) if len(prompt) < self.model.max_positions]
         truths, prompts = [self.truths[numbers[place]] for place in places], [all_prompts[place] for place in places]
-        answers = generator(prompts, step=self.step)
+        answers = self._answers(generator, prompts)
         rollouts = [
             Rollout(truth.record.id or "", list(answer), prompt, self.step, row)
             for row, (truth, prompt, answer) in enumerate(zip(truths, prompts, answers, strict=True))
         ]
-        log_rollouts(log, rollouts)
+        if log is not None:
+            log_rollouts(log, rollouts)
         generated = time.perf_counter()
         health = Health()
         pairs = list(zip(truths, rollouts, strict=True))
@@ -216,6 +224,22 @@ class _RolloutRun:
         step_of = np.array(places, dtype=np.int64) // config.batch_size
         return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
 
+    def _answers(self, generator: Generator, prompts: list[list[int]]) -> list[list[int]]:
+        """An answer to each prompt. Ranks take whole batches in turn, so that answers do not depend on their number."""
+        size = self.config.generation_size
+        starts = range(0, len(prompts), size)
+
+        def mine() -> list[list[list[int]]]:
+            own = starts[self.world.rank :: self.world.size]
+            return [generator(prompts[at : at + size], step=self.step, first_row=at) for at in own]
+
+        of_ranks = self.world.gather(self.world.together(mine))
+        return [
+            answer
+            for number in range(len(starts))
+            for answer in of_ranks[number % self.world.size][number // self.world.size]
+        ]
+
     def _record_numbers(self, first: int, last: int) -> list[int]:
         """The records of a range of steps: epoch after epoch, each in its order."""
         places = np.arange(first * self.config.batch_size, last * self.config.batch_size)
@@ -226,30 +250,47 @@ class _RolloutRun:
     def _train_step(self, rows: Rows, run_dir: RunDir) -> None:
         """One optimizer step on the rows of one batch."""
         config, began = self.config, time.perf_counter()
-        count = min(config.gradient_accumulation_steps, max(1, len(rows)))
+        parts = self.world.alone(lambda: self._micro_batches(self._own_rows(rows)))
+        weight, trained = self.world.sums(
+            [math.fsum(part.inputs.targets.weight for part in parts), sum(part.inputs.targets.count for part in parts)]
+        )
+        lr = self.lr(self.step)
+        self.step += 1
+        if not weight:
+            run_dir.log({"step": self.step, "skipped": 1})
+            return
+        seed_step(config.seed, self.step, *([self.world.rank] if self.world.size > 1 else []))
+        result = self.stepper.step(parts, weight=weight, lr=lr, key=(config.seed, self.step)).read()
+        result.check_finite(self.step, self.saved, lambda: "lower learning_rate")
+        self.loss = result.loss
+        own = self.loss_function.take_terms()
+        terms = {name: value / weight for name, value in zip(own, self.world.sums(list(own.values())), strict=True)}
+        tokens, trained = len(rows.ids), int(trained)
+        seconds = time.perf_counter() - began
+        metrics = {"step": self.step, "loss": result.loss, **terms, "grad_norm": result.grad_norm, "lr": lr}
+        run_dir.log({**metrics, "tokens": tokens, "trained": trained, "seconds": seconds})
+        run_dir.show_step(self.step, loss=result.loss, seconds=seconds, tokens=tokens, trained=trained)
+
+    def _own_rows(self, rows: Rows) -> Rows:
+        """This rank's rows of a batch; one that is not trained if there are fewer rows than ranks."""
+        rank, size = self.world.rank, self.world.size
+        own = rows[len(rows) * rank // size : len(rows) * (rank + 1) // size]
+        if len(own) or not len(rows):
+            return own
+        row = rows[:1]
+        spans = row.spans.copy()
+        spans["weight"] = 0
+        return replace(row, spans=spans)
+
+    def _micro_batches(self, rows: Rows) -> list[MicroBatch]:
+        count = min(self.config.gradient_accumulation_steps, max(1, len(rows)))
         cuts = np.linspace(0, len(rows), count + 1).astype(int).tolist()
         pairs = [(start, stop) for start, stop in pairwise(cuts) if start < stop]
         batches = [collate(rows[start:stop], pad_token_id=self.task.eos_id) for start, stop in pairs]
         for batch in batches:
             if fault := unknown_id(batch, self.model.vocab_size):
                 raise DataError(f"step {self.step + 1}: {fault}; use rollouts of this model")
-        parts = [part for batch in batches for part in micro_batches(batch, 1, self.world.device)]
-        weight = math.fsum(part.inputs.targets.weight for part in parts)
-        lr = self.lr(self.step)
-        self.step += 1
-        if not weight:
-            run_dir.log({"step": self.step, "skipped": 1})
-            return
-        seed_step(config.seed, self.step)
-        result = self.stepper.step(parts, weight=weight, lr=lr, key=(config.seed, self.step)).read()
-        result.check_finite(self.step, self.saved, lambda: "lower learning_rate")
-        self.loss = result.loss
-        terms = {name: value / weight for name, value in self.loss_function.take_terms().items()}
-        tokens, trained = len(rows.ids), sum(part.inputs.targets.count for part in parts)
-        seconds = time.perf_counter() - began
-        metrics = {"step": self.step, "loss": result.loss, **terms, "grad_norm": result.grad_norm, "lr": lr}
-        run_dir.log({**metrics, "tokens": tokens, "trained": trained, "seconds": seconds})
-        run_dir.show_step(self.step, loss=result.loss, seconds=seconds, tokens=tokens, trained=trained)
+        return [part for batch in batches for part in micro_batches(batch, 1, self.world.device)]
 
     def _save(self) -> None:
         tokenizer = self.task.tokenizer

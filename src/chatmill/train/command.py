@@ -86,13 +86,13 @@ def errors_of_first_rank() -> Iterator[None]:
     try:
         yield
     except ChatmillError as error:
-        is_silent = not _is_first_rank() and not isinstance(error, RankError)
+        is_silent = not is_first_rank() and not isinstance(error, RankError)
         if is_silent or (isinstance(error, LostRankError) and error.reported):
             sys.exit(error.exit_code)
         raise
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -153,11 +153,11 @@ def run_and_print(
     where = _run_flags(flags)
     if where.estimate:
         fit = estimate(flags)
-        if _is_first_rank():
+        if is_first_rank():
             print(json.dumps(fit.to_json())) if as_json else (print_fit or _print_fit)(fit)
         return
     result = run(flags, open_text=open_text, tokenizer_sha256=tokenizer_sha256, report_page=report_page)
-    if _is_first_rank():
+    if is_first_rank():
         print(json.dumps(result.to_json()) if as_json else summary(result))
 
 
