@@ -8,10 +8,10 @@ import typer
 
 from chatmill.cli.options import AsJson, argument, echo_json, echo_line, print_losses, progress
 from chatmill.cli.record_options import ReadOptions, TemplateFlags, print_rejects
-from chatmill.cli.transformers_peer import TransformersPeer
 from chatmill.errors import ChatmillError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
 from chatmill.format.template.certify.certificate import certify
+from chatmill.integrations.transformers_peer import TransformersPeer
 from chatmill.prepare.job import existing
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "render": "render.render_command",
     "formats": "formats.formats",
     "certify": "certify.certify_command",
+    "compare": "compare.compare",
     "recipe": "recipe.app",
     "import": "import_config.app",
     "prepare": "prepare.prepare_command",

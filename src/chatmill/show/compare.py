@@ -1,0 +1,273 @@
+"""Rows of chatmill beside those that another library makes of the same records: which tokens each trains, and why.
+
+    chatmill   <|im_start|> assistant \\n [Hi <|im_end|>] \\n
+    peer       <|im_start|> assistant \\n [Hi <|im_end|> \\n]        after the end of an answer
+
+Why a token differs is read from the span that it has in chatmill's row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.records import Record
+from chatmill.rows import NO_MESSAGE, Ids, Part, Role, Rows, Rule, mask_runs
+from chatmill.show.text import TokenText
+
+Mask = NDArray[np.bool_]
+
+
+class Why(StrEnum):
+    """Why a token is trained by one of the two, or only one of them writes it; the values are shown."""
+
+    CUT = "cut off by max_length"
+    DROPPED = "max_length leaves nothing that is trained, and TRL drops the record"
+    CONTROL_TEXT = "text that looks like a control token: a control token in TRL, text in chatmill"
+    REASONING_KEPT = "reasoning that the model's template leaves out and TRL's training template writes"
+    TRAINING_TEMPLATE = "TRL's training template writes something else than the model's template"
+    OTHER_IDS = "tokens differ for a reason that chatmill does not know"
+    END = "the end of an answer, which TRL does not train: the model does not learn to stop"
+    ANSWER = "text of an answer outside the generation tags"
+    REASONING = "reasoning of an answer outside the generation tags"
+    TOOL_CALL = "a tool call outside the generation tags"
+    HEADER = "the header of an answer, which the prompt already holds"
+    ACROSS = "a token that begins in the header of an answer and ends in its text"
+    AFTER = "what follows the end of an answer, where a server has stopped"
+    LAST = "what follows the last message, such as EOS"
+    FIRST = "what the template writes by itself before the first message, such as BOS"
+    SYSTEM = "system text"
+    USER = "text of the user"
+    TOOL = "results of tools"
+    TURN = "headers and ends of system, user and tool turns"
+    WEIGHT = "a message with train or weight of its own, which TRL does not read"
+    RANGES = "train_ranges of a message, which TRL does not read"
+    UNFINISHED = "an answer that is incomplete, or has no complete user turn before it"
+    OTHER = "another rule of chatmill"
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """A row of another library."""
+
+    ids: Ids
+    trained: Mask
+    kept: int
+    """How many of the tokens, from the first, are left after `max_length`; 0: the row is dropped."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tokens of both rows by who trains them; a token that both have counts once."""
+
+    both: int = 0
+    only_chatmill: int = 0
+    only_peer: int = 0
+    neither: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.both + other.both,
+            self.only_chatmill + other.only_chatmill,
+            self.only_peer + other.only_peer,
+            self.neither + other.neither,
+        )
+
+    @property
+    def total(self) -> int:
+        return self.both + self.only_chatmill + self.only_peer + self.neither
+
+
+@dataclass(frozen=True)
+class TokenDifference:
+    """Tokens [start, stop) of chatmill's row beside [peer_start, peer_stop) of the other, and why they differ."""
+
+    why: Why
+    start: int
+    stop: int
+    peer_start: int
+    peer_stop: int
+    counts: Counts
+
+
+class Outcome(StrEnum):
+    """What became of a record."""
+
+    EQUAL = "equal"
+    MASK = "trained differently"
+    CUT = "cut off by max_length"
+    IDS = "with other ids"
+    DROPPED = "dropped by TRL"
+
+
+@dataclass(frozen=True)
+class RowComparison:
+    """One record, as both write it."""
+
+    outcome: Outcome
+    counts: Counts
+    differences: tuple[TokenDifference, ...]
+    weighted: int
+    """Tokens that both train, chatmill with a weight other than 1."""
+
+
+@dataclass(frozen=True)
+class Clues:
+    """What is known of a record besides its spans."""
+
+    record: Record
+    text: TokenText
+    control_ids: frozenset[int]
+    """Tokens that no text of a message becomes."""
+    patched: bool = False
+    """The other library writes with its own edition of the template."""
+    straddles: bool = False
+    """A token of the row lies across the border of an answer."""
+
+
+def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
+    """Compare one row with that of another library. The first token of a row is predicted by neither."""
+    ours, theirs = _never_first(row.mask()), _never_first(peer.trained)
+    theirs[peer.kept :] = False
+    counts, differences, weighted = Counts(), [], 0
+    weights, same_ids = row.weights(), True
+    for start, stop, peer_start, peer_stop, equal in aligned(row.ids, peer.ids):
+        if equal:
+            mine, its = ours[start:stop], theirs[peer_start:peer_stop]
+            counts += Counts(*(int(chosen.sum()) for chosen in (mine & its, mine & ~its, its & ~mine, ~mine & ~its)))
+            weighted += int((mine & its & (weights[start:stop] != 1)).sum())
+            differences += list(_mask_differences(row, peer, start, peer_start, mine, its, clues))
+            continue
+        same_ids = False
+        peer_stop = max(peer_start, min(peer_stop, peer.kept))
+        mine, its = ours[start:stop], theirs[peer_start:peer_stop]
+        other = Counts(0, int(mine.sum()), int(its.sum()), int((~mine).sum() + (~its).sum()))
+        counts += other
+        if other.total:
+            why = _why_ids(row, peer, (start, stop), (peer_start, peer_stop), clues)
+            differences.append(TokenDifference(why, start, stop, peer_start, peer_stop, other))
+    if not peer.kept and len(peer.ids):
+        outcome = Outcome.DROPPED
+    elif not same_ids:
+        outcome = Outcome.IDS
+    elif peer.kept < len(peer.ids):
+        outcome = Outcome.CUT
+    else:
+        outcome = Outcome.MASK if differences else Outcome.EQUAL
+    return RowComparison(outcome, counts, tuple(differences), weighted)
+
+
+def aligned(ours: Ids, theirs: Ids) -> Iterator[tuple[int, int, int, int, bool]]:
+    """Blocks of two rows in order, as (start, stop, start, stop, whether their ids are equal); they tile both."""
+    size = min(len(ours), len(theirs))
+    if len(ours) == len(theirs) and bool(np.all(ours == theirs)):
+        yield 0, size, 0, size, True
+        return
+    head = _equal_length(ours[:size], theirs[:size])
+    tail = _equal_length(ours[head:][::-1][: size - head], theirs[head:][::-1][: size - head])
+    if head:
+        yield 0, head, 0, head, True
+    middle = ours[head : len(ours) - tail].tolist(), theirs[head : len(theirs) - tail].tolist()
+    # With its default, ids that are frequent in a long row begin no block: it takes time linear in the length then.
+    for kind, start, stop, peer_start, peer_stop in SequenceMatcher(None, *middle).get_opcodes():
+        yield start + head, stop + head, peer_start + head, peer_stop + head, kind == "equal"
+    if tail:
+        yield len(ours) - tail, len(ours), len(theirs) - tail, len(theirs), True
+
+
+def _equal_length(ours: Ids, theirs: Ids) -> int:
+    """How many ids are equal from the first on."""
+    differs = ours != theirs
+    return int(differs.argmax()) if differs.any() else len(ours)
+
+
+def _never_first(trained: Mask) -> Mask:
+    out = trained.copy()
+    out[:1] = False
+    return out
+
+
+def _mask_differences(
+    row: Rows, peer: PeerRow, start: int, peer_start: int, ours: Mask, theirs: Mask, clues: Clues
+) -> Iterator[TokenDifference]:
+    """Runs of equal ids that only one trains, or that the other has cut off; a run is of one span."""
+    gone = np.arange(peer_start, peer_start + len(ours)) >= peer.kept
+    differs = (ours != theirs) | gone
+    if not differs.any():
+        return
+    first = int(np.searchsorted(row.span_start, start, side="right")) - 1
+    edges = row.span_start[(row.span_start > start) & (row.span_start < start + len(ours))] - start
+    if gone.any():
+        # What is cut off differs for one reason, whatever it is.
+        at = int(gone.argmax())
+        edges = np.append(edges[edges < at], at)
+    runs = mask_runs(differs, np.concatenate(([0], edges, [len(ours)])).astype(np.int64))
+    for begin, end in zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True):
+        if not differs[begin]:
+            continue
+        mine, its = int(ours[begin:end].sum()), int(theirs[begin:end].sum())
+        counts = Counts(0, mine, its, end - begin - mine - its)
+        if gone[begin]:
+            why = Why.CUT if peer.kept else Why.DROPPED
+        else:
+            first = int(np.searchsorted(row.span_start, start + begin, side="right")) - 1
+            at_border = clues.straddles and end - begin == 1 and start + end == row.span_start[first + 1]
+            why = why_mask(row.spans[first], across=at_border)
+        yield TokenDifference(why, start + begin, start + end, peer_start + begin, peer_start + end, counts)
+
+
+def why_mask(span: np.void, *, across: bool = False) -> Why:
+    """Why only one of the two trains tokens of this span of chatmill's row."""
+    role, part, rule = Role(span["role"]), Part(span["part"]), Rule(span["rule"])
+    if rule in (Rule.FLAG, Rule.NOT_ANSWER):
+        return Why.WEIGHT
+    if rule == Rule.RANGE:
+        return Why.RANGES
+    if rule in (Rule.UNFINISHED, Rule.INCOMPLETE_USER):
+        return Why.UNFINISHED
+    if span["weight"] > 0:
+        return {Part.CLOSE: Why.END, Part.REASONING: Why.REASONING, Part.TOOL_CALL: Why.TOOL_CALL}.get(part, Why.ANSWER)
+    if rule == Rule.HEADER and role == Role.ASSISTANT:
+        return Why.AFTER if part == Part.CLOSE else Why.ACROSS if across else Why.HEADER
+    if rule == Rule.HEADER and role == Role.NONE:
+        return Why.LAST if part == Part.EOS else Why.FIRST
+    if rule == Rule.HEADER:
+        return Why.TURN
+    return {Role.SYSTEM: Why.SYSTEM, Role.USER: Why.USER, Role.TOOL: Why.TOOL}.get(role, Why.OTHER)
+
+
+def _why_ids(row: Rows, peer: PeerRow, ours: tuple[int, int], theirs: tuple[int, int], clues: Clues) -> Why:
+    """Why two rows have other tokens here."""
+    if theirs[0] >= peer.kept:
+        return Why.CUT if peer.kept else Why.DROPPED
+    first = max(0, int(np.searchsorted(row.span_start, ours[0], side="right")) - 1)
+    spans = row.spans[first : int(np.searchsorted(row.span_start, max(ours[1], ours[0] + 1)))]
+    its_ids = peer.ids[theirs[0] : theirs[1]].tolist()
+    is_text = ours[0] < ours[1] and bool(np.all(np.isin(spans["rule"], (Rule.ROLE, Rule.FLAG, Rule.RANGE))))
+    # A token beside the control token may be another, too.
+    control = clues.control_ids.intersection(peer.ids[max(0, theirs[0] - 1) : theirs[1] + 1].tolist())
+    if is_text and control and _texts_hold(clues, [clues.text.text([id]) for id in control]):
+        return Why.CONTROL_TEXT
+    if clues.patched:
+        written = clues.text.text(its_ids, keep="\n\t").strip()
+        numbers = {int(number) for number in spans["message"] if number != NO_MESSAGE}
+        messages = [clues.record.messages[number] for number in numbers if number < len(clues.record.messages)]
+        if any(message.reasoning and message.reasoning.strip() in written for message in messages):
+            return Why.REASONING_KEPT
+        return Why.TRAINING_TEMPLATE
+    return Why.OTHER_IDS
+
+
+def _texts_hold(clues: Clues, tokens: Sequence[str]) -> bool:
+    """Whether a text of the record contains one of these tokens."""
+    for message in clues.record.messages:
+        calls = [text for call in message.tool_calls for text in (call.name, call.arguments)]
+        for text in (message.content, message.reasoning, *calls):
+            if any(token in text for token in tokens):
+                return True
+    return any(token in tool for token in tokens for tool in clues.record.tools)

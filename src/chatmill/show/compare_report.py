@@ -1,0 +1,207 @@
+"""The comparison of many records with another library: counts, reasons with an example each, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from chatmill.errors import one_line
+from chatmill.rows import Ids, Rows
+from chatmill.show.compare import Clues, Counts, Mask, Outcome, PeerRow, TokenDifference, Why, compare_row
+from chatmill.show.row_view import place_name
+from chatmill.show.text import TokenText
+
+BEFORE, INSIDE, AFTER = 8, 16, 4
+"""Tokens of an example that are shown before a difference, of it and after it."""
+SEPARATOR = "│"
+TRAINED, DIFFERENT = "bold green", "bold yellow"
+MAX_REASONS = 20
+"""Reasons for refusals that are kept; others are counted as one."""
+OTHER_REASONS = "other reasons"
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """A token of an example: its text, whether it is trained, and whether it is one that differs."""
+
+    text: str
+    trained: bool
+    differs: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """A difference in its context."""
+
+    place: str
+    chatmill: tuple[TokenView, ...]
+    peer: tuple[TokenView, ...]
+
+
+@dataclass
+class Reason:
+    """All tokens that differ for one reason."""
+
+    records: int = 0
+    counts: Counts = field(default_factory=Counts)
+    example: Example | None = None
+
+
+@dataclass
+class Refusals:
+    """Records that one of the two refuses, for one reason."""
+
+    records: int = 0
+    place: str = ""
+
+
+@dataclass
+class Comparison:
+    """What is known after some records."""
+
+    text: TokenText
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    """Records by who refuses them: chatmill, TRL, both."""
+    refusals: dict[tuple[str, str], Refusals] = field(default_factory=dict)
+    counts: Counts = field(default_factory=Counts)
+    reasons: dict[Why, Reason] = field(default_factory=dict)
+    weighted: int = 0
+    default: Counts = field(default_factory=Counts)
+    """The tokens by who trains them if TRL is run with its default loss."""
+
+    @property
+    def records(self) -> int:
+        return self.outcomes.total() + self.refused.total()
+
+    @property
+    def equal(self) -> bool:
+        return self.records == self.outcomes[Outcome.EQUAL] + self.refused["both"]
+
+    def refuse(self, place: str, *, chatmill: str | None, peer: str | None) -> None:
+        """Add a record that one of them refuses, or both, with their reasons."""
+        self.refused["both" if chatmill and peer else "chatmill" if chatmill else "TRL"] += 1
+        for name, reason in (("chatmill", chatmill), ("TRL", peer)):
+            if reason:
+                known = len(self.refusals) < MAX_REASONS or (name, reason) in self.refusals
+                refusals = self.refusals.setdefault((name, reason if known else OTHER_REASONS), Refusals(place=place))
+                refusals.records += 1
+
+    def add(self, row: Rows, peer: PeerRow, default: PeerRow | None, clues: Clues) -> None:
+        """Add a record that both write."""
+        result = compare_row(row, peer, clues)
+        self.outcomes[result.outcome] += 1
+        self.counts += result.counts
+        self.weighted += result.weighted
+        for why in dict.fromkeys(each.why for each in result.differences):
+            reason = self.reasons.setdefault(why, Reason())
+            reason.records += 1
+            of_reason = [each for each in result.differences if each.why == why]
+            for each in of_reason:
+                reason.counts += each.counts
+            trained = [each for each in of_reason if each.counts.only_chatmill or each.counts.only_peer]
+            if reason.example is None:
+                reason.example = _example(row, peer, (trained or of_reason)[0], self.text)
+        if default is not None:
+            self.default += result.counts if default is peer else compare_row(row, default, clues).counts
+
+    def sorted_reasons(self) -> list[tuple[Why, Reason]]:
+        """Those with the most tokens that are trained differently first."""
+
+        def key(item: tuple[Why, Reason]) -> tuple[int, int]:
+            counts = item[1].counts
+            return -(counts.only_chatmill + counts.only_peer), -counts.neither
+
+        return sorted(self.reasons.items(), key=key)
+
+    def to_json(self) -> dict[str, Any]:
+        outcomes = {each.name.lower(): self.outcomes[each] for each in Outcome}
+        return {
+            "records": {"all": self.records, **outcomes, "refused": {name: self.refused[name] for name in REFUSED}},
+            "tokens": {"all": self.counts.total, **asdict(self.counts), "other_weight": self.weighted},
+            "reasons": [
+                {
+                    "name": why.name.lower(),
+                    "text": why.value,
+                    "records": reason.records,
+                    **{name: count for name, count in asdict(reason.counts).items() if name != "both"},
+                    "example": None if reason.example is None else asdict(reason.example),
+                }
+                for why, reason in self.sorted_reasons()
+            ],
+            "refusals": [
+                {"by": by, "reason": reason, "records": each.records, "first": each.place}
+                for (by, reason), each in self.refusals.items()
+            ],
+            "peer_default": asdict(self.default),
+        }
+
+
+REFUSED = ("chatmill", "TRL", "both")
+
+
+def _example(row: Rows, peer: PeerRow, difference: TokenDifference, text: TokenText) -> Example:
+    return Example(
+        place_name(row, 0),
+        _view(row.ids, row.mask(), difference.start, difference.stop, text),
+        _view(
+            peer.ids[: peer.kept],
+            peer.trained[: peer.kept],
+            min(difference.peer_start, peer.kept),
+            min(difference.peer_stop, peer.kept),
+            text,
+        ),
+    )
+
+
+def _view(ids: Ids, trained: Mask, start: int, stop: int, text: TokenText) -> tuple[TokenView, ...]:
+    """The tokens from a few before [start, stop) to a few after it; a long range is left out in its middle."""
+    first, last = max(0, start - BEFORE), min(len(ids), stop + AFTER)
+    places = np.arange(first, last)
+    views = [TokenView("…", False, False)] if first else []
+    for at in places.tolist():
+        if stop - start > INSIDE and start + INSIDE // 2 <= at < stop - INSIDE // 2:
+            if at == start + INSIDE // 2:
+                views.append(TokenView("…", bool(trained[at]), True))
+            continue
+        views.append(TokenView(text.token(int(ids[at])), bool(trained[at]) and at > 0, start <= at < stop))
+    return tuple([*views, TokenView("…", False, False)] if last < len(ids) else views)
+
+
+# Text.
+
+
+def example_lines(example: Example) -> Iterator[Text]:
+    """The place, and one line for each of the two; what is trained is in brackets."""
+    yield Text(f"    {example.place}", style="dim")
+    for name, views in (("chatmill", example.chatmill), ("TRL", example.peer)):
+        yield Text(f"      {name:<9}").append_text(_line(views))
+
+
+def _line(views: tuple[TokenView, ...]) -> Text:
+    line, trained = Text(), False
+    for number, view in enumerate(views):
+        if trained and not view.trained:
+            line.append("]")
+        line.append(SEPARATOR if number else "", style="dim")
+        if view.trained and not trained:
+            line.append("[")
+        trained = view.trained
+        escaped = view.text.replace("[", r"\[").replace("]", r"\]")
+        line.append(escaped, style=DIFFERENT if view.differs else TRAINED if view.trained else "dim")
+    return line.append("]" if trained else "")
+
+
+def outcome_lines(comparison: Comparison) -> Iterator[str]:
+    """How many records there are of each outcome, and why some are refused."""
+    yield f"{comparison.records:,} records: " + ", ".join(
+        [f"{comparison.outcomes[each]:,} {each.value}" for each in Outcome if comparison.outcomes[each]]
+        + [f"{comparison.refused[name]:,} refused by {name}" for name in REFUSED if comparison.refused[name]]
+    )
+    for (by, reason), each in comparison.refusals.items():
+        yield f"  {by} refuses {each.records:,}, the first at {one_line(each.place, 200)}: {reason}"
