@@ -12,9 +12,11 @@ data/tool_conversations.jsonl.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
-import subprocess
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+
+from chatmill.cli.main import app_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data" / "templates"
@@ -94,18 +98,22 @@ def make_folder(trial: Trial, folder: Path) -> None:
 
 
 def compared(trial: Trial, data: str) -> dict[str, Any]:
+    """What the command prints; it runs in this process, so that TRL is imported once."""
+    out = io.StringIO()
     with tempfile.TemporaryDirectory() as name:
         make_folder(trial, Path(name))
-        command = [sys.executable, "-m", "chatmill", "compare", "--peer", "trl", data, name, "--json"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{trial.name}: {done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout)
+        with contextlib.redirect_stdout(out):
+            app_of(["compare"])(["compare", "--peer", "trl", data, name, "--json"], standalone_mode=False)
+    result: dict[str, Any] = json.loads(out.getvalue())
+    print(f"{trial.name} {data}", file=sys.stderr)
     return result
 
 
 def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
-    yield "| template | data | TRL | equal | differ | refused by chatmill, TRL, both | both | only chatmill | only TRL |"
+    yield (
+        "| template | data | TRL | records: equal | differ | refused by chatmill, TRL, both "
+        "| tokens: trained by both | only by chatmill | only by TRL |"
+    )
     yield "|---|---|---|---:|---:|---:|---:|---:|---:|"
     for trial, data, result in results:
         peer, records, tokens = result["peer"], result["records"], result["tokens"]
@@ -113,7 +121,8 @@ def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
         refused = ", ".join(f"{records['refused'][name]:,}" for name in ("chatmill", "TRL", "both"))
         differ = sum(records[name] for name in ("mask", "cut", "ids", "dropped"))
         counts = " | ".join(f"{tokens[name]:,}" for name in ("both", "only_chatmill", "only_peer"))
-        yield f"| `{trial.name}` | {Path(data).stem} | {how} | {records['equal']:,} | {differ:,} | {refused} | {counts} |"
+        cells = (f"`{trial.name}`", Path(data).stem, how, f"{records['equal']:,}", f"{differ:,}", refused, counts)
+        yield f"| {' | '.join(cells)} |"
 
 
 def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
@@ -130,6 +139,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/comparison.md")
     parser.add_argument("--only", default="", help="templates whose name contains this")
     args = parser.parse_args()
+    os.chdir(ROOT)
     chosen = [trial for trial in trials() if args.only in trial.name]
     results = [(trial, data, compared(trial, data)) for trial in chosen for data in DATA]
     text = "\n".join([*table(results), "", *reasons(results)])

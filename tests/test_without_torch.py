@@ -97,6 +97,7 @@ NEEDS_TORCH = {
     "merge": "merge model -o merged",
     "eval": "eval model d",
     "rows": "rows checkpoints/run --step 1",
+    "compare": "compare chat.jsonl t.json --chat-template plain.jinja",
     "rollout train": "rollout train config.json -o run",
 }
 

@@ -52,6 +52,7 @@ RECORDS = """
 check URL.jsonl
 render URL.jsonl
 certify URL.jsonl --tokenizer bytes --chat-template plain.jinja
+compare URL.jsonl bytes --chat-template plain.jinja
 prepare URL.jsonl -o out
 prepare chat.jsonl -o out --val-file URL.jsonl
 prepare recipe.toml -o out
@@ -72,6 +73,8 @@ render chat.jsonl --format URL.toml
 render chat.jsonl --format template --chat-template URL
 certify --tokenizer URL
 certify --tokenizer bytes --chat-template URL
+compare chat.jsonl URL
+compare chat.jsonl bytes --chat-template URL
 prepare URL.toml -o out
 recipe check URL.toml
 prepare chat.jsonl -o out --tokenizer URL

@@ -14,7 +14,8 @@ from chatmill.cli.record_options import ReadOptions, TemplateFlags, print_reject
 from chatmill.config import LONGEST
 from chatmill.errors import DataError, RecordError
 from chatmill.format import TEMPLATE, TemplateRenderer, open_renderer
-from chatmill.integrations.trl_peer import TRLPeer, TRLSetup
+from chatmill.integrations.trl_peer import TRLPeer, require_trl
+from chatmill.integrations.trl_process import TRLSetup
 from chatmill.ledger import Ledger
 from chatmill.prepare.job import existing
 from chatmill.records import Record
@@ -71,17 +72,16 @@ def compare(
       chatmill compare chat.jsonl tokenizer.json --chat-template chatml.jinja --exit-code
     """
     assert peer is PeerName.TRL
+    require_trl()
     renderer = open_renderer(TEMPLATE, model, template=template.options())
     assert isinstance(renderer, TemplateRenderer)
-    comparison = Comparison(TokenText(renderer.tokenizer))
-    with (
-        read.records([data], reads=existing(model, template.chat_template)) as records,
-        TRLPeer(renderer, assistant_only_loss=assistant_only_loss, max_length=max_length) as trl,
-    ):
-        setup = trl.setup
+    with read.records([data], reads=existing(model, template.chat_template)) as records:
         completions = {label(part.path) for part in records.files() if part.shape == "prompt-completion"}
-        for record in islice(progress(records, "records"), limit):
-            _compare_record(record, renderer, trl, comparison, completions)
+        comparison = Comparison(TokenText(renderer.tokenizer))
+        with TRLPeer(renderer, assistant_only_loss=assistant_only_loss, max_length=max_length) as trl:
+            setup = trl.setup
+            for record in islice(progress(records, "records"), limit):
+                _compare_record(record, renderer, trl, comparison, completions)
     if not comparison.records:
         raise DataError(f"{data}: holds no record; expected at least one")
     settings = {"assistant_only_loss": assistant_only_loss and not setup.no_mask, "max_length": setup.max_length}
@@ -101,18 +101,19 @@ def compare(
 def _compare_record(
     record: Record, renderer: TemplateRenderer, trl: TRLPeer, comparison: Comparison, completions: set[str]
 ) -> None:
-    ledger, fault = Ledger(), None
+    ledger = Ledger()
+    fault: tuple[str, str] | None = None
     try:
         row = renderer.render([record], ledger=ledger)
     except RecordError as error:
-        fault = f"{error.what}; {error.right}"
+        fault = error.kind, f"{error.what}; {error.right}"
     try:
         chosen, default = trl.rows(record, completion=_completion(record) if record.file in completions else None)
     except RecordError as error:
         chosen = default = f"{error.what}; {error.right}"
     if fault is not None or isinstance(chosen, str):
-        reason = chosen if isinstance(chosen, str) else None
-        comparison.refuse(f"{record.file}:{record.line}", chatmill=fault, peer=reason)
+        its = (chosen, chosen) if isinstance(chosen, str) else None
+        comparison.refuse(f"{record.file}:{record.line}", chatmill=fault, peer=its)
         return
     clues = Clues(
         record,

@@ -34,6 +34,7 @@ class Why(StrEnum):
     OTHER_IDS = "tokens differ for a reason that chatmill does not know"
     END = "the end of an answer, which TRL does not train: the model does not learn to stop"
     ANSWER = "text of an answer outside the generation tags"
+    CHARACTER = "the last bytes of a character at the end of generation tags, which transformers leaves out of the mask"
     REASONING = "reasoning of an answer outside the generation tags"
     TOOL_CALL = "a tool call outside the generation tags"
     HEADER = "the header of an answer, which the prompt already holds"
@@ -165,9 +166,6 @@ def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
 def aligned(ours: Ids, theirs: Ids) -> Iterator[tuple[int, int, int, int, bool]]:
     """Blocks of two rows in order, as (start, stop, start, stop, whether their ids are equal); they tile both."""
     size = min(len(ours), len(theirs))
-    if len(ours) == len(theirs) and bool(np.all(ours == theirs)):
-        yield 0, size, 0, size, True
-        return
     head = _equal_length(ours[:size], theirs[:size])
     tail = _equal_length(ours[head:][::-1][: size - head], theirs[head:][::-1][: size - head])
     if head:
@@ -218,7 +216,18 @@ def _mask_differences(
             first = int(np.searchsorted(row.span_start, start + begin, side="right")) - 1
             at_border = clues.straddles and end - begin == 1 and start + end == row.span_start[first + 1]
             why = why_mask(row.spans[first], across=at_border)
+            if (
+                mine
+                and why not in (Why.END, Why.WEIGHT, Why.RANGES)
+                and _continues(row.ids[start + begin : start + end], clues.text)
+            ):
+                why = Why.CHARACTER
         yield TokenDifference(why, start + begin, start + end, peer_start + begin, peer_start + end, counts)
+
+
+def _continues(ids: Ids, text: TokenText) -> bool:
+    """Whether these tokens are nothing but later bytes of a UTF-8 character."""
+    return all(0x80 <= byte < 0xC0 for id in ids.tolist() for byte in text.piece(id))
 
 
 def why_mask(span: np.void, *, across: bool = False) -> Why:

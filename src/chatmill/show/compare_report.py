@@ -56,8 +56,10 @@ class Reason:
 class Refusals:
     """Records that one of the two refuses, for one reason."""
 
+    reason: str
+    """That of the first of them."""
+    place: str
     records: int = 0
-    place: str = ""
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Comparison:
     refused: Counter[str] = field(default_factory=Counter)
     """Records by who refuses them: chatmill, TRL, both."""
     refusals: dict[tuple[str, str], Refusals] = field(default_factory=dict)
+    """By who refuses, and the kind of reason."""
     counts: Counts = field(default_factory=Counts)
     reasons: dict[Why, Reason] = field(default_factory=dict)
     weighted: int = 0
@@ -83,14 +86,15 @@ class Comparison:
     def equal(self) -> bool:
         return self.records == self.outcomes[Outcome.EQUAL] + self.refused["both"]
 
-    def refuse(self, place: str, *, chatmill: str | None, peer: str | None) -> None:
-        """Add a record that one of them refuses, or both, with their reasons."""
+    def refuse(self, place: str, *, chatmill: tuple[str, str] | None, peer: tuple[str, str] | None) -> None:
+        """Add a record that one of them refuses, or both: the kind of reason, and the reason."""
         self.refused["both" if chatmill and peer else "chatmill" if chatmill else "TRL"] += 1
-        for name, reason in (("chatmill", chatmill), ("TRL", peer)):
-            if reason:
-                known = len(self.refusals) < MAX_REASONS or (name, reason) in self.refusals
-                refusals = self.refusals.setdefault((name, reason if known else OTHER_REASONS), Refusals(place=place))
-                refusals.records += 1
+        for name, refusal in (("chatmill", chatmill), ("TRL", peer)):
+            if refusal is not None:
+                kind, reason = refusal
+                if (name, kind) not in self.refusals and len(self.refusals) >= MAX_REASONS:
+                    kind = reason = OTHER_REASONS
+                self.refusals.setdefault((name, kind), Refusals(reason, place)).records += 1
 
     def add(self, row: Rows, peer: PeerRow, default: PeerRow | None, clues: Clues) -> None:
         """Add a record that both write."""
@@ -135,8 +139,8 @@ class Comparison:
                 for why, reason in self.sorted_reasons()
             ],
             "refusals": [
-                {"by": by, "reason": reason, "records": each.records, "first": each.place}
-                for (by, reason), each in self.refusals.items()
+                {"by": by, "reason": each.reason, "records": each.records, "first": each.place}
+                for (by, _), each in self.refusals.items()
             ],
             "peer_default": asdict(self.default),
         }
@@ -203,5 +207,5 @@ def outcome_lines(comparison: Comparison) -> Iterator[str]:
         [f"{comparison.outcomes[each]:,} {each.value}" for each in Outcome if comparison.outcomes[each]]
         + [f"{comparison.refused[name]:,} refused by {name}" for name in REFUSED if comparison.refused[name]]
     )
-    for (by, reason), each in comparison.refusals.items():
-        yield f"  {by} refuses {each.records:,}, the first at {one_line(each.place, 200)}: {reason}"
+    for (by, _), each in comparison.refusals.items():
+        yield f"  {by} refuses {each.records:,}, the first at {one_line(each.place, 200)}: {each.reason}"
