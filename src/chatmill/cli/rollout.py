@@ -15,6 +15,7 @@ from chatmill.ledger import UNREAD_KEY
 from chatmill.prepare.job import SHARD_TOKENS
 from chatmill.rollout.dataset import build_answer_dataset, build_target_dataset
 from chatmill.rollout.match import GATE
+from chatmill.rollout.target import Border
 from chatmill.rollout.task import Health, open_task
 from chatmill.store.metadata import Metadata
 
@@ -55,6 +56,13 @@ def build(
     train_cut: Annotated[
         bool, typer.Option(help="Whether a token that the cut went through is trained to be the shorter one.")
     ] = False,
+    border: Annotated[
+        Border,
+        typer.Option(
+            help="Tokens where the append begins: encoded by itself (shorter), the first one not trained (masked), "
+            "encoded with the last token of the answer (joined), or as the tokenizer writes the whole text (canonical)."
+        ),
+    ] = "shorter",
     shard_tokens: ShardTokens = SHARD_TOKENS,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -69,7 +77,13 @@ def build(
       chatmill rollout build rollouts.jsonl truth.jsonl -o data/people --fields name,born
     """
     task = open_task(tokenizer, format, fields=_names(fields), gate=gate, add_tokens=add_tokens)
-    options = {"gate": gate, "train_values": train_values, "train_cut": train_cut, "shard_tokens": shard_tokens}
+    options = {
+        "gate": gate,
+        "train_values": train_values,
+        "train_cut": train_cut,
+        "border": border,
+        "shard_tokens": shard_tokens,
+    }
     config = {"made_by": "rollout build", "fields": fields, **options}
     with counting("rollouts") as advance:
         metadata, health = build_target_dataset(

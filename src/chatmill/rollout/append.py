@@ -22,10 +22,10 @@ from chatmill.rows import Part
 DETECTION = Detection()
 SPACE = " \t\n\r"
 OPENING, CLOSING = TextPart("{", STRUCTURE), TextPart("}", int(Part.BRACE))
-RANK = np.zeros(256, dtype=np.uint8)
-RANK[[Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE]] = range(4)
-RANKED = np.array([Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE], dtype=np.uint8)
+RANKED = np.array([Part.PREFIX, Part.STRUCTURE, Part.COORD, Part.BRACE, Part.VALUE], dtype=np.uint8)
 """A token with bytes of several parts counts as the last of them in this order."""
+RANK = np.zeros(256, dtype=np.uint8)
+RANK[RANKED] = range(len(RANKED))
 COORD = bytes([Part.COORD])
 
 Run = tuple[TextPart, ...]
@@ -53,10 +53,23 @@ def serialize_append(
 
 
 def encode_append(
-    objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema, vocabulary: Vocabulary
+    objects: Sequence[Object],
+    start_index: int,
+    prefix_text: str,
+    schema: Schema,
+    vocabulary: Vocabulary,
+    *,
+    before: str = "",
 ) -> Appended:
-    """The same, with its tokens, of objects that the schema has checked."""
-    return _encode(*_runs(objects, start_index, prefix_text, schema), vocabulary)
+    """The same, with its tokens, of objects that the schema has checked.
+
+    `before` is the end of the prefix that is encoded together with what follows it; the text does not hold it.
+    """
+    runs, coordinates = _runs(objects, start_index, prefix_text, schema)
+    if before:
+        runs[0] = (TextPart(before, int(Part.PREFIX)), *runs[0])
+    appended = _encode(runs, coordinates, vocabulary)
+    return appended._replace(text=appended.text.removeprefix(before))
 
 
 def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabulary) -> Appended:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from chatmill.config import SHARE, Config, ValueCheck, integer, key, number, optional
 from chatmill.rollout.match import GATE
+from chatmill.rollout.target import Border
 from chatmill.train.config import LORA, LoraSizes
 from chatmill.train.run_config import OptimizerConfig, RunConfig
 
@@ -38,6 +39,9 @@ class TaskConfig(Config):
     gate: float = key(GATE, "smallest overlap (IoU) at which boxes are matched", SHARE)
     train_values: bool = key(True, "also train the texts of appended entries")
     train_cut: bool = key(False, "where the cut splits a token, train the shorter token that remains")
+    border: Border = key(
+        "shorter", "how tokens are chosen where the append begins: shorter, masked, joined or canonical"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,14 +36,14 @@ def build_target_dataset(
 ) -> tuple[Metadata, Health]:
     """A dataset of the targets of stored rollouts, and the health of the rollouts.
 
-    `config` has shard_tokens, train_values and train_cut, and is stored in the dataset.
+    `config` has shard_tokens, train_values, train_cut and border, and is stored in the dataset.
     """
     check_target(output, overwrite=overwrite)
     truths = {each.record.id or "": each for each in read_truth(truth)}
     health, ledger = Health(), Ledger()
     for each in truths.values():
         _note_keys(each, ledger)
-    options = {name: config[name] for name in ("train_values", "train_cut")}
+    options = {name: config[name] for name in ("train_values", "train_cut", "border")}
 
     def rows() -> Iterator[Rows]:
         for chunk in _chunks(_pairs(rollouts, truths), progress):

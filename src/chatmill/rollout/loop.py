@@ -215,7 +215,14 @@ class _RolloutRun:
         generated = time.perf_counter()
         health = Health()
         pairs = list(zip(truths, rollouts, strict=True))
-        rows = target_rows(pairs, self.task, health, train_values=config.train_values, train_cut=config.train_cut)
+        rows = target_rows(
+            pairs,
+            self.task,
+            health,
+            train_values=config.train_values,
+            train_cut=config.train_cut,
+            border=config.border,
+        )
         fits = rows.lengths <= self.model.max_positions
         health.too_long = len(all_prompts) - int(np.count_nonzero(fits))
         self.health.merge(health)

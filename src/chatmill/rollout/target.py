@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from chatmill.errors import UsageError
-from chatmill.rollout.append import DETECTION, SPACE, encode_answer, encode_append
+from chatmill.rollout.append import DETECTION, SPACE, Appended, encode_answer, encode_append
 from chatmill.rollout.match import Matching
 from chatmill.rollout.scan import JSON, STOP_TEXTS, ParsedEntry, Scan, parse_json, scan_rollout
 from chatmill.rollout.schema import Detection, Object, Schema, UnfitError, read_body
@@ -42,7 +43,9 @@ class Target:
     ids: list[int]
     """The kept prefix, what was appended, and EOS."""
     prefix_ids: list[int]
+    """The tokens that are kept, or stand for one that the cut went through."""
     prefix_text: str
+    """The text up to the cut; with the borders `canonical` and `joined` its end may follow after `prefix_ids`."""
     appended_text: str
     start_index: int
     """n of the first appended key object_{n}."""
@@ -86,14 +89,15 @@ def build_target(
     stop_texts: Sequence[str] = STOP_TEXTS,
     train_values: bool = True,
     train_cut: bool = False,
+    border: Border = "shorter",
 ) -> Target:
     """The target of one rollout and the true objects it should have named.
 
     `eos_id` is the end of turn of the format that the tokenizer was opened for, unless given; `stop_ids` are that
     one, unless given. Without `train_values` the texts of appended entries are context. With `train_cut` the tokens
     at the end of the prefix that are not the rollout's own, which stand for one that the cut went through or for
-    all of it, are trained as structure. Whatever the rollout is, nothing is raised for it; a true object that does
-    not fit the schema is a `DataError`.
+    all of it, are trained as structure. `border` says how tokens are chosen where the append begins. Whatever the
+    rollout is, nothing is raised for it; a true object that does not fit the schema is a `DataError`.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
@@ -118,13 +122,15 @@ def build_target(
     prefix_text = cut.text.decode("utf-8", "replace")
     start_index = 1 + max((entry.largest for entry in cut.entries if entry.largest > 0), default=0)
     missed = [truth[number] for number in matching.missed]
-    appended = encode_append(missed, start_index, prefix_text, schema, vocabulary)
-    all_ids = [*cut.ids, *appended.ids, eos]
+    encode = partial(encode_append, missed, start_index, prefix_text, schema, vocabulary)
+    prefix_ids, kept, appended = _joined(ids, scan, cut, border, encode, vocabulary)
+    slots = {place: value for place, value in slots.items() if place < kept}
+    all_ids = [*prefix_ids, *appended.ids, eos]
     anew = Part.STRUCTURE if train_cut else Part.PREFIX
-    prefix_parts = bytes([Part.PREFIX]) * cut.kept + bytes([anew]) * (len(cut.ids) - cut.kept)
+    parts = bytes([Part.PREFIX]) * kept + bytes([anew]) * (len(prefix_ids) - kept) + appended.parts
     return Target(
         ids=all_ids,
-        prefix_ids=cut.ids,
+        prefix_ids=prefix_ids,
         prefix_text=prefix_text,
         appended_text=appended.text,
         start_index=start_index,
@@ -136,10 +142,10 @@ def build_target(
         fallback=cut.fallback,
         # Entries that are written as boxes are, are JSON.
         target_is_json=all(entry.box for entry in cut.entries) or _is_json(cut.text + appended.text.encode()),
-        kept=cut.kept,
+        kept=kept,
         slots=len(slots),
         gated=matching.gated,
-        rows=_rows(all_ids, prefix_parts + appended.parts + bytes([Part.EOS]), slots, train_values=train_values),
+        rows=_rows(all_ids, parts + bytes([Part.EOS]), slots, train_values=train_values),
     )
 
 
@@ -168,6 +174,16 @@ def end_of_turn(tokenizer: Tokenizer) -> int:
 
 
 # Where the rollout is cut, and the objects in it.
+
+Border = Literal["shorter", "canonical", "joined", "masked"]
+"""How the tokens around the cut are chosen, where tokenizers fuse the end of the prefix with what follows it.
+
+    shorter    what is appended is encoded by itself; a token that the cut falls into becomes a shorter one
+    masked     the same, and the first appended token is not trained
+    joined     what is appended is encoded together with the last token of the prefix
+    canonical  the prefix is cut back to the last border of its tokens at which the tokenizer itself, given the whole
+               text, would have one, and its tokens follow from there
+"""
 
 
 class _KeptPrefix(NamedTuple):
@@ -202,6 +218,37 @@ def _cut(ids: list[int], scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
 
 def _nothing_kept(vocabulary: Vocabulary, why: str) -> _KeptPrefix:
     return _KeptPrefix(vocabulary.exact(["{"])[0], b"{", 0, (), why)
+
+
+def _joined(
+    ids: list[int],
+    scan: Scan,
+    cut: _KeptPrefix,
+    border: Border,
+    encode: Callable[..., Appended],
+    vocabulary: Vocabulary,
+) -> tuple[list[int], int, Appended]:
+    """The tokens of the prefix, how many of them are the rollout's own, and what is appended to them."""
+    if border in ("shorter", "masked") or cut.fallback is not None:
+        appended = encode()
+        if border == "masked":
+            appended = appended._replace(parts=bytes([Part.PREFIX]) + appended.parts[1:])
+        return cut.ids, cut.kept, appended
+    end, starts = len(cut.text), scan.token_start
+    # Tokens up to the last control token are never fused with text.
+    last = int(np.searchsorted(starts, end, side="left"))
+    control = (at + 1 for at in range(last - 1, -1, -1) if vocabulary.is_control(ids[at]))
+    first = max(next(control, 0), last - 1 if border == "joined" else 0)
+    try:
+        appended = encode(before=cut.text[starts[first] :].decode())
+    except UnicodeDecodeError:
+        return cut.ids, cut.kept, encode()
+    theirs = vocabulary.starts(appended.ids)
+    common = np.intersect1d(starts[first : last + 1] - starts[first], theirs)
+    at = 0 if border == "joined" else common[common <= end - starts[first]][-1]
+    kept = int(np.searchsorted(starts, starts[first] + at))
+    skipped = int(np.searchsorted(theirs, at))
+    return ids[:kept], kept, Appended(appended.text, appended.ids[skipped:], appended.parts[skipped:])
 
 
 def _why_no_root(data: bytes) -> str:

@@ -50,6 +50,11 @@ class Vocabulary:
         """The bytes of each id; None for an id that the tokenizer does not have."""
         return list(map(self._pieces.__getitem__, ids))
 
+    def is_control(self, id: int) -> bool:
+        """Whether an id is a control token, such as a coordinate, which text never becomes."""
+        piece = self._pieces[id]
+        return piece is not None and self._tokenizer.token_id(piece.decode("utf-8", "replace")) == id
+
     def text(self, ids: Sequence[int]) -> bytes:
         """The bytes of ids that the tokenizer has."""
         return b"".join([piece or b"" for piece in self.pieces(ids)])

@@ -1,0 +1,95 @@
+"""Borders: how tokens are chosen where the append begins, for tokenizers that fuse it with the end of the prefix."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_fixtures import EOS, HURTING, Toy, box, chopped, thing
+
+from chatmill.rollout.target import build_target
+from chatmill.rollout.vocabulary import Vocabulary
+from chatmill.rows import Part
+
+BORDERS = ("shorter", "masked", "joined", "canonical")
+CAT, DOG, BIRD = thing("cat", 1, 2, 300, 400), thing("dog", 500, 500, 600, 600), thing("bird", 700, 0, 900, 90)
+
+
+def canonical(toy: Toy, text: str) -> list[int]:
+    """The tokens of a text as the tokenizer writes it, each coordinate its own."""
+    ids = []
+    for at, piece in enumerate(re.split(r"(<\|coord_[0-9]+\|>)", text)):
+        ids += [toy.token_id(piece)] if at % 2 else Vocabulary(toy).exact([piece])[0]
+    return ids
+
+
+def test_each_border_in_tokens():
+    toy = Toy([b'"]}', b'"]},', b'"]}}', b' "object_'])
+    text = "{" + box(1, "cat", 1, 2, 300, 400) + ', "object_2": {"desc": "d'
+    rollout = canonical(toy, text)
+    tokens = {}
+    for border in BORDERS:
+        target = build_target(rollout, [CAT, BIRD], tokenizer=toy, border=border)
+        assert target.prefix_text == "{" + box(1, "cat", 1, 2, 300, 400)
+        assert target.appended_text == ", " + box(2, "bird", 700, 0, 900, 90) + "}"
+        first = target.ids.index(toy.token_id("<|coord_400|>")) + 1
+        trained = target.rows.weights()[first : first + 3].tolist()
+        tokens[border] = [
+            (toy.piece(id), weight > 0) for id, weight in zip(target.ids[first:][:3], trained, strict=True)
+        ]
+    # The rollout fused the comma with the end of the box: that token is cut.
+    assert tokens["shorter"] == [(b'"]}', False), (b",", True), (b' "object_', True)]
+    assert tokens["masked"] == [(b'"]}', False), (b",", False), (b' "object_', True)]
+    assert tokens["joined"] == tokens["canonical"] == [(b'"]},', True), (b' "object_', True), (b"2", True)]
+
+
+def test_joined_and_canonical_differ_where_the_rollout_is_not_canonical():
+    toy = Toy([b'"]}', b'"]},', b'"]', b"]}"])
+    text = "{" + box(1, "cat", 1, 2, 300, 400)
+    rollout = [*canonical(toy, text.removesuffix('"]}')), toy.token(b'"]'), toy.token(b"}")]
+    ends = {}
+    for border in BORDERS:
+        target = build_target(rollout, [CAT, BIRD], tokenizer=toy, border=border)
+        first = target.ids.index(toy.token_id("<|coord_400|>")) + 1
+        ends[border] = [toy.piece(id) for id in target.ids[first:][:3]]
+    assert ends["shorter"] == [b'"]', b"}", b","]
+    assert ends["joined"] == [b'"]', b"}", b","]
+    assert ends["canonical"][0] == b'"]},'
+
+
+@pytest.mark.parametrize("border", BORDERS)
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), cut=st.integers(0, 400))
+def test_no_token_before_the_border_is_changed_and_all_tokens_say_the_text(border, seed, cut):
+    draw = random.Random(seed)
+    toy = Toy([merge for merge in HURTING if draw.random() < 0.7])
+    found = [box(n + 1, draw.choice(["cat", "é", 'a "b'.replace('"', "")]), n, n, n + 99, n + 99) for n in range(3)]
+    text = ("{" + ", ".join(found) + "}")[:cut]
+    rollout = chopped(toy, text.encode(), seed) if draw.random() < 0.5 else toy.rollout(text)
+    target = build_target(rollout, [CAT, DOG], tokenizer=toy, border=border)
+    assert target.ids[: target.kept] == rollout[: target.kept]
+    said = b"".join(toy.piece(id) for id in target.ids[:-1])
+    assert target.ids[-1] == EOS
+    assert said.decode("utf-8", "replace") == target.prefix_text + target.appended_text
+    parts = target.rows.per_token(target.rows.spans["part"])
+    assert set(parts[: target.kept].tolist()) <= {Part.PREFIX, Part.SLOT}
+    plain = build_target(rollout, [CAT, DOG], tokenizer=toy)
+    same = ("prefix_text", "appended_text", "matched", "missed", "dropped", "fallback", "target_is_json")
+    assert [getattr(target, name) for name in same] == [getattr(plain, name) for name in same]
+    assert target.kept <= plain.kept + 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 400))
+def test_a_canonical_rollout_has_a_canonical_target(seed, cut):
+    """Whatever the tokenizer fuses, the model is trained on the tokens that fine-tuning would train it on."""
+    draw = random.Random(seed)
+    toy = Toy([merge for merge in HURTING if draw.random() < 0.7])
+    found = [box(n + 1, draw.choice(["cat", "bird"]), n, n, n + 99, n + 99) for n in range(3)]
+    whole = canonical(toy, "{" + ", ".join(found) + "}")
+    target = build_target(whole[:cut], [CAT, DOG], tokenizer=toy, border="canonical")
+    if target.fallback is None:
+        assert target.ids[:-1] == canonical(toy, target.prefix_text + target.appended_text)
