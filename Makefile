@@ -30,7 +30,8 @@ clusters: $(DEV_STAMP) ## the tests that start ranks, Ray nodes, trackers or obj
 	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
 
 # Each trainer's library in the versions it needs; --confcutdir leaves out what the other tests set up.
-PYTEST_TRAINERS := -m pytest -n 2 --confcutdir=tests/trainers
+# A file's ranks start once, in one process: --dist loadfile.
+PYTEST_TRAINERS := -m pytest -n 2 --dist loadfile --confcutdir=tests/trainers
 test-integrations: $(TRAINERS_STAMP) $(TORCHTITAN_STAMP) ## chatmill's data in other trainers, each with the real library
 	.venv-trainers/bin/python $(PYTEST_TRAINERS) tests/trainers --ignore=tests/trainers/torchtitan $(ARGS)
 	.venv-torchtitan/bin/python $(PYTEST_TRAINERS) tests/trainers/torchtitan $(ARGS)

@@ -20,6 +20,8 @@ from chatmill.integrations.accelerate import AcceleratorBatches, causal_lm_loss,
 from chatmill.integrations.torchdata import stateful_loader
 
 Columns = dict[str, np.ndarray]
+FEWER = 8
+"""Steps of runs that are interrupted."""
 
 
 def new_accelerator(accumulation: int = 1, **settings: Any) -> Accelerator:
@@ -41,12 +43,14 @@ def batches(dataset: Path, config: Mapping[str, Any], *, steps: int, accumulatio
 class Run:
     """A loop as a user writes it, with AdamW at a constant rate."""
 
-    def __init__(self, dataset: Path, model: Path, *, accumulation: int = 1, **options: Any) -> None:
+    def __init__(
+        self, dataset: Path, model: Path, *, steps: int = STEPS, accumulation: int = 1, **options: Any
+    ) -> None:
         self.accelerator = new_accelerator(accumulation)
         opened = open_model(model).train()
         optimizer = torch.optim.AdamW(opened.parameters(), lr=RATE, weight_decay=0.0)
         self.model, self.optimizer = self.accelerator.prepare(opened, optimizer)
-        self.loader = train_loader(self.accelerator, dataset, PACKED, steps=STEPS, **options)
+        self.loader = train_loader(self.accelerator, dataset, PACKED, steps=steps, **options)
 
     def losses(self) -> Iterator[float]:
         """The loss of each step that is left."""
@@ -69,13 +73,14 @@ def losses(dataset: Path, model: Path, *, accumulation: int = 1) -> list[float]:
 
 def interrupted(dataset: Path, model: Path, folder: Path, *, at: int, accumulation: int = 1) -> list[float]:
     """The losses of a run that is saved at a step, goes on for two, and is resumed; its audit log is in `folder`."""
-    first = Run(dataset, model, accumulation=accumulation, audit_dir=folder / "audit")
+    run = {"steps": FEWER, "accumulation": accumulation, "audit_dir": folder / "audit"}
+    first = Run(dataset, model, **run)
     steps = first.losses()
     begun = list(islice(steps, at))
     first.accelerator.save_state(str(folder / "checkpoint"))
     list(islice(steps, 2))
     first.loader.close()
-    again = Run(dataset, model, accumulation=accumulation, audit_dir=folder / "audit")
+    again = Run(dataset, model, **run)
     again.accelerator.load_state(str(folder / "checkpoint"))
     return begun + list(again.losses())
 
@@ -174,7 +179,7 @@ def on_two_ranks(dataset: Path, model: Path, folder: Path) -> dict[str, Any]:
         "batches": batches(dataset, PACKED, steps=50),
         "losses": losses(dataset, model),
         "accumulated": losses(dataset, model, accumulation=2),
-        "interrupted": interrupted(dataset, model, folder, at=7),
+        "interrupted": interrupted(dataset, model, folder, at=3),
         "resumed": [resumed(dataset, folder / "steps" / str(step), steps=5) for step in range(6)],
         "unprepared": unprepared(dataset),
         "refusals": refusals(dataset),

@@ -6,6 +6,6 @@
     torchdata    StatefulDataLoader
     torchtitan   its dataloader protocol
 
-Import the module that you need; each needs its library. `TrainRows` is the dataset that Trainer, TRL and Accelerate
-read; the others read batches of an `EpisodeLoader`.
+Import the module that you need; each needs its library. `TrainRows` is the dataset that Trainer and TRL read;
+the others read batches of an `EpisodeLoader`.
 """

@@ -3,8 +3,8 @@
     loss of a step = Σ weight · cross entropy / Σ weight        over all its rows
                    = the mean of the losses of its micro-batches on all ranks
 
-A batch has the column `step_weight`: Σ weight of the whole step, divided by the number of micro-batches that the
-trainer averages. So a rank needs nothing of the others to compute its loss.
+A batch has the column `step_weight`, a scalar or (rows, 1): Σ weight of the whole step, divided by the number of
+micro-batches that the trainer averages. So a rank needs nothing of the others to compute its loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def weighted_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     trained = labels != IGNORE_INDEX
     # The logits of trained positions alone become float32.
     entropy = F.cross_entropy(logits[:, :-1][trained].float(), labels[trained], reduction="none")
-    return (entropy * weights[trained]).sum() / total.where(total > 0, 1)
+    shares = weights / total.where(total > 0, 1)
+    return (entropy * shares[trained]).sum()
 
 
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], **inputs: Any) -> Tensor:
