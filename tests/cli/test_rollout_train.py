@@ -337,3 +337,17 @@ def test_a_model_of_another_vocabulary_or_settings_of_another_run_are_refused(fi
     GPT(GPTSizes(vocab_size=300, n_layer=1, n_embd=16, n_head=2)).save(files / "model")
     with pytest.raises(UsageError, match="knows 300 tokens, the tokenizer 1271"):
         train_rollouts(config_of(files), files / "small", quiet=True)
+
+
+def test_a_share_of_rows_may_be_true_answers_spread_evenly(files):
+    trained = {}
+    for share in (1.0, 0, 0.25, 0.5):
+        result = train_rollouts(config_of(files, rollout_share=share), files / f"share{share}", quiet=True)
+        logged = lines_of(files / f"share{share}" / "rollouts.jsonl")
+        # Of 18 rows, in rounds of 6.
+        assert len(logged) == result.health.rollouts == int(18 * share)
+        assert [line["row"] for line in logged if line["step"] == 0] == list(range(int(6 * share)))
+        steps = lines_of(files / f"share{share}" / "metrics.jsonl")
+        trained[share] = sum(line["trained"] for line in steps if "trained" in line)
+    # This model's answers are no JSON, so that all is appended; of true answers the opening brace is trained, too.
+    assert trained == {share: trained[1.0] + 18 - int(18 * share) for share in trained}

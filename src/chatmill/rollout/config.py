@@ -48,6 +48,7 @@ class TaskConfig(Config):
 class GenerationConfig(Config):
     """The keys of the rollouts: how often, by whom and how answers are generated."""
 
+    rollout_share: float = key(1.0, "share of rows that are rollouts; the others are true answers", SHARE)
     rollout_every: int = key(1, "training steps per round of generation", integer(1))
     max_new_tokens: int = key(512, "longest answer in tokens", integer(1))
     decoding: Literal["greedy", "sample", "beam"] = key("greedy", "how answers are decoded")

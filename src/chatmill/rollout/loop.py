@@ -15,6 +15,7 @@ import math
 import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,9 +34,9 @@ from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import Rollout, log_rollouts, read_truth
 from chatmill.rollout.generators import Generator, generator_of
 from chatmill.rollout.loss import Axis, RolloutLoss, TermWeights
-from chatmill.rollout.task import Health, Task, open_task, prompt_lists, target_rows, task_prompts
+from chatmill.rollout.task import Health, Task, answer_rows, open_task, prompt_lists, target_rows, task_prompts
 from chatmill.rollout.vocabulary import vocabulary_of
-from chatmill.rows import Rows
+from chatmill.rows import Rows, concat
 from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.train import checkpoint as checkpoints
 from chatmill.train.checkpoint_files import model_folder
@@ -204,7 +205,10 @@ class _RolloutRun:
         all_prompts = prompt_lists(task_prompts([self.truths[number] for number in numbers], self.task))
         # A prompt that leaves no position for an answer is left out, like a target that is too long.
         places = [place for place, prompt in enumerate(all_prompts) if len(prompt) < self.model.max_positions]
-        truths, prompts = [self.truths[numbers[place]] for place in places], [all_prompts[place] for place in places]
+        first_row, share = self.step * config.batch_size, Fraction(str(config.rollout_share))
+        # Spread evenly: of the first n rows of a run, n · share are rollouts, rounded down.
+        own = [place for place in places if (first_row + place + 1) * share // 1 > (first_row + place) * share // 1]
+        truths, prompts = [self.truths[numbers[place]] for place in own], [all_prompts[place] for place in own]
         answers = self._answers(generator, prompts)
         rollouts = [
             Rollout(truth.record.id or "", list(answer), prompt, self.step, row)
@@ -215,14 +219,23 @@ class _RolloutRun:
         generated = time.perf_counter()
         health = Health()
         pairs = list(zip(truths, rollouts, strict=True))
-        rows = target_rows(
-            pairs,
-            self.task,
-            health,
-            train_values=config.train_values,
-            train_cut=config.train_cut,
-            border=config.border,
-        )
+        parts = [
+            target_rows(
+                pairs,
+                self.task,
+                health,
+                train_values=config.train_values,
+                train_cut=config.train_cut,
+                border=config.border,
+            )
+        ]
+        others = sorted(set(places) - set(own))
+        if others:
+            true = [self.truths[numbers[place]] for place in others]
+            parts.append(answer_rows(true, self.task, train_values=config.train_values))
+        places = [*own, *others]
+        rows = concat([part for part in parts if len(part)] or parts).take(np.argsort(places))
+        places.sort()
         fits = rows.lengths <= self.model.max_positions
         health.too_long = len(all_prompts) - int(np.count_nonzero(fits))
         self.health.merge(health)

@@ -246,12 +246,13 @@ def target_rows(
     return rows
 
 
-def answer_rows(truths: Sequence[GroundTruth], task: Task) -> Rows:
+def answer_rows(truths: Sequence[GroundTruth], task: Task, *, train_values: bool = True) -> Rows:
     """Prompts with the true answers."""
+    options: dict[str, Any] = {"tokenizer": task.tokenizer, "schema": task.schema, "eos_id": task.eos_id}
     made = []
     for truth in truths:
         with _faults_of(truth):
-            made.append(build_answer(truth.objects, tokenizer=task.tokenizer, schema=task.schema, eos_id=task.eos_id))
+            made.append(build_answer(truth.objects, train_values=train_values, **options))
     return join_prompts(task_prompts(truths, task), made)
 
 
