@@ -138,7 +138,7 @@ def test_flash_attention_without_flat_rows_is_refused(weighted, model_folder):
     model.module = open_model(model_folder)
     model.module.config._attn_implementation = "flash_attention_2"
     batch = next(iter(train_loader(runs.new_accelerator(), weighted, PACKED, steps=1)))
-    with pytest.raises(UsageError, match="give train_loader flatten=True"):
+    with pytest.raises(UsageError, match="make the batches with flatten=True"):
         causal_lm_loss(model, batch)
 
 

@@ -37,7 +37,7 @@ def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], **inputs: Any)
     if "flash" in _attention(model) and "cu_seq_lens_q" not in batch:
         raise UsageError(
             "FlashAttention does not keep the conversations of packed rows apart in a batch of several rows; "
-            "give train_loader flatten=True"
+            "make the batches with flatten=True, or with chatmill.integrations.columns.flattened"
         )
     # With a cache, transformers does not keep them apart either.
     arguments = {name: batch[name] for name in MODEL_INPUTS if name in batch}
