@@ -244,6 +244,7 @@ def test_a_damaged_or_missing_state_is_one_line(checkpoint, weighted, model_fold
         ({"max_steps": 11}, "max_steps is 11, and the dataset has 10 steps"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, expected 0"),
         ({"remove_unused_columns": True}, "remove_unused_columns is True, expected False"),
+        ({"use_cache": True}, "use_cache is True, expected False"),
     ],
 )
 def test_arguments_that_would_train_other_rows_are_refused_before_the_first_step(
@@ -253,6 +254,13 @@ def test_arguments_that_would_train_other_rows_are_refused_before_the_first_step
     with pytest.raises(UsageError) as refused:
         trainer.train()
     assert str(refused.value) == f"the trainer would train other rows: {fault}"
+
+
+def test_flash_attention_is_refused_where_rows_are_not_flattened(plain, model_folder, tmp_path):
+    trainer = make_trainer(hf.TrainRows(plain, PACKED, steps=10), model_folder, tmp_path)
+    trainer.model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UsageError, match=r"flash_attention_2 lets conversations .* expected flatten=True"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

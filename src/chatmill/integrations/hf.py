@@ -33,8 +33,14 @@ from chatmill.load.plan import Cursor
 
 STATE = "chatmill_state.json"
 """The file of a checkpoint that says where the data stands."""
-UNCHANGED = {"label_smoothing_factor": 0, "ignore_data_skip": False, "auto_find_batch_size": False}
-"""Defaults of `TrainingArguments` that other values would change the rows or the loss of."""
+UNCHANGED = {
+    "label_smoothing_factor": 0,
+    "ignore_data_skip": False,
+    "auto_find_batch_size": False,
+    # With it, transformers lets the conversations of a packed row see each other.
+    "use_cache": False,
+}
+"""Defaults of `TrainingArguments`; other values would train other rows, or another loss."""
 
 
 def training_arguments(rows: TrainRows) -> dict[str, Any]:
@@ -65,7 +71,7 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
         "eval_dataset": EvalRows(rows) if evaluates else None,
         "data_collator": Collator(flatten=flatten),
         "compute_loss_func": weighted_loss,
-        "callbacks": [RunCallback(rows)],
+        "callbacks": [RunCallback(rows, flatten=flatten)],
     }
 
 
@@ -109,15 +115,16 @@ class RunCallback(TrainerCallback):
     names; the trainer itself skips the rows that were trained.
     """
 
-    def __init__(self, rows: TrainRows, *, expected: Mapping[str, Any] | None = None) -> None:
-        """`expected`: what the trainer's arguments must be, by default `training_arguments`."""
+    def __init__(self, rows: TrainRows, *, flatten: bool = False, expected: Mapping[str, Any] | None = None) -> None:
+        """`flatten` as of the collator; `expected`: the arguments of the trainer, by default `training_arguments`."""
         self.rows = rows
+        self._flatten = flatten
         self._expected = expected
         self._at = Cursor()
         """Where the next step to be trained begins."""
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **others: Any
     ) -> None:
         expected = {**(self._expected or training_arguments(self.rows)), **UNCHANGED}
         faults = [
@@ -128,6 +135,9 @@ class RunCallback(TrainerCallback):
         # Some of these faults change it, too.
         if state.max_steps > self.rows.steps and not faults:
             faults.append(f"max_steps is {state.max_steps}, and the dataset has {self.rows.steps} steps")
+        attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
+        if "flash" in attention and not self._flatten:
+            faults.append(f"{attention} lets conversations of a row see each other, expected flatten=True")
         if faults:
             raise UsageError(f"the trainer would train other rows: {'; '.join(faults)}")
         self._at = self.rows.plan.cursor_at(state.global_step)

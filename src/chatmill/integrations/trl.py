@@ -47,7 +47,7 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
         "train_dataset": SFTRows(rows),
         "eval_dataset": SFTRows(EvalRows(rows)) if "val" in rows.loader.splits else None,
         "data_collator": Collator(flatten=flatten),
-        "callbacks": [RunCallback(rows, expected=sft_config(rows))],
+        "callbacks": [RunCallback(rows, flatten=flatten, expected=sft_config(rows))],
     }
 
 
