@@ -176,7 +176,7 @@ def test_rows_are_read_by_forked_and_by_fresh_worker_processes(data, monkeypatch
 
 @given(
     labels=st.lists(st.one_of(st.just(-100), st.integers(0, 2**32 - 1)), min_size=1, max_size=20),
-    weights=st.lists(st.floats(1e-30, 1e30, width=32), min_size=20, max_size=20),
+    weights=st.lists(st.floats(2**-60, 2**60, width=32), min_size=20, max_size=20),
 )
 def test_labels_carry_any_weight_and_any_id(labels, weights):
     ids = torch.tensor(labels)
@@ -227,9 +227,9 @@ def read(rows, batches):
 
 def test_a_run_starts_and_resumes_at_any_step_and_starts_again(data):
     rows = TrainRows(data / "a", {**BASE, "batch_size": 4}, steps=20)
-    for start in (0, 0, 28, 8, 8, 0):
-        assert len(read(rows, [range(at, at + 4) for at in (start, start + 4)][: 1 + (start > 0)])) > 0
-        rows._start = None if start else rows._start
+    read(rows, [range(4)])  # and it fails
+    for start in (0, 28, 8, 8, 0):
+        assert len(read(rows, [range(at, at + 4) for at in range(start, start + 12, 4)])) == 3
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_no_shuffled_order_is_read_to_its_third_batch(data, seed):
 def test_a_second_epoch_is_refused(data):
     rows = TrainRows(data / "a", BASE, epochs=1)
     rows.set_epoch(0)
-    with pytest.raises(UsageError, match="begins its epoch 2, and the dataset is the whole run of 3 steps"):
+    with pytest.raises(UsageError, match="begins its epoch 2, and the dataset is the whole run of 8 steps"):
         rows.set_epoch(1)
 
 
