@@ -30,6 +30,7 @@ TEMPLATE = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
+TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 LINE = "{:<75} {:>4} {:>5} {:>7} {:>7}  {}"
 KINDS = (
     ("examples/**/*.y*ml", "src/axolotl", import_axolotl),
@@ -93,10 +94,14 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
         return "refused: " + str(error).removeprefix(f"{path}: "), None
     recipe = folder / "recipe.yaml"
     replace_data(recipe, folder)
-    steps = min(int(imported.train.get("gradient_accumulation_steps", 1)), 4)
+    steps = int(imported.train.get("gradient_accumulation_steps", 1))
+    steps = steps if ROWS % steps == 0 else 1
     changes: dict[str, Any] = {"device": "cpu", "dtype": "float32", "compile": False, "check_memory": False}
     changes |= {"batch_size": ROWS, "gradient_accumulation_steps": steps, "block_size": TOKENS, "parallel": "ddp"}
     changes |= {"max_iters": STEPS, "epochs": None, "report_to": [], "eval_samples": 0, "fp8": False}
+    if (lora := imported.train.get("lora")) and not TARGETS.intersection(lora["targets"]):
+        # Names of layers, or an expression for them, of an architecture that the tiny model does not have.
+        changes["lora"] = {**lora, "targets": "all-linear"}
     stage = "prepare"
     try:
         prepare_dataset(load_recipe(recipe), folder / "data", engine=LocalEngine(1))

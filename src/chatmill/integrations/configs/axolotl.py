@@ -227,8 +227,6 @@ def _take_special_tokens(translation: Translation, keys: TheirKeys) -> None:
         "pad_token": "padding is never trained, whatever its token; nothing changes"
     }
     translation.close(table, notes)
-    if not tokens:
-        translation.default(keys.path("special_tokens"), {}, note="empty")
 
 
 def _take_output(translation: Translation, keys: TheirKeys) -> None:

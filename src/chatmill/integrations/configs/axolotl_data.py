@@ -59,8 +59,6 @@ def take_datasets(translation: Translation, keys: TheirKeys, name: str, layout: 
     entries = keys.tables(name)
     for number, entry in enumerate(entries or []):
         _take_dataset(translation, TheirKeys(entry, translation, f"{keys.path(name)}[{number}]."), layout, only_val)
-    if entries == []:
-        translation.default(keys.path(name), [], note="empty")
 
 
 def _take_dataset(translation: Translation, keys: TheirKeys, layout: Layout, only_val: bool) -> None:
@@ -182,8 +180,6 @@ def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: 
             if (column := table.text(ours)) is not None:
                 _rename(translation, table.path(ours), column, ours, columns)
         translation.close(table, dict.fromkeys(table.left, "this property is not read"))
-        if not mappings:
-            translation.default(keys.path("message_property_mappings"), {}, note="empty")
     _take_roles(translation, keys, columns)
     if is_sharegpt and not columns.keys() <= {"user", "assistant", "system", "tool"}:
         columns = {"messages": "conversations", "role": "from", "content": "value"} | columns
@@ -219,8 +215,6 @@ def _take_roles(translation: Translation, keys: TheirKeys, columns: dict[str, An
                 columns[role] = others
             translation.take(table.path(role), names, other={f"columns.{role}": others} if others else {})
     translation.close(table, dict.fromkeys(table.left, "chatmill has no such role; a record with it is a fault"))
-    if not roles:
-        translation.default(keys.path("roles"), {}, note="empty")
 
 
 def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> None:

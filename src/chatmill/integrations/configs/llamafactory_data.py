@@ -144,7 +144,9 @@ def _take_messages(
     """`sharegpt` where keys have ShareGPT's names, else `messages` with columns."""
     table = TheirKeys(columns or {}, translation, keys.path("columns."))
     messages = table.text("messages")
-    named = {tag: default for tag, (_, default) in TAGS.items()}
+    # Of tags that are given in part, the others are unset, but for the two without which nothing is read.
+    needed = ("role_tag", "content_tag") if tags is not None else tuple(TAGS)
+    named = {tag: default if tag in needed else None for tag, (_, default) in TAGS.items()}
     given = TheirKeys(tags or {}, translation, keys.path("tags."))
     for tag in TAGS:
         if (value := given.text(tag)) is not None:
@@ -152,8 +154,6 @@ def _take_messages(
             ours = TAGS[tag][0] or "tool_calls"
             translation.take(given.path(tag), value, other={} if value == ours else {f"columns.{ours}": value})
     translation.close(given, {})
-    if tags == {}:
-        translation.default(keys.path("tags"), {}, note="empty")
     place = messages or "conversations"
     is_sharegpt = (place, named["role_tag"], named["content_tag"]) == ("conversations", "from", "value")
     if not is_sharegpt:
@@ -162,7 +162,7 @@ def _take_messages(
     for tag in ("user_tag", "assistant_tag", "observation_tag", "system_tag"):
         role, default = TAGS[tag]
         usual = (role, default) if is_sharegpt or tag in ("user_tag", "assistant_tag") else (role,)
-        if named[tag] not in usual:
+        if named[tag] is not None and named[tag] not in usual:
             renamed[role] = named[tag]
     if messages is not None:
         place_of_messages = {"columns.messages": messages} if "messages" in renamed else {}
@@ -192,5 +192,3 @@ def _take_column(translation: Translation, table: TheirKeys, theirs: str, ours: 
 def _close_columns(translation: Translation, keys: TheirKeys, table: TheirKeys, columns: Mapping[str, Any]) -> None:
     others = (*ALPACA, "messages", "system", "tools", *MEDIA, *PREFERENCES)
     translation.close(table, dict.fromkeys(others, "not read with this formatting"))
-    if not columns:
-        translation.default(keys.path("columns"), {}, note="empty")

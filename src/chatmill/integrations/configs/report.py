@@ -20,6 +20,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
 """Values by which a feature is off."""
 UNSET = "not set"
 HIDDEN = "(hidden)"
+_KEYS = {config: keys_of(config) for config in (Job, InputSource, TrainConfig)}
 _SECRET = re.compile("api_key|hub_token|secret|password|webhook", re.IGNORECASE)
 _USER = re.compile("//[^/@\\s]*@")
 IS_OFF = "off, as in chatmill"
@@ -88,6 +89,9 @@ class TheirKeys:
         self._values = {str(name): value for name, value in values.items()}
         self._translation = translation
         self._prefix = prefix
+        self.taken_out: dict[str, Any] = {}
+        """The keys that rules have read, by their paths."""
+        translation.tables.append(self)
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -107,7 +111,7 @@ class TheirKeys:
         """The value of a key; None, with its result, if it is absent or null."""
         if name not in self._values:
             return None
-        value = self._values.pop(name)
+        value = self.taken_out[self.path(name)] = self._values.pop(name)
         if value is None:
             self._translation.default(self.path(name), None, note=UNSET)
         return value
@@ -164,9 +168,7 @@ class TheirKeys:
         return value if value is None or isinstance(value, dict) else self._wrong(name, value, "a table")
 
     def tables(self, name: str) -> list[dict[str, Any]] | None:
-        """A list of tables; one table is a list of one."""
         value = self.pop(name)
-        value = [value] if isinstance(value, dict) else value
         if value is None or (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
             return value
         return self._wrong(name, value, "a list of tables")
@@ -196,6 +198,7 @@ class Translation:
         self.downloads: list[str] = []
         """Commands that fetch what the config names on the Hub."""
         self.run_name: str | None = None
+        self.tables: list[TheirKeys] = []
 
     def take(
         self,
@@ -265,6 +268,21 @@ class Translation:
                 else:
                     self.none(keys.path(name), value, notes[name])
 
+    def settle(self) -> None:
+        """Give each key a result that a rule has read but not reported, or that none has read: none is left out."""
+        reported = {part for each in self.results for part in _paths(each.key)}
+        # Tables in others were made after those, and what is reported of them counts for the others.
+        for table in reversed(self.tables):
+            unread = {table.path(name): table.peek(name) for name in table.left}
+            for path, value in {**table.taken_out, **unread}.items():
+                if path in reported:
+                    continue
+                if any(_same(value, each) for each in OFF):
+                    self.default(path, value, note="empty")
+                else:
+                    self.none(path, value, "not used, as the other keys stand")
+                reported.update(_paths(path))
+
     def check(self) -> None:
         """Raise all faults as one error."""
         if self.faults:
@@ -276,11 +294,16 @@ class Translation:
         return sorted(self.results, key=lambda result: rank.get(result.key.split("[")[0].split(".")[0], len(rank)))
 
 
+def _paths(key: str) -> list[str]:
+    """A path and all that it lies below: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
+    return [key, *(key[: match.start()] for match in re.finditer(r"[.\[]", key))]
+
+
 def _same(value: Any, other: Any) -> bool:
     """Equality in which False is not 0."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _default(config: type[Any], name: str) -> Any:
-    default = keys_of(config)[name].default
+    default = _KEYS[config][name].default
     return list(default) if isinstance(default, tuple) else default

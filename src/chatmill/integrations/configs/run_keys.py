@@ -146,8 +146,6 @@ def _end_of_schedule(translation: Translation, keys: TheirKeys, options: Mapping
             translation.take(table.path(name), value, train={"min_lr_ratio": share or 0.0})
     notes = dict.fromkeys(table.left, "this option of the schedule is not read; the loss will differ")
     translation.close(table, notes)
-    if not options:
-        translation.default(keys.path("lr_scheduler_kwargs"), options, note="empty")
     return share
 
 

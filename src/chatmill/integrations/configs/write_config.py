@@ -45,6 +45,7 @@ class ImportedConfig:
     @classmethod
     def of(cls, translation: Translation, order: Sequence[str]) -> ImportedConfig:
         """What a translation gives; all its faults are one error."""
+        translation.settle()
         translation.check()
         return cls(
             translation.trainer,
