@@ -10,8 +10,8 @@ import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
 # tests/conftest.py is not loaded here, but modules beside it are used.
-TESTS = Path(__file__).resolve().parents[1]
-sys.path += [str(TESTS), str(TESTS / "store")]
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "store"))
 
 import trainer_fixtures
 
