@@ -216,7 +216,9 @@ def test_texts_and_conversations_in_one_config_are_refused_because_a_recipe_has_
         ({"optimizer": "muon", "fsdp_config": {"version": 2}}, {"optimizer": "muon"}),
         ({"deepspeed": "deepspeed_configs/zero3_bf16.json"}, {"parallel": "fsdp"}),
         ({"batch_size": 8, "micro_batch_size": 2}, {"batch_size": 8, "gradient_accumulation_steps": 4}),
-        ({"train_on_inputs": True}, {"use_loss_mask": False}),
+        ({"train_on_inputs": True}, {"use_loss_mask": True}),
+        ({"train_on_inputs": True, "datasets": [{"path": "a.jsonl", "type": "alpaca"}]}, {"use_loss_mask": False}),
+        ({}, {"warmup_pct": 0.03, "epochs": 1.0, "weight_decay": 0.0, "beta2": 0.999, "batch_size": 1}),
         ({"save_strategy": "no"}, {"save_interval": 1_000_000_000}),
         ({"use_tensorboard": True, "wandb_project": "p"}, {"report_to": ["tensorboard", "wandb"]}),
         ({"bf16": False, "fp16": False}, {"dtype": "float32"}),
@@ -282,6 +284,14 @@ def test_alpaca_rows_have_the_prompt_that_axolotl_writes_and_train_the_answer_an
         "### Instruction:\nWhat is 0 plus 3?\n\n### Response:\nIt is 3.<|im_end|>"
     )
     assert renderer.tokenizer.decode(rows.ids[rows.mask()]) == "It is 3.<|im_end|>"
+
+
+def test_train_on_inputs_trains_the_texts_and_ends_of_all_turns_as_axolotl_does_with_chat_templates():
+    write_messages(Path("chat.jsonl"), 1)
+    metadata = build(train_on_inputs=True)
+    rows = open_renderer("template", "m").render(list(read_records(["chat.jsonl"])), train_on="all")
+    assert metadata.splits["train"].num_trained_tokens == int(rows.mask().sum())
+    assert int(rows.mask().sum()) > int(rows.reweigh("assistant").mask().sum())
 
 
 def test_long_completions_become_several_rows_as_in_axolotl():

@@ -77,7 +77,7 @@ def import_axolotl(path: str | Path, *, ranks: int | None = None, model: str | N
         translation.faults.append("no datasets; expected at least one")
     take_datasets(translation, keys, "test_datasets", layout, only_val=True)
     is_text = _take_layout(translation, keys, layout)
-    _take_rows(translation, keys, is_text=is_text)
+    _take_rows(translation, keys, is_text=is_text, is_chat="chat" in layout.kinds)
     _take_training(translation, keys)
     _take_output(translation, keys)
     translation.close(keys, NOTES)
@@ -145,7 +145,7 @@ def _take_template(translation: Translation, key: str, name: str) -> None:
         translation.none(key, name, note)
 
 
-def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool) -> None:
+def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool, is_chat: bool) -> None:
     strategy = keys.text("excess_length_strategy")
     fit, note = FITS.get(strategy or "drop", ("exchanges", CUT_AT_THE_END))
     if is_text:
@@ -160,17 +160,25 @@ def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool) -> N
         note = "conversations that are equal but for case and white space"
         translation.take(keys.path("dataset_exact_deduplication"), dedupe, recipe={"dedupe": dedupe}, note=note)
     take_packing(translation, keys, "sample_packing")
-    inputs = keys.switch("train_on_inputs")
-    masks = {"use_loss_mask": not inputs}
-    if inputs is None:
-        translation.assume("Axolotl trains answers alone by default", train=masks)
-    else:
-        note = "every token is trained, headers, too" if inputs else "answers alone are trained"
-        translation.take(keys.path("train_on_inputs"), inputs, train=masks, note=note)
+    _take_mask(translation, keys, is_chat=is_chat)
     if (shuffle := keys.switch("shuffle_merged_datasets")) is not None:
         translation.take(keys.path("shuffle_merged_datasets"), shuffle, train={"epoch_shuffle": shuffle})
     if (drop := keys.switch("dataloader_drop_last")) is not None:
         translation.take(keys.path("dataloader_drop_last"), drop, train={"epoch_drop_last": drop})
+
+
+def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> None:
+    """`train_on_inputs`: of conversations the texts and ends of all turns, of prompts every token."""
+    inputs = keys.switch("train_on_inputs")
+    key = keys.path("train_on_inputs")
+    if inputs and is_chat:
+        note = "all turns without their headers, and no tool results"
+        translation.take(key, inputs, recipe={"train_on": "all"}, train={"use_loss_mask": True}, note=note)
+    elif inputs is not None:
+        note = "every token is trained" if inputs else "answers alone are trained"
+        translation.take(key, inputs, train={"use_loss_mask": not inputs}, note=note)
+    else:
+        translation.assume("Axolotl trains answers alone by default", train={"use_loss_mask": True})
 
 
 def _take_training(translation: Translation, keys: TheirKeys) -> None:

@@ -101,8 +101,10 @@ def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora
     value = keys.switch(name)
     if value is None:
         return
-    if not value:
-        translation.take(keys.path(name), value, train={"quantize": translation.train.get("quantize", "none")})
+    if not value and translation.train.get("quantize") == "nf4":
+        translation.none(keys.path(name), value, "the adapter is qlora, which has 4 bits anyway")
+    elif not value:
+        translation.take(keys.path(name), value, train={"quantize": "none"})
     elif not lora:
         translation.none(
             keys.path(name), value, "without adapters nothing is quantized: 4-bit weights cannot be trained"

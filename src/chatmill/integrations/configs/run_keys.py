@@ -51,7 +51,7 @@ class RunNames:
     default_epochs: float = 3.0
     default_learning_rate: float | None = 5e-5
     default_warmup: float | None = 0.0
-    """The share of the run; None: as chatmill's."""
+    """The share of the run; None: 3 percent of it."""
 
 
 def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, default_steps: int = 1) -> None:
@@ -169,6 +169,8 @@ def _take_warmup(translation: Translation, keys: TheirKeys, names: RunNames, *, 
             translation.default(keys.path("warmup_steps"), steps, note="warmup_ratio is used instead")
     elif names.default_warmup is not None:
         translation.assume(f"default of {translation.trainer}", train={"warmup_iters": int(names.default_warmup)})
+    else:
+        translation.assume(f"default of {translation.trainer}, there at most 100 steps", train={"warmup_pct": 0.03})
 
 
 def _take_length(translation: Translation, keys: TheirKeys, names: RunNames) -> None:
