@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import os
 import pickle
 import random
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,6 +65,14 @@ def data(tmp_path_factory):
 def config_and_folder(order, data):
     config = {**BASE, **ORDERS[order]}
     return config, data if "mix_sft" in config or "mix_epochs" in config else data / "a"
+
+
+@pytest.mark.parametrize("value", [TrainRows, causal_lm_columns, sequence_lengths, weighted_labels])
+def test_the_example_of_a_docstring_runs(value, tmp_path, monkeypatch):
+    (tmp_path / "data").symlink_to(Path(__file__).resolve().parents[2] / "data")
+    monkeypatch.chdir(tmp_path)
+    [test] = doctest.DocTestFinder(recurse=False).find(value, globs={"chatmill": chatmill})
+    assert doctest.DocTestRunner().run(test).failed == 0 < len(test.examples)
 
 
 # Where a step begins.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 from functools import cache
 from pathlib import Path
@@ -87,9 +88,17 @@ def test_epochs_are_those_of_the_loader(plain, model_folder, tmp_path):
 
 def test_flattened_rows_have_the_losses_of_the_own_loop(weighted, model_folder, tmp_path):
     rows = hf.TrainRows(weighted, PACKED, steps=STEPS)
-    losses, inputs = train(make_trainer(rows, model_folder, tmp_path, flatten=True))
+    trainer = make_trainer(rows, model_folder, tmp_path, flatten=True)
+    losses, inputs = train(trainer)
     assert {each["input_ids"].shape for each in inputs} == {(1, 4 * 129)}
-    np.testing.assert_allclose(losses, own(weighted, model_folder, True)[0], rtol=0, atol=1e-5)
+    own_losses, own_val_loss = own(weighted, model_folder, True)
+    np.testing.assert_allclose(losses, own_losses, rtol=0, atol=1e-5)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(own_val_loss, abs=1e-5)
+
+
+def test_the_example_of_the_collator_runs():
+    [test] = doctest.DocTestFinder(recurse=False).find(hf.Collator)
+    assert doctest.DocTestRunner().run(test).failed == 0 < len(test.examples)
 
 
 def test_flattened_rows_name_their_sequences_as_transformers_does(plain):

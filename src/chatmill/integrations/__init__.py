@@ -1,6 +1,7 @@
 """chatmill's data in other trainers, and their configs in chatmill.
 
-    hf           transformers.Trainer and TRL's SFTTrainer
+    hf           transformers.Trainer
+    trl          TRL's SFTTrainer
     accelerate   loops that use Accelerate
     lightning    a LightningDataModule
     torchdata    StatefulDataLoader

@@ -81,6 +81,7 @@ class Collator:
     With `flatten`, as FlashAttention needs it, rows stand one after the other in a single row, and `cu_seq_lens_q`,
     `cu_seq_lens_k`, `max_length_q` and `max_length_k` say where its conversations are.
 
+    >>> import torch
     >>> from chatmill.integrations.hf import Collator
     >>> row = {"input_ids": torch.tensor([5, 6, 7]), "position_ids": torch.tensor([0, 1, 0])}
     >>> Collator()([row, row])["input_ids"].tolist()

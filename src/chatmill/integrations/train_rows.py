@@ -52,7 +52,7 @@ class TrainRows(Dataset[ModelInputs]):
     With an `audit_dir`, `hf.RunCallback` writes an audit log of the steps that were trained.
 
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
-    >>> _ = chatmill.prepare_dataset(job, Path("chat_sft"))
+    >>> _ = chatmill.prepare_dataset(job, "chat_sft")
     >>> from chatmill.integrations.train_rows import TrainRows
     >>> rows = TrainRows("chat_sft", {"batch_size": 4, "block_size": 64, "use_loss_mask": True}, steps=10)
     >>> len(rows), tuple(rows[0]["input_ids"].shape)
