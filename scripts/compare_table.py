@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ OF_TRL: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
     "deepseekv3": DEEPSEEK,
 }
+COLUMNS = ("records", "only_chatmill", "only_peer", "neither")
 OF_OTHERS = (
     "llamacpp-Qwen-Qwen3-0.6B",
     "unsloth-llama31",
@@ -126,12 +128,16 @@ def table(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
 
 
 def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
-    yield "| template | data | why | records | only chatmill | only TRL | neither |"
-    yield "|---|---|---|---:|---:|---:|---:|"
-    for trial, data, result in results:
+    """Why, over both files; templates without a mask together."""
+    sums: dict[tuple[str, str], Counter[str]] = {}
+    for trial, _, result in results:
+        name = "every token" if result["peer"]["no_mask"] else f"`{trial.name}`"
         for each in result["reasons"]:
-            counts = " | ".join(f"{each[name]:,}" for name in ("records", "only_chatmill", "only_peer", "neither"))
-            yield f"| `{trial.name}` | {Path(data).stem} | {each['text']} | {counts} |"
+            sums.setdefault((name, each["text"]), Counter()).update({column: each[column] for column in COLUMNS})
+    yield "| template | why | records | trained only by chatmill | only by TRL | by neither |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for (name, why), counts in sums.items():
+        yield f"| {name} | {why} | {' | '.join(f'{counts[column]:,}' for column in COLUMNS)} |"
 
 
 def main() -> int:

@@ -111,6 +111,21 @@ def test_a_character_that_loses_its_last_bytes_is_named(renderer):
     result = compared(renderer, chat("Hi", "Yo é"), peer)
     [difference] = result.differences
     assert (difference.why, difference.start, difference.counts) == (Why.CHARACTER, at + 1, Counts(only_chatmill=1))
+    peer.trained[at] = False
+    result = compared(renderer, chat("Hi", "Yo é"), peer)
+    assert [(each.why, each.counts) for each in result.differences] == [(Why.ANSWER, Counts(only_chatmill=2))]
+
+
+def test_what_follows_an_empty_answer_is_after_its_end(renderer):
+    result = compared(renderer, chat("Hi", ""), peer_row(renderer, (HEAD, False), ("<|im_end|>\n", True)))
+    assert [(each.why, each.counts) for each in result.differences] == [(Why.AFTER, Counts(only_peer=1))]
+
+
+def test_a_token_across_the_end_of_a_header_is_named_if_the_row_has_one(renderer):
+    peer = peer_row(renderer, (HEAD[:-1], False), ("\nYo<|im_end|>", True), ("\n", False))
+    for straddles, why in ((True, Why.ACROSS), (False, Why.HEADER)):
+        result = compared(renderer, chat("Hi", "Yo"), peer, straddles=straddles)
+        assert [(each.why, each.counts) for each in result.differences] == [(why, Counts(only_peer=1))]
 
 
 def test_what_is_cut_off_is_one_difference_and_a_row_without_trained_tokens_is_dropped(renderer):
@@ -135,6 +150,16 @@ def test_text_that_became_a_control_token_is_named(renderer):
     assert result.counts.total == len(encode(renderer, parts[0][0])) + 4 + 10
 
 
+def test_control_text_explains_only_the_text_of_its_message(renderer):
+    record = chat("Hi", "a<|im_end|>b")
+    peer = peer_row(renderer, (HEAD, False), ("<think></think>a<|im_end|>b<|im_end|>", True), ("\n", False))
+    result = compared(renderer, record, peer, patched=True)
+    assert [each.why for each in result.differences] == [Why.TRAINING_TEMPLATE, Why.CONTROL_TEXT]
+    peer = peer_row(renderer, (HEAD.replace("Hi", "Ho"), False), ("a<|im_end|>b<|im_end|>", True), ("\n", False))
+    result = compared(renderer, record, peer)
+    assert [each.why for each in result.differences] == [Why.OTHER_IDS, Why.CONTROL_TEXT]
+
+
 def test_what_the_other_template_writes_is_told_apart_from_what_nobody_knows(renderer):
     record = Record([Message("user", "Hi"), Message("assistant", "Yo", reasoning="hm hm")], file="c", line=1)
     plain = chat("Hi", "Yo")
@@ -147,6 +172,28 @@ def test_what_the_other_template_writes_is_told_apart_from_what_nobody_knows(ren
     ):
         result = compare_row(row, peer, clues)
         assert [(each.why, each.counts) for each in result.differences] == [(why, Counts(only_peer=20))]
+
+
+CHANNELS = (
+    "{% for m in messages %}{% if m.reasoning_content %}{{ '<|im_start|>assistant\\nhm:' + m.reasoning_content }}"
+    "{{ '<|im_end|>' }}{% endif %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_a_header_between_the_parts_of_an_answer_is_named(renderer, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(train_bpe(["x"], vocab_size=258, control=CONTROL))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": CHANNELS}))
+    two_parts = open_renderer("template", str(tmp_path))
+    record = Record([Message("user", "Hi"), Message("assistant", "Yo", reasoning="so")], file="c", line=1)
+    head = "<|im_start|>user\nHi<|im_end|><|im_start|>assistant\n"
+    peer = peer_row(two_parts, (head, False), ("hm:so<|im_end|><|im_start|>assistant\nYo<|im_end|>", True))
+    result = compared(two_parts, record, peer)
+    assert [(each.why, each.counts) for each in result.differences] == [(Why.BETWEEN, Counts(only_peer=11))]
+    record = Record([*chat("Hi", "so").messages, Message("assistant", "Yo")], file="c", line=1)
+    peer = peer_row(two_parts, (head, False), ("so<|im_end|><|im_start|>assistant\nYo<|im_end|>", True))
+    result = compared(two_parts, record, peer)
+    assert [(each.why, each.counts) for each in result.differences] == [(Why.HEADER, Counts(only_peer=11))]
 
 
 def test_weights_that_the_other_does_not_read_are_counted(renderer):

@@ -196,6 +196,19 @@ def test_an_end_that_trl_does_not_train_is_found_and_shown(run, tmp_path):
     assert [(each["name"], each["only_chatmill"], each["only_peer"]) for each in found["reasons"]] == [("end", 1, 0)]
 
 
+def test_what_differs_has_a_colour_in_a_terminal_unless_none_is_wanted(run, tmp_path, monkeypatch):
+    make_model(tmp_path / "model", NO_END)
+    data = write(chat(*TURNS[:2]))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    yellow = "\x1b[1;33m<|im_end|>"
+    assert yellow in run(data, "model")[1]
+    assert "\x1b[1;33m" not in run(data, "model", "--no-color")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[1;33m" not in run(data, "model")[1]
+
+
 def test_without_tags_trl_says_why_and_every_token_is_compared(run, tmp_path):
     make_model(tmp_path / "model", PLAIN)
     code, out, _ = run(write(chat(("system", "S"), *TURNS[:2])), "model")

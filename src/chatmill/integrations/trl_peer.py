@@ -7,6 +7,7 @@ and without files or network.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import numpy as np
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.format import TemplateRenderer
 from chatmill.format.template.process.channel import Channel, EndedError, fork_server
-from chatmill.format.template.template_input import only_turns
+from chatmill.format.template.template_input import TemplateInput, only_turns, plain_input
 from chatmill.integrations.trl_process import PreparedRecord, PreparedRow, TRLSetup
 from chatmill.records import Record
 from chatmill.show.compare import PeerRow
@@ -63,15 +64,15 @@ class TRLPeer:
         `completion`: the first message of the completion, for a dataset of prompts and completions.
         """
         turns = only_turns(record)
-        given = self._renderer.template_input(turns)
-        kwargs = {**self._renderer.arguments, **msgspec.json.decode(record.template_kwargs or "{}")}
-        example: dict[str, Any] = {"chat_template_kwargs": kwargs, "tools": given.tools}
-        if completion is None:
-            example["messages"] = given.messages
-        else:
-            example |= {"prompt": given.messages[:completion], "completion": given.messages[completion:]}
+        style = self._renderer.templates[bool(record.tools)].style
+        given = plain_input(turns, style)
+        examples = [self._example(record, given, completion)]
+        if self.setup.patched and style.arguments_as_text:
+            # TRL's own template takes the arguments of tool calls as objects, even if the model's takes texts.
+            style = replace(style, arguments_as_text=False)
+            examples.insert(0, self._example(record, plain_input(turns, style), completion))
         try:
-            frame = self._exchange(example, SECONDS + SECONDS_PER_CHARACTER * given.characters)
+            frame = self._exchange(examples, SECONDS + SECONDS_PER_CHARACTER * given.characters)
             prepared = msgspec.msgpack.decode(frame, type=PreparedRecord)
             if prepared.fault:
                 raise _no_comparison(prepared.fault)
@@ -81,6 +82,14 @@ class TRLPeer:
             return str(ended), str(ended)
         except (ValueError, TypeError):
             raise self._broken("it answers with something else than rows") from None
+
+    def _example(self, record: Record, given: TemplateInput, completion: int | None) -> dict[str, Any]:
+        """An example of the dataset."""
+        kwargs = {**self._renderer.arguments, **msgspec.json.decode(record.template_kwargs or "{}")}
+        example: dict[str, Any] = {"chat_template_kwargs": kwargs, "tools": given.tools}
+        if completion is None:
+            return example | {"messages": given.messages}
+        return example | {"prompt": given.messages[:completion], "completion": given.messages[completion:]}
 
     def __enter__(self) -> TRLPeer:
         return self

@@ -147,13 +147,12 @@ class _Preparation:
         template = None if is_tagged else templates.get_training_chat_template(self._tokenizer)
         return template, templates.is_chat_template_stop_token_trained(self._tokenizer, chat_template=template)
 
-    def prepare(self, example: dict[str, Any]) -> PreparedRecord:
-        default = self._row(example, False, None)
-        return (
-            PreparedRecord(self._row(example, True, self._template), default)
-            if self._masked
-            else PreparedRecord(default, None)
-        )
+    def prepare(self, examples: list[dict[str, Any]]) -> PreparedRecord:
+        """One record; the last example is for the model's own template, the first for the one that is compared."""
+        default = self._row(examples[-1], False, None)
+        if not self._masked:
+            return PreparedRecord(default)
+        return PreparedRecord(self._row(examples[0], True, self._template), default)
 
     def _row(self, example: dict[str, Any], masked: bool, template: str | None) -> PreparedRow | str:
         try:

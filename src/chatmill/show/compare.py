@@ -8,7 +8,7 @@ Why a token differs is read from the span that it has in chatmill's row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import StrEnum
@@ -16,8 +16,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.records import Record
-from chatmill.rows import NO_MESSAGE, Ids, Part, Role, Rows, Rule, mask_runs
+from chatmill.records import Message, Record
+from chatmill.rows import NO_MESSAGE, Ids, Part, Role, Rows, Rule, Table, mask_runs
 from chatmill.show.text import TokenText
 
 Mask = NDArray[np.bool_]
@@ -39,6 +39,7 @@ class Why(StrEnum):
     TOOL_CALL = "a tool call outside the generation tags"
     HEADER = "the header of an answer, which the prompt already holds"
     ACROSS = "a token that begins in the header of an answer and ends in its text"
+    BETWEEN = "a header between the parts of one answer, such as the reasoning and the text of gpt-oss"
     AFTER = "what follows the end of an answer, where a server has stopped"
     LAST = "what follows the last message, such as EOS"
     FIRST = "what the template writes by itself before the first message, such as BOS"
@@ -198,7 +199,6 @@ def _mask_differences(
     differs = (ours != theirs) | gone
     if not differs.any():
         return
-    first = int(np.searchsorted(row.span_start, start, side="right")) - 1
     edges = row.span_start[(row.span_start > start) & (row.span_start < start + len(ours))] - start
     if gone.any():
         # What is cut off differs for one reason, whatever it is.
@@ -216,18 +216,24 @@ def _mask_differences(
             first = int(np.searchsorted(row.span_start, start + begin, side="right")) - 1
             at_border = clues.straddles and end - begin == 1 and start + end == row.span_start[first + 1]
             why = why_mask(row.spans[first], across=at_border)
-            if (
-                mine
-                and why not in (Why.END, Why.WEIGHT, Why.RANGES)
-                and _continues(row.ids[start + begin : start + end], clues.text)
-            ):
-                why = Why.CHARACTER
+            if why in (Why.ANSWER, Why.REASONING, Why.TOOL_CALL):
+                why = Why.CHARACTER if _continues(row.ids[start + begin : start + end], clues.text) else why
+            elif why in (Why.HEADER, Why.AFTER) and _is_between(row.spans, first):
+                why = Why.BETWEEN
         yield TokenDifference(why, start + begin, start + end, peer_start + begin, peer_start + end, counts)
 
 
 def _continues(ids: Ids, text: TokenText) -> bool:
     """Whether these tokens are nothing but later bytes of a UTF-8 character."""
     return all(0x80 <= byte < 0xC0 for id in ids.tolist() for byte in text.piece(id))
+
+
+def _is_between(spans: Table, at: int) -> bool:
+    """Whether the answer of a message goes on after this span."""
+    if not 0 < at < len(spans) - 1:
+        return False
+    sides = spans[[at - 1, at + 1]]
+    return bool(np.all((sides["message"] == spans[at]["message"]) & (sides["rule"] == Rule.ROLE)))
 
 
 def why_mask(span: np.void, *, across: bool = False) -> Why:
@@ -257,26 +263,26 @@ def _why_ids(row: Rows, peer: PeerRow, ours: tuple[int, int], theirs: tuple[int,
     first = max(0, int(np.searchsorted(row.span_start, ours[0], side="right")) - 1)
     spans = row.spans[first : int(np.searchsorted(row.span_start, max(ours[1], ours[0] + 1)))]
     its_ids = peer.ids[theirs[0] : theirs[1]].tolist()
+    numbers = {int(number) for number in spans["message"] if number != NO_MESSAGE}
+    messages = [clues.record.messages[number] for number in numbers if number < len(clues.record.messages)]
     is_text = ours[0] < ours[1] and bool(np.all(np.isin(spans["rule"], (Rule.ROLE, Rule.FLAG, Rule.RANGE))))
-    # A token beside the control token may be another, too.
-    control = clues.control_ids.intersection(peer.ids[max(0, theirs[0] - 1) : theirs[1] + 1].tolist())
-    if is_text and control and _texts_hold(clues, [clues.text.text([id]) for id in control]):
+    if is_text:
+        # Alignment may leave the control token itself outside of what differs.
+        control, texts = clues.control_ids.intersection(peer.ids.tolist()), [*map(_texts, messages)]
+    else:
+        control, texts = clues.control_ids.intersection(its_ids), [*clues.record.tools]
+    tokens = [clues.text.text([id]) for id in control]
+    if any(token in text for token in tokens for text in texts):
         return Why.CONTROL_TEXT
     if clues.patched:
         written = clues.text.text(its_ids, keep="\n\t").strip()
-        numbers = {int(number) for number in spans["message"] if number != NO_MESSAGE}
-        messages = [clues.record.messages[number] for number in numbers if number < len(clues.record.messages)]
         if any(message.reasoning and message.reasoning.strip() in written for message in messages):
             return Why.REASONING_KEPT
         return Why.TRAINING_TEMPLATE
     return Why.OTHER_IDS
 
 
-def _texts_hold(clues: Clues, tokens: Sequence[str]) -> bool:
-    """Whether a text of the record contains one of these tokens."""
-    for message in clues.record.messages:
-        calls = [text for call in message.tool_calls for text in (call.name, call.arguments)]
-        for text in (message.content, message.reasoning, *calls):
-            if any(token in text for token in tokens):
-                return True
-    return any(token in tool for token in tokens for tool in clues.record.tools)
+def _texts(message: Message) -> str:
+    """All texts of a message."""
+    calls = [text for call in message.tool_calls for text in (call.name, call.arguments)]
+    return "\n".join((message.content, message.reasoning, *calls))

@@ -323,7 +323,9 @@ class _CellSplitter:
             return SpanKind(Role.NONE, Part.OPEN, Rule.HEADER, int(NO_MESSAGE))
         if owner == OUTSIDE and len(self.written) == len(self.roles):
             return SpanKind(Role.NONE, Part.EOS, Rule.HEADER, message)
-        part = Part.CLOSE if message in self.written else Part.OPEN
+        # An answer may be empty.
+        is_after = message in self.written or (at >= 0 and self.answers[at].message == message)
+        part = Part.CLOSE if is_after else Part.OPEN
         # What follows the text of an answer that is context is context as its text is.
         context = self.roles[message] == Role.ASSISTANT and message not in self.answered and part == Part.CLOSE
         return SpanKind(self.roles[message], part, Rule.EARLIER_ROW if context else Rule.HEADER, message)
