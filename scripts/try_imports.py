@@ -107,10 +107,10 @@ def attempt(path: Path, read: Any, model: Path, folder: Path) -> tuple[str, Impo
         prepare_dataset(load_recipe(recipe), folder / "data", engine=LocalEngine(1))
         stage = "train"
         config = TrainConfig.from_file(folder / "train.json", **changes)
-        train_model(config, model_name=folder.name, quiet=True)
+        steps = train_model(config, model_name=folder.name, quiet=True).step
     except ChatmillError as error:
         return f"{stage} failed: {error}", imported
-    return f"trained {STEPS} steps", imported
+    return f"trained {steps} steps" if steps == STEPS else f"stopped after {steps} steps", imported
 
 
 # What stands in for models and data.
