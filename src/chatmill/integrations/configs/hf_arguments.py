@@ -28,7 +28,7 @@ _GROUPS: dict[str, str] = {
     "dataloader_prefetch_factor dataloader_in_order dataloader_multiprocessing_context "
     "remove_unused_columns label_names length_column_name ddp_find_unused_parameters ddp_bucket_cap_mb "
     "ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank skip_memory_metrics debug "
-    "overwrite_output_dir group_by_length train_sampling_strategy fsdp_transformer_layer_cls_to_wrap "
+    "group_by_length train_sampling_strategy fsdp_transformer_layer_cls_to_wrap "
     "fsdp_min_num_params ray_scope save_safetensors average_tokens_across_devices full_determinism": KERNEL,
     "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
     "hub_model_revision": UPLOAD,
@@ -42,6 +42,7 @@ _GROUPS: dict[str, str] = {
     "greater_is_better": "the best checkpoint is that of the lowest loss on val",
     "save_only_model": "checkpoints hold the optimizer, too, so that a run can be resumed",
     "do_predict": "the model answers eval_samples questions at an evaluation; see `chatmill chat`",
+    "overwrite_output_dir": "a run needs a name that is not there yet; give another --model_name",
     "do_train": "`chatmill train` trains; nothing changes",
     "do_eval": "val is evaluated if there is one; nothing changes",
     "resume_from_checkpoint": ("checkpoints of other trainers cannot be resumed; the run starts from the base model"),

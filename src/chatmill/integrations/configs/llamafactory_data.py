@@ -71,6 +71,8 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
     translation.sources[number]["shape"] = shape
     if renamed:
         translation.sources[number]["columns"] = renamed
+    if formatting == "alpaca" and "formatting" not in entry:
+        translation.assume(f"{name}: formatting alpaca; {INPUT_NOTE}")
     if "formatting" in entry:
         note = INPUT_NOTE if formatting == "alpaca" else ""
         translation.take(keys.path("formatting"), formatting, other={"shape": shape}, note=note)
