@@ -35,7 +35,7 @@ STEPS = 20
 WORDS = ["mill", "stone", "grain", "water", "wheel", "flour", "sack", "miller", "bread", "oven", "salt", "yeast"]
 
 
-def write_dataset(folder: Path, *, weights: Sequence[float] = (), count: int = 260) -> Path:
+def write_dataset(folder: Path, *, weights: Sequence[float] = (), count: int = 260, val_split: float = 0.1) -> Path:
     """A dataset of short chats with a val split; their answers have these weights in turn, else 1."""
     rng = random.Random(7)
     lines = []
@@ -48,7 +48,7 @@ def write_dataset(folder: Path, *, weights: Sequence[float] = (), count: int = 2
         lines.append(json.dumps({"messages": messages}))
     source = folder.with_suffix(".jsonl")
     source.write_text("\n".join(lines) + "\n")
-    prepare_dataset(Job((InputSource((str(source),)),), val_split=0.1, shard_tokens=3000), folder)
+    prepare_dataset(Job((InputSource((str(source),)),), val_split=val_split, shard_tokens=3000), folder)
     return folder
 
 

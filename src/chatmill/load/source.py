@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.block_check import block_fault
@@ -19,7 +20,7 @@ from chatmill.load.mix import MIX_SFT
 from chatmill.remote.urls import Place, Url, place
 from chatmill.rows import NO_FILE, Index, Rows
 from chatmill.store.episodes import Episodes
-from chatmill.store.layout import INDEX, MASK, TOKEN_DTYPES
+from chatmill.store.layout import INDEX, MASK, SPANS, TOKEN_DTYPES
 from chatmill.store.mapped import check_mapped, reading
 from chatmill.store.primer_cache import PrimerCache, cache_folder, is_cache, open_cache
 from chatmill.store.read import Dataset, in_dataset_folder, is_dataset, open_dataset, stored_metadata
@@ -111,6 +112,18 @@ class DataSource:
                     check_mapped(index)
             first += info.num_episodes
         return np.concatenate(numbers)
+
+    def weights(self, split: str) -> NDArray[np.float32]:
+        """The weights that spans of a split have, ascending; none where there is a mask alone."""
+        episodes = self.dataset[split]
+        weights = [np.empty(0, dtype=np.float32)]
+        for number, shard in enumerate(episodes.shards):
+            if SPANS in shard.records:
+                with reading():
+                    spans = episodes.array(number, SPANS)
+                    weights.append(np.unique(spans["weight"]))
+                    check_mapped(spans)
+        return np.unique(np.concatenate(weights))
 
     def longest(self, split: str) -> int | None:
         """Tokens of the longest episode; None without metadata."""

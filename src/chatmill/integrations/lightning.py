@@ -1,0 +1,309 @@
+"""chatmill's batches in Lightning: a `LightningDataModule`.
+
+    data = EpisodeDataModule("chat_sft", {"batch_size": 8, "use_loss_mask": True})
+    Trainer(max_epochs=3).fit(model, data)
+
+Step n of a trainer is step n of chatmill's own loop, whatever its epochs and limits. The position in the data is the
+number of batches that the trainer has trained, which its checkpoints keep; it may have fetched one more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
+from torch import Tensor
+
+from chatmill.audit import Audit
+from chatmill.errors import UsageError, one_line
+from chatmill.integrations.columns import causal_lm_columns, flattened
+from chatmill.integrations.step_loss import causal_lm_loss as causal_lm_loss
+from chatmill.integrations.step_loss import weighted_loss as weighted_loss
+from chatmill.integrations.trained_steps import TrainedSteps
+from chatmill.load.batch import Batch
+from chatmill.load.config import LoadConfig
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.plan import LoadPlan
+from chatmill.remote.urls import Place
+
+AUDIT_STEPS = 100
+"""The most steps that one digest of the audit log covers."""
+
+
+class WeightedBatch(NamedTuple):
+    """A batch of chatmill, with what its loss is divided by."""
+
+    batch: Batch
+    step_weight: Tensor
+
+
+class EpisodeDataModule(LightningDataModule):
+    """The batches of an `EpisodeLoader` for each rank of a Lightning trainer.
+
+    A batch is a dict of the columns of `causal_lm_columns`, or with `columns` false a `WeightedBatch`. It has a
+    `step_weight`, with which `causal_lm_loss` computes the loss for `training_step`: the weight of all trained tokens
+    of the step, divided by the number of batches that Lightning averages over (ranks times `accumulate_grad_batches`).
+    In validation, which reads every row of `val` once, it is the weight of the batch. `flatten` puts the rows of a
+    batch one after the other, as FlashAttention needs packed rows.
+
+    An epoch of the trainer is one of the dataset; with `limit_train_batches` the next one goes on where it ended. With
+    an `audit_dir`, rank 0 writes an audit log of the steps that were trained.
+    """
+
+    def __init__(
+        self,
+        dataset_dir: str | Place,
+        config: LoadConfig | Mapping[str, Any] | str | Path | None = None,
+        *,
+        columns: bool = True,
+        flatten: bool = False,
+        audit_dir: str | Path | None = None,
+        audit_steps: int = AUDIT_STEPS,
+    ) -> None:
+        super().__init__()
+        if flatten and not columns:
+            raise UsageError("flatten is for columns; leave it out, or columns=False")
+        self._dataset_dir, self._config, self._columns, self._flatten = dataset_dir, config, columns, flatten
+        self._audit_dir, self._audit_steps = audit_dir, audit_steps
+        self._loader: EpisodeLoader | None = None
+        self._trained: TrainedSteps | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        """The state of a checkpoint that this fit resumes from."""
+        self._audit_state: Mapping[str, Any] | None = None
+        """Where the audit log of the last fit ended."""
+
+    @property
+    def loader(self) -> EpisodeLoader:
+        """The loader of this rank."""
+        if self._loader is None:
+            raise UsageError("an EpisodeDataModule has a loader inside of Trainer.fit and Trainer.validate only")
+        return self._loader
+
+    # Calls of the trainer.
+
+    def setup(self, stage: str) -> None:
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        if processes != self.trainer.world_size:
+            raise UsageError(
+                f"the trainer has {self.trainer.world_size} processes, and torch.distributed {processes}; each would "
+                f"train the rows of others too: set devices and num_nodes of Trainer to {processes} processes"
+            )
+        # Those of data parallel ranks, where a strategy has other ranks too.
+        ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        self._loader = EpisodeLoader(
+            self._dataset_dir, self._config, rank=ranks["rank"], world_size=ranks["num_replicas"]
+        )
+        self._trained = self._loaded = None
+
+    def train_dataloader(self) -> TrainBatches:
+        self._check_trainer()
+        order, trainer = self.plan.order, self.trainer
+        has_end = trainer.max_steps != -1 or trainer.max_epochs == -1 or isinstance(trainer.limit_train_batches, int)
+        if order.length is None and not has_end:
+            raise UsageError(f"the order {order.name} has no epochs; give Trainer max_steps")
+        if trainer.ckpt_path and self._loaded is None:
+            raise UsageError(
+                f"{trainer.ckpt_path}: has no state of {type(self).__qualname__}; use a checkpoint of its run"
+            )
+        if self._loaded is not None:
+            self._check_loaded(self._loaded)
+        if self._trained is None and self._audit_dir is not None:
+            self._open_audit(self._audit_dir)
+        self._check_epochs()
+        return TrainBatches(self)
+
+    def val_dataloader(self) -> ValBatches | list[Any]:
+        return ValBatches(self) if "val" in self.loader.splits else []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last step that was trained: the same on all ranks, and for any number of them."""
+        step, parts = divmod(self.trained_batches, self.accumulation)
+        state = {**self._state_at(step), "gradient_accumulation_steps": self.accumulation, "batches": parts}
+        if self._trained is not None:
+            self._audit_state = self._audit_checkpoint(self._trained)
+        if self._audit_dir is not None:
+            state["audit"] = self._audit_state
+        return json.loads(json.dumps(state))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def teardown(self, stage: str) -> None:
+        if self._trained is not None:
+            self._audit_state = self._audit_checkpoint(self._trained)
+            self._trained.audit.close()
+            self._trained = None
+        self.on_exception(None)
+
+    def on_exception(self, exception: BaseException | None) -> None:
+        if self._loader is not None:
+            self._loader.close()
+
+    # The position.
+
+    @property
+    def plan(self) -> LoadPlan:
+        return self.loader.plan("train")
+
+    @property
+    def accumulation(self) -> int:
+        """Batches that Lightning trains in a step on this rank."""
+        return self.loader.config.gradient_accumulation_steps
+
+    @property
+    def trained_batches(self) -> int:
+        """Batches that the trainer has trained since the run began."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        # A batch that a hook skips is processed without being started.
+        return min(progress.started, progress.processed)
+
+    def num_batches(self) -> int | None:
+        """Batches of an epoch of the trainer: those of the dataset's first one; None if it has no end."""
+        return None if self.plan.order.length is None else self.plan.num_steps(0) * self.accumulation
+
+    def train_batches(self) -> Iterator[Any]:
+        """The batches from the position on, without end."""
+        loader, (step, parts) = self.loader, divmod(self.trained_batches, self.accumulation)
+        if parts:
+            raise UsageError(
+                f"the trainer stands {parts} of {self.accumulation} batches into step {step}, whose gradients are "
+                "lost; resume from a checkpoint between two steps"
+            )
+        if self._trained is not None:
+            self._trained.report(step)
+        if loader.cursor().step != step:
+            loader.load_state_dict(self._state_at(step))
+            if self._trained is not None:
+                self._trained.forget()
+        while True:
+            self._check_trainer()
+            batch = loader.get_batch()
+            weight = torch.tensor(float(batch.weights.sum()), device=self.trainer.strategy.root_device)
+            weight = self.trainer.strategy.reduce(weight, reduce_op="mean") / self.accumulation
+            for part in batch.split(self.accumulation):
+                yield self.output(part, weight)
+            if self._trained is not None:
+                self._trained.report(self.trained_batches // self.accumulation)
+
+    def output(self, batch: Batch, weight: Tensor) -> Any:
+        """A batch as the model gets it."""
+        if not self._columns:
+            return WeightedBatch(batch, weight)
+        columns = causal_lm_columns(batch, pad_token_id=self.plan.pad_token_id)
+        return {**(flattened(columns) if self._flatten else columns), "step_weight": weight}
+
+    def _state_at(self, step: int) -> dict[str, Any]:
+        return {**self.loader.state_dict(), "cursors": {"train": self.plan.cursor_at(step)._asdict()}}
+
+    def _check_loaded(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of another dataset, config or run."""
+        self.loader.load_state_dict(state)
+        if (saved := state.get("gradient_accumulation_steps")) != self.accumulation:
+            raise UsageError(
+                f"the checkpoint was saved with gradient_accumulation_steps {one_line(str(saved))}, now it is "
+                f"{self.accumulation}; Lightning counts its batches, so leave it as it was"
+            )
+
+    def _check_trainer(self) -> None:
+        """Refuse settings of the trainer with which a step would not be the one of the config."""
+        trainer, batches = self.trainer, self.trainer.num_training_batches
+        if trainer.accumulate_grad_batches != self.accumulation:
+            raise UsageError(
+                f"accumulate_grad_batches is {trainer.accumulate_grad_batches}, and gradient_accumulation_steps of the "
+                f"config is {self.accumulation}; set both to the same"
+            )
+        if trainer.overfit_batches:
+            raise UsageError("overfit_batches repeats batches, which this data module does not; use a smaller dataset")
+        if isinstance(batches, int) and batches % self.accumulation:
+            raise UsageError(
+                f"the trainer takes {batches} batches an epoch, in steps of {self.accumulation}; set "
+                f"limit_train_batches to a multiple of {self.accumulation}"
+            )
+
+    def _check_epochs(self) -> None:
+        """Refuse to train a number of epochs that differ in length: Lightning takes that of the first for all."""
+        trainer, windows = self.trainer, self.plan.num_windows()
+        by_epochs = trainer.max_steps == -1 and not isinstance(trainer.limit_train_batches, int)
+        # The rows of one window are as many in each epoch, packed or not.
+        if not by_epochs or self.loader.config.packing == "none" or windows is None or windows == 1:
+            return
+        first, epochs = self.plan.num_steps(0), range(1, trainer.max_epochs)
+        if any(self.plan.num_steps(epoch) != first for epoch in epochs):
+            total = first + sum(map(self.plan.num_steps, epochs))
+            raise UsageError(
+                f"the {trainer.max_epochs} epochs have {total} steps, not all {first}, and Lightning's epochs are of "
+                f"one length; give Trainer max_epochs=-1, max_steps={total}"
+            )
+
+    # The audit log.
+
+    def _open_audit(self, folder: str | Path) -> None:
+        """Begin an audit log, or go on with the one of the checkpoint or of the last fit."""
+        step = self.trained_batches // self.accumulation
+        state = None if self._loaded is None else self._loaded.get("audit")
+        if self._loaded is None and step:
+            state = self._audit_state
+        if step and state is None:
+            raise UsageError(f"audit_dir is {folder}, and the run began without an audit log; leave it out to go on")
+        audit = Audit(folder, every=self._audit_steps, state=state, reduce=self._sum_over_ranks)
+        self._trained = TrainedSteps(audit)
+        self.loader.listen(self._trained)
+
+    def _audit_checkpoint(self, trained: TrainedSteps) -> Mapping[str, Any]:
+        """The state of the audit log after the last step that was trained, on all ranks; rank 0 has the log."""
+        trained.report(self.trained_batches // self.accumulation)
+        return self.trainer.strategy.broadcast(trained.audit.checkpoint())
+
+    def _sum_over_ranks(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        strategy = self.trainer.strategy
+        return strategy.reduce(torch.from_numpy(values).to(strategy.root_device), reduce_op="sum").cpu().numpy()
+
+
+class TrainBatches:
+    """The batches of an epoch of a trainer, from its position on. Lightning ends the epoch after `len` batches."""
+
+    def __init__(self, data: EpisodeDataModule) -> None:
+        self._data = data
+        self._num_batches = data.num_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._data.train_batches()
+
+    def __len__(self) -> int:
+        if self._num_batches is None:
+            raise TypeError("this order has no epochs, and no length")
+        return self._num_batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the data module saves the position. Lightning believes a loader with a state to resume."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Nothing, like `state_dict`."""
+
+
+class ValBatches:
+    """Every row of the split `val` once."""
+
+    def __init__(self, data: EpisodeDataModule) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._data.loader.one_pass("val"):
+            yield self._data.output(batch, batch.weights.sum())
+
+    @cached_property
+    def _num_batches(self) -> int:
+        loader = self._data.loader
+        return LoadPlan(loader.sources_of("val"), loader.config, "val", in_stored_order=True).num_steps(0)
+
+    def __len__(self) -> int:
+        return self._num_batches
