@@ -1,0 +1,227 @@
+"""chatmill's batches in torchtitan: a dataloader of its protocol.
+
+    config.dataloader = EpisodeDataLoader.Config(dataset_path="chat_sft", load={"batch_size": 8, "use_loss_mask": True})
+
+    x, y, positions of a batch  ->  ({"input": x, "positions": positions}, y)
+
+Labels are shifted already, as torchtitan has them, and positions begin at 0 in each conversation: by them its flex and
+varlen attention keep the conversations of a packed row apart.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torchtitan.components.dataloader import BaseDataLoader
+
+from chatmill.audit import Audit
+from chatmill.errors import DataError, UsageError
+from chatmill.load.batch import Batch
+from chatmill.load.config import LoadConfig
+from chatmill.load.loader import EpisodeLoader
+from chatmill.load.source import DataSource
+
+TitanBatch = tuple[dict[str, Tensor], Tensor]
+"""The inputs of the model by name, and the labels."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeDataLoaderConfig(BaseDataLoader.Config):
+    """Settings of `EpisodeDataLoader`; `dataset_path` is the folder or URL of the dataset."""
+
+    load: dict[str, Any] = field(default_factory=dict)
+    """Keys of chatmill's config; `block_size` must be torchtitan's `seq_len`, `batch_size` its `global_batch_size`."""
+    split: str = "train"
+    epochs: int | None = None
+    """Epochs after which the data ends; None: it never ends."""
+    infinite: bool = True
+    """False: every row of the split once, in the order of the files. torchtitan's validator sets it."""
+    audit_dir: str | None = None
+    """Folder of an audit log; None: none is written."""
+    audit_steps: int = 100
+    """The most steps that one digest of the audit log covers."""
+
+
+class EpisodeDataLoader(BaseDataLoader):
+    """The batches of an `EpisodeLoader` for a data parallel rank of torchtitan.
+
+    Its state is the same on all ranks, and can be loaded at another number of ranks. Where torchtitan takes an
+    optimizer step after more or fewer rows than `batch_size`, the run is stopped.
+    """
+
+    Config = EpisodeDataLoaderConfig
+
+    def __init__(
+        self,
+        config: EpisodeDataLoaderConfig,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+        **_: Any,
+    ) -> None:
+        """Takes what torchtitan's trainer gives; the tokenizer and `snapshot_every_n_steps` are of no use here."""
+        if not config.dataset_path:
+            raise UsageError("dataloader.dataset_path is missing; expected the folder of a dataset")
+        load = LoadConfig.from_mapping(config.load)
+        self._batches = _batches_of_a_step(load, dp_world_size, seq_len, local_batch_size)
+        self._config = config
+        self._loader = EpisodeLoader(
+            config.dataset_path,
+            load,
+            split=config.split,
+            rank=dp_rank,
+            world_size=dp_world_size,
+            epochs=config.epochs,
+        )
+        if load.use_loss_mask:
+            for source in self._loader.sources:
+                _check_weights(source, config.split)
+        self._state = self._loader.state_dict()
+        """The position after the last step of which all batches were handed out."""
+        self._audit: Audit | None = None
+        self._audit_state: Mapping[str, Any] | None = None
+        self._is_audited = False
+
+    def __iter__(self) -> Iterator[TitanBatch]:
+        if self._config.infinite and self._config.split == "train":
+            return self._train_batches()
+        loader, config = self._loader, self._config
+        batches = loader if config.infinite else loader.one_pass(config.split)
+        return (_inputs_and_labels(part) for batch in batches for part in batch.split(self._batches))
+
+    def _train_batches(self) -> Iterator[TitanBatch]:
+        """The batches from the position on; each `self._batches` of them must be one optimizer step."""
+        self._open_audit()
+        steps = 0
+
+        def count(*_: Any) -> None:
+            nonlocal steps
+            steps += 1
+
+        hook = register_optimizer_step_post_hook(count)
+        try:
+            for batch in self._loader:
+                for number, part in enumerate(batch.split(self._batches), start=1):
+                    if number == self._batches:
+                        self._state = self._loader.state_dict()
+                    steps = 0
+                    yield _inputs_and_labels(part)
+                    if bool(steps) != (number == self._batches):
+                        raise UsageError(
+                            f"torchtitan takes {'a' if steps else 'no'} step after {number} batches on each rank, and "
+                            f"a step of batch_size {self._loader.config.batch_size} has {self._batches}; set "
+                            f"training.global_batch_size to {self._loader.config.batch_size}"
+                        )
+        finally:
+            hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """One text under one key: a checkpoint is loaded into the keys that the state of a new loader has."""
+        state = dict(self._state)
+        if self._is_audited:
+            audits = [None if self._audit is None else self._audit.checkpoint()]
+            if dist.is_initialized():
+                dist.broadcast_object_list(audits)
+            state["audit"] = audits[0]
+        return {"chatmill": json.dumps(state)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        # torchtitan gives nothing where the checkpoint's position is not to be loaded.
+        if not state_dict:
+            return
+        if "chatmill" not in state_dict:
+            raise UsageError(
+                "the checkpoint has the state of another dataloader; resume with that one, or do not load it"
+            )
+        state = json.loads(state_dict["chatmill"])
+        self._loader.load_state_dict(state)
+        self._state, self._audit_state = self._loader.state_dict(), state.get("audit")
+
+    def close(self) -> None:
+        """Write the last steps of the audit log, and end the prefetching threads; all ranks call this."""
+        if self._audit is not None:
+            self._audit.close()
+        self._audit, self._is_audited = None, False
+        self._loader.close()
+
+    # The audit log.
+
+    def _open_audit(self) -> None:
+        """Begin an audit log, or go on with that of the checkpoint.
+
+        Ranks other than data parallel ones have the same rows: then rank 0 alone writes a log, of its own rows.
+        """
+        config, world_size = self._config, dist.get_world_size() if dist.is_initialized() else 1
+        if config.audit_dir is None:
+            return
+        self._is_audited = True
+        is_data_parallel = self._loader.world_size == world_size
+        if is_data_parallel or dist.get_rank() == 0:
+            reduce = _sum_over_ranks if is_data_parallel and world_size > 1 else None
+            state = self._audit_state
+            self._audit = Audit(config.audit_dir, every=config.audit_steps, state=state, reduce=reduce)
+            self._loader.listen(self._audit)
+
+
+def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local_batch_size: int) -> int:
+    """The number of batches of `local_batch_size` rows that a rank trains in a step; `UsageError` if none fits."""
+    size, per_rank = load.block_size, load.batch_size // dp_world_size
+    if size != seq_len:
+        raise UsageError(f"block_size is {size}, and training.seq_len {seq_len}; set training.seq_len to {size}")
+    if load.batch_size % dp_world_size:
+        raise UsageError(
+            f"batch_size is {load.batch_size} on {dp_world_size} ranks; expected a multiple of {dp_world_size}"
+        )
+    batches, remainder = divmod(per_rank, local_batch_size)
+    if remainder or not batches:
+        raise UsageError(
+            f"batch_size is {load.batch_size}, and local_batch_size {local_batch_size} on {dp_world_size} ranks; set "
+            f"training.local_batch_size to {per_rank} or one of its divisors, and training.global_batch_size to "
+            f"{load.batch_size}"
+        )
+    if load.gradient_accumulation_steps not in (1, batches):
+        raise UsageError(
+            f"gradient_accumulation_steps is {load.gradient_accumulation_steps}, and batch_size {load.batch_size} "
+            f"takes {batches} batches of {local_batch_size} rows on {dp_world_size} ranks; leave it out"
+        )
+    return batches
+
+
+def _check_weights(source: DataSource, split: str) -> None:
+    """Refuse a dataset in which a trained token has a weight other than 1. At a URL, batches are checked one by one."""
+    if split not in source or not isinstance(source.path, Path):
+        return
+    _refuse_fractions(source.weights(split), f"{source.path}: ")
+
+
+def _inputs_and_labels(batch: Batch) -> TitanBatch:
+    _refuse_fractions(batch.weights.unique().numpy())
+    return {"input": batch.x, "positions": batch.positions.long()}, batch.y
+
+
+def _refuse_fractions(weights: NDArray[Any], place: str = "") -> None:
+    others = weights[(weights != 0) & (weights != 1)]
+    if len(others):
+        raise DataError(
+            f"{place}a trained token has the weight {others[0]:g}, and torchtitan's loss has no weights; "
+            "use chatmill train, or reweigh the dataset to 0 and 1"
+        )
+
+
+def _sum_over_ranks(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    total = torch.from_numpy(values.copy()).to(device)
+    dist.all_reduce(total)
+    return total.cpu().numpy()

@@ -1,0 +1,18 @@
+"""torchtitan's process group of one rank, in the process of the tests."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+from trainer_fixtures import free_port
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_rank():
+    """What torchrun sets; torchtitan's trainer joins the group that it finds."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

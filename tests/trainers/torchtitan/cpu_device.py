@@ -1,0 +1,55 @@
+"""Lets torchtitan's own trainer run on a CPU; imported before torchtitan.
+
+Without an accelerator torchtitan takes CUDA for the device, which a CPU build of torch does not have. Three things are
+put in its place here: torch's CPU module as the device, zeros for the memory that it logs, and for FlexAttention, which
+has no backward pass on a CPU, a dense attention with the mask that torchtitan made. Left out are new time limits after
+the first step, which need the number of a GPU, and two seconds of sleep at the end. All else is torchtitan.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch._utils
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+torch._utils._get_available_device_type = lambda: "cpu"
+torch.cpu.get_device_name = lambda *_: "cpu"
+torch.cpu.get_device_properties = lambda *_: SimpleNamespace(total_memory=1)
+torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda *_: None
+torch.cpu.memory_stats = lambda *_: {}
+
+with warnings.catch_warnings():
+    # torch's own, in parts of torch that torchtitan imports.
+    warnings.filterwarnings("ignore", "`torch.jit.script", DeprecationWarning)
+    from torchtitan import trainer
+    from torchtitan.distributed import utils
+    from torchtitan.models.common import attention
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, block_mask: BlockMask, scale: float | None, enable_gqa: bool, **_: Any
+) -> tuple[Tensor, None]:
+    """What `flex_attention` computes."""
+    rows, length = query.shape[0], query.shape[2]
+    mask = create_mask(block_mask.mask_mod, rows, 1, length, length, device="cpu")
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+    return out, None
+
+
+attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
+attention._compiled_create_block_mask = create_block_mask
+utils.set_pg_timeouts = lambda **_: None
+trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
+
+
+def without_cuda_graphs(monkeypatch: Any) -> None:
+    """Lets a config that has them, torchtitan's default, run without."""
+    monkeypatch.setattr(trainer, "wrap_with_cuda_graph", lambda function: function)
+    monkeypatch.setattr(trainer, "cudagraph_teardown", lambda: None)
