@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hf_runs import make_trainer, train
 from test_hf import assert_rows_of_the_loop, verified
 from trainer_fixtures import PACKED, STEPS, own_run, ranks
+
+from chatmill.integrations import hf
 
 TWO_STEPS = {**PACKED, "gradient_accumulation_steps": 2}
 
@@ -48,6 +51,14 @@ def test_resume_gives_each_rank_the_rows_that_would_have_come(results, weighted)
         assert len(result["resumed_inputs"]) == 2 * 20
         assert_rows_of_the_loop(result["resumed_inputs"], weighted, TWO_STEPS, first=30, rank=rank, world_size=2)
     np.testing.assert_allclose(results[0]["resumed_losses"], results[0]["losses"], rtol=0, atol=1e-6)
+
+
+def test_a_run_of_two_ranks_resumes_on_one(results, weighted, model_folder, folder):
+    trainer = make_trainer(hf.TrainRows(weighted, TWO_STEPS, steps=50), model_folder, folder / "run")
+    losses, inputs = train(trainer, resume=folder / "run" / "checkpoint-30")
+    assert len(inputs) == 2 * 20
+    assert_rows_of_the_loop(inputs, weighted, TWO_STEPS, first=30)
+    np.testing.assert_allclose(losses, results[0]["losses"], rtol=0, atol=1e-5)
 
 
 def test_the_audit_log_covers_the_rows_of_both_ranks(results, folder):
