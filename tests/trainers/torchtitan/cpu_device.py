@@ -49,7 +49,8 @@ utils.set_pg_timeouts = lambda **_: None
 trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
 
 
-def without_cuda_graphs(monkeypatch: Any) -> None:
-    """Lets a config that has them, torchtitan's default, run without."""
+def without_gpu_settings(monkeypatch: Any) -> None:
+    """Lets torchtitan's own configs run: without CUDA graphs, and in float32, because a CPU is slow in bfloat16."""
     monkeypatch.setattr(trainer, "wrap_with_cuda_graph", lambda function: function)
     monkeypatch.setattr(trainer, "cudagraph_teardown", lambda: None)
+    monkeypatch.setitem(trainer.TORCH_DTYPE_MAP, "bfloat16", torch.float32)
