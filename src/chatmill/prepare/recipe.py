@@ -111,22 +111,12 @@ def _read(path: Path, name: str) -> dict[str, Any]:
 def _parse_yaml(data: bytes, name: str) -> Any:
     """What a YAML file holds: tables, lists, texts, numbers, true, false and null, as YAML 1.2 spells them."""
     try:
-        import yaml
+        from chatmill.prepare.yaml_loader import parse_yaml
     except ImportError:
         raise DataError(
             f"{name}: YAML needs PyYAML; pip install 'chatmill[recipe]', or write the recipe as .toml"
         ) from None
-    from chatmill.prepare.yaml_loader import RecipeLoader
-
-    try:
-        return yaml.load(data, RecipeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        reason = f"{error.problem or error.context}{where}"
-    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
-        reason = str(error)
-    raise DataError(f"{name}: not YAML: {one_line(reason, 300)}") from None
+    return parse_yaml(data, name)
 
 
 # Values.

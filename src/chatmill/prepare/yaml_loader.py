@@ -1,4 +1,4 @@
-"""RecipeLoader: YAML as recipes use it. Imported only where a file is YAML, because PyYAML is an extra.
+"""RecipeLoader and parse_yaml: YAML as recipes use it. Imported only where a file is YAML, because PyYAML is an extra.
 
 Plain values are those of YAML 1.2: `no` is a text (the code of Norwegian), 1e-3 is a number, and a date is a text.
 Only tables, lists, texts, numbers, true, false and null are made, whatever tags a file has. Merge keys (`<<`) are not
@@ -11,6 +11,8 @@ import re
 from typing import Any
 
 import yaml
+
+from chatmill.errors import DataError, one_line
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -45,3 +47,16 @@ for _tag, _pattern, _first in (
     ("float", r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
 ):
     RecipeLoader.add_implicit_resolver(_TAG + _tag, re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def parse_yaml(data: bytes, name: str, loader: type[RecipeLoader] = RecipeLoader) -> Any:
+    """What a YAML file holds; `DataError` with the place of the fault if it is not YAML."""
+    try:
+        return yaml.load(data, loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        reason = f"{error.problem or error.context}{where}"
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
+        reason = str(error)
+    raise DataError(f"{name}: not YAML: {one_line(reason, 300)}") from None

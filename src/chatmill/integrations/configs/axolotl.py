@@ -32,7 +32,13 @@ from chatmill.integrations.configs.rows_keys import (
     without_val,
 )
 from chatmill.integrations.configs.run_keys import RunNames, take_run
-from chatmill.integrations.configs.run_output import take_evaluation, take_logging, take_saving, take_seed
+from chatmill.integrations.configs.run_output import (
+    take_evaluation,
+    take_logging,
+    take_output_dir,
+    take_saving,
+    take_seed,
+)
 from chatmill.integrations.configs.write_config import ImportedConfig
 from chatmill.remote.urls import place
 
@@ -238,10 +244,7 @@ def _take_special_tokens(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _take_output(translation: Translation, keys: TheirKeys) -> None:
-    if (folder := keys.text("output_dir")) is not None:
-        translation.run_name = Path(folder).name or None
-        name = translation.run_name or "imported"
-        translation.take(keys.path("output_dir"), folder, other={"--model_name": name}, note=f"in checkpoints/{name}")
+    take_output_dir(translation, keys)
     take_logging(translation, keys)
     take_saving(translation, keys)
     has_val = take_val_size(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from chatmill.integrations.configs.axolotl_notes import KERNEL, TRACKER, UPLOAD
 from chatmill.integrations.configs.model_keys import take_checkpointing, take_precision, take_sharding
 from chatmill.integrations.configs.report import TheirKeys, Translation
@@ -11,6 +9,7 @@ from chatmill.integrations.configs.run_keys import RunNames, take_run
 from chatmill.integrations.configs.run_output import (
     take_evaluation,
     take_logging,
+    take_output_dir,
     take_report_to,
     take_saving,
     take_seed,
@@ -67,10 +66,7 @@ def take_training_arguments(translation: Translation, keys: TheirKeys, names: Ru
         translation.take(keys.path("dataloader_drop_last"), drop, train={"epoch_drop_last": drop})
     else:
         translation.assume(f"default of {translation.trainer}", train={"epoch_drop_last": False})
-    if (folder := keys.text("output_dir")) is not None:
-        translation.run_name = Path(folder).name or None
-        name = translation.run_name or "imported"
-        translation.take(keys.path("output_dir"), folder, other={"--model_name": name}, note=f"in checkpoints/{name}")
+    take_output_dir(translation, keys)
     take_logging(translation, keys)
     take_report_to(translation, keys)
     take_saving(translation, keys)

@@ -41,20 +41,11 @@ def read_config(path: str | Place, what: str) -> dict[str, Any]:
 
 def _parse_yaml(data: bytes, name: str) -> Any:
     try:
-        import yaml
+        from chatmill.integrations.configs.their_yaml import TrainerYaml
+        from chatmill.prepare.yaml_loader import parse_yaml
     except ImportError:
         raise DataError(f"{name}: YAML needs PyYAML; pip install 'chatmill[recipe]'") from None
-    from chatmill.integrations.configs.their_yaml import TrainerYaml
-
-    try:
-        return yaml.load(data, TrainerYaml)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        reason = f"{error.problem or error.context}{where}"
-    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
-        reason = str(error)
-    raise DataError(f"{name}: not YAML: {one_line(reason, 300)}") from None
+    return parse_yaml(data, name, TrainerYaml)
 
 
 def _parse_json(data: bytes, name: str) -> Any:

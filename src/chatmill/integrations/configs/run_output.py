@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
 ONLY_AT_THE_END = 1_000_000_000
 """A save_interval that no run reaches: only the checkpoint at the end is written."""
+
+
+def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
+    """The folder of the run: its last part is the name of ours."""
+    if (folder := keys.text("output_dir")) is not None:
+        translation.run_name = Path(folder).name or None
+        name = translation.run_name or "imported"
+        translation.take(keys.path("output_dir"), folder, other={"--model_name": name}, note=f"in checkpoints/{name}")
 
 
 def take_saving(translation: Translation, keys: TheirKeys) -> None:
