@@ -177,6 +177,7 @@ def test_switches_are_read_as_pyyaml_reads_them(text):
 def test_pyyaml_is_named_where_it_is_missing(monkeypatch):
     Path("config.yaml").write_text("a: 1")
     monkeypatch.setitem(sys.modules, "yaml", None)
+    monkeypatch.delitem(sys.modules, "chatmill.prepare.yaml_loader", raising=False)
     with pytest.raises(DataError, match=r"config\.yaml: YAML needs PyYAML; pip install 'chatmill\[recipe\]'"):
         import_axolotl("config.yaml")
 

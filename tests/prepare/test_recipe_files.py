@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -301,7 +302,8 @@ def test_an_alias_is_the_value_that_it_names():
 
 
 def test_without_pyyaml_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    monkeypatch.delitem(sys.modules, "chatmill.prepare.yaml_loader", raising=False)
     assert fault_of(SOURCE) == "YAML needs PyYAML; pip install 'chatmill[recipe]', or write the recipe as .toml"
 
 
