@@ -20,13 +20,13 @@ help: ## list the targets
 
 install: $(DEV_STAMP) ## make .venv with the pinned versions and the package, editable
 
-test: check browser ## install, check, run the tests but those of the next two targets (ARGS="-k words" to choose)
+test: check browser ## install, check, run the tests but those of the next three targets (ARGS="-k words" to choose)
 	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" $(ARGS)
 
 examples: $(DEV_STAMP) ## run every example of the documentation, and the demo with fewer steps
 	.venv/bin/python -m pytest -n 2 -m examples $(ARGS)
 
-clusters: $(DEV_STAMP) ## the tests that start ranks, Ray nodes, trackers or object stores on this machine
+clusters: $(DEV_STAMP) ## the tests that start ranks, Ray nodes, trackers, object stores or TRL on this machine
 	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
 
 # Each trainer's library in the versions it needs; --confcutdir leaves out what the other tests set up.

@@ -57,7 +57,7 @@ def llamafactory_command(
     config: Annotated[str, argument("FILE", "A dataset_info.json, or the YAML config of a run.")],
     output: Output,
     other: Annotated[str | None, argument("[FILE]", "The other one of the two.")] = None,
-    dataset: Annotated[
+    names: Annotated[
         list[str] | None,
         typer.Option("--dataset", metavar="NAME", help="With dataset_info.json alone: take only this data set."),
     ] = None,
@@ -77,7 +77,7 @@ def llamafactory_command(
       chatmill import llamafactory data/dataset_info.json train_lora_sft.yaml -o run
       chatmill import llamafactory data/dataset_info.json --dataset identity --model models/Qwen3-4B -o run
     """
-    imported = import_llamafactory(config, other, datasets=dataset or (), ranks=ranks, model=model)
+    imported = import_llamafactory(config, other, datasets=names or (), ranks=ranks, model=model)
     _write(imported, output, overwrite, as_json)
 
 
