@@ -1,4 +1,4 @@
-"""Batches of a dataset in a loop that uses Accelerate.
+"""Batches of a dataset for a training loop with Accelerate.
 
     loader = train_loader(accelerator, "chat_sft", config, steps=1000)
     for batch in loader:
@@ -7,8 +7,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Each rank reads its own rows, so nothing is left for `accelerator.prepare` to shard. `accelerator.save_state()` saves
-the position behind the last batch that the loop got, and `load_state()` restores it, at any number of ranks.
+Each rank reads its own rows, so do not pass the loader to `accelerator.prepare`. `accelerator.save_state()` saves the
+position after the last batch that the loop received, and `load_state()` restores it on any number of ranks.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def train_loader(
 ) -> AcceleratorBatches:
     """The batches of a whole run of `epochs` epochs or `steps` optimizer steps, on the device of the accelerator.
 
-    `batch_size` is that of an optimizer step, over all ranks and accumulation steps. `flatten` puts the rows of a
-    micro-batch one after the other, as FlashAttention needs packed rows. With an `audit_dir` the run writes an audit
-    log there. Checkpoints of the accelerator hold the position, and the audit log's.
+    `batch_size` counts the rows of an optimizer step, over all ranks and accumulation steps. `flatten` concatenates the
+    rows of a micro-batch, which FlashAttention needs for packed rows. With an `audit_dir` the run writes an audit log
+    there. Checkpoints of the accelerator contain the position and the state of the audit log.
 
     >>> from accelerate import Accelerator
     >>> from chatmill.integrations.accelerate import train_loader
@@ -68,7 +68,7 @@ def train_loader(
 class AcceleratorBatches:
     """The micro-batches of a run on one rank, in Hugging Face's convention.
 
-    Each is a dict of the columns of `causal_lm_columns`, and of `step_weight`, with which `causal_lm_loss` computes the
+    Each is a dict of the columns of `causal_lm_columns` and of `step_weight`, from which `causal_lm_loss` computes the
     loss for `accelerator.backward`.
     """
 
@@ -106,10 +106,10 @@ class AcceleratorBatches:
         self.steps = len(self.loader) if steps is None else steps
         """Optimizer steps of the run."""
         self._parts: list[dict[str, Any]] = []
-        """The micro-batches of the current step that are to come."""
+        """The remaining micro-batches of the current step."""
         self._audit: Audit | None = None
         self._audit_state: Mapping[str, Any] | None = None
-        """Of the checkpoint that the run goes on from, or of its end."""
+        """State of the audit log in the loaded checkpoint, or at the end of the run."""
         self._closed = False
 
     def _check_accumulation(self) -> None:
@@ -126,7 +126,7 @@ class AcceleratorBatches:
             )
 
     def __len__(self) -> int:
-        """The micro-batches of the whole run, wherever it stands."""
+        """Number of micro-batches of the whole run, regardless of the position."""
         return self.steps * self.accumulation
 
     @property
@@ -135,7 +135,7 @@ class AcceleratorBatches:
         return self.loader.cursor().step - bool(self._parts)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The micro-batches that are left of the run."""
+        """The remaining micro-batches of the run."""
         if self._closed:
             raise UsageError(
                 f"the run ended after {self.step} of {self.steps} steps; loop over it once, and give train_loader the "
@@ -162,7 +162,7 @@ class AcceleratorBatches:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position; `accelerator.load_state` calls this."""
+        """Resume from a saved position; `accelerator.load_state` calls this."""
         if self._audit_dir is not None and state["audit"] is None:
             raise UsageError(
                 f"audit_dir is {self._audit_dir}, and the run began without an audit log; leave it out to go on"
@@ -172,7 +172,7 @@ class AcceleratorBatches:
         self._parts, self._audit_state, self._closed = [], state["audit"], False
 
     def close(self) -> None:
-        """End the run: its audit log, and the thread that reads ahead. Done after the last step by itself."""
+        """Close the audit log and stop the prefetching thread. Called automatically after the last step."""
         if self._audit is not None:
             self._audit_state = self._audit.checkpoint()
             self._audit.close()
@@ -192,7 +192,7 @@ class AcceleratorBatches:
         return [{**(flattened(columns) if self._flatten else columns), "step_weight": weight} for columns in parts]
 
     def _open_audit(self) -> Audit | None:
-        """The audit log, begun or continued at its first use: a checkpoint may be loaded before."""
+        """The audit log. It is opened at its first use, because a checkpoint may be loaded before that."""
         if self._audit is None and self._audit_dir is not None:
             reduce = self._sum if self.loader.world_size > 1 else None
             self._audit = Audit(self._audit_dir, state=self._audit_state, reduce=reduce)

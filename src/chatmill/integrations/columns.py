@@ -1,11 +1,11 @@
-"""A batch in the convention of Hugging Face models: labels stand at their tokens, and the model shifts them.
+"""A batch in the convention of Hugging Face models: labels are aligned with input_ids, and the model shifts them.
 
     x          a b c d      input_ids     a b c d e
     y          b c d e      labels        - b c d e      - is -100
     positions  0 1 0 1      position_ids  0 1 0 1 2
 
-One column more than x: the token that the last position predicts. If it is not trained it is padding, which no trained
-token depends on.
+There is one more column than in x: the token that the last position predicts. If that token is not trained, it is
+replaced by padding, which no trained token depends on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from chatmill.load.batch import IGNORE_INDEX, Batch
 def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
     """The columns `input_ids`, `labels`, `position_ids` and `weights`, each (rows, block_size + 1).
 
-    `weights` stand at the tokens too, 0 where nothing is trained. Segments of a row are kept apart by `position_ids`,
-    which begin at 0 in each.
+    `weights` are aligned with the tokens, too, and 0 for tokens that are not trained. `position_ids` restart at 0 in
+    each segment, which separates the segments of a row.
 
     >>> import numpy as np
     >>> from chatmill.integrations.columns import causal_lm_columns
@@ -46,7 +46,7 @@ def causal_lm_columns(batch: Batch, *, pad_token_id: int) -> dict[str, Tensor]:
 
 
 def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
-    """`cu_seq_lens` over all rows one after the other, int32, and the length of the longest sequence.
+    """`cu_seq_lens` (int32) of all rows concatenated, and the length of the longest sequence.
 
     A sequence begins wherever a position is 0.
 
@@ -62,9 +62,9 @@ def sequence_lengths(position_ids: Tensor) -> tuple[Tensor, int]:
 
 
 def flattened(columns: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Columns with all rows one after the other in a single row, and where its sequences are, for FlashAttention.
+    """Columns with all rows concatenated into one, plus the sequence boundaries that FlashAttention needs.
 
-    Those arguments are `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
+    The boundaries are `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`.
 
     >>> import torch
     >>> from chatmill.integrations.columns import flattened
@@ -82,9 +82,9 @@ ONE = 0x3F800000
 
 
 def weighted_labels(labels: Tensor, weights: Tensor) -> Tensor:
-    """Labels that also carry float32 weights, for losses that get nothing else; `split_labels` takes them apart.
+    """Encode float32 weights into labels, for loss functions that receive only labels; `split_labels` decodes them.
 
-    The upper 32 bits hold the weight, such that a label of weight 1 stays as it is, and so does -100.
+    The upper 32 bits hold the weight, encoded so that labels of weight 1 and -100 stay unchanged.
 
     >>> import torch
     >>> from chatmill.integrations.columns import split_labels, weighted_labels
@@ -97,7 +97,7 @@ def weighted_labels(labels: Tensor, weights: Tensor) -> Tensor:
 
 
 def split_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The plain labels, and their weights, which are 0 for -100."""
+    """The plain labels and their weights; the weight of -100 is 0."""
     trained = labels != IGNORE_INDEX
     weights = ((labels >> 32) ^ ONE).int().view(torch.float32)
     return torch.where(trained, labels & 0xFFFFFFFF, labels), torch.where(trained, weights, 0.0)

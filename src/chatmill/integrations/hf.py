@@ -4,8 +4,8 @@
     args = TrainingArguments("run", learning_rate=1e-4, **hf.training_arguments(rows))
     trainer = Trainer(model, args, **hf.trainer_arguments(rows))
 
-The trainer reads the rows of the run in their order, each rank those that chatmill's own loop would give it. Its loss
-is that of the loop: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer` see `trl`.
+The trainer reads the rows of the run in order, and each rank gets the same rows as in `chatmill train`. The loss is the
+same, too: Σ weight · cross entropy / Σ weight over the global batch. For TRL's `SFTTrainer` see `trl`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from chatmill.load.batch import IGNORE_INDEX
 from chatmill.load.plan import Cursor
 
 STATE = "chatmill_state.json"
-"""The file of a checkpoint that says where the data stands."""
+"""The file in a checkpoint that stores the position in the data."""
 UNCHANGED = {
     "label_smoothing_factor": 0,
     "ignore_data_skip": False,
     "auto_find_batch_size": False,
-    # With it, transformers lets the conversations of a packed row see each other.
+    # With a cache, transformers lets the conversations of a packed row attend to each other.
     "use_cache": False,
 }
-"""Defaults of `TrainingArguments`; other values would train other rows, or another loss."""
+"""Defaults of `TrainingArguments` that must not change: other values would change the rows or the loss."""
 
 
 def training_arguments(rows: TrainRows) -> dict[str, Any]:
-    """The arguments of `TrainingArguments` with which a trainer reads the rows of a run in their order, once.
+    """Arguments for `TrainingArguments` that make a trainer read the rows of a run once, in order.
 
-    The number of ranks is that of torch.distributed, or what torchrun or `accelerate launch` set.
+    The number of ranks comes from torch.distributed, or from the variables that torchrun or `accelerate launch` set.
     """
     return {
         "per_device_train_batch_size": rows.rows_per_batch,
@@ -60,7 +60,7 @@ def training_arguments(rows: TrainRows) -> dict[str, Any]:
 
 
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
-    """The arguments of `Trainer`: the rows, their loss, the val split if there is one, and a `RunCallback`.
+    """Arguments for `Trainer`: the rows, their loss, the val split if there is one, and a `RunCallback`.
 
     `flatten` is for FlashAttention: see `Collator`.
     """
@@ -76,10 +76,10 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
 
 
 class Collator:
-    """Stacks rows to a batch.
+    """Stacks rows into a batch.
 
-    With `flatten`, as FlashAttention needs it, rows stand one after the other in a single row, and `cu_seq_lens_q`,
-    `cu_seq_lens_k`, `max_length_q` and `max_length_k` say where its conversations are.
+    With `flatten`, which FlashAttention needs, the rows are concatenated into one, and `cu_seq_lens_q`,
+    `cu_seq_lens_k`, `max_length_q` and `max_length_k` mark the boundaries of its conversations.
 
     >>> import torch
     >>> from chatmill.integrations.hf import Collator
@@ -103,21 +103,21 @@ def weighted_loss(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_ba
     """Σ weight · cross entropy / labels of the global batch: a `compute_loss_func` for labels that carry weights."""
     ids, weights = split_labels(labels[:, 1:])
     trained = ids != IGNORE_INDEX
-    # The head's logits of trained positions alone become float32.
+    # Only the logits of trained positions are converted to float32.
     losses = F.cross_entropy(outputs["logits"][:, :-1][trained].float(), ids[trained], reduction="none")
     count = trained.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
     return (losses * weights[trained]).sum() / count.to(losses.device).clamp(min=1)
 
 
 class RunCallback(TrainerCallback):
-    """Refuses arguments that would train other rows, keeps the place in the data with each checkpoint, and audits.
+    """Rejects arguments that would train other rows, saves the data position in checkpoints, and writes the audit log.
 
-    It writes `chatmill_state.json` into checkpoints. A run that resumes must have the dataset and the order that it
-    names; the trainer itself skips the rows that were trained.
+    The position is in `chatmill_state.json`. A resumed run must have the same dataset and order; the trainer itself
+    skips the rows that were already trained.
     """
 
     def __init__(self, rows: TrainRows, *, flatten: bool = False, expected: Mapping[str, Any] | None = None) -> None:
-        """`flatten` as of the collator; `expected`: the arguments of the trainer, by default `training_arguments`."""
+        """`flatten` as in `Collator`; `expected`: required trainer arguments, by default `training_arguments(rows)`."""
         self.rows = rows
         self._flatten = flatten
         self._expected = expected
@@ -133,7 +133,7 @@ class RunCallback(TrainerCallback):
             for name, value in expected.items()
             if getattr(args, name) != value
         ]
-        # Some of these faults change it, too.
+        # Some of these faults change max_steps, too.
         if state.max_steps > self.rows.steps and not faults:
             faults.append(f"max_steps is {state.max_steps}, and the dataset has {self.rows.steps} steps")
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
@@ -174,13 +174,13 @@ class RunCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Close the audit log; a run that ends with an error leaves it open."""
+        """Close the audit log. The trainer does not call this if a run ends with an exception."""
         if (audit := self.rows.open_audit) is not None:
             self.rows.open_audit = None
             audit.close()
 
     def _resume(self, checkpoint: Path) -> Mapping[str, Any] | None:
-        """What the checkpoint of a run that resumes keeps; None if it keeps nothing."""
+        """The content of the checkpoint's `chatmill_state.json`; None, with a warning, if there is none."""
         path = checkpoint / STATE
         try:
             saved = json.loads(path.read_text("utf-8"))

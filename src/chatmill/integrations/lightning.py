@@ -3,8 +3,8 @@
     data = EpisodeDataModule("chat_sft", {"batch_size": 8, "use_loss_mask": True})
     Trainer(max_epochs=3).fit(model, data)
 
-Step n of a trainer is step n of chatmill's own loop, whatever its epochs and limits. The position in the data is the
-number of batches that the trainer has trained, which its checkpoints keep; it may have fetched one more.
+Step n of the trainer is step n of `chatmill train`, regardless of epochs and limits. The position in the data is the
+number of batches that were trained, which Lightning's checkpoints store; one more batch may have been prefetched.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from chatmill.load.plan import LoadPlan
 from chatmill.remote.urls import Place
 
 AUDIT_STEPS = 100
-"""The most steps that one digest of the audit log covers."""
+"""Maximum number of steps that one digest of the audit log covers."""
 
 
 class WeightedBatch(NamedTuple):
-    """A batch of chatmill, with what its loss is divided by."""
+    """A chatmill batch, and the weight that its loss is divided by."""
 
     batch: Batch
     step_weight: Tensor
@@ -48,14 +48,14 @@ class WeightedBatch(NamedTuple):
 class EpisodeDataModule(LightningDataModule):
     """The batches of an `EpisodeLoader` for each rank of a Lightning trainer.
 
-    A batch is a dict of the columns of `causal_lm_columns`, or with `columns` false a `WeightedBatch`. It has a
-    `step_weight`, with which `causal_lm_loss` computes the loss for `training_step`: the weight of all trained tokens
-    of the step, divided by the number of batches that Lightning averages over (ranks times `accumulate_grad_batches`).
-    In validation, which reads every row of `val` once, it is the weight of the batch. `flatten` puts the rows of a
-    batch one after the other, as FlashAttention needs packed rows.
+    A batch is a dict of the columns of `causal_lm_columns`, or a `WeightedBatch` if `columns` is false. Its
+    `step_weight`, from which `causal_lm_loss` computes the loss for `training_step`, is the weight of all trained
+    tokens of the step, divided by the number of batches that Lightning averages over (ranks times
+    `accumulate_grad_batches`). In validation, which reads every row of `val` once, it is the weight of the batch.
+    `flatten` concatenates the rows of a batch, which FlashAttention needs for packed rows.
 
-    An epoch of the trainer is one of the dataset; with `limit_train_batches` the next one goes on where it ended. With
-    an `audit_dir`, rank 0 writes an audit log of the steps that were trained.
+    One trainer epoch is one epoch of the dataset; with `limit_train_batches`, the next trainer epoch continues where
+    the last one stopped. With an `audit_dir`, rank 0 writes an audit log of the trained steps.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EpisodeDataModule(LightningDataModule):
         self._loader: EpisodeLoader | None = None
         self._trained: TrainedSteps | None = None
         self._loaded: Mapping[str, Any] | None = None
-        """The state of a checkpoint that this fit resumes from."""
+        """The state in the checkpoint that this `fit` resumes from."""
         self._audit_state: Mapping[str, Any] | None = None
         """Where the audit log of the last fit ended."""
 
@@ -96,7 +96,7 @@ class EpisodeDataModule(LightningDataModule):
                 f"the trainer has {self.trainer.world_size} processes, and torch.distributed {processes}; each would "
                 f"train the rows of others too: set devices and num_nodes of Trainer to {processes} processes"
             )
-        # Those of data parallel ranks, where a strategy has other ranks too.
+        # Data parallel ranks only; a strategy may have other ranks, too.
         ranks = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         self._loader = EpisodeLoader(
             self._dataset_dir, self._config, rank=ranks["rank"], world_size=ranks["num_replicas"]
@@ -124,7 +124,7 @@ class EpisodeDataModule(LightningDataModule):
         return ValBatches(self) if "val" in self.loader.splits else []
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last step that was trained: the same on all ranks, and for any number of them."""
+        """The position after the last trained step; the same on all ranks, whatever their number."""
         step, parts = divmod(self.trained_batches, self.accumulation)
         state = {**self._state_at(step), "gradient_accumulation_steps": self.accumulation, "batches": parts}
         if self._trained is not None:
@@ -162,15 +162,15 @@ class EpisodeDataModule(LightningDataModule):
     def trained_batches(self) -> int:
         """Batches that the trainer has trained since the run began."""
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        # A batch that a hook skips is processed without being started.
+        # A batch that a hook skips counts as processed but not as started.
         return min(progress.started, progress.processed)
 
     def num_batches(self) -> int | None:
-        """Batches of an epoch of the trainer: those of the dataset's first one; None if it has no end."""
+        """Batches of a trainer epoch, as many as the dataset's first epoch has; None if the order has no epochs."""
         return None if self.plan.order.length is None else self.plan.num_steps(0) * self.accumulation
 
     def train_batches(self) -> Iterator[Any]:
-        """The batches from the position on, without end."""
+        """The batches from the current position on, without end."""
         loader, (step, parts) = self.loader, divmod(self.trained_batches, self.accumulation)
         if parts:
             raise UsageError(
@@ -194,7 +194,7 @@ class EpisodeDataModule(LightningDataModule):
                 self._trained.report(self.trained_batches // self.accumulation)
 
     def output(self, batch: Batch, weight: Tensor) -> Any:
-        """A batch as the model gets it."""
+        """A batch in the form that the model receives."""
         if not self._columns:
             return WeightedBatch(batch, weight)
         columns = causal_lm_columns(batch, pad_token_id=self.plan.pad_token_id)
@@ -204,7 +204,7 @@ class EpisodeDataModule(LightningDataModule):
         return {**self.loader.state_dict(), "cursors": {"train": self.plan.cursor_at(step)._asdict()}}
 
     def _check_loaded(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of another dataset, config or run."""
+        """Raise if the state belongs to another dataset, config or run."""
         self.loader.load_state_dict(state)
         if (saved := state.get("gradient_accumulation_steps")) != self.accumulation:
             raise UsageError(
@@ -213,7 +213,7 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_trainer(self) -> None:
-        """Refuse settings of the trainer with which a step would not be the one of the config."""
+        """Raise if trainer settings would make a step other than the one in the config."""
         trainer, batches = self.trainer, self.trainer.num_training_batches
         if trainer.accumulate_grad_batches != self.accumulation:
             raise UsageError(
@@ -229,10 +229,10 @@ class EpisodeDataModule(LightningDataModule):
             )
 
     def _check_epochs(self) -> None:
-        """Refuse to train a number of epochs that differ in length: Lightning takes that of the first for all."""
+        """Raise if epochs differ in length, because Lightning assumes that all are as long as the first."""
         trainer, windows = self.trainer, self.plan.num_windows()
         by_epochs = trainer.max_steps == -1 and not isinstance(trainer.limit_train_batches, int)
-        # The rows of one window are as many in each epoch, packed or not.
+        # With a single window, every epoch has the same number of rows, packed or not.
         if not by_epochs or self.loader.config.packing == "none" or windows is None or windows == 1:
             return
         first, epochs = self.plan.num_steps(0), range(1, trainer.max_epochs)
@@ -246,7 +246,7 @@ class EpisodeDataModule(LightningDataModule):
     # The audit log.
 
     def _open_audit(self, folder: str | Path) -> None:
-        """Begin an audit log, or go on with the one of the checkpoint or of the last fit."""
+        """Start an audit log, or continue the one of the checkpoint or of the last `fit`."""
         step = self.trained_batches // self.accumulation
         state = None if self._loaded is None else self._loaded.get("audit")
         if self._loaded is None and step:
@@ -258,7 +258,7 @@ class EpisodeDataModule(LightningDataModule):
         self.loader.listen(self._trained)
 
     def _audit_checkpoint(self, trained: TrainedSteps) -> Mapping[str, Any]:
-        """The state of the audit log after the last step that was trained, on all ranks; rank 0 has the log."""
+        """The state of the audit log after the last trained step, broadcast from rank 0, which writes the log."""
         trained.report(self.trained_batches // self.accumulation)
         return self.trainer.strategy.broadcast(trained.audit.checkpoint())
 
@@ -268,7 +268,7 @@ class EpisodeDataModule(LightningDataModule):
 
 
 class TrainBatches:
-    """The batches of an epoch of a trainer, from its position on. Lightning ends the epoch after `len` batches."""
+    """The batches of a trainer epoch, from the current position on. Lightning ends the epoch after `len` batches."""
 
     def __init__(self, data: EpisodeDataModule) -> None:
         self._data = data
@@ -283,11 +283,11 @@ class TrainBatches:
         return self._num_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the data module saves the position. Lightning believes a loader with a state to resume."""
+        """Empty, because the data module saves the position. With it, Lightning treats the loader as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Nothing, like `state_dict`."""
+        """Does nothing; see `state_dict`."""
 
 
 class ValBatches:

@@ -4,7 +4,7 @@
                    = the mean of the losses of its micro-batches on all ranks
 
 A batch has the column `step_weight`, a scalar or (rows, 1): Σ weight of the whole step, divided by the number of
-micro-batches that the trainer averages. So a rank needs nothing of the others to compute its loss.
+micro-batches that the trainer averages over. Each rank can thus compute its loss without communication.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ MODEL_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "
 
 
 def weighted_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Σ weight · cross entropy of a batch of columns, over its `step_weight`; a step that trains nothing has loss 0."""
+    """Σ weight · cross entropy of a batch, divided by its `step_weight`; 0 for a step without trained tokens."""
     labels, weights, total = batch["labels"][:, 1:], batch["weights"][:, 1:], batch["step_weight"]
     trained = labels != IGNORE_INDEX
-    # The logits of trained positions alone become float32.
+    # Only the logits of trained positions are converted to float32.
     entropy = F.cross_entropy(logits[:, :-1][trained].float(), labels[trained], reduction="none")
     shares = weights / total.where(total > 0, 1)
     return (entropy * shares[trained]).sum()
 
 
 def causal_lm_loss(model: nn.Module, batch: Mapping[str, Tensor], **inputs: Any) -> Tensor:
-    """The same, of a causal language model of transformers; `inputs` are passed to it too."""
+    """`weighted_loss` of a causal language model from transformers; `inputs` are passed on to the model."""
     if "flash" in _attention(model) and "cu_seq_lens_q" not in batch:
         raise UsageError(
             "FlashAttention does not keep the conversations of packed rows apart in a batch of several rows; "
             "make the batches with flatten=True, or with chatmill.integrations.columns.flattened"
         )
-    # With a cache, transformers does not keep them apart either.
+    # With a cache, transformers does not separate conversations either.
     arguments = {name: batch[name] for name in MODEL_INPUTS if name in batch}
     return weighted_loss(model(**{"use_cache": False, **arguments, **inputs}).logits, batch)
 
 
 def _attention(model: Any) -> str:
-    """The attention implementation of a model, also of one that is wrapped to be distributed; empty if it has none."""
+    """The attention implementation of a model, unwrapping DDP and the like; empty if unknown."""
     while hasattr(model, "module"):
         model = model.module
     return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")

@@ -4,8 +4,8 @@
     for batch in loader: …
     state = loader.state_dict()
 
-Each rank reads its own rows of each batch. The state is the position behind the last batch that the loop got, whatever
-the workers read ahead.
+Each rank reads its own rows of each batch. The state is the position after the last batch that the loop received, no
+matter how far the workers have prefetched.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def stateful_loader(
 ) -> StatefulBatches:
     """The batches of one rank, endless without `epochs`: each a `Batch`, or the columns of Hugging Face models.
 
-    `ranks` are the rank and the number of ranks that share each batch, by default those of torch.distributed or
-    torchrun; give them where several ranks train the same rows. `listener` may be an audit log. `options` are those
-    of `StatefulDataLoader` that neither batch nor sample.
+    `ranks` is (rank, number of ranks) over which each batch is sharded, by default from torch.distributed or torchrun;
+    pass it if several ranks train the same rows. `listener` may be an audit log. `options` are passed on to
+    `StatefulDataLoader`; those that batch or sample are rejected.
 
     >>> from chatmill.integrations.torchdata import stateful_loader
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
@@ -64,14 +64,15 @@ def stateful_loader(
 
 
 class StatefulBatches(StatefulDataLoader[Any]):
-    """A `StatefulDataLoader` over an `EpisodeLoader`. A second loop goes on where the first one ended.
+    """A `StatefulDataLoader` over an `EpisodeLoader`. A second loop continues where the first one stopped.
 
-    A plain one begins again at the first batch if it has workers, also after the state of a run that ended.
+    A plain `StatefulDataLoader` with workers starts again at the first batch, even after loading the state of a
+    finished run.
     """
 
     _begun = False
     _ended = False
-    """Whether the state that was loaded is that of a run that ended."""
+    """Whether the loaded state is that of a finished run."""
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun:
@@ -84,11 +85,11 @@ class StatefulBatches(StatefulDataLoader[Any]):
         return iter(()) if self._ended else super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch that was returned; the same on all ranks."""
+        """The position after the last returned batch; the same on all ranks."""
         return {"num_workers": self.num_workers, "state": super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a position, at any number of ranks and with the same number of workers."""
+        """Resume from a saved position, on any number of ranks, with the same number of workers."""
         try:
             workers, state = state_dict["num_workers"], state_dict["state"]
             ended = state["_iterator_finished"]

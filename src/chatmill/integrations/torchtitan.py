@@ -1,11 +1,11 @@
-"""chatmill's batches in torchtitan: a dataloader of its protocol.
+"""chatmill's batches in torchtitan, through its dataloader protocol.
 
     config.dataloader = EpisodeDataLoader.Config(dataset_path="chat_sft", load={"batch_size": 8, "use_loss_mask": True})
 
     x, y, positions of a batch  ->  ({"input": x, "positions": positions}, y)
 
-Labels are shifted already, as torchtitan has them, and positions begin at 0 in each conversation: by them its flex and
-varlen attention keep the conversations of a packed row apart.
+Labels are already shifted, as torchtitan expects, and positions restart at 0 in each conversation. torchtitan's flex
+and varlen attention separate the conversations of a packed row by these positions.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class EpisodeDataLoaderConfig(BaseDataLoader.Config):
     """Keys of chatmill's config; `block_size` must be torchtitan's `seq_len`, `batch_size` its `global_batch_size`."""
     split: str = "train"
     epochs: int | None = None
-    """Epochs after which the data ends; None: it never ends."""
+    """Number of epochs; None repeats the data without end."""
     infinite: bool = True
-    """False: every row of the split once, in the order of the files. torchtitan's validator sets it."""
+    """False reads every row of the split once, in stored order. torchtitan's validator sets it."""
     audit_dir: str | None = None
-    """Folder of an audit log; None: none is written."""
+    """Folder of the audit log; None writes no log."""
     audit_steps: int = 100
-    """The most steps that one digest of the audit log covers."""
+    """Maximum number of steps that one digest of the audit log covers."""
 
 
 class EpisodeDataLoader(BaseDataLoader):
     """The batches of an `EpisodeLoader` for a data parallel rank of torchtitan.
 
-    Its state is the same on all ranks, and can be loaded at another number of ranks. Where torchtitan takes an
-    optimizer step after more or fewer rows than `batch_size`, the run is stopped.
+    Its state is the same on all ranks and can be loaded on a different number of ranks. If torchtitan takes an
+    optimizer step after more or fewer rows than `batch_size`, the run stops with an error.
     """
 
     Config = EpisodeDataLoaderConfig
@@ -71,7 +71,7 @@ class EpisodeDataLoader(BaseDataLoader):
         local_batch_size: int,
         **_: Any,
     ) -> None:
-        """Takes what torchtitan's trainer gives; the tokenizer and `snapshot_every_n_steps` are of no use here."""
+        """Takes the arguments that torchtitan's trainer passes; ignores the tokenizer and `snapshot_every_n_steps`."""
         if not config.dataset_path:
             raise UsageError("dataloader.dataset_path is missing; expected the folder of a dataset")
         load = LoadConfig.from_mapping(config.load)
@@ -89,7 +89,7 @@ class EpisodeDataLoader(BaseDataLoader):
             for source in self._loader.sources:
                 _check_weights(source, config.split)
         self._state = self._loader.state_dict()
-        """The position after the last step of which all batches were handed out."""
+        """The position after the last step whose batches were all returned."""
         self._audit: Audit | None = None
         self._audit_state: Mapping[str, Any] | None = None
         self._is_audited = False
@@ -102,7 +102,7 @@ class EpisodeDataLoader(BaseDataLoader):
         return (_inputs_and_labels(part) for batch in batches for part in batch.split(self._batches))
 
     def _train_batches(self) -> Iterator[TitanBatch]:
-        """The batches from the position on; each `self._batches` of them must be one optimizer step."""
+        """The batches from the current position on; every `self._batches` of them must make one optimizer step."""
         self._open_audit()
         steps = 0
 
@@ -128,7 +128,7 @@ class EpisodeDataLoader(BaseDataLoader):
             hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """One text under one key: a checkpoint is loaded into the keys that the state of a new loader has."""
+        """The state as one JSON string under one key: torchtitan loads only keys that a new loader's state has."""
         state = dict(self._state)
         if self._is_audited:
             audits = [None if self._audit is None else self._audit.checkpoint()]
@@ -138,7 +138,7 @@ class EpisodeDataLoader(BaseDataLoader):
         return {"chatmill": json.dumps(state)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        # torchtitan gives nothing where the checkpoint's position is not to be loaded.
+        # torchtitan passes an empty dict if the dataloader state is excluded from loading.
         if not state_dict:
             return
         if "chatmill" not in state_dict:
@@ -150,7 +150,7 @@ class EpisodeDataLoader(BaseDataLoader):
         self._state, self._audit_state = self._loader.state_dict(), state.get("audit")
 
     def close(self) -> None:
-        """Write the last steps of the audit log, and end the prefetching threads; all ranks call this."""
+        """Write the last steps of the audit log and stop the prefetching threads. Call this on all ranks."""
         if self._audit is not None:
             self._audit.close()
         self._audit, self._is_audited = None, False
@@ -159,9 +159,9 @@ class EpisodeDataLoader(BaseDataLoader):
     # The audit log.
 
     def _open_audit(self) -> None:
-        """Begin an audit log, or go on with that of the checkpoint.
+        """Start an audit log, or continue the one of the checkpoint.
 
-        Ranks other than data parallel ones have the same rows: then rank 0 alone writes a log, of its own rows.
+        If not all ranks are data parallel, some ranks have the same rows; rank 0 then logs only its own rows.
         """
         config, world_size = self._config, dist.get_world_size() if dist.is_initialized() else 1
         if config.audit_dir is None:
@@ -176,7 +176,7 @@ class EpisodeDataLoader(BaseDataLoader):
 
 
 def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local_batch_size: int) -> int:
-    """The number of batches of `local_batch_size` rows that a rank trains in a step; `UsageError` if none fits."""
+    """Batches of `local_batch_size` rows that a rank trains per step; `UsageError` if the sizes do not divide."""
     size, per_rank = load.block_size, load.batch_size // dp_world_size
     if size != seq_len:
         raise UsageError(f"block_size is {size}, and training.seq_len {seq_len}; set training.seq_len to {size}")
@@ -200,7 +200,7 @@ def _batches_of_a_step(load: LoadConfig, dp_world_size: int, seq_len: int, local
 
 
 def _check_weights(source: DataSource, split: str) -> None:
-    """Refuse a dataset in which a trained token has a weight other than 1. At a URL, batches are checked one by one."""
+    """Raise if a trained token has a weight other than 1. Datasets at a URL are checked batch by batch instead."""
     if split not in source or not isinstance(source.path, Path):
         return
     _refuse_fractions(source.weights(split), f"{source.path}: ")

@@ -5,8 +5,8 @@
     rank           0 0 1 1 0 0 1 1   0 0 …        2 ranks, 2 rows a batch, 2 accumulation steps
     row of step    0 1 4 5 2 3 6 7   0 1 …        each rank has the rows that an EpisodeLoader gives it
 
-A trainer that reads the numbers in order, a batch for each rank in turn, trains the rows of chatmill's own loop in each
-step. Any other order is refused: a sampler that shuffles, or a second sharding, would train other rows.
+A trainer that reads the row numbers in order and deals one batch to each rank in turn trains the same rows in each step
+as `chatmill train`. Any other order is rejected: a shuffling sampler or a second sharding would train other rows.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ ModelInputs = dict[str, Tensor]
 
 
 class TrainRows(Dataset[ModelInputs]):
-    """All rows of `epochs` epochs, or of `steps` steps, in the order in which they are trained.
+    """All rows of `epochs` epochs, or of `steps` steps, in training order.
 
-    Each row is a dict of `input_ids`, `labels` and `position_ids`, which begin at 0 in each conversation. A
-    `DataLoader` must read batches of equal size in order: no shuffling, and on several ranks batch b on rank b modulo
-    their number, as Accelerate deals them.
+    Each row is a dict of `input_ids`, `labels` and `position_ids`; positions restart at 0 in each conversation. A
+    `DataLoader` must read batches of equal size in order, without shuffling. On several ranks, batch b goes to rank
+    b % world_size, as Accelerate shards them.
 
-    Labels cannot say that answers have different weights. Such rows are refused unless `weights_in_labels` is true:
-    then each label carries its weight, which `hf.weighted_loss` reads (see `columns.weighted_labels`). The sum of the
-    weights of a step is scaled to the number of its labels, by which trainers divide.
+    Plain labels cannot express token weights other than 1. Rows with such weights are rejected unless
+    `weights_in_labels` is true: each label then encodes its weight, which `hf.weighted_loss` decodes (see
+    `columns.weighted_labels`). The weights of a step are scaled to sum to the number of its labels, because trainers
+    divide by that number.
 
-    With an `audit_dir`, `hf.RunCallback` writes an audit log of the steps that were trained.
+    With an `audit_dir`, `hf.RunCallback` writes an audit log of the trained steps.
 
     >>> job = chatmill.Job(sources=(chatmill.InputSource(("data/conversations.jsonl",)),))
     >>> _ = chatmill.prepare_dataset(job, "chat_sft")
@@ -86,7 +87,7 @@ class TrainRows(Dataset[ModelInputs]):
             self._digests = torch.zeros((batches, 3 + len(self.loader.sources)), dtype=torch.int64).share_memory_()
         self._no_counts = np.zeros(len(self.loader.sources), dtype=np.int64)
         self._world: tuple[int, int] | None = None
-        """In a worker process: the rank and the number of ranks of the process it works for."""
+        """In a worker process: the rank and world size of its parent process."""
         self._next: int | None = None
         """The first row of the batch after the one that was read last."""
         self._start: int | None = None
@@ -119,11 +120,11 @@ class TrainRows(Dataset[ModelInputs]):
         return self._inputs(batch)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled for a worker process that is not forked."""
+        """The state that is pickled for a spawned worker process."""
         return {**vars(self), "_world": self.rank_and_world_size, "_step": None, "open_audit": None}
 
     def set_epoch(self, epoch: int) -> None:
-        """Refuse a second epoch, which Accelerate announces with this: the dataset is the whole run."""
+        """Raise if a second epoch begins, since the dataset covers the whole run. Accelerate calls this each epoch."""
         if epoch:
             raise UsageError(
                 f"the trainer begins its epoch {epoch + 1}, and the dataset is the whole run of {self.steps} steps; "
@@ -136,7 +137,7 @@ class TrainRows(Dataset[ModelInputs]):
 
     @property
     def rows_per_batch(self) -> int:
-        """Rows that each rank reads at a time; `UsageError` if batch_size cannot be shared by the ranks."""
+        """Rows of a micro-batch on one rank; `UsageError` if batch_size cannot be split evenly."""
         world_size, accumulation = self.rank_and_world_size[1], self.config.gradient_accumulation_steps
         rows, remainder = divmod(self.config.batch_size, world_size * accumulation)
         if remainder:
@@ -151,7 +152,7 @@ class TrainRows(Dataset[ModelInputs]):
         return self.loader.plan(self.loader.split)
 
     def read(self, first: int, *, digest: bool = False) -> ReadyBatch:
-        """The batch that begins with a row, which must be the first of a batch."""
+        """The batch that starts at row `first`, which must be the first row of a batch."""
         count, accumulation = self.rows_per_batch, self.config.gradient_accumulation_steps
         step, row = divmod(first, self.config.batch_size)
         micro_batch, rank = divmod(row // count, self.rank_and_world_size[1])
@@ -160,7 +161,7 @@ class TrainRows(Dataset[ModelInputs]):
         return batch
 
     def digests(self, step: int) -> tuple[Index, Index]:
-        """The sum of the digests of this rank's rows of a step as they were read, and what each source contributed."""
+        """Digest sum of this rank's rows of a step, as they were read, and the number of rows from each source."""
         assert self._digests is not None
         accumulation = self.config.gradient_accumulation_steps
         read = self._digests[step * accumulation : (step + 1) * accumulation].numpy()
@@ -187,7 +188,7 @@ class TrainRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, self._scale[1], weights_in_labels=self.weights_in_labels)
 
     def _check(self, rows: list[int]) -> None:
-        """Refuse a batch that is not the next of this rank."""
+        """Raise `UsageError` unless these rows are the next batch of this rank."""
         first, count, (rank, world_size) = int(rows[0]), len(rows), self.rank_and_world_size
         if count != self.rows_per_batch:
             raise UsageError(
@@ -198,7 +199,7 @@ class TrainRows(Dataset[ModelInputs]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         stride = count * world_size
         is_of_rank = rows == list(range(first, first + count)) and first % stride == rank * count
-        # A run starts or resumes at any step. Rows that jump again right after that are sharded a second time.
+        # A run may start or resume at any step. A second jump right after that means the rows are sharded twice.
         follows = first == self._next
         starts = (first - number * stride) % self.config.batch_size == rank * count and self._start in (None, first)
         if not is_of_rank or not (follows or starts):
@@ -213,15 +214,15 @@ class TrainRows(Dataset[ModelInputs]):
 class EvalRows(Dataset[ModelInputs]):
     """Every row of the val split once, padded with empty rows to whole batches.
 
-    With `weights_in_labels`, weights are scaled such that the mean that a trainer takes over batches is the loss over
-    all trained tokens, as chatmill computes it.
+    With `weights_in_labels`, weights are scaled so that the trainer's mean over batches equals the loss over all
+    trained tokens, as in `chatmill train`.
     """
 
     def __init__(self, rows: TrainRows) -> None:
         self.rows = rows
         self.steps = self.plan.num_steps(0)
         self._scales: tuple[int, list[float]] | None = None
-        """Rows of a batch over all ranks, and the factor of the weights of each batch."""
+        """Rows of a batch over all ranks, and the weight factor of each batch."""
 
     def __len__(self) -> int:
         return self.steps * self.rows.config.batch_size
@@ -244,7 +245,7 @@ class EvalRows(Dataset[ModelInputs]):
         return self._read(first)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled for a worker process that is not forked: all but the plan, which has caches."""
+        """The state that is pickled for a spawned worker process: everything except the plan, which holds caches."""
         return {name: value for name, value in vars(self).items() if name != "plan"}
 
     @cached_property
@@ -261,13 +262,13 @@ class EvalRows(Dataset[ModelInputs]):
         return model_inputs(batch.batch, self.plan, scale, weights_in_labels=weights_in_labels)
 
     def _scale(self, first: int, size: int) -> float:
-        """The factor of the weights of the batch over all ranks, of `size` rows, that a row is in."""
+        """The weight factor of the batch of `size` rows, over all ranks, that contains row `first`."""
         if self._scales is None or self._scales[0] != size:
             sums = [trained_weights(self.plan, step, size) for step in self.plan.one_epoch()]
             trained, weights = (np.concatenate(parts) for parts in zip(*sums, strict=True))
             if not weights.sum():
                 raise UsageError(f"{self.rows.loader.dataset_dir}: val has no trained tokens; leave eval_dataset out")
-            # A trainer divides by the labels of each batch, and takes the mean over all batches.
+            # A trainer divides by the number of labels in each batch, and takes the mean over all batches.
             self._scales = size, (trained * len(trained) / weights.sum()).tolist()
         return self._scales[1][first // size]
 
@@ -275,7 +276,7 @@ class EvalRows(Dataset[ModelInputs]):
 def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_labels: bool) -> list[ModelInputs]:
     """The rows of a batch for a model, with weights multiplied by `scale`.
 
-    Labels that carry a weight of 1 are plain labels; if others must not carry theirs, they are refused.
+    A label of weight 1 stays a plain label. Other weights are rejected unless `weights_in_labels` is true.
     """
     columns = causal_lm_columns(batch, pad_token_id=plan.pad_token_id)
     weights = (columns.pop("weights").double() * scale).float()
@@ -289,7 +290,7 @@ def model_inputs(batch: Batch, plan: LoadPlan, scale: float, *, weights_in_label
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Of this process, as torch.distributed knows them, else as torchrun sets them."""
+    """Rank and world size of this process, from torch.distributed or else from the variables that torchrun sets."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -1,4 +1,4 @@
-"""A listener of a loader that reports a batch when it was trained, not when a trainer fetched it ahead of time."""
+"""A loader listener that reports a batch after it was trained, not when the trainer prefetched it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class FetchedStep(NamedTuple):
-    """A step that was fetched, and what to tell the audit log of it."""
+    """A step that was fetched, and the calls that report it to the audit log."""
 
     step: int
     calls: list[Callable[[], None]]
 
 
 class TrainedSteps:
-    """Passes the steps that are trained on to an audit log; give it to `EpisodeLoader` as `listener`."""
+    """Reports trained steps to an audit log; pass it to `EpisodeLoader` as `listener`."""
 
     def __init__(self, audit: Audit) -> None:
         self.audit = audit
         self._fetched: deque[FetchedStep] = deque()
         self._epoch_start: list[Callable[[], None]] = []
-        """The start of an epoch, which belongs to the batch that comes next."""
+        """The call that reports the start of an epoch, together with the next batch."""
 
     def report(self, steps: int) -> None:
         """Report all steps before this one."""
@@ -41,7 +41,7 @@ class TrainedSteps:
                 call()
 
     def forget(self) -> None:
-        """Forget the steps that were fetched and not trained: the loader goes back."""
+        """Discard the steps that were fetched but not trained, because the loader is rewound."""
         self._fetched.clear()
         self._epoch_start = []
 

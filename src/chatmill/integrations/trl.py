@@ -27,7 +27,7 @@ __all__ = ["SFTRows", "TrainRows", "WeightedSFTTrainer", "sft_config", "trainer_
 
 
 def sft_config(rows: TrainRows) -> dict[str, Any]:
-    """The arguments of `SFTConfig` with which it reads the rows of a run as they are, in their order, once."""
+    """Arguments for `SFTConfig` that make a trainer read the rows of a run once, in order, without preparation."""
     return {
         **hf.training_arguments(rows),
         "dataset_kwargs": {"skip_prepare_dataset": True},
@@ -39,7 +39,7 @@ def sft_config(rows: TrainRows) -> dict[str, Any]:
 
 
 def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, Any]:
-    """The arguments of `WeightedSFTTrainer` or `SFTTrainer`: the rows, the val split if there is one, and a callback.
+    """Arguments for `WeightedSFTTrainer` or `SFTTrainer`: the rows, the val split if there is one, and a callback.
 
     `flatten` is for FlashAttention: see `hf.Collator`.
     """
@@ -52,9 +52,9 @@ def trainer_arguments(rows: TrainRows, *, flatten: bool = False) -> dict[str, An
 
 
 class SFTRows(Dataset):
-    """The rows of a run or of val as a `datasets.Dataset`: `SFTTrainer` takes no other map-style dataset.
+    """The rows of a run or of val as a `datasets.Dataset`, the only map-style dataset that `SFTTrainer` accepts.
 
-    It is read as they are; nothing of it is in a table.
+    Rows are read from `TrainRows` or `EvalRows`; the Arrow table is empty.
     """
 
     def __init__(self, rows: TrainRows | EvalRows) -> None:
@@ -80,10 +80,10 @@ class SFTRows(Dataset):
 
 
 class WeightedSFTTrainer(SFTTrainer):
-    """An `SFTTrainer` whose loss is Σ weight · cross entropy / Σ weight over the global batch, also when it evaluates.
+    """An `SFTTrainer` whose loss is Σ weight · cross entropy / Σ weight over the global batch, also in evaluation.
 
-    Weights come with the labels of `SFTRows`. The model runs once, as in `SFTTrainer`; a `compute_loss_func` would make
-    it run twice.
+    The weights are encoded in the labels of `SFTRows`. The model runs once, as in `SFTTrainer`; a `compute_loss_func`
+    would make it run twice.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +103,7 @@ class WeightedSFTTrainer(SFTTrainer):
         labels, weights = split_labels(inputs["labels"])
         inputs = {**inputs, "labels": labels}
         if num_items_in_batch is None:
-            # When it evaluates, SFTTrainer would divide by the labels of this rank alone.
+            # In evaluation, SFTTrainer would divide by the number of labels on this rank only.
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
 
         def weighted_model(**model_inputs: Any) -> Any:

@@ -1,17 +1,17 @@
-"""Refuse readers that would shard the batches of a loader again, or that cannot read them.
+"""Reject readers that would shard the batches of a loader a second time, or that cannot read them.
 
-An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` deals the batches of an iterable dataset
-out to the ranks once more, in one of two ways, and rows would be lost in silence:
+An `EpisodeLoader` returns its rank's part of each batch. `accelerator.prepare` shards the batches of an iterable
+dataset over the ranks again, in one of two ways, which would silently lose rows:
 
-    IterableDatasetShard   every rank reads its own loader, and keeps each n-th batch
-    DataLoaderDispatcher   rank 0 reads its loader, and sends each n-th batch to each rank
+    IterableDatasetShard   every rank reads its own loader and keeps every n-th batch
+    DataLoaderDispatcher   rank 0 reads its loader and sends every n-th batch to each rank
 
-Both call `set_epoch` of the dataset on every rank, in the process that trains, before they read. A dataset that wraps a
-loader hides that method; then the reader is on the call stack of the first batch, unless a `DataLoader` of a
+Both call the dataset's `set_epoch` on every rank, in the training process, before they read. A dataset that wraps a
+loader hides that method; the reader is then found on the call stack of the first batch, unless the `DataLoader` of a
 dispatcher has workers.
 
-transformers' Trainer collates single rows, and asks a dataset for its length first. The libraries are recognised by the
-names of their modules, and never imported.
+transformers' Trainer collates single rows, and first calls `len` of a dataset. The libraries are recognized by their
+module names and never imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARDING = ("IterableDatasetShard", "DataLoaderDispatcher")
 
 
 def check_length_reader() -> None:
-    """Called by `__len__`: `UsageError` if transformers asks."""
+    """Called by `__len__`: `UsageError` if the caller is transformers."""
     if _module(sys._getframe(2)).partition(".")[0] == "transformers":
         raise UsageError(
             "Trainer cannot read an EpisodeLoader, which returns whole batches; "
@@ -44,7 +44,7 @@ def check_epoch_reader(rank: int, world_size: int) -> None:
 
 
 def check_batch_reader(rank: int, world_size: int) -> None:
-    """Called before the first batch: `UsageError` if Accelerate shards what reads it, on several ranks."""
+    """Called before the first batch: `UsageError` if Accelerate shards the batches over several ranks."""
     if ACCELERATE not in sys.modules:
         return
     frames = (frame for frame in _callers(sys._getframe(2)) if _module(frame) == ACCELERATE)
@@ -64,7 +64,7 @@ def _refuse_sharding(rank: int, world_size: int) -> None:
 
 
 def _ranks() -> int:
-    """The number of ranks, as torch.distributed knows it, else as torchrun sets it."""
+    """The number of ranks, from torch.distributed or else from the variable that torchrun sets."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
