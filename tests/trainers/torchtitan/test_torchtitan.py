@@ -37,18 +37,21 @@ def assert_own(batches: list[dict[str, np.ndarray]], own: list[dict[str, np.ndar
 
 @pytest.fixture(scope="module")
 def plain_loop(plain):
-    """Compares the losses of a run with those of `plain_losses`, which is called once: all runs begin with the same
-    weights."""
+    """Compares the losses of a run with those of `plain_losses`, which is called once for each set of first weights."""
     results: list[tuple[dict[str, torch.Tensor], list[float]]] = []
 
     def compare(run: dict) -> None:
-        if not results:
-            results.append((run["weights"], plain_losses(plain, run["weights"])))
-        weights, losses = results[0]
-        torch.testing.assert_close(run["weights"], weights, rtol=0, atol=0)
+        losses = next((losses for weights, losses in results if equal(weights, run["weights"])), None)
+        if losses is None:
+            losses = plain_losses(plain, run["weights"])
+            results.append((run["weights"], losses))
         np.testing.assert_allclose(run["losses"][:STEPS], losses, rtol=0, atol=1e-5)
 
     return compare
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def plain_losses(dataset, weights: dict[str, torch.Tensor]) -> list[float]:
