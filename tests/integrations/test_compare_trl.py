@@ -219,10 +219,10 @@ def test_without_tags_trl_says_why_and_every_token_is_compared(run, tmp_path):
     reasons = [line for line in out.splitlines() if line and not line.startswith((" ", "TRL", "chatmill", "1 rec"))]
     assert reasons[2:] == [
         "headers and ends of system, user and tool turns",
-        "the header of an answer, which the prompt already holds",
+        "the header of an answer, which is part of the prompt",
         "text of the user",
         "system text",
-        "what follows the end of an answer, where a server has stopped",
+        "tokens after the end of an answer, which the model never generates",
     ]
 
 
@@ -333,7 +333,7 @@ def test_a_template_that_never_ends_is_given_up_in_one_line(tmp_path, monkeypatc
     renderer = open_renderer("template", str(make_model(tmp_path / "model", TAGGED)))
     endless = TemplateSource("endless.jinja", ENDLESS.replace("'loop' in messages[0].content", "true"))
     renderer.folder = replace(renderer.folder, template=endless)
-    with pytest.raises(DataError, match="given up"):
+    with pytest.raises(DataError, match="cannot run with this template"):
         TRLPeer(renderer)
 
 

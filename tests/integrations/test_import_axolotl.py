@@ -61,8 +61,8 @@ output_dir: ./outputs/lora-out
 sequense_len: 9
 """
 RECIPE = """\
-# Made of the Axolotl config config.yml by `chatmill import`.
-# keys.txt says what became of each of its keys.
+# Converted from the Axolotl config config.yml by `chatmill import`.
+# See keys.txt for a report on each of its keys.
 tokenizer: "models/Llama-3.2-1B"  # base_model: NousResearch/Llama-3.2-1B
 max_tokens: 2048  # sequence_len: 2048
 fit: "drop"  # sequence_len: 2048
@@ -167,11 +167,11 @@ def test_the_next_commands_are_those_of_the_model_the_recipe_and_the_run():
         ({"rl": "dpo"}, "rl: dpo: refused, chatmill does SFT only"),
         ({"rl": "grpo"}, "rl: grpo: refused, chatmill does SFT only"),
         ({"pretraining_dataset": [{"path": "c4"}]}, "not pretraining on a stream of texts"),
-        ({"processor_type": "AutoProcessor"}, "chatmill trains on text only, not on images or sound"),
+        ({"processor_type": "AutoProcessor"}, "chatmill trains on text only, not on images or audio"),
         ({"reward_model": True}, "not reward models"),
         ({"adapter": "llama-adapter"}, "chatmill trains all weights, or LoRA and QLoRA adapters"),
         ({"datasets": [{"path": "a.jsonl", "type": "input_output"}]}, "segments of label and text are not read"),
-        ({"datasets": [{"path": "a.jsonl"}]}, "rows of tokens are not read"),
+        ({"datasets": [{"path": "a.jsonl"}]}, "pretokenized data is not read"),
         ({"datasets": [{"path": "a.csv", "type": "alpaca"}]}, "convert the file to JSONL"),
         ({"learning_rate": "fast"}, "learning_rate is fast; expected a number"),
         ({"micro_batch_size": 0}, "micro_batch_size is 0; expected a number from 1 on"),
@@ -198,7 +198,7 @@ def test_all_faults_are_in_one_line():
 
 def test_texts_and_conversations_in_one_config_are_refused_because_a_recipe_has_one_format():
     datasets = [{"path": "a.jsonl", "type": "completion"}, {"path": "b.jsonl", "type": "chat_template"}]
-    with pytest.raises(DataError, match="import them one by one"):
+    with pytest.raises(DataError, match="import them separately"):
         imported(minimal(datasets=datasets))
 
 

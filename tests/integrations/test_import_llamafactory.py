@@ -58,8 +58,8 @@ eval_strategy: steps
 eval_steps: 200
 """
 RECIPE = """\
-# Made of the LLaMA-Factory config run.yaml by `chatmill import`.
-# keys.txt says what became of each of its keys.
+# Converted from the LLaMA-Factory config run.yaml by `chatmill import`.
+# See keys.txt for a report on each of its keys.
 tokenizer: "models/Qwen3-4B"  # model_name_or_path: Qwen/Qwen3-4B
 max_tokens: 2048  # cutoff_len: 2048
 fit: "exchanges"  # cutoff_len: 2048
@@ -155,7 +155,7 @@ def test_dataset_info_alone_takes_what_is_for_sft_and_lists_the_others():
     assert [source["name"] for source in result.recipe["sources"]] == ["identity", "tools", "chat"]
     assert {each.key: each.note for each in result.with_status("none")} == {
         "pairs": "left out: preference pairs; chatmill does SFT only",
-        "pictures": "left out: images, videos or sound; chatmill trains on text only",
+        "pictures": "left out: images, videos or audio; chatmill trains on text only",
     }
     assert result.recipe["tokenizer"] == result.train["init_from_model"] == "m"
     assert result.recipe["sources"][1] == {
@@ -180,7 +180,7 @@ def test_a_data_set_that_is_named_must_be_for_sft():
         ("stage: dpo", "stage: dpo: refused, chatmill does SFT only"),
         ("stage: pt", "not pretraining"),
         ("finetuning_type: freeze", "chatmill trains all weights, or LoRA adapters"),
-        ("image_max_pixels: 262144", "not on images or sound"),
+        ("image_max_pixels: 262144", "not on images or audio"),
         ("dataset: chats", '"chats" is not in data/dataset_info.json'),
         ("use_kt: true", "has no counterpart"),
         ("dataset_dir: elsewhere", "no elsewhere/dataset_info.json here or above the config"),

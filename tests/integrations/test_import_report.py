@@ -198,7 +198,7 @@ def test_files_are_replaced_only_if_that_is_asked_for():
         write_import(import_axolotl("config.yaml"), "out")
     assert Path("out/recipe.yaml").read_text() == "mine"
     write_import(import_axolotl("config.yaml"), "out", overwrite=True)
-    assert Path("out/recipe.yaml").read_text().startswith("# Made of the Axolotl config")
+    assert Path("out/recipe.yaml").read_text().startswith("# Converted from the Axolotl config")
     assert Path("out/other").read_text() == "stays"
 
 
@@ -206,7 +206,7 @@ def test_nothing_is_written_if_the_values_give_no_train_config():
     write_config(sequence_len=64, gradient_accumulation_steps=3)
     result = import_axolotl("config.yaml")
     result.train["batch_size"] = 4
-    with pytest.raises(DataError, match=r"config\.yaml: its values give no train config: .*batch_size 4"):
+    with pytest.raises(DataError, match=r"config\.yaml: cannot be converted to a train config: .*batch_size 4"):
         write_import(result, "new/out")
     assert not Path("new").exists()
 

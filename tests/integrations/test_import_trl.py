@@ -48,8 +48,8 @@ warmup_ratio: 0.1
 label_smoothing_factor: 0.1
 """
 RECIPE = """\
-# Made of the TRL config args.yaml by `chatmill import`.
-# keys.txt says what became of each of its keys.
+# Converted from the TRL config args.yaml by `chatmill import`.
+# See keys.txt for a report on each of its keys.
 tokenizer: "models/Mistral-7B-v0.1"  # model_name_or_path: mistralai/Mistral-7B-v0.1
 val_split: 0.01  # dataset_mixture.test_split_size: 1000
 max_tokens: 2048  # max_seq_length: 2048
@@ -129,7 +129,7 @@ def test_every_key_is_reported_once_and_a_token_is_hidden():
     assert values["hub_token"] == "(hidden)"
     notes = {each.key: each.note for each in result.with_status("none")}
     assert notes["label_smoothing_factor"] == "labels are not smoothed; the loss will differ"
-    assert notes["packing_strategy"] == "whole conversations are packed best fit; none is cut in two"
+    assert notes["packing_strategy"] == "whole conversations are packed best fit; none is split"
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_a_run_that_evaluates_reads_the_test_split_for_validation():
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"beta": 0.1}, "beta: 0.1: refused, of preferences or rewards; chatmill does SFT only"),
+        ({"beta": 0.1}, "beta: 0.1: refused, for preference or reward training; chatmill does SFT only"),
         ({"loss_type": "sigmoid"}, "loss_type: sigmoid: refused"),
         ({"num_generations": 8}, "num_generations: 8: refused"),
         ({"max_length": None}, "max_length is null; chatmill needs the length of rows"),
-        ({"datasets": [{"path": "a.jsonl", "fraction": 0}]}, "leave a data set out that is not trained"),
+        ({"datasets": [{"path": "a.jsonl", "fraction": 0}]}, "a fraction of 0 trains nothing; remove the data set"),
     ],
 )
 def test_what_is_no_sft_is_refused(keys, reason):

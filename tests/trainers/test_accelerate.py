@@ -233,7 +233,7 @@ def test_a_run_that_began_without_an_audit_log_goes_on_without(weighted, tmp_pat
     runs.saved_at_each_step(weighted, tmp_path, steps=1)
     accelerator = runs.new_accelerator()
     train_loader(accelerator, weighted, PACKED, steps=2, audit_dir=tmp_path / "audit")
-    with pytest.raises(UsageError, match="the run began without an audit log; leave it out to go on"):
+    with pytest.raises(UsageError, match="the run began without an audit log; leave it out to resume"):
         accelerator.load_state(str(tmp_path / "1"))
 
 

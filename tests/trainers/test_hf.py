@@ -232,12 +232,12 @@ def test_a_damaged_or_missing_state_is_one_line(checkpoint, weighted, model_fold
         resume()
     saved["loader"]["cursors"]["train"]["step"] = 1
     state.write_text(json.dumps(saved))
-    with pytest.raises(UsageError, match="stands at step 1, and the trainer at 2"):
+    with pytest.raises(UsageError, match="is at step 1, but the trainer is at step 2"):
         resume()
     state.unlink()
-    with pytest.warns(UserWarning, match="is not there, so that nothing says which rows were trained before"):
+    with pytest.warns(UserWarning, match="does not exist, so it is unknown which rows were trained before"):
         resume()
-    with pytest.raises(UsageError, match="is not there"):
+    with pytest.raises(UsageError, match="does not exist"):
         resume(audit_dir=tmp_path / "audit")
 
 

@@ -1,4 +1,4 @@
-"""`chatmill compare`: which tokens chatmill and another library train of the same records, and why."""
+"""`chatmill compare`: which tokens of the same records chatmill and another library train differently, and why."""
 
 from __future__ import annotations
 
@@ -40,30 +40,32 @@ def compare(
     peer: Annotated[PeerName, typer.Option(help="The library to compare with.")] = PeerName.TRL,
     assistant_only_loss: Annotated[
         bool,
-        typer.Option(help="TRL's setting: the loss of answers only, or, as is its default, of every token."),
+        typer.Option(help="TRL's setting: loss on answers only, or on every token, which is TRL's default."),
     ] = True,
     max_length: Annotated[
         int | None,
-        typer.Option(min=0, help="TRL's setting: rows are cut after so many tokens; 0: never. Default: TRL's own."),
+        typer.Option(min=0, help="TRL's setting: cut rows after this many tokens; 0 disables it. Default: TRL's own."),
     ] = None,
     template: TemplateFlags,
     read: ReadOptions,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=LONGEST, help="Records at most.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, max=LONGEST, help="Compare at most this many records.")
+    ] = None,
     exit_code: Annotated[
-        bool, typer.Option("--exit-code", help="End with exit code 1 if a record differs, as chatmill diff does.")
+        bool, typer.Option("--exit-code", help="Exit with code 1 if a record differs, like chatmill diff.")
     ] = False,
-    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colours, as with NO_COLOR set.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors, as with NO_COLOR set.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which tokens chatmill and TRL train differently, and why, with an example of each reason.
 
-    Renders the same conversations by the template of MODEL with chatmill, and with the installed TRL as its SFTTrainer
-    prepares a dataset of messages (for records of prompts and completions, of prompts and completions). TRL is compared
-    with assistant_only_loss=True, which is not its default but what chatmill does; one line says what its default
-    trains. If TRL cannot tell answers apart by this template, its reason is printed, and its default compared.
+    Renders the same conversations with the template of MODEL, once with chatmill and once with the dataset preparation
+    of SFTTrainer in the installed TRL. TRL gets records as messages, or as prompts and completions if the file has
+    those. It runs with assistant_only_loss=True, which is not its default but matches chatmill; one line shows what its
+    default trains. If TRL cannot mask by this template, its reason is printed and its default is compared instead.
 
-    chatmill's rows are not cut. The first token of a row is predicted by neither, so it counts as context. Tokens in
-    [brackets] are trained. The exit code is 0 whatever differs, unless --exit-code is given.
+    chatmill's rows are not truncated. Neither library predicts the first token of a row, so it counts as not trained.
+    Tokens in [brackets] are trained. The exit code is 0 even if records differ, unless --exit-code is given.
 
     \b
     Examples:
@@ -126,7 +128,7 @@ def _compare_record(
 
 
 def _completion(record: Record) -> int:
-    """The first message of the completion: an answer that is trained, as those of a prompt are not."""
+    """Index of the first message of the completion: the first answer that is trained."""
     answers = [
         number
         for number, message in enumerate(record.messages)
@@ -141,7 +143,7 @@ def _print_comparison(console: Console, comparison: Comparison, setup: TRLSetup,
     if setup.no_mask:
         echo_line(f"TRL cannot train answers only with this template, so every token is trained: {setup.no_mask}")
     if setup.patched:
-        typer.echo("TRL renders with its own training template, which it has for this template of the model")
+        typer.echo("TRL renders with its own training template for this model's template")
     if not setup.end_trained:
         typer.echo("TRL warns: the end of an answer is not in the loss; the model may not learn to stop")
     for line in outcome_lines(comparison):
@@ -153,7 +155,9 @@ def _print_comparison(console: Console, comparison: Comparison, setup: TRLSetup,
         [(f"{counts.total:,}", counts.both, counts.only_chatmill, counts.only_peer, counts.neither)],
     )
     if comparison.weighted:
-        typer.echo(f"{comparison.weighted:,} tokens that both train have another weight than 1 in chatmill, 1 in TRL")
+        typer.echo(
+            f"{comparison.weighted:,} tokens that both train have a weight other than 1 in chatmill, and 1 in TRL"
+        )
     for why, reason in comparison.sorted_reasons():
         tokens = [
             f"{count:,} {text}"

@@ -1,4 +1,4 @@
-"""`chatmill import`: configs of other trainers as a recipe and a train config of ours."""
+"""`chatmill import`: converts configs of other trainers to a recipe and a train config."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from chatmill.integrations.configs import (
 )
 from chatmill.plain_file import local_path
 
-app = command_group("Turn the config of another trainer into a recipe and a train config.")
+app = command_group("Convert the config of another trainer to a recipe and a train config.")
 Output = Annotated[
     Path,
-    typer.Option("--output", "-o", metavar="FOLDER", help="Folder that the files are written into.", parser=local_path),
+    typer.Option("--output", "-o", metavar="FOLDER", help="Output folder.", parser=local_path),
 ]
 Ranks = Annotated[
-    int | None, typer.Option("--ranks", min=1, metavar="N", help="Number of GPUs, for the batch size; 1 if left out.")
+    int | None, typer.Option("--ranks", min=1, metavar="N", help="Number of GPUs, for the batch size. Default: 1.")
 ]
 Model = Annotated[
-    str | None, typer.Option("--model", metavar="FOLDER", help="Folder of the base model, in place of the named one.")
+    str | None,
+    typer.Option("--model", metavar="FOLDER", help="Folder of the base model, instead of the one in the config."),
 ]
 OverwriteFiles = Annotated[bool, typer.Option("--overwrite", help="Replace files of an earlier import.")]
 
@@ -40,9 +41,9 @@ def axolotl_command(
     overwrite: OverwriteFiles = False,
     as_json: AsJson = False,
 ) -> None:
-    """Import an Axolotl config, and print what becomes of each of its keys.
+    """Import an Axolotl config, and report how each of its keys was handled.
 
-    Writes recipe.yaml for `chatmill prepare`, train.json for `chatmill train`, and the list of keys as keys.txt.
+    Writes recipe.yaml for `chatmill prepare`, train.json for `chatmill train`, and the report as keys.txt.
 
     \b
     Examples:
@@ -56,10 +57,10 @@ def axolotl_command(
 def llamafactory_command(
     config: Annotated[str, argument("FILE", "A dataset_info.json, or the YAML config of a run.")],
     output: Output,
-    other: Annotated[str | None, argument("[FILE]", "The other one of the two.")] = None,
+    other: Annotated[str | None, argument("[FILE]", "The other of these two files.")] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--dataset", metavar="NAME", help="With dataset_info.json alone: take only this data set."),
+        typer.Option("--dataset", metavar="NAME", help="With dataset_info.json alone: import only this data set."),
     ] = None,
     ranks: Ranks = None,
     model: Model = None,
@@ -68,8 +69,8 @@ def llamafactory_command(
 ) -> None:
     """Import a dataset_info.json of LLaMA-Factory, the config of a run, or both.
 
-    The config of a run finds dataset_info.json through its dataset_dir. Writes recipe.yaml for `chatmill prepare`,
-    train.json for `chatmill train`, and the list of keys as keys.txt.
+    If only the config of a run is given, dataset_info.json is looked up in its dataset_dir. Writes recipe.yaml for
+    `chatmill prepare`, train.json for `chatmill train`, and a report on each key as keys.txt.
 
     \b
     Examples:
@@ -90,9 +91,9 @@ def trl_command(
     overwrite: OverwriteFiles = False,
     as_json: AsJson = False,
 ) -> None:
-    """Import the config of a `trl sft` run, and print what becomes of each of its keys.
+    """Import the config of a `trl sft` run, and report how each of its keys was handled.
 
-    Writes recipe.yaml for `chatmill prepare`, train.json for `chatmill train`, and the list of keys as keys.txt.
+    Writes recipe.yaml for `chatmill prepare`, train.json for `chatmill train`, and the report as keys.txt.
 
     \b
     Examples:

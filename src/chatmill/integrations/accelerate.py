@@ -84,7 +84,7 @@ class AcceleratorBatches:
         audit_dir: str | Path | None,
     ) -> None:
         if (epochs is None) == (steps is None):
-            raise UsageError("the length of the run is not clear; give either epochs or steps")
+            raise UsageError("the length of the run is missing or ambiguous; give either epochs or steps")
         parallel = accelerator.parallelism_config
         if parallel is not None and parallel.non_data_parallel_size > 1:
             raise UsageError(
@@ -165,7 +165,7 @@ class AcceleratorBatches:
         """Resume from a saved position; `accelerator.load_state` calls this."""
         if self._audit_dir is not None and state["audit"] is None:
             raise UsageError(
-                f"audit_dir is {self._audit_dir}, and the run began without an audit log; leave it out to go on"
+                f"audit_dir is {self._audit_dir}, and the run began without an audit log; leave it out to resume"
             )
         self.loader.load_state_dict(state["loader"])
         self.close()

@@ -186,10 +186,10 @@ class RunCallback(TrainerCallback):
             saved = json.loads(path.read_text("utf-8"))
             loader = saved["loader"]
         except FileNotFoundError:
-            fault = f"{path}: is not there, so that nothing says which rows were trained before"
+            fault = f"{path}: does not exist, so it is unknown which rows were trained before"
             if self.rows.audit_dir is not None:
-                raise UsageError(f"{fault}; resume from a checkpoint in output_dir, or audit a new run") from None
-            warnings.warn(f"{fault}; the run resumes after as many steps of this dataset", stacklevel=2)
+                raise UsageError(f"{fault}; resume from a checkpoint in output_dir, or start a new run") from None
+            warnings.warn(f"{fault}; the run resumes at the same step of this dataset", stacklevel=2)
             return None
         except (OSError, ValueError, KeyError, TypeError):
             raise UsageError(f"{path}: cannot be read; resume from another checkpoint") from None
@@ -198,7 +198,9 @@ class RunCallback(TrainerCallback):
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None
         if (at := self.rows.loader.cursor()) != self._at:
-            raise UsageError(f"{path}: stands at step {at.step}, and the trainer at {self._at.step}; one was changed")
+            raise UsageError(
+                f"{path}: is at step {at.step}, but the trainer is at step {self._at.step}; one of them was changed"
+            )
         return saved
 
     def _open_audit(self, args: TrainingArguments, saved: Mapping[str, Any] | None) -> None:
@@ -206,7 +208,7 @@ class RunCallback(TrainerCallback):
         rank, world_size = self.rows.rank_and_world_size
         state = None if saved is None else saved["audit"]
         if saved is not None and state is None:
-            raise UsageError("the run that resumes has no audit log; leave audit_dir out, or audit a new run")
+            raise UsageError("the resumed run has no audit log; leave audit_dir out, or start a new run")
 
         def reduce(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
             tensor = torch.from_numpy(numbers.copy()).to(args.device)

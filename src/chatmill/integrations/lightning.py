@@ -84,7 +84,7 @@ class EpisodeDataModule(LightningDataModule):
     def loader(self) -> EpisodeLoader:
         """The loader of this rank."""
         if self._loader is None:
-            raise UsageError("an EpisodeDataModule has a loader inside of Trainer.fit and Trainer.validate only")
+            raise UsageError("an EpisodeDataModule has a loader only inside Trainer.fit and Trainer.validate")
         return self._loader
 
     # Calls of the trainer.
@@ -174,7 +174,7 @@ class EpisodeDataModule(LightningDataModule):
         loader, (step, parts) = self.loader, divmod(self.trained_batches, self.accumulation)
         if parts:
             raise UsageError(
-                f"the trainer stands {parts} of {self.accumulation} batches into step {step}, whose gradients are "
+                f"the trainer is {parts} of {self.accumulation} batches into step {step}, whose gradients are "
                 "lost; resume from a checkpoint between two steps"
             )
         if self._trained is not None:
@@ -252,7 +252,7 @@ class EpisodeDataModule(LightningDataModule):
         if self._loaded is None and step:
             state = self._audit_state
         if step and state is None:
-            raise UsageError(f"audit_dir is {folder}, and the run began without an audit log; leave it out to go on")
+            raise UsageError(f"audit_dir is {folder}, and the run began without an audit log; leave it out to resume")
         audit = Audit(folder, every=self._audit_steps, state=state, reduce=self._sum_over_ranks)
         self._trained = TrainedSteps(audit)
         self.loader.listen(self._trained)

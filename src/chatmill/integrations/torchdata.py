@@ -53,7 +53,7 @@ def stateful_loader(
     (4, 64)
     """
     if listener is not None and num_workers:
-        raise UsageError(f"a listener needs the process that trains; num_workers is {num_workers}, expected 0")
+        raise UsageError(f"a listener runs in the training process only; num_workers is {num_workers}, expected 0")
     if batching := sorted(BATCHING & options.keys()):
         raise UsageError(f"{', '.join(batching)}: chatmill decides which rows are in a batch; leave this out")
     rank, world_size = ranks or rank_and_world_size()

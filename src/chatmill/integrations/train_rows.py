@@ -71,7 +71,7 @@ class TrainRows(Dataset[ModelInputs]):
         audit_dir: str | Path | None = None,
     ) -> None:
         if (epochs is None) == (steps is None):
-            raise UsageError("the length of the run is not clear; give either epochs or steps")
+            raise UsageError("the length of the run is missing or ambiguous; give either epochs or steps")
         self.loader = EpisodeLoader(dataset_dir, config, epochs=epochs, tensors=False)
         self.config = self.loader.config
         self.steps = len(self.loader) if steps is None else steps

@@ -1,4 +1,4 @@
-"""`apply_chat_template` of transformers, to compare with; it runs templates, so it runs in a process of its own."""
+"""`apply_chat_template` of transformers, for comparison. It executes templates, so it runs in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESPONSE = msgspec.msgpack.Decoder(list[int] | str | None)
 
 
 class TransformersPeer:
-    """The ids that transformers gives for records."""
+    """Token ids of records, as transformers renders them."""
 
     def __init__(self, renderer: TemplateRenderer) -> None:
         self._renderer = renderer
@@ -44,7 +44,7 @@ class TransformersPeer:
         source = self._renderer.templates[bool(record.tools)].source
         options = {"tools": given.tools, "chat_template": source, **self._renderer.arguments}
         ids = self._ask([messages, options])
-        # A record that transformers refuses and chatmill renders is a difference.
+        # A record that chatmill renders but transformers rejects counts as a difference.
         return ids if isinstance(ids, list) else []
 
     def __enter__(self) -> TransformersPeer:
@@ -56,7 +56,7 @@ class TransformersPeer:
             self._channel.close()
 
     def _ask(self, request: Any) -> list[int] | str | None:
-        """The response of the process; None if it gives none within its limits."""
+        """The response of the process; None if it does not respond within its limits."""
         try:
             if self._channel is None:
                 self._channel = Channel(fork_server(__name__), MEMORY, *self._arguments)
@@ -71,7 +71,7 @@ class TransformersPeer:
 
 
 def main() -> None:
-    """The fork server of such processes."""
+    """Run the fork server for these processes."""
     from chatmill.format.template.process.fork_server import run_server
 
     os.environ.update(ENVIRONMENT)
@@ -102,7 +102,7 @@ def _service(tokenizer: str, special: str, now: str) -> Callable[[bytes], bytes]
 
 
 def set_clock(moment: datetime) -> None:
-    """Make `strftime_now` of templates tell the date that the renderer tells."""
+    """Make `strftime_now` in templates return the renderer's date."""
     import transformers.utils.chat_template_utils as module
 
     class _FixedClock(datetime):
@@ -115,7 +115,7 @@ def set_clock(moment: datetime) -> None:
 
 
 def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str | None]:
-    """The tokenizer as transformers opens it, and the version of transformers; None if it does not."""
+    """The tokenizer as transformers loads it, and the version of transformers; None for both if loading fails."""
     try:
         import transformers
 
@@ -123,7 +123,7 @@ def opened_tokenizer(tokenizer: Path, special: dict[str, Any]) -> tuple[Any, str
             opened: Any = transformers.AutoTokenizer.from_pretrained(str(tokenizer.parent), trust_remote_code=False)
         else:
             opened = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), **special)
-        # Some of what it needs is imported at its first use, which is only possible now.
+        # transformers imports some modules at first use, which the process can no longer do later.
         opened.apply_chat_template([{"role": "user", "content": "x"}], chat_template=WARM_UP, tokenize=True)
     except Exception:
         return None, None

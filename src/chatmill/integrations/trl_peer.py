@@ -1,7 +1,7 @@
-"""What TRL's SFTTrainer makes of records, to compare with.
+"""Records as TRL's SFTTrainer prepares them, for comparison.
 
-TRL runs chat templates, which are other people's code, so it runs in a process of its own (`trl_process`), with limits
-and without files or network.
+TRL executes chat templates, which are untrusted code, so it runs in a separate process (`trl_process`) with limits and
+without access to files or the network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SECONDS, SECONDS_PER_CHARACTER = 5.0, 2e-5
 MEMORY, RESPONSE = 2 << 30, 1 << 28
 PROCESS = "chatmill.integrations.trl_process"
 MAX_KILLS = 3
-"""After so many processes were killed at a limit, or crashed, the template is given up."""
+"""After this many processes crashed or were killed at a limit, the comparison is aborted."""
 
 
 def require_trl() -> None:
@@ -59,7 +59,7 @@ class TRLPeer:
         self.setup = self._setup()
 
     def rows(self, record: Record, *, completion: int | None = None) -> tuple[PeerRow | str, PeerRow | str]:
-        """The row of a record, and that with TRL's default loss; a text is why TRL refuses it.
+        """The row of a record, and its row with TRL's default loss; a string is the reason why TRL refuses it.
 
         `completion`: the first message of the completion, for a dataset of prompts and completions.
         """
@@ -68,7 +68,7 @@ class TRLPeer:
         given = plain_input(turns, style)
         examples = [self._example(record, given, completion)]
         if self.setup.patched and style.arguments_as_text:
-            # TRL's own template takes the arguments of tool calls as objects, even if the model's takes texts.
+            # TRL's own template takes tool call arguments as objects, even if the model's template takes strings.
             style = replace(style, arguments_as_text=False)
             examples.insert(0, self._example(record, plain_input(turns, style), completion))
         try:
@@ -81,7 +81,7 @@ class TRLPeer:
         except EndedError as ended:
             return str(ended), str(ended)
         except (ValueError, TypeError):
-            raise self._broken("it answers with something else than rows") from None
+            raise self._broken("its process returned something other than rows") from None
 
     def _example(self, record: Record, given: TemplateInput, completion: int | None) -> dict[str, Any]:
         """An example of the dataset."""
@@ -105,13 +105,13 @@ class TRLPeer:
         except EndedError as ended:
             raise self._broken(f"{ended}, on a small conversation") from None
         except (ValueError, TypeError):
-            raise self._broken("it answers with something else than rows") from None
+            raise self._broken("its process returned something other than rows") from None
         if setup.fault:
             raise _no_comparison(setup.fault)
         return setup
 
     def _exchange(self, request: Any, seconds: float) -> bytes:
-        """The response of the process; an `EndedError` if it gives none within its limits."""
+        """The response of the process; `EndedError` if it does not respond within its limits."""
         try:
             if self._channel is None:
                 self._channel = Channel(fork_server(PROCESS), MEMORY, *self._arguments)
@@ -130,12 +130,12 @@ class TRLPeer:
 
     def _broken(self, what: str) -> DataError:
         name = one_line(self._renderer.folder.template.name, 200)
-        return DataError(f"{name}: TRL with this template was given up: {what}; fix the template")
+        return DataError(f"{name}: TRL cannot run with this template: {what}; fix the template")
 
 
 def _no_comparison(fault: str) -> DataError:
-    what = f"TRL cannot be compared with: in its process it fails with {one_line(fault, 300)}"
-    return DataError(f"{what}; check that TRL and transformers are whole")
+    what = f"TRL cannot be compared; it fails with {one_line(fault, 300)}"
+    return DataError(f"{what}; check the installation of TRL and transformers")
 
 
 def _checked(row: PreparedRow | str) -> PeerRow | str:

@@ -1,4 +1,4 @@
-"""The process that runs TRL: the part of its SFTTrainer that prepares a dataset, on one record at a time."""
+"""The process that runs TRL: the dataset preparation of its SFTTrainer, one record at a time."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ import msgspec
 from chatmill.integrations.transformers_peer import ENVIRONMENT, opened_tokenizer, set_clock
 
 NO_LIMIT = 0
-"""As `max_length`: rows are not cut."""
+"""Value of `max_length` that disables truncation."""
 NOT_OF_TRL = (ImportError, OSError)
-"""What the limits of the process cause, not TRL."""
+"""Errors caused by the limits of the process, not by TRL."""
 SMALL = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
 REFUSING = "{{ raise_exception('x') }}"
 WARM_UP = "{% for m in messages %}{{ m.content }}{% generation %}{{ m.role | tojson }}{% endgeneration %}{% endfor %}"
 
 
 class TRLSetup(msgspec.Struct, frozen=True):
-    """How TRL would train with a template."""
+    """How TRL trains with a given template."""
 
     version: str
     max_length: int | None
-    """Tokens of a row that are kept; None: all of them."""
+    """Maximum number of tokens in a row; None for no limit."""
     patched: bool = False
-    """It renders with its own edition of the template, which has generation tags."""
+    """Whether TRL renders with its own training template, which has generation tags."""
     no_mask: str = ""
-    """Its reason, if it cannot tell answers from other tokens with this template; it trains every token then."""
+    """Why TRL cannot mask tokens outside answers with this template; it then trains every token. Empty if it can."""
     end_trained: bool = True
-    """Whether it trains the end of an answer; if not, it says so in a warning."""
+    """Whether TRL trains the end of an answer; if not, it prints a warning."""
     fault: str = ""
-    """Why it cannot be compared with."""
+    """Why TRL cannot be compared; empty if it can."""
 
 
 class PreparedRow(msgspec.Struct, frozen=True):
-    """One row: its ids, 1 for each that is trained, and how many are left after `max_length`."""
+    """One row: its ids, a mask with 1 for trained tokens, and the number of tokens kept by `max_length`."""
 
     ids: list[int]
     trained: bytes
@@ -49,22 +49,22 @@ class PreparedRow(msgspec.Struct, frozen=True):
 
 
 class PreparedRecord(msgspec.Struct, frozen=True):
-    """A record with the loss of answers only, and with TRL's default; a text is why TRL refuses it."""
+    """A record with the loss on answers only, and with TRL's default loss; a string is the reason for a refusal."""
 
     chosen: PreparedRow | str
     default: PreparedRow | str | None = None
-    """None: the same."""
+    """None if it is the same as `chosen`."""
     fault: str = ""
-    """What TRL could not do in this process; no word of TRL on the record."""
+    """An error from the limits of the process, which says nothing about the record."""
 
 
 def main() -> None:
-    """The fork server of processes that run TRL."""
+    """Run the fork server for processes that run TRL."""
     from chatmill.format.template.process.fork_server import run_server
 
     os.environ.update(ENVIRONMENT, ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
     with suppress(Exception):
-        # Before any process is forked, as this takes long.
+        # Import before any process is forked, because it is slow.
         import trl.trainer.sft_trainer  # noqa: F401
     run_server(_service)
 
@@ -117,7 +117,7 @@ class _Preparation:
         opened.chat_template = named if settings["with_tools"] else settings["template"]
 
     def _import_all(self) -> None:
-        """Use everything once: some modules are imported at their first use, which is only possible now."""
+        """Use everything once: some modules are imported at first use, which the process can no longer do later."""
         for template in (REFUSING, WARM_UP):
             self._tokenizer.chat_template = template
             with suppress(Exception):
@@ -126,7 +126,7 @@ class _Preparation:
                 self._rows(SMALL, self._config(True, max_length=1), None)
 
     def setup(self) -> TRLSetup:
-        """What SFTTrainer decides before it prepares a dataset. This runs the template."""
+        """The choices that SFTTrainer makes before it prepares a dataset. This executes the template."""
         setup = {"version": self._version, "max_length": self._cut[False].max_length}
         if not self._masked:
             return TRLSetup(**setup)
@@ -140,7 +140,7 @@ class _Preparation:
         return TRLSetup(**setup, patched=self._template is not None, end_trained=end_trained)
 
     def _decide(self) -> tuple[str | None, bool]:
-        """The template it uses instead of the tokenizer's own, and whether the end of an answer is trained."""
+        """The template used instead of the tokenizer's own, if any, and whether the end of an answer is trained."""
         from trl import chat_template_utils as templates
 
         is_tagged = templates.has_generation_markers(self._tokenizer.chat_template)
@@ -148,7 +148,7 @@ class _Preparation:
         return template, templates.is_chat_template_stop_token_trained(self._tokenizer, chat_template=template)
 
     def prepare(self, examples: list[dict[str, Any]]) -> PreparedRecord:
-        """One record; the last example is for the model's own template, the first for the one that is compared."""
+        """Prepare one record; the first example is for the compared template, the last for the model's own."""
         default = self._row(examples[-1], False, None)
         if not self._masked:
             return PreparedRecord(default)
@@ -162,7 +162,7 @@ class _Preparation:
             cut = self._rows(example, self._cut[masked], template) if limit and len(ids) > limit else [whole]
             kept = len(cut[0]["input_ids"]) if cut else 0
             if cut and (cut[0]["input_ids"] != ids[:kept] or cut[0]["labels"] != labels[:kept]):
-                raise ValueError("max_length keeps something else than the first tokens")
+                raise ValueError("max_length does not keep the first tokens")
             return PreparedRow([int(id) for id in ids], bytes(label != -100 for label in labels), kept)
         except NOT_OF_TRL:
             raise
@@ -189,9 +189,9 @@ class _Preparation:
 
 
 class _PreparedExamples:
-    """As much of an `IterableDataset` as SFTTrainer uses to prepare one.
+    """The part of the `IterableDataset` interface that SFTTrainer needs for preparation.
 
-    `datasets` itself shares memory with other processes, which is not possible here.
+    `datasets` itself uses shared memory, which this process is not allowed to use.
     """
 
     column_names = None
@@ -221,6 +221,6 @@ class _PreparedExamples:
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence of an error."""
+    """Type and message of an error, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

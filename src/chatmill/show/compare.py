@@ -1,9 +1,9 @@
-"""Rows of chatmill beside those that another library makes of the same records: which tokens each trains, and why.
+"""Compares chatmill's rows with those of another library for the same records: which tokens each trains, and why.
 
     chatmill   <|im_start|> assistant \\n [Hi <|im_end|>] \\n
     peer       <|im_start|> assistant \\n [Hi <|im_end|> \\n]        after the end of an answer
 
-Why a token differs is read from the span that it has in chatmill's row.
+The reason for a difference comes from the token's span in chatmill's row.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ Mask = NDArray[np.bool_]
 
 
 class Why(StrEnum):
-    """Why a token is trained by one of the two, or only one of them writes it; the values are shown."""
+    """Why only one of the two trains or writes a token; the values are shown to the user."""
 
     CUT = "cut off by max_length"
     DROPPED = "max_length leaves nothing that is trained, and TRL drops the record"
     CONTROL_TEXT = "text that looks like a control token: a control token in TRL, text in chatmill"
     REASONING_KEPT = "reasoning that the model's template leaves out and TRL's training template writes"
-    TRAINING_TEMPLATE = "TRL's training template writes something else than the model's template"
+    TRAINING_TEMPLATE = "TRL's training template writes other text than the model's template"
     OTHER_IDS = "tokens differ for a reason that chatmill does not know"
     END = "the end of an answer, which TRL does not train: the model does not learn to stop"
     ANSWER = "text of an answer outside the generation tags"
     CHARACTER = "the last bytes of a character at the end of generation tags, which transformers leaves out of the mask"
     REASONING = "reasoning of an answer outside the generation tags"
     TOOL_CALL = "a tool call outside the generation tags"
-    HEADER = "the header of an answer, which the prompt already holds"
+    HEADER = "the header of an answer, which is part of the prompt"
     ACROSS = "a token that begins in the header of an answer and ends in its text"
     BETWEEN = "a header between the parts of one answer, such as the reasoning and the text of gpt-oss"
-    AFTER = "what follows the end of an answer, where a server has stopped"
-    LAST = "what follows the last message, such as EOS"
-    FIRST = "what the template writes by itself before the first message, such as BOS"
+    AFTER = "tokens after the end of an answer, which the model never generates"
+    LAST = "text after the last message, such as EOS"
+    FIRST = "text that the template adds before the first message, such as BOS"
     SYSTEM = "system text"
     USER = "text of the user"
     TOOL = "results of tools"
     TURN = "headers and ends of system, user and tool turns"
-    WEIGHT = "a message with train or weight of its own, which TRL does not read"
+    WEIGHT = "a message with its own train or weight key, which TRL does not read"
     RANGES = "train_ranges of a message, which TRL does not read"
     UNFINISHED = "an answer that is incomplete, or has no complete user turn before it"
     OTHER = "another rule of chatmill"
@@ -60,12 +60,12 @@ class PeerRow:
     ids: Ids
     trained: Mask
     kept: int
-    """How many of the tokens, from the first, are left after `max_length`; 0: the row is dropped."""
+    """Number of leading tokens kept by `max_length`; 0 if the row is dropped."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of both rows by who trains them; a token that both have counts once."""
+    """Tokens of both rows by which library trains them; a token that both rows have counts once."""
 
     both: int = 0
     only_chatmill: int = 0
@@ -87,7 +87,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """Tokens [start, stop) of chatmill's row beside [peer_start, peer_stop) of the other, and why they differ."""
+    """Tokens [start, stop) of chatmill's row, [peer_start, peer_stop) of the other row, and why they differ."""
 
     why: Why
     start: int
@@ -98,42 +98,42 @@ class TokenDifference:
 
 
 class Outcome(StrEnum):
-    """What became of a record."""
+    """The result of comparing a record."""
 
     EQUAL = "equal"
     MASK = "trained differently"
     CUT = "cut off by max_length"
-    IDS = "with other ids"
+    IDS = "with different tokens"
     DROPPED = "dropped by TRL"
 
 
 @dataclass(frozen=True)
 class RowComparison:
-    """One record, as both write it."""
+    """The comparison of one record."""
 
     outcome: Outcome
     counts: Counts
     differences: tuple[TokenDifference, ...]
     weighted: int
-    """Tokens that both train, chatmill with a weight other than 1."""
+    """Tokens that both train and that have a weight other than 1 in chatmill."""
 
 
 @dataclass(frozen=True)
 class Clues:
-    """What is known of a record besides its spans."""
+    """Information on a record besides its spans, used to find the reason for a difference."""
 
     record: Record
     text: TokenText
     control_ids: frozenset[int]
-    """Tokens that no text of a message becomes."""
+    """Tokens that chatmill never produces from message text."""
     patched: bool = False
-    """The other library writes with its own edition of the template."""
+    """Whether the other library renders with its own training template."""
     straddles: bool = False
-    """A token of the row lies across the border of an answer."""
+    """Whether a token of the row crosses the boundary of an answer."""
 
 
 def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
-    """Compare one row with that of another library. The first token of a row is predicted by neither."""
+    """Compare one row with that of another library. Neither predicts the first token of a row."""
     ours, theirs = _never_first(row.mask()), _never_first(peer.trained)
     theirs[peer.kept :] = False
     counts, differences, weighted = Counts(), [], 0
@@ -165,14 +165,14 @@ def compare_row(row: Rows, peer: PeerRow, clues: Clues) -> RowComparison:
 
 
 def aligned(ours: Ids, theirs: Ids) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Blocks of two rows in order, as (start, stop, start, stop, whether their ids are equal); they tile both."""
+    """Align two rows: blocks (start, stop, start, stop, whether their ids are equal) that together cover both rows."""
     size = min(len(ours), len(theirs))
     head = _equal_length(ours[:size], theirs[:size])
     tail = _equal_length(ours[head:][::-1][: size - head], theirs[head:][::-1][: size - head])
     if head:
         yield 0, head, 0, head, True
     middle = ours[head : len(ours) - tail].tolist(), theirs[head : len(theirs) - tail].tolist()
-    # With its default, ids that are frequent in a long row begin no block: it takes time linear in the length then.
+    # By default, SequenceMatcher ignores ids that are frequent in a long row, which keeps its time linear.
     for kind, start, stop, peer_start, peer_stop in SequenceMatcher(None, *middle).get_opcodes():
         yield start + head, stop + head, peer_start + head, peer_stop + head, kind == "equal"
     if tail:
@@ -180,7 +180,7 @@ def aligned(ours: Ids, theirs: Ids) -> Iterator[tuple[int, int, int, int, bool]]
 
 
 def _equal_length(ours: Ids, theirs: Ids) -> int:
-    """How many ids are equal from the first on."""
+    """The length of the common prefix."""
     differs = ours != theirs
     return int(differs.argmax()) if differs.any() else len(ours)
 
@@ -194,14 +194,14 @@ def _never_first(trained: Mask) -> Mask:
 def _mask_differences(
     row: Rows, peer: PeerRow, start: int, peer_start: int, ours: Mask, theirs: Mask, clues: Clues
 ) -> Iterator[TokenDifference]:
-    """Runs of equal ids that only one trains, or that the other has cut off; a run is of one span."""
+    """Runs of equal ids, within one span, that only one library trains or that the other has cut off."""
     gone = np.arange(peer_start, peer_start + len(ours)) >= peer.kept
     differs = (ours != theirs) | gone
     if not differs.any():
         return
     edges = row.span_start[(row.span_start > start) & (row.span_start < start + len(ours))] - start
     if gone.any():
-        # What is cut off differs for one reason, whatever it is.
+        # Everything that is cut off has the same reason, regardless of spans.
         at = int(gone.argmax())
         edges = np.append(edges[edges < at], at)
     runs = mask_runs(differs, np.concatenate(([0], edges, [len(ours)])).astype(np.int64))
@@ -224,12 +224,12 @@ def _mask_differences(
 
 
 def _continues(ids: Ids, text: TokenText) -> bool:
-    """Whether these tokens are nothing but later bytes of a UTF-8 character."""
+    """Whether these tokens consist only of UTF-8 continuation bytes."""
     return all(0x80 <= byte < 0xC0 for id in ids.tolist() for byte in text.piece(id))
 
 
 def _is_between(spans: Table, at: int) -> bool:
-    """Whether the answer of a message goes on after this span."""
+    """Whether this span lies between two parts of the same answer."""
     if not 0 < at < len(spans) - 1:
         return False
     sides = spans[[at - 1, at + 1]]
@@ -257,7 +257,7 @@ def why_mask(span: np.void, *, across: bool = False) -> Why:
 
 
 def _why_ids(row: Rows, peer: PeerRow, ours: tuple[int, int], theirs: tuple[int, int], clues: Clues) -> Why:
-    """Why two rows have other tokens here."""
+    """Why the token ids of the two rows differ here."""
     if theirs[0] >= peer.kept:
         return Why.CUT if peer.kept else Why.DROPPED
     first = max(0, int(np.searchsorted(row.span_start, ours[0], side="right")) - 1)
@@ -267,7 +267,7 @@ def _why_ids(row: Rows, peer: PeerRow, ours: tuple[int, int], theirs: tuple[int,
     messages = [clues.record.messages[number] for number in numbers if number < len(clues.record.messages)]
     is_text = ours[0] < ours[1] and bool(np.all(np.isin(spans["rule"], (Rule.ROLE, Rule.FLAG, Rule.RANGE))))
     if is_text:
-        # Alignment may leave the control token itself outside of what differs.
+        # The alignment may place the control token itself outside the differing range.
         control, texts = clues.control_ids.intersection(peer.ids.tolist()), [*map(_texts, messages)]
     else:
         control, texts = clues.control_ids.intersection(its_ids), [*clues.record.tools]

@@ -1,4 +1,4 @@
-"""The comparison of many records with another library: counts, reasons with an example each, as text and as JSON."""
+"""Summarizes the comparison of many records with another library: counts, and an example of each reason."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from chatmill.show.row_view import place_name
 from chatmill.show.text import TokenText
 
 BEFORE, INSIDE, AFTER = 8, 16, 4
-"""Tokens of an example that are shown before a difference, of it and after it."""
+"""Number of tokens that an example shows before, inside and after a difference."""
 SEPARATOR = "│"
 TRAINED, DIFFERENT = "bold green", "bold yellow"
 MAX_REASONS = 20
-"""Reasons for refusals that are kept; others are counted as one."""
+"""Maximum number of separate reasons for refusals; further reasons are counted together."""
 OTHER_REASONS = "other reasons"
 
 
 @dataclass(frozen=True)
 class TokenView:
-    """A token of an example: its text, whether it is trained, and whether it is one that differs."""
+    """A token of an example: its text, whether it is trained, and whether it differs."""
 
     text: str
     trained: bool
@@ -54,29 +54,29 @@ class Reason:
 
 @dataclass
 class Refusals:
-    """Records that one of the two refuses, for one reason."""
+    """Records that one library refuses for the same kind of reason."""
 
     reason: str
-    """That of the first of them."""
+    """The reason for the first of these records."""
     place: str
     records: int = 0
 
 
 @dataclass
 class Comparison:
-    """What is known after some records."""
+    """The results of all records so far."""
 
     text: TokenText
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    """Records by who refuses them: chatmill, TRL, both."""
+    """Refused records by who refuses them: chatmill, TRL, both."""
     refusals: dict[tuple[str, str], Refusals] = field(default_factory=dict)
-    """By who refuses, and the kind of reason."""
+    """Refusals by library and kind of reason."""
     counts: Counts = field(default_factory=Counts)
     reasons: dict[Why, Reason] = field(default_factory=dict)
     weighted: int = 0
     default: Counts = field(default_factory=Counts)
-    """The tokens by who trains them if TRL is run with its default loss."""
+    """The counts if TRL runs with its default loss."""
 
     @property
     def records(self) -> int:
@@ -87,7 +87,7 @@ class Comparison:
         return self.records == self.outcomes[Outcome.EQUAL] + self.refused["both"]
 
     def refuse(self, place: str, *, chatmill: tuple[str, str] | None, peer: tuple[str, str] | None) -> None:
-        """Add a record that one of them refuses, or both: the kind of reason, and the reason."""
+        """Add a record that one or both refuse, each with the kind of reason and the reason."""
         self.refused["both" if chatmill and peer else "chatmill" if chatmill else "TRL"] += 1
         for name, refusal in (("chatmill", chatmill), ("TRL", peer)):
             if refusal is not None:
@@ -97,7 +97,7 @@ class Comparison:
                 self.refusals.setdefault((name, kind), Refusals(reason, place)).records += 1
 
     def add(self, row: Rows, peer: PeerRow, default: PeerRow | None, clues: Clues) -> None:
-        """Add a record that both write."""
+        """Add a record that both accept."""
         result = compare_row(row, peer, clues)
         self.outcomes[result.outcome] += 1
         self.counts += result.counts
@@ -115,7 +115,7 @@ class Comparison:
             self.default += result.counts if default is peer else compare_row(row, default, clues).counts
 
     def sorted_reasons(self) -> list[tuple[Why, Reason]]:
-        """Those with the most tokens that are trained differently first."""
+        """Reasons, sorted by the number of tokens that are trained differently, largest first."""
 
         def key(item: tuple[Why, Reason]) -> tuple[int, int]:
             counts = item[1].counts
@@ -164,7 +164,7 @@ def _example(row: Rows, peer: PeerRow, difference: TokenDifference, text: TokenT
 
 
 def _view(ids: Ids, trained: Mask, start: int, stop: int, text: TokenText) -> tuple[TokenView, ...]:
-    """The tokens from a few before [start, stop) to a few after it; a long range is left out in its middle."""
+    """The tokens [start, stop) with some context; the middle of a long range is left out."""
     first, last = max(0, start - BEFORE), min(len(ids), stop + AFTER)
     places = np.arange(first, last)
     views = [TokenView("…", False, False)] if first else []
@@ -181,7 +181,7 @@ def _view(ids: Ids, trained: Mask, start: int, stop: int, text: TokenText) -> tu
 
 
 def example_lines(example: Example) -> Iterator[Text]:
-    """The place, and one line for each of the two; what is trained is in brackets."""
+    """The place, and one line for each library, with trained tokens in brackets."""
     yield Text(f"    {example.place}", style="dim")
     for name, views in (("chatmill", example.chatmill), ("TRL", example.peer)):
         yield Text(f"      {name:<9}").append_text(_line(views))
@@ -202,7 +202,7 @@ def _line(views: tuple[TokenView, ...]) -> Text:
 
 
 def outcome_lines(comparison: Comparison) -> Iterator[str]:
-    """How many records there are of each outcome, and why some are refused."""
+    """The number of records with each outcome, and the reasons for refusals."""
     yield f"{comparison.records:,} records: " + ", ".join(
         [f"{comparison.outcomes[each]:,} {each.value}" for each in Outcome if comparison.outcomes[each]]
         + [f"{comparison.refused[name]:,} refused by {name}" for name in REFUSED if comparison.refused[name]]

@@ -1,10 +1,10 @@
-"""Configs of other trainers as recipes and train configs of ours: `chatmill import`.
+"""`chatmill import`: converts configs of other trainers to recipes and train configs.
 
     axolotl        an Axolotl config
     llamafactory   LLaMA-Factory's dataset_info.json, and the config of a run
     trl            a config of `trl sft`, or a recipe of the alignment handbook
 
-Each gives an `ImportedConfig`, with what became of every key; `write_import` writes it into a folder.
+Each returns an `ImportedConfig` with a report on every key; `write_import` writes it into a folder.
 """
 
 from chatmill.integrations.configs.axolotl import import_axolotl

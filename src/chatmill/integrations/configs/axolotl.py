@@ -1,6 +1,6 @@
-"""`import_axolotl`: an Axolotl config as a recipe and a train config of ours.
+"""`import_axolotl`: converts an Axolotl config to a recipe and a train config.
 
-Read as of Axolotl's source at commit 067b021: `utils/schemas`, `prompt_strategies`, `core/builders`.
+Follows Axolotl's source at commit 067b021: `utils/schemas`, `prompt_strategies`, `core/builders`.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ REFUSED = {
     "reward_model": "chatmill does SFT only, not reward models",
     "process_reward_model": "chatmill does SFT only, not reward models",
     "pretraining_dataset": "chatmill does SFT only, not pretraining on a stream of texts",
-    "processor_type": "chatmill trains on text only, not on images or sound",
+    "processor_type": "chatmill trains on text only, not on images or audio",
     "diffusion": "chatmill trains models that predict the next token",
-    "image_size": "chatmill trains on text only, not on images or sound",
-    "image_resize_algorithm": "chatmill trains on text only, not on images or sound",
+    "image_size": "chatmill trains on text only, not on images or audio",
+    "image_resize_algorithm": "chatmill trains on text only, not on images or audio",
 }
 FITS = {"drop": ("drop", "longer rows are dropped, as in Axolotl"), "raise": ("error", "a longer row stops the build")}
 
 
 def import_axolotl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
-    """The recipe and the train config that an Axolotl config describes, and what became of each of its keys.
+    """Convert an Axolotl config to a recipe and a train config, with a report on each of its keys.
 
-    `ranks` is the number of GPUs, `model` the folder of the base model in place of the one that the config names.
+    `ranks` is the number of GPUs, `model` a folder with the base model to use instead of the one in the config.
     """
     values = read_config(path, "an Axolotl config in YAML")
     translation = Translation("Axolotl", str(place(path)), ranks=ranks, model=model)
@@ -104,21 +104,21 @@ def _revision(keys: TheirKeys) -> str:
 
 
 def _take_layout(translation: Translation, keys: TheirKeys, layout: Layout) -> bool:
-    """How texts are written: as they are, by a chat template, or by the style of a prompt. Whether as they are."""
+    """Choose how records are rendered: as plain text, by a chat template, or in a prompt style. True for plain text."""
     template, jinja = keys.text("chat_template"), keys.text("chat_template_jinja")
     if "text" in layout.kinds and len(layout.kinds) > 1:
         other = layout.kinds.get("chat") or layout.kinds["style"]
-        reason = f"a recipe writes texts or conversations, and {other} is the other kind; import them one by one"
+        reason = f"a recipe has either texts or conversations, and {other} is the other kind; import them separately"
         translation.refuse(layout.kinds["text"], "completion", reason)
     is_text = "text" in layout.kinds
     if is_text:
-        translation.assume("of type completion", recipe={"format": "text"})
+        translation.assume("data sets have the type completion", recipe={"format": "text"})
     elif "chat" not in layout.kinds and layout.style is not None:
         translation.chat_template = layout.style.template()
     if "chat" in layout.kinds and layout.style is not None:
         where = layout.kinds["style"]
-        translation.assume(f"{where}: a recipe has one format, so that the chat template writes these rows, too")
-    unused = "" if "chat" in layout.kinds else "no data set of type chat_template, so that it is not used"
+        translation.assume(f"{where}: a recipe has one format, so the chat template renders these rows, too")
+    unused = "" if "chat" in layout.kinds else "not used, because no data set has the type chat_template"
     named = [(keys.path("chat_template"), template), (keys.path("chat_template_jinja"), jinja)]
     for key, value in named:
         if value is None:
@@ -147,7 +147,7 @@ def _take_template(translation: Translation, key: str, name: str) -> None:
     elif name.startswith("tokenizer_default") or name == "jinja":
         translation.default(key, name, note="the template of the tokenizer, or the one that is given")
     else:
-        note = f"chatmill has no template named {name}: that of the tokenizer is used; set chat_template if it differs"
+        note = f"chatmill has no template named {name} and uses the tokenizer's; set chat_template if it differs"
         translation.none(key, name, note)
 
 
@@ -163,7 +163,7 @@ def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool, is_c
         taken = {"filters": {"min_tokens": max(1, least)}}
         translation.take(keys.path("min_sample_len"), least, recipe=taken)
     if (dedupe := keys.switch("dataset_exact_deduplication")) is not None:
-        note = "conversations that are equal but for case and white space"
+        note = "conversations that differ only in case and whitespace count as duplicates"
         translation.take(keys.path("dataset_exact_deduplication"), dedupe, recipe={"dedupe": dedupe}, note=note)
     take_packing(translation, keys, "sample_packing")
     _take_mask(translation, keys, is_chat=is_chat)
@@ -174,17 +174,17 @@ def _take_rows(translation: Translation, keys: TheirKeys, *, is_text: bool, is_c
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, *, is_chat: bool) -> None:
-    """`train_on_inputs`: of conversations the texts and ends of all turns, of prompts every token."""
+    """`train_on_inputs`: trains text and end of all turns in conversations, and every token in prompt styles."""
     inputs = keys.switch("train_on_inputs")
     key = keys.path("train_on_inputs")
     if inputs and is_chat:
         note = "all turns without their headers, and no tool results"
         translation.take(key, inputs, recipe={"train_on": "all"}, train={"use_loss_mask": True}, note=note)
     elif inputs is not None:
-        note = "every token is trained" if inputs else "answers alone are trained"
+        note = "every token is trained" if inputs else "only answers are trained"
         translation.take(key, inputs, train={"use_loss_mask": not inputs}, note=note)
     else:
-        translation.assume("Axolotl trains answers alone by default", train={"use_loss_mask": True})
+        translation.assume("Axolotl trains only answers by default", train={"use_loss_mask": True})
 
 
 def _take_training(translation: Translation, keys: TheirKeys) -> None:
@@ -218,7 +218,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _steps_of_batch_size(translation: Translation, keys: TheirKeys) -> int:
-    """The accumulation steps that `batch_size` means, where they are not given."""
+    """The accumulation steps that follow from `batch_size`, if the config does not set them."""
     rows, micro = keys.integer("batch_size", least=1, most=2**24), keys.peek("micro_batch_size")
     if rows is None:
         return 1
@@ -236,7 +236,7 @@ def _take_special_tokens(translation: Translation, keys: TheirKeys) -> None:
     if tokens is None:
         return
     table = TheirKeys(tokens, translation, f"{keys.path('special_tokens')}.")
-    stays = "the tokenizer of the model's folder is used as it is; change its files if this token differs"
+    stays = "the tokenizer in the model folder is used unchanged; edit its files if this token differs"
     notes = dict.fromkeys(table.left, stays) | {
         "pad_token": "padding is never trained, whatever its token; nothing changes"
     }
@@ -257,7 +257,7 @@ def _take_output(translation: Translation, keys: TheirKeys) -> None:
         if metric in ("loss", "eval_loss"):
             translation.default(keys.path("metric_for_best_model"), metric, note="the loss on val")
         else:
-            note = "the best checkpoint is that of the lowest loss on val"
+            note = "the best checkpoint is the one with the lowest val loss"
             translation.none(keys.path("metric_for_best_model"), metric, note)
     trackers: list[str] = []
     uses = {}

@@ -13,7 +13,7 @@ from chatmill.integrations.configs.report import TheirKeys, Translation
 
 CHAT_TYPES = ("chat_template", "chat_template.default", "sharegpt", "messages", "messages.chat")
 PREFERENCE_TYPES = ("chatml.", "llama3.", "chat_template.argilla", "bradley_terry", "stepwise_supervised", "zephyr.")
-INPUT_NOTE = "an input stands below the instruction, without the line ### Input:"
+INPUT_NOTE = "the input follows the instruction, without the line ### Input:"
 COLUMNS = {
     "gpteacher": {"output": "response"},
     "oasst": {"instruction": "INSTRUCTION", "output": "RESPONSE"},
@@ -21,15 +21,15 @@ COLUMNS = {
     "alpaca_chat.load_qa": {"instruction": "question", "output": "answer"},
     "alpaca_chat.load_camel_ai": {"instruction": "message_1", "output": "message_2"},
 }
-"""Types of one instruction and its answer, and the columns that they are in."""
+"""Types with one instruction and one answer per record, and the columns that hold them."""
 NOTES = {
-    "ds_type": "chatmill tells the kind of a file by its name",
-    "trust_remote_code": "no code of a data set is run",
-    "preprocess_shards": "chatmill reads in processes of its own; nothing changes",
+    "ds_type": "chatmill detects the type of a file from its name",
+    "trust_remote_code": "code of a data set is not run",
+    "preprocess_shards": "chatmill uses its own worker processes; nothing changes",
     "shards": "all of the data set is read; set max_samples for a part of it",
     "shards_idx": "all of the data set is read; set max_samples for a part of it",
     "conversation": "the names of FastChat's formats are not read; the chat template decides",
-    "split_thinking": "chatmill reads reasoning from a key of its own, and leaves <think> in the text as it is",
+    "split_thinking": "chatmill reads reasoning from a separate key, and leaves <think> in the text unchanged",
     "template_thinking_key": "the chat template gets reasoning as reasoning_content",
     "drop_system_message": "system messages stay; the prompts differ",
     "field_human": "not read by this type",
@@ -45,13 +45,13 @@ NOTES = {
 
 @dataclass
 class Layout:
-    """How the texts of all sources are written; a recipe has one format for all."""
+    """How records of all sources are rendered; a recipe has one format for all sources."""
 
     kinds: dict[str, str] = field(default_factory=dict)
-    """`text`, `chat` or `style`, with the key of the first source that has it."""
+    """`text`, `chat` or `style`, each with the config key of the first source of that kind."""
     style: PromptStyle | None = None
     chat_template: tuple[str, Any] | None = None
-    """The key and the value of a chat template that a data set names."""
+    """The key and the value of the first chat template that a data set sets."""
 
 
 def take_datasets(translation: Translation, keys: TheirKeys, name: str, layout: Layout, *, only_val: bool) -> None:
@@ -73,7 +73,7 @@ def _take_dataset(translation: Translation, keys: TheirKeys, layout: Layout, onl
         _take_user_defined(translation, keys, kind, number, layout)
     elif kind is None or not isinstance(kind, str):
         translation.refuse(
-            keys.path("type"), kind, "rows of tokens are not read; give the data before Axolotl tokenized it"
+            keys.path("type"), kind, "pretokenized data is not read; give the data from before tokenization"
         )
     else:
         _take_type(translation, keys, kind, number, layout)
@@ -161,7 +161,7 @@ def _take_type(translation: Translation, keys: TheirKeys, kind: str, number: int
 
 
 def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: int, layout: Layout) -> None:
-    """A data set of messages: where they are, what their keys and roles are called, and whose turns are trained."""
+    """A data set of messages: their column, the names of keys and roles, and which turns are trained."""
     is_sharegpt = kind == "sharegpt"
     columns: dict[str, Any] = {}
     translation.take(keys.path("type"), kind, source=(number, {"shape": "sharegpt" if is_sharegpt else "messages"}))
@@ -190,12 +190,12 @@ def take_messages(translation: Translation, keys: TheirKeys, kind: str, number: 
     for name in ("chat_template", "chat_template_jinja"):
         if (value := keys.text(name)) is not None:
             layout.chat_template = layout.chat_template or (keys.path(name), value)
-            translation.default(keys.path(name), value, note="as the chat template of the recipe; see there")
+            translation.default(keys.path(name), value, note="used as the chat template of the recipe")
 
 
 def _rename(translation: Translation, key: str, column: str, ours: str, columns: dict[str, Any]) -> None:
     if column == ours:
-        translation.default(key, column, note="the name that is read anyway")
+        translation.default(key, column, note="already the expected name")
     elif "," in column or "=" in column or column != column.strip():
         translation.refuse(key, column, "a column with this name cannot be read")
     else:
@@ -214,7 +214,7 @@ def _take_roles(translation: Translation, keys: TheirKeys, columns: dict[str, An
             if others:
                 columns[role] = others
             translation.take(table.path(role), names, other={f"columns.{role}": others} if others else {})
-    translation.close(table, dict.fromkeys(table.left, "chatmill has no such role; a record with it is a fault"))
+    translation.close(table, dict.fromkeys(table.left, "chatmill has no such role and rejects records that use it"))
 
 
 def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> None:
@@ -225,9 +225,9 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
             translation.default(keys.path("roles_to_train"), roles, note="train_on assistant")
         elif not names:
             taken = {"train_on": "last"}
-            translation.take(keys.path("roles_to_train"), roles, source=(number, taken), note="the last turn alone")
+            translation.take(keys.path("roles_to_train"), roles, source=(number, taken), note="only the last turn")
         else:
-            note = "all turns but tool results" if names != {"user", "assistant"} else "system turns, too"
+            note = "all turns except tool results" if names != {"user", "assistant"} else "system turns, too"
             translation.take(keys.path("roles_to_train"), roles, source=(number, {"train_on": "all"}), note=note)
     for name in ("train_on_eos", "train_on_eot"):
         if (value := keys.text_or_no(name)) is None:
@@ -236,14 +236,14 @@ def _take_trained(translation: Translation, keys: TheirKeys, number: int) -> Non
             translation.default(keys.path(name), value, note="the end of each trained turn is trained")
         else:
             effects = {"all": "ends of other turns are not trained", "last": "the end of each trained turn is trained"}
-            note = effects.get(value, "the end of each trained turn is trained, so that the model learns to stop")
+            note = effects.get(value, "the end of each trained turn is trained, so the model learns to stop")
             translation.none(keys.path(name), value, note)
 
 
 def _take_user_defined(
     translation: Translation, keys: TheirKeys, kind: Mapping[str, Any], number: int, layout: Layout
 ) -> None:
-    """A type given as a table: names of fields, and texts around the instruction."""
+    """A type that is a table of field names and of prompt texts around the instruction."""
     table = TheirKeys(kind, translation, f"{keys.path('type')}.")
     translation.sources[number]["shape"] = "alpaca"
     columns: dict[str, Any] = {}
@@ -268,6 +268,6 @@ def _take_user_defined(
     )
     for name, value in (("system_prompt", system), ("system_format", around), *texts.items()):
         if value is not None:
-            note = "an input stands below the instruction" if name == "format" else ""
+            note = "the input follows the instruction" if name == "format" else ""
             translation.take(table.path(name), value, other={"chat_template": "written"}, note=note)
     translation.close(table, {})

@@ -1,16 +1,16 @@
-"""Keys of Axolotl that have no counterpart, and what follows from that."""
+"""Axolotl keys without a counterpart, and the effect of leaving them out."""
 
 from __future__ import annotations
 
 ATTENTION = "chatmill chooses attention itself; nothing changes"
-KERNEL = "about speed or memory only; nothing changes in what is computed"
+KERNEL = "affects only speed or memory; the computation does not change"
 UPLOAD = "nothing is uploaded"
 LOSS = "the loss will differ"
-NO_CODE = "no code of others is run"
-PREFERENCE = "of preferences or rewards, which chatmill does not train"
+NO_CODE = "third-party code is not run"
+PREFERENCE = "for preference or reward training; chatmill does SFT only"
 TRACKER = "chatmill has no such tracker; report_to takes tensorboard, wandb and mlflow"
-SHARDS = "chatmill splits rows over ranks, not models or sequences; memory for each GPU differs"
-MOE = "mixtures of experts are trained as transformers holds them; speed differs"
+SHARDS = "chatmill distributes rows over ranks, not layers or sequences; memory per GPU differs"
+MOE = "mixture-of-experts layers use the implementation of transformers; speed differs"
 _GROUPS: dict[str, str] = {
     "attn_implementation flash_attention flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp "
     "flash_attn_fuse_qkv flash_optimum xformers_attention sdp_attention s2_attention flex_attention "
@@ -44,19 +44,19 @@ _GROUPS: dict[str, str] = {
     "hub_model_id hub_strategy hub_revision push_dataset_to_hub": UPLOAD,
     "hf_use_auth_token": "URLs of the Hub use HF_TOKEN, or the login of `hf auth login`",
     "trust_remote_code": NO_CODE,
-    "trainer_cls": f"{NO_CODE}; chatmill's own loop trains",
-    "plugins": f"{NO_CODE}; what the plugins change in training is not done",
+    "trainer_cls": f"{NO_CODE}; chatmill's own training loop is used",
+    "plugins": f"{NO_CODE}; the changes that plugins make to training do not apply",
     "tokenizer_type tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common "
     "tokenizer_save_jinja_files model_type type_of_model base_model_config cls_model_config "
     "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model "
-    "base_model_ignore_patterns gptq_model_v1": ("the files of the model's folder say which classes are used"),
+    "base_model_ignore_patterns gptq_model_v1": ("the files in the model folder determine the classes"),
     "model_config overrides_of_model_config overrides_of_model_kwargs model_kwargs rope_scaling": (
-        "the config of the model's folder is used as it is; edit its config.json"
+        "the config.json of the model folder is used unchanged; edit it there"
     ),
     "model_quantization_config model_quantization_config_kwargs gptq gptq_groupsize gptq_disable_exllama "
     "gptq_bits": "quantized base models are refused; give one that is not quantized, and load_in_4bit",
-    "qat quantization": "weights are not trained for quantization; the loss will differ",
-    "use_onebitllms": "1.58-bit training is not done; the loss will differ",
+    "qat quantization": "there is no quantization-aware training; the loss will differ",
+    "use_onebitllms": "there is no 1.58-bit training; the loss will differ",
     "tokens added_tokens_overrides resize_token_embeddings_to_32x mean_resizing_embeddings "
     "shrink_embeddings fix_untrained_tokens": (
         "no tokens are added, and embeddings keep their size; add tokens to the model's folder first"
@@ -67,7 +67,7 @@ _GROUPS: dict[str, str] = {
     "peft_layers_pattern peft_layer_replication peft_trainable_token_indices peft_ensure_weight_tying": (
         "all layers of the targets get adapters of one size; the loss will differ"
     ),
-    "lora_fan_in_fan_out": "peft finds out by itself; nothing changes",
+    "lora_fan_in_fan_out": "peft detects this; nothing changes",
     "peft_use_dora peft_init_lora_weights peft": (
         "plain LoRA is trained, with its usual initial weights; the loss will differ"
     ),
@@ -93,7 +93,7 @@ _GROUPS: dict[str, str] = {
     "neftune_noise_alpha noisy_embedding_alpha": "no noise is added to embeddings; the loss will differ",
     "use_eaft eaft_alpha eaft_k": "the loss is plain cross entropy; it will differ",
     "loss_watchdog_threshold loss_watchdog_patience": ("a run does not stop at a high loss; see metrics.jsonl"),
-    "auto_find_batch_size": "the batch stays as it is; --estimate says whether it fits",
+    "auto_find_batch_size": "the batch size is not changed; --estimate shows whether it fits",
     "shuffle_before_merging_datasets": "all rows are shuffled in each epoch",
     "sample_packing_sequentially curriculum_sampling": ("rows are packed best fit and shuffled; the order differs"),
     "dataset_shard_num dataset_shard_idx": "all of the data is read; set max_samples",
@@ -104,12 +104,12 @@ _GROUPS: dict[str, str] = {
     "bench_dataset bench_split generate_samples num_generation_samples generation_max_new_tokens "
     "generation_temperature generation_top_p generation_top_k generation_prompt_ratio "
     "generation_do_sample": "evaluation gives the loss and eval_samples answers",
-    "greater_is_better": "the best checkpoint is that of the lowest loss on val",
-    "save_only_model": "checkpoints hold the optimizer, too, so that a run can be resumed",
+    "greater_is_better": "the best checkpoint is the one with the lowest val loss",
+    "save_only_model": "checkpoints also contain the optimizer state, so a run can be resumed",
     "save_first_step": "the first checkpoint comes after save_interval steps",
     "wandb_entity wandb_run_id wandb_watch wandb_log_model wandb_mode wandb_name mlflow_tracking_uri "
     "mlflow_experiment_name mlflow_run_name hf_mlflow_log_artifacts project_name": (
-        "trackers read the variables of their clients, such as WANDB_ENTITY, WANDB_NAME or MLFLOW_TRACKING_URI"
+        "trackers read the environment variables of their clients, e.g. WANDB_ENTITY, WANDB_NAME, MLFLOW_TRACKING_URI"
     ),
     "use_comet comet_api_key comet_workspace comet_project_name comet_experiment_key comet_mode "
     "comet_online comet_experiment_config use_otel_metrics otel_metrics_host otel_metrics_port "
@@ -124,7 +124,7 @@ _GROUPS: dict[str, str] = {
     "dpo_use_logits_to_keep dpo_generate_during_eval dpo_norm_loss": PREFERENCE,
     "auto_resume_from_checkpoints": "add --resume auto to the train command",
     "resume_from_checkpoint": ("checkpoints of Axolotl cannot be resumed; the run starts from the base model"),
-    "streaming": "the dataset is prepared before the run; nothing changes in what is computed",
+    "streaming": "the dataset is prepared before the run; the computation does not change",
     "default_system_message": "no system message is added; the chat template may write its own",
     "eot_tokens": "chatmill finds the end of a turn in the chat template",
     "llmcompressor": "no sparsity recipe is applied; the loss will differ",
@@ -132,7 +132,7 @@ _GROUPS: dict[str, str] = {
         "weights of full fine-tuning are float32, or bfloat16 with adamw8bit and adamw_bf16"
     ),
     "reinit_weights": "weights of the model's folder are used; the loss will differ",
-    "processor_kwargs": "of images and sound, which chatmill does not train",
+    "processor_kwargs": "for images and audio; chatmill trains on text only",
     "full_finetune test_value": "not read by Axolotl either",
 }
 NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()}

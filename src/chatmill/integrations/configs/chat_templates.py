@@ -1,6 +1,6 @@
-"""Chat templates of prompt styles that other trainers have in code: Alpaca's, and texts around a question.
+"""Chat templates for the prompt styles that other trainers implement in code, such as Alpaca's.
 
-A style is the text before and after a question. The system text, or a default one, stands before the first.
+A style is the text before and after a question. The system text, or a default, comes before the first question.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ ALPACA_SYSTEM = (
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """The texts around the messages of a conversation; `{}` stands for the text of a message."""
+    """The texts around the messages of a conversation; `{}` is replaced by the text of a message."""
 
     question: str
     system: str = "{}\n\n"
     default_system: str = ""
     after_answer: str = ""
-    """What stands between the end token of an answer and the next question."""
+    """The text between the end token of an answer and the next question."""
     ends_messages: bool = False
     """Whether the end token follows questions and system texts, too."""
 
@@ -52,7 +52,7 @@ class PromptStyle:
 
 
 def _around(text: str, inner: str, end: str) -> str:
-    """`before{}after` as a Jinja expression, with the end token behind the inner text if there is one."""
+    """`before{}after` as a Jinja expression, with the end token, if any, after the inner text."""
     before, _, after = text.partition("{}")
     parts = [_quoted(before)] if before else []
     parts += [inner, *([end] if end else []), *([_quoted(after)] if after else [])]
@@ -78,4 +78,4 @@ NAMED = {
     "alpaca": PromptStyle("### Instruction:\n{}\n\n### Response:\n", default_system=ALPACA_SYSTEM, after_answer="\n\n"),
     "default": PromptStyle("Human: {}\nAssistant:", "System: {}\n", after_answer="\n", ends_messages=True),
 }
-"""Templates of LLaMA-Factory that are texts around a question."""
+"""LLaMA-Factory templates that only put text around a question."""

@@ -1,9 +1,9 @@
-"""Where the models and data sets that another trainer's config names lie: paths stay paths, the Hub becomes URLs.
+"""Locations of the models and data sets in another trainer's config: paths stay paths, Hub names become URLs.
 
     tatsu-lab/alpaca, split train       hf://datasets/tatsu-lab/alpaca@refs/convert/parquet/default/train/*.parquet
     tatsu-lab/alpaca, file a.json       hf://datasets/tatsu-lab/alpaca/a.json
 
-The first is the copy in Parquet that the Hub keeps of each data set, one folder a configuration and split.
+The first is the Parquet copy that the Hub keeps of each data set, with one folder per configuration and split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNREAD = (".csv", ".tsv", ".xml", ".pkl", ".pickle")
 
 @dataclass(frozen=True)
 class DataSplit:
-    """A split of a data set, and the first rows of it."""
+    """A split of a data set, and how many of its first rows to read."""
 
     name: str
     first: int | None
@@ -34,7 +34,7 @@ class DataSplit:
 
 
 def parse_split(text: str | None) -> DataSplit:
-    """`train[:500]` is the first 500 rows; other slices have no counterpart, and the note says so."""
+    """Parse a split. `train[:500]` is the first 500 rows; for other slices the note says that all rows are taken."""
     match = _SPLIT.fullmatch(text or "train")
     if match is None:
         return DataSplit("train", None, f'"{one_line(str(text))}" is not read; all of train is taken')
@@ -49,7 +49,7 @@ def parse_split(text: str | None) -> DataSplit:
 
 
 def is_local(path: str) -> bool:
-    """Whether a name is a path of this machine, rather than a repository on the Hub."""
+    """Whether a name is a local path rather than a repository on the Hub."""
     if path.startswith(("/", "./", "../", "~")) or "\\" in path:
         return True
     looks_like_file = path.lower().endswith((*SUFFIXES, *_UNREAD)) or "*" in path
@@ -78,7 +78,7 @@ def data_inputs(
 
 
 def source_name(path: str, taken: list[str]) -> str:
-    """A name for a source, of its path, that no other has."""
+    """A unique name for a source, derived from its path."""
     name = re.sub(r"[^\w.-]+", "-", path.rstrip("/").split("/")[-1]).strip("-.") or "data"
     for suffix in SUFFIXES:
         name = name.removesuffix(suffix)
@@ -89,7 +89,7 @@ def source_name(path: str, taken: list[str]) -> str:
 
 
 def take_model(translation: Translation, keys: TheirKeys, name: str, revision: str, *, tokenizer: str = "") -> None:
-    """The base model, and the tokenizer with it, as a local folder: one of the Hub is to be downloaded first."""
+    """Read the base model and its tokenizer as a local folder; for a Hub model, add the download command."""
     model, at = keys.text(name), keys.text(revision)
     if model is None:
         if translation.model is not None:

@@ -32,16 +32,18 @@ _GROUPS: dict[str, str] = {
     "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision "
     "hub_model_revision": UPLOAD,
     "trackio_space_id trackio_bucket_id trackio_static_space_id": TRACKER,
-    "run_name project": ("trackers read the variables of their clients, such as WANDB_NAME and WANDB_PROJECT"),
+    "run_name project": (
+        "trackers read the environment variables of their clients, such as WANDB_NAME and WANDB_PROJECT"
+    ),
     "optim_args optim_target_modules": "an option of another optimizer; it has no effect",
     "label_smoothing_factor": "labels are not smoothed; the loss will differ",
     "neftune_noise_alpha": "no noise is added to embeddings; the loss will differ",
-    "auto_find_batch_size": "the batch stays as it is; --estimate says whether it fits",
+    "auto_find_batch_size": "the batch size is not changed; --estimate shows whether it fits",
     "eval_delay eval_on_start": "evaluations come every eval_interval steps, and at the end",
-    "greater_is_better": "the best checkpoint is that of the lowest loss on val",
-    "save_only_model": "checkpoints hold the optimizer, too, so that a run can be resumed",
+    "greater_is_better": "the best checkpoint is the one with the lowest val loss",
+    "save_only_model": "checkpoints also contain the optimizer state, so a run can be resumed",
     "do_predict": "the model answers eval_samples questions at an evaluation; see `chatmill chat`",
-    "overwrite_output_dir": "a run needs a name that is not there yet; give another --model_name",
+    "overwrite_output_dir": "a run needs a new name; give another --model_name",
     "do_train": "`chatmill train` trains; nothing changes",
     "do_eval": "val is evaluated if there is one; nothing changes",
     "resume_from_checkpoint": ("checkpoints of other trainers cannot be resumed; the run starts from the base model"),
@@ -50,9 +52,9 @@ NOTES = {name: note for names, note in _GROUPS.items() for name in names.split()
 
 
 def take_training_arguments(translation: Translation, keys: TheirKeys, names: RunNames, *, checkpointing: bool) -> bool:
-    """Read all of TrainingArguments that has a counterpart; whether the run evaluates.
+    """Read all keys of TrainingArguments that have a counterpart; returns whether the run evaluates.
 
-    `checkpointing` is whether the trainer checkpoints activations by default.
+    `checkpointing`: whether the trainer uses activation checkpointing by default.
     """
     take_run(translation, keys, names)
     take_seed(translation, keys, 42)
@@ -75,6 +77,6 @@ def take_training_arguments(translation: Translation, keys: TheirKeys, names: Ru
         if metric in ("loss", "eval_loss"):
             translation.default(keys.path("metric_for_best_model"), metric, note="the loss on val")
         else:
-            note = "the best checkpoint is that of the lowest loss on val"
+            note = "the best checkpoint is the one with the lowest val loss"
             translation.none(keys.path("metric_for_best_model"), metric, note)
     return evaluates

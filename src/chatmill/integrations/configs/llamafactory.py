@@ -1,6 +1,6 @@
-"""`import_llamafactory`: dataset_info.json, and the config of a run if it is given, as files of ours.
+"""`import_llamafactory`: converts dataset_info.json and the config of a run to a recipe and a train config.
 
-Read as of LLaMA-Factory's source at ff6d4d1: `hparams`, and `parser.py`, `converter.py`, `template.py` of `data`.
+Follows LLaMA-Factory's source at ff6d4d1: `hparams`, and `parser.py`, `converter.py`, `template.py` in `data`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STAGES = {
     "kto": "chatmill does SFT only",
 }
 PARENTS = 4
-"""Folders above the config of a run in which its data folder is looked for."""
+"""How many parent folders of a run's config are searched for its data folder."""
 
 
 def import_llamafactory(
@@ -53,10 +53,11 @@ def import_llamafactory(
     ranks: int | None = None,
     model: str | None = None,
 ) -> ImportedConfig:
-    """The recipe and the train config of a dataset_info.json and of a run's config, in any order; one is enough.
+    """Convert a dataset_info.json, the config of a run, or both in any order, with a report on each key.
 
-    The config of a run finds dataset_info.json through its `dataset_dir`. Without one, the recipe has the named
-    `datasets`, or all that are for SFT. `ranks` is the number of GPUs, `model` the folder of the base model.
+    If only the config of a run is given, dataset_info.json is looked up in its `dataset_dir`. If only dataset_info.json
+    is given, the recipe has the named `datasets`, or all that are for SFT. `ranks` is the number of GPUs, `model` a
+    folder with the base model.
     """
     info, run = _which(path, train)
     values = read_config(run, "a config of LLaMA-Factory in YAML") if run is not None else {}
@@ -78,7 +79,7 @@ def import_llamafactory(
 
 
 def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Place | None]:
-    """The dataset_info.json and the config of the run among the given files."""
+    """Tell which of the given files is the dataset_info.json and which is the config of a run."""
     files = [place(each) for each in (path, train) if each is not None]
     info = [each for each in files if each.name.lower().endswith(".json")]
     run = [each for each in files if each.name.lower().endswith((".yaml", ".yml"))]
@@ -88,7 +89,7 @@ def _which(path: str | Path, train: str | Path | None) -> tuple[Place | None, Pl
 
 
 def _import_info(translation: Translation, path: Place, names: Sequence[str]) -> list[str]:
-    """Data sets without the config of a run; those that are not for SFT are listed."""
+    """Import data sets without the config of a run; those that are not for SFT are reported."""
     entries = read_config(path, "a dataset_info.json")
     if unknown := [name for name in names if name not in entries]:
         raise DataError(f'{path}: has no data set "{one_line(unknown[0])}"')
@@ -105,19 +106,21 @@ def _import_info(translation: Translation, path: Place, names: Sequence[str]) ->
     if names and len(names) < len(entries):
         translation.assume(f"{len(entries) - len(names)} other data sets of the file are not used")
     train: dict[str, Any] = {"use_loss_mask": True, "block_size": 2048}
-    note = "no config of a run is given: LLaMA-Factory's defaults for rows, and chatmill's for all else"
+    note = "no config of a run is given: LLaMA-Factory's defaults for rows, and chatmill's for everything else"
     translation.assume(note, recipe={"max_tokens": 2048}, train=train)
     if translation.model is not None:
         ours = {"recipe": {"tokenizer": translation.model}, "train": {"init_from_model": translation.model}}
         translation.assume("given as --model", **ours)
     else:
-        translation.assume("no model is named: a new small one would be trained on bytes; give --model FOLDER")
+        translation.assume(
+            "no model is named, so `chatmill train` would train a small new model on bytes; give --model FOLDER"
+        )
     return list(entries)
 
 
 def _refuse(translation: Translation, keys: TheirKeys) -> None:
     if "train_dataset" in keys and "model_name_or_path" not in keys:
-        raise DataError(f"{translation.place}: is a config of LLaMA-Factory's v1 engine, which is not read")
+        raise DataError(f"{translation.place}: is a config of LLaMA-Factory's v1 engine, which is not supported")
     if "compute_environment" in keys and "model_name_or_path" not in keys:
         raise DataError(f"{translation.place}: is a config of Accelerate; give that of the run, and --ranks")
     stage = keys.text("stage")
@@ -139,10 +142,10 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
     ):
         if value := keys.peek(name):
             keys.pop(name)
-            translation.refuse(name, value, "this engine or way to change the model has no counterpart")
+            translation.refuse(name, value, "this engine or model modification has no counterpart")
     for name in ("image_max_pixels", "video_max_pixels", "image_min_pixels", "video_min_pixels"):
         if (value := keys.pop(name)) is not None:
-            translation.refuse(keys.path(name), value, "chatmill trains on text only, not on images or sound")
+            translation.refuse(keys.path(name), value, "chatmill trains on text only, not on images or audio")
 
 
 def _take_adapters(translation: Translation, keys: TheirKeys) -> None:
@@ -161,7 +164,7 @@ def _take_adapters(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _take_training(translation: Translation, keys: TheirKeys) -> bool:
-    """TrainingArguments, and what LLaMA-Factory has besides; whether the run evaluates."""
+    """Read TrainingArguments and LLaMA-Factory's own training keys; returns whether the run evaluates."""
     disabled = keys.switch("disable_gradient_checkpointing")
     checkpoints = {"activation_checkpointing": not disabled}
     if disabled is not None:
@@ -200,7 +203,7 @@ def _take_training(translation: Translation, keys: TheirKeys) -> bool:
 def _take_data(
     translation: Translation, keys: TheirKeys, info: Place | None, run: Place, *, evaluates: bool
 ) -> list[str]:
-    """The data sets of the run, and how their rows are made; the names that were read."""
+    """Read the data sets of the run and how their rows are built; returns the names of the data sets."""
     folder = keys.text("dataset_dir")
     names, others = keys.texts("dataset", separator=","), keys.texts("eval_dataset", separator=",")
     if not names:
@@ -237,7 +240,7 @@ def _take_data(
 
 
 def _find_info(translation: Translation, folder: str | None, run: Place) -> Path | None:
-    """The dataset_info.json of `dataset_dir`, relative to this folder, or to one of those above the config."""
+    """The dataset_info.json in `dataset_dir`, relative to the current folder or to a parent folder of the config."""
     if folder is not None and (folder.startswith("REMOTE:") or folder == "ONLINE"):
         translation.faults.append(f"dataset_dir {folder}: download the data, and give its {DATASET_INFO} as well")
         return None

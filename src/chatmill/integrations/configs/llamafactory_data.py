@@ -22,29 +22,29 @@ TAGS = {
     "function_tag": ("", "function_call"),
     "system_tag": ("system", "system"),
 }
-"""Each tag: the name that chatmill has for it, and the default of LLaMA-Factory."""
-INPUT_NOTE = "an input stands below the instruction after an empty line; theirs has none between"
+"""For each tag, chatmill's name and LLaMA-Factory's default."""
+INPUT_NOTE = "the input follows the instruction after an empty line, which LLaMA-Factory does not insert"
 
 
 def why_not_sft(entry: Mapping[str, Any]) -> str | None:
-    """Why an entry is not for SFT on texts, or cannot be read."""
+    """Why an entry is not for SFT on text, or cannot be read; None if it is fine."""
     columns = entry.get("columns") if isinstance(entry.get("columns"), dict) else {}
     assert isinstance(columns, dict)
     if entry.get("ranking") or any(columns.get(name) for name in PREFERENCES):
         return "preference pairs; chatmill does SFT only"
     if any(columns.get(name) for name in MEDIA):
-        return "images, videos or sound; chatmill trains on text only"
+        return "images, videos or audio; chatmill trains on text only"
     if "script_url" in entry:
-        return "a script loads it; no code of a data set is run"
+        return "a script loads it; code of a data set is not run"
     if not any(name in entry for name in ("file_name", "hf_hub_url", "cloud_file_name")):
         return "neither a file nor on the Hugging Face Hub; download it, and name it as file_name"
     return None
 
 
 def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *, only_val: bool = False) -> None:
-    """One data set as a source; what cannot be read is refused."""
+    """Convert one data set to a source, or refuse it if it cannot be read."""
     if not isinstance(entry, dict):
-        translation.refuse(name, entry, "an entry of dataset_info.json is a table")
+        translation.refuse(name, entry, "expected a table as an entry of dataset_info.json")
         return
     if reason := why_not_sft(entry):
         translation.refuse(name, entry, reason)
@@ -77,7 +77,7 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
         note = INPUT_NOTE if formatting == "alpaca" else ""
         translation.take(keys.path("formatting"), formatting, other={"shape": shape}, note=note)
     if (count := keys.integer("num_samples", least=1)) is not None:
-        note = "the first; theirs draws them at random, and repeats rows of a smaller set"
+        note = "the first rows; LLaMA-Factory samples at random, and repeats rows of smaller sets"
         translation.take(keys.path("num_samples"), count, source=(number, {"max_samples": count}), note=note)
     translation.close(
         keys,
@@ -90,7 +90,7 @@ def take_entry(translation: Translation, name: str, entry: Any, folder: Place, *
 
 
 def _take_place(translation: Translation, keys: TheirKeys, number: int, folder: Place) -> None:
-    """Where the records are; of several places the Hub comes first, as in LLaMA-Factory."""
+    """Read the location of the records; if there are several, the Hub takes precedence, as in LLaMA-Factory."""
     values = {name: keys.text(name) for name in ("hf_hub_url", "cloud_file_name", "file_name")}
     subset, split, sub_folder = keys.text("subset"), keys.text("split"), keys.text("folder")
     key, path = next(((name, value) for name, value in values.items() if value is not None), ("file_name", None))
@@ -143,10 +143,10 @@ def _take_messages(
     tags: Mapping[str, Any] | None,
     renamed: dict[str, Any],
 ) -> str:
-    """`sharegpt` where keys have ShareGPT's names, else `messages` with columns."""
+    """Returns `sharegpt` if the keys have ShareGPT's names, else `messages` with columns."""
     table = TheirKeys(columns or {}, translation, keys.path("columns."))
     messages = table.text("messages")
-    # Of tags that are given in part, the others are unset, but for the two without which nothing is read.
+    # If only some tags are given, the others are unset, except the two that are always needed.
     needed = ("role_tag", "content_tag") if tags is not None else tuple(TAGS)
     named = {tag: default if tag in needed else None for tag, (_, default) in TAGS.items()}
     given = TheirKeys(tags or {}, translation, keys.path("tags."))
@@ -181,7 +181,7 @@ def _take_column(translation: Translation, table: TheirKeys, theirs: str, ours: 
     if column is None:
         return
     if column == ours:
-        translation.default(table.path(theirs), column, note="the name that is read anyway")
+        translation.default(table.path(theirs), column, note="already the expected name")
     elif "," in column or "=" in column or column != column.strip():
         translation.refuse(table.path(theirs), column, "a column with this name cannot be read")
     elif ours in renamed:

@@ -1,4 +1,4 @@
-"""Keys of LLaMA-Factory that have no counterpart, and what follows from that."""
+"""LLaMA-Factory keys without a counterpart, and the effect of leaving them out."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _GROUPS: dict[str, str] = {
         "no tokens are added, and embeddings keep their size; add tokens to the model's folder first"
     ),
     "split_special_tokens": "special tokens in texts are always encoded as text",
-    "rope_scaling": "the config of the model's folder is used as it is; edit its config.json",
-    "moe_aux_loss_coef": "the load of experts is not balanced by a loss of its own; the loss will differ",
+    "rope_scaling": "the config.json of the model folder is used unchanged; edit it there",
+    "moe_aux_loss_coef": "there is no auxiliary loss that balances the experts; the loss will differ",
     "train_from_scratch": "weights of the model's folder are used; the loss will differ",
     "quantization_method": ("4-bit weights are NF4 of bitsandbytes; models that are quantized already are refused"),
     "quantization_type double_quantization": "4-bit weights are NF4 with double quantization",
@@ -42,7 +42,7 @@ _GROUPS: dict[str, str] = {
     ),
     "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules module_dropout oft_rank "
     "oft_block_size oft_target freeze_vision_tower freeze_multi_modal_projector freeze_language_model": (
-        "of another way to train; it has no effect"
+        "for another tuning method; it has no effect"
     ),
     "galore_target galore_rank galore_update_interval galore_scale galore_proj_type galore_layerwise "
     "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "

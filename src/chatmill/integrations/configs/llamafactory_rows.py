@@ -1,4 +1,4 @@
-"""Keys of LLaMA-Factory that say how the rows of a run are made and mixed."""
+"""LLaMA-Factory keys that set how rows are built and mixed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def take_mixing(translation: Translation, keys: TheirKeys) -> None:
     strategy, shares = keys.text("mix_strategy"), keys.texts("interleave_probs", separator=",")
     if strategy is not None:
         if strategy == "concat":
-            translation.default(keys.path("mix_strategy"), strategy, note="each row once an epoch")
+            translation.default(keys.path("mix_strategy"), strategy, note="each row once per epoch")
         elif shares is None:
-            translation.none(keys.path("mix_strategy"), strategy, "each row comes once an epoch; set weights")
+            translation.none(keys.path("mix_strategy"), strategy, "each row is trained once per epoch; set weights")
         else:
-            note = "an epoch is as many rows as all sources hold together"
+            note = "an epoch has as many rows as all sources together"
             translation.take(keys.path("mix_strategy"), strategy, other={"weight": shares}, note=note)
     if shares is None:
         return
@@ -27,7 +27,7 @@ def take_mixing(translation: Translation, keys: TheirKeys) -> None:
     if strategy in (None, "concat"):
         translation.default(keys.path("interleave_probs"), shares, note="not used with mix_strategy concat")
     elif len(numbers) != len(trained) or not all(0 < number < 1e6 for number in numbers):
-        translation.faults.append("interleave_probs must have a number over 0 for each data set")
+        translation.faults.append("interleave_probs must have a positive number for each data set")
         translation.none(keys.path("interleave_probs"), shares, "not understood")
     else:
         for source, number in zip(trained, numbers, strict=True):
@@ -39,13 +39,13 @@ def take_rows(translation: Translation, keys: TheirKeys) -> None:
     neat = keys.switch("neat_packing")
     packs = take_packing(translation, keys, "packing")
     if neat is not None:
-        note = "conversations of a row never see each other"
+        note = "conversations in a row do not attend to each other"
         taken = {"packing": "bins" if neat or packs else "none"}
         translation.take(keys.path("neat_packing"), neat, train=taken, note=note if neat else "")
     take_length(translation, keys, "cutoff_len", 2048, "exchanges", CUT_AT_THE_END)
     inputs, last = keys.switch("train_on_prompt"), keys.switch("mask_history")
     if inputs is None:
-        translation.assume("LLaMA-Factory trains answers alone by default", train={"use_loss_mask": True})
+        translation.assume("LLaMA-Factory trains only answers by default", train={"use_loss_mask": True})
     else:
         translation.take(keys.path("train_on_prompt"), inputs, train={"use_loss_mask": not inputs})
     if last is not None:
@@ -68,5 +68,5 @@ def _take_template(translation: Translation, keys: TheirKeys) -> None:
         translation.chat_template = NAMED[name].template()
         translation.take(keys.path("template"), name, other={"chat_template": "written beside the recipe"})
     else:
-        note = f"chatmill has no template named {name}: that of the tokenizer is used; set chat_template if it differs"
+        note = f"chatmill has no template named {name} and uses the tokenizer's; set chat_template if it differs"
         translation.none(keys.path("template"), name, note)

@@ -1,4 +1,4 @@
-"""Keys of what is trained of a model, and in which precision: adapters, quantization, activations, sharding."""
+"""Keys that set which weights are trained and how: adapters, quantization, precision, checkpointing, sharding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from chatmill.integrations.configs.report import OFF, TheirKeys, Translation
 
 NF4 = "NF4 with double quantization"
 HEADS = ("lm_head", "embed_out", "output")
-"""Names of output heads, which can have no adapter here."""
+"""Names of output heads, which cannot have adapters in chatmill."""
 
 
 @dataclass(frozen=True)
 class LoraNames:
-    """The names that a trainer has for the keys of LoRA, and its defaults."""
+    """A trainer's names and defaults for the LoRA keys."""
 
     rank: str = "lora_r"
     dropout: str = "lora_dropout"
@@ -23,9 +23,9 @@ class LoraNames:
     saved: str = "lora_modules_to_save"
     rslora: str = "use_rslora"
     separator: str | None = None
-    """What separates the names of modules in one text."""
+    """Separator of module names in a single string."""
     all_linear: str = "all-linear"
-    """The name that stands for all linear layers."""
+    """The name for all linear layers."""
     default_rank: int = 16
     default_alpha: float | None = 32.0
     """None: twice the rank."""
@@ -33,7 +33,7 @@ class LoraNames:
 
 
 def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, used: bool, all_linear: str = "") -> None:
-    """The adapters; `all_linear` names a switch for all linear layers, besides the list."""
+    """Read the LoRA keys; `all_linear` is the name of a separate switch for all linear layers."""
     rank, alpha = keys.integer(names.rank, least=1, most=2**20), keys.number("lora_alpha")
     dropout, targets = keys.number(names.dropout, most=1), keys.texts(names.targets, separator=names.separator)
     rslora = keys.switch(names.rslora)
@@ -42,7 +42,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
         given = {names.rank: rank, "lora_alpha": alpha, names.dropout: dropout, names.targets: targets}
         for name, value in {**given, names.rslora: rslora, all_linear: linear}.items():
             if value is not None:
-                translation.default(keys.path(name), value, note="no adapter is trained, as in theirs")
+                translation.default(keys.path(name), value, note="not used, because no adapter is trained")
         return
     sizes: dict[str, Any] = {"r": rank or names.default_rank}
     scale = alpha if alpha is not None else names.default_alpha
@@ -50,7 +50,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
     sizes |= {"alpha": scale * math.sqrt(sizes["r"]) if rslora else scale}
     sizes |= {"dropout": float(names.default_dropout if dropout is None else dropout)}
     sizes["targets"], left_out = _targets(targets, names, linear=bool(linear))
-    # The table is set once; each key of theirs then names its part of it.
+    # The whole table is set here; each imported key is then reported with its part of it.
     translation.train["lora"] = sizes
     assumed = []
     for name, value, part in (
@@ -63,7 +63,11 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
         else:
             translation.take(keys.path(name), value, other={f"lora.{part}": sizes[part]})
     if rslora is not None:
-        note = "alpha is multiplied by the root of r, which gives the same scale" if rslora else "off, as in chatmill"
+        note = (
+            "alpha is multiplied by the square root of r, which gives the same scale"
+            if rslora
+            else "off, as in chatmill"
+        )
         translation.default(keys.path(names.rslora), rslora, note=note)
     if targets is not None:
         note = f"{', '.join(left_out)} is the output head, which gets no adapter" if left_out else ""
@@ -82,7 +86,7 @@ def take_lora(translation: Translation, keys: TheirKeys, names: LoraNames, *, us
 
 
 def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tuple[Any, list[str]]:
-    """The targets, and those that are left out."""
+    """The targets, and the names that are left out."""
     if linear or targets in ([names.all_linear], ["all-linear"]):
         return "all-linear", []
     if targets is None:
@@ -91,7 +95,7 @@ def _targets(targets: list[str] | None, names: LoraNames, *, linear: bool) -> tu
     kept = [name for name in targets if name not in HEADS]
     if not kept:
         return "all-linear", left_out
-    # One name with the characters of an expression is one for peft, too.
+    # peft also treats a single name with these characters as a regular expression.
     is_expression = len(kept) == 1 and any(character in kept[0] for character in "\\*+|()[]^$")
     return (kept[0] if is_expression else kept), left_out
 
@@ -102,7 +106,7 @@ def take_four_bits(translation: Translation, keys: TheirKeys, name: str, *, lora
     if value is None:
         return
     if not value and translation.train.get("quantize") == "nf4":
-        translation.none(keys.path(name), value, "the adapter is qlora, which has 4 bits anyway")
+        translation.none(keys.path(name), value, "adapter qlora always uses 4 bits")
     elif not value:
         translation.take(keys.path(name), value, train={"quantize": "none"})
     elif not lora:
@@ -123,7 +127,7 @@ def take_eight_bits(translation: Translation, keys: TheirKeys, name: str = "load
 
 
 def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf16", fp16: str = "fp16") -> None:
-    """The precision of computation; float16 is not computed here."""
+    """The compute precision; chatmill has no float16."""
     brain, half = keys.pop(bf16), keys.pop(fp16)
     if brain is not None:
         if brain in (True, "true", "full"):
@@ -144,7 +148,7 @@ def take_precision(translation: Translation, keys: TheirKeys, *, bf16: str = "bf
 
 
 def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bool) -> None:
-    """Gradient checkpointing, with inputs of layers on the GPU or in host memory."""
+    """Gradient checkpointing, with layer inputs kept on the GPU or in host memory."""
     value = keys.pop("gradient_checkpointing")
     if value is None:
         if default and "activation_checkpointing" not in translation.train:
@@ -167,7 +171,7 @@ def take_checkpointing(translation: Translation, keys: TheirKeys, *, default: bo
 
 
 def take_sharding(translation: Translation, keys: TheirKeys) -> None:
-    """FSDP and ZeRO-3 shard the model here, too; other stages of ZeRO have no counterpart."""
+    """FSDP and ZeRO-3 become `parallel: fsdp`; other ZeRO stages have no counterpart."""
     for name in ("fsdp", "fsdp_config", "deepspeed"):
         value = keys.pop(name)
         if value is None:
@@ -178,9 +182,7 @@ def take_sharding(translation: Translation, keys: TheirKeys) -> None:
             note = "chatmill has no ZeRO-1 or ZeRO-2: each rank keeps the whole optimizer state; consider parallel fsdp"
             translation.none(keys.path(name), value, note)
         elif translation.train.get("quantize", "none") != "none":
-            translation.none(
-                keys.path(name), value, "4-bit weights cannot be sharded here; each rank holds all of them"
-            )
+            translation.none(keys.path(name), value, "chatmill cannot shard 4-bit weights; each rank holds all of them")
         elif translation.train.get("optimizer") in ("adafactor", "muon"):
             note = f"{translation.train['optimizer']} needs whole matrices; each rank holds the whole model"
             translation.none(keys.path(name), value, note)
@@ -190,7 +192,7 @@ def take_sharding(translation: Translation, keys: TheirKeys) -> None:
 
 
 def _is_stage_3(value: Any) -> bool:
-    """Whether a config of DeepSpeed, or the name of its file, is of ZeRO-3."""
+    """Whether a DeepSpeed config, or its file name, is for ZeRO-3."""
     if isinstance(value, dict):
         zero = value.get("zero_optimization")
         return isinstance(zero, dict) and zero.get("stage") == 3

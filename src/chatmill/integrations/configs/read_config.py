@@ -1,4 +1,4 @@
-"""Reads the config files of other trainers: YAML or JSON of a bounded size, as plain values."""
+"""Reads config files of other trainers: YAML or JSON of limited size, with plain values only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from chatmill.remote.named_files import local_file
 from chatmill.remote.urls import Place, place
 
 LIMIT = 1 << 20
-"""Bytes that a config may have."""
+"""Maximum size of a config in bytes."""
 MOST_VALUES = 100_000
-"""Values that a config may hold, those of an alias counted at each place."""
+"""Maximum number of values in a config; the values of an alias count each time it is used."""
 DEPTH = 50
 
 
 def read_config(path: str | Place, what: str) -> dict[str, Any]:
-    """The table that a file, here or at a URL, holds; `what` says in an error which file is expected."""
+    """Read the table in a local file or at a URL; `what` describes the expected file in error messages."""
     name = str(place(path))
     try:
         local = local_file(path if isinstance(path, str | Path) else path.address, limit=LIMIT)
@@ -53,7 +53,7 @@ def _parse_json(data: bytes, name: str) -> Any:
         table = dict(pairs)
         if len(table) < len(pairs):
             twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
-            raise DataError(f'{name}: the key "{one_line(twice)}" stands there twice; expected each key once')
+            raise DataError(f'{name}: the key "{one_line(twice)}" occurs twice; expected each key once')
         return table
 
     try:
@@ -63,7 +63,7 @@ def _parse_json(data: bytes, name: str) -> Any:
 
 
 def _check_size(table: Mapping[Any, Any], name: str) -> None:
-    """Refuse what cannot be printed: too many values behind aliases, endless nesting, infinity and surrogates."""
+    """Reject values that cannot be printed: alias bombs, deep nesting, non-finite numbers and surrogates."""
     left: list[tuple[Any, int]] = [(table, 0)]
     count = 0
     while left:

@@ -1,4 +1,4 @@
-"""What becomes of each key of another trainer's config: taken, equal to a default, without counterpart, or unknown."""
+"""The result for each key of another trainer's config: taken, equal to a default, without counterpart, or unknown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chatmill.train.config import TrainConfig
 Status = Literal["taken", "default", "none", "unknown"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {}, "none", "None")
-"""Values by which a feature is off."""
+"""Values that turn a feature off."""
 UNSET = "not set"
 HIDDEN = "(hidden)"
 _KEYS = {config: keys_of(config) for config in (Job, InputSource, TrainConfig)}
@@ -28,7 +28,7 @@ IS_OFF = "off, as in chatmill"
 
 @dataclass(frozen=True)
 class KeyResult:
-    """What becomes of one key."""
+    """The result for one key."""
 
     key: str
     """Its path, such as `datasets[0].type`."""
@@ -37,7 +37,7 @@ class KeyResult:
     ours: Mapping[str, Any] = field(default_factory=dict)
     """The keys of the recipe and of the train config that it sets."""
     note: str = ""
-    """What follows from it."""
+    """The effect, or an explanation."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "value", _without_secrets(self.key, self.value))
@@ -52,7 +52,7 @@ class KeyResult:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value that their config does not set: a default of theirs, or what cannot be known from the config."""
+    """A value that the config does not set: the trainer's default, or an assumption."""
 
     ours: Mapping[str, Any]
     note: str
@@ -63,14 +63,14 @@ class Assumption:
 
 
 def shown(value: Any, longest: int = 80) -> str:
-    """A value as JSON, in one line of at most `longest` characters; a text without quotes where that is clear."""
+    """A value as JSON in one line of at most `longest` characters; strings without quotes where unambiguous."""
     if isinstance(value, str) and value and value == value.strip() and "\n" not in value:
         return one_line(value, longest)
     return one_line(json.dumps(value, ensure_ascii=False, default=str), longest)
 
 
 def _without_secrets(key: str, value: Any) -> Any:
-    """The value without keys of services, and users and passwords of URLs."""
+    """The value without API keys, and without user names and passwords in URLs."""
     if value in OFF or isinstance(value, bool):
         return value
     if _SECRET.search(key):
@@ -83,7 +83,7 @@ def _without_secrets(key: str, value: Any) -> Any:
 
 
 class TheirKeys:
-    """A table of their config. Each key is taken out once, by the rule that reads it; `left` are those of no rule."""
+    """A table of the imported config. The rule that reads a key removes it; `left` lists the remaining keys."""
 
     def __init__(self, values: Mapping[Any, Any], translation: Translation, prefix: str = "") -> None:
         self._values = {str(name): value for name, value in values.items()}
@@ -104,11 +104,11 @@ class TheirKeys:
         return f"{self._prefix}{name}"
 
     def peek(self, name: str) -> Any:
-        """A value that stays, for the rule that takes it out."""
+        """Read a value without removing its key."""
         return self._values.get(name)
 
     def pop(self, name: str) -> Any:
-        """The value of a key; None, with its result, if it is absent or null."""
+        """Remove a key and return its value; None if it is absent or null. A null key is reported as not set."""
         if name not in self._values:
             return None
         value = self.taken_out[self.path(name)] = self._values.pop(name)
@@ -117,7 +117,7 @@ class TheirKeys:
         return value
 
     def number(self, name: str, *, least: float | None = 0, most: float = 1e300) -> float | None:
-        """A number, which may be given as a text such as "2e-4"."""
+        """A number, which may be written as a string such as "2e-4"."""
         value = self.pop(name)
         if value is None:
             return None
@@ -149,13 +149,13 @@ class TheirKeys:
         return value if value is None or (isinstance(value, str) and value) else self._wrong(name, value, "a text")
 
     def text_or_no(self, name: str) -> str | None:
-        """A text; `no`, which YAML reads as false, is one."""
+        """A string, or `no`, which YAML reads as false."""
         value = self.pop(name)
         value = "no" if value is False else value
         return value if value is None or (isinstance(value, str) and value) else self._wrong(name, value, "a text")
 
     def texts(self, name: str, *, separator: str | None = None) -> list[str] | None:
-        """A list of texts; one text is a list of one, or of those between the separators."""
+        """A list of strings; a single string is split at the separator, if there is one."""
         value = self.pop(name)
         if isinstance(value, str):
             value = [part.strip() for part in value.split(separator)] if separator else [value]
@@ -180,7 +180,7 @@ class TheirKeys:
 
 
 class Translation:
-    """A config of another trainer on its way to a recipe and a train config of ours."""
+    """The conversion of another trainer's config to a recipe and a train config."""
 
     def __init__(self, trainer: str, place: str, *, ranks: int | None = None, model: str | None = None) -> None:
         self.trainer, self.place, self.ranks, self.model = trainer, place, ranks, model
@@ -188,15 +188,15 @@ class Translation:
         self.sources: list[dict[str, Any]] = []
         self.train: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
-        """Where the value of each of our keys came from; sources as `sources[0].inputs`."""
+        """The origin of each chatmill key; keys of sources are written as `sources[0].inputs`."""
         self.results: list[KeyResult] = []
         self.assumptions: list[Assumption] = []
         self.faults: list[str] = []
-        """Values of a wrong type, and what chatmill cannot do at all."""
+        """Errors: values of the wrong type, and settings that chatmill does not support."""
         self.chat_template: str | None = None
         """The text of a chat template that the recipe needs."""
         self.downloads: list[str] = []
-        """Commands that fetch what the config names on the Hub."""
+        """Commands that download models from the Hub."""
         self.run_name: str | None = None
         self.tables: list[TheirKeys] = []
 
@@ -211,7 +211,10 @@ class Translation:
         other: Mapping[str, Any] | None = None,
         note: str = "",
     ) -> None:
-        """Set keys of ours from one of theirs, and list `other` ones; equal to our defaults, it is `default`."""
+        """Set chatmill keys from an imported key; `other` keys are only reported.
+
+        The status is `default` if all values equal chatmill's defaults.
+        """
         ours = {**(recipe or {}), **(train or {}), **(other or {})}
         origin = f"{key}: {shown(value, 60)}"
         self.recipe.update(recipe or {})
@@ -232,22 +235,22 @@ class Translation:
         self.results.append(KeyResult(key, value, "default" if is_default else "taken", ours, note))
 
     def default(self, key: str, value: Any, *, note: str) -> None:
-        """A key that says what chatmill does anyway."""
+        """Report a key that needs no change in chatmill."""
         self.results.append(KeyResult(key, value, "default", {}, note))
 
     def none(self, key: str, value: Any, note: str) -> None:
-        """A key without counterpart; `note` says what follows from that."""
+        """Report a key without counterpart; `note` states the effect."""
         self.results.append(KeyResult(key, value, "none", {}, note))
 
     def refuse(self, key: str, value: Any, reason: str) -> None:
-        """A key whose value chatmill cannot do, so that nothing is imported."""
+        """Report a value that chatmill does not support; the import fails."""
         self.faults.append(f"{key}: {shown(value)}: refused, {reason}")
         self.results.append(KeyResult(key, value, "none", {}, f"refused, {reason}"))
 
     def assume(
         self, note: str, *, recipe: Mapping[str, Any] | None = None, train: Mapping[str, Any] | None = None
     ) -> None:
-        """Set keys of ours that their config does not decide."""
+        """Set chatmill keys that the imported config does not determine."""
         ours = {**(recipe or {}), **(train or {})}
         self.recipe.update(recipe or {})
         self.train.update(train or {})
@@ -255,7 +258,7 @@ class Translation:
         self.assumptions.append(Assumption(ours, note))
 
     def close(self, keys: TheirKeys, notes: Mapping[str, str], *, off: Mapping[str, Any] | None = None) -> None:
-        """Give every key that no rule has read its result: from the table of notes, else as unknown."""
+        """Report every key that no rule has read, with its note, or as unknown if it has none."""
         for name in keys.left:
             if name not in notes:
                 value = keys.peek(name)
@@ -269,9 +272,9 @@ class Translation:
                     self.none(keys.path(name), value, notes[name])
 
     def settle(self) -> None:
-        """Give each key a result that a rule has read but not reported, or that none has read: none is left out."""
+        """Report all remaining keys, read or unread, so that the report is complete."""
         reported = {part for each in self.results for part in _paths(each.key)}
-        # Tables in others were made after those, and what is reported of them counts for the others.
+        # Nested tables come after their parents; reporting one of their keys also covers the parent.
         for table in reversed(self.tables):
             unread = {table.path(name): table.peek(name) for name in table.left}
             for path, value in {**table.taken_out, **unread}.items():
@@ -280,7 +283,7 @@ class Translation:
                 if any(_same(value, each) for each in OFF):
                     self.default(path, value, note="empty")
                 else:
-                    self.none(path, value, "not used, as the other keys stand")
+                    self.none(path, value, "not used in combination with the other keys")
                 reported.update(_paths(path))
 
     def check(self) -> None:
@@ -289,18 +292,18 @@ class Translation:
             raise DataError(f"{self.place}: " + "; ".join(self.faults))
 
     def ordered(self, order: Iterable[str]) -> list[KeyResult]:
-        """The results in the order of their file."""
+        """The results in the order of the imported file."""
         rank = {name: number for number, name in enumerate(order)}
         return sorted(self.results, key=lambda result: rank.get(result.key.split("[")[0].split(".")[0], len(rank)))
 
 
 def _paths(key: str) -> list[str]:
-    """A path and all that it lies below: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
+    """A path and its parents: `a[0].b` -> `a[0].b`, `a[0]`, `a`."""
     return [key, *(key[: match.start()] for match in re.finditer(r"[.\[]", key))]
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equality in which False is not 0."""
+    """Equality that distinguishes False from 0."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

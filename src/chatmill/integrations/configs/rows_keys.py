@@ -9,16 +9,16 @@ from typing import Any
 from chatmill.integrations.configs.report import TheirKeys, Translation
 
 VAL_SHARE = 0.01
-"""The share of validation where a config gives a number of rows."""
+"""The validation fraction that is used if a config gives a number of rows."""
 CUT_AT_THE_END = (
-    "theirs cuts the end of longer rows; here whole exchanges go from the start, "
-    "and rows that still do not fit are dropped"
+    "the trainer cuts longer rows at the end; chatmill removes whole exchanges from the start, "
+    "and drops rows that still do not fit"
 )
-TEXT_CUT = "longer texts become several rows, so that all of them is trained"
+TEXT_CUT = "longer texts are split into several rows, so all of their tokens are trained"
 
 
 def take_length(translation: Translation, keys: TheirKeys, name: str, default: int, fit: str, note: str) -> None:
-    """The length of rows, and how longer ones are fitted."""
+    """The length of rows, and how longer rows are made to fit."""
     length = keys.integer(name, least=2, most=2**24)
     recipe, train = {"max_tokens": length or default, "fit": fit}, {"block_size": length or default}
     if length is not None:
@@ -31,28 +31,28 @@ def take_packing(translation: Translation, keys: TheirKeys, name: str) -> bool:
     packs = keys.switch(name)
     if packs is not None:
         taken = {"packing": "bins" if packs else "none"}
-        note = "conversations of a row never see each other" if packs else ""
+        note = "conversations in a row do not attend to each other" if packs else ""
         translation.take(keys.path(name), packs, train=taken, note=note)
     return bool(packs)
 
 
 def take_val_size(translation: Translation, keys: TheirKeys, name: str, *, other_val: bool) -> bool:
-    """Validation as a share; whether there is any."""
+    """Read the size of the validation split; returns whether there is one."""
     size = keys.number(name)
     if size is None:
         return other_val
     if other_val:
-        translation.default(keys.path(name), size, note="the data for evaluation is named by itself")
+        translation.default(keys.path(name), size, note="the config names separate data for evaluation")
     elif 0 <= size < 1:
         translation.take(keys.path(name), size, recipe={"val_split": float(size)})
     else:
-        note = f"a number of rows is not a share: {VAL_SHARE:g} is assumed; change val_split"
+        note = f"chatmill takes a fraction, not a number of rows; {VAL_SHARE:g} is assumed, so check val_split"
         translation.take(keys.path(name), size, recipe={"val_split": VAL_SHARE}, note=note)
     return other_val or bool(size)
 
 
 def without_val(translation: Translation) -> None:
-    """Where nothing is kept for validation, nothing is evaluated."""
+    """Turn off evaluation if there is no validation data."""
     for name in ("early_stop_patience", "keep_best"):
         if translation.train.pop(name, None) is not None:
             translation.assume(f"{name} is left out: nothing is kept for validation")
@@ -61,7 +61,7 @@ def without_val(translation: Translation) -> None:
 
 
 def use_template(translation: Translation, key: str, text: str) -> None:
-    """A chat template that is given as text, or as the path of a file."""
+    """Use a chat template that is given as text or as the path of a file."""
     if re.search(r"\{[{%#]", text):
         translation.chat_template = text if text.endswith("\n") else text + "\n"
         translation.take(key, text, other={"format": "template", "chat_template": "written beside the recipe"})

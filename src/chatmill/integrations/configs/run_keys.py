@@ -1,4 +1,4 @@
-"""Keys of a run that Axolotl, LLaMA-Factory and TRL share under several names: batch, optimizer, schedule, length."""
+"""Keys that Axolotl, LLaMA-Factory and TRL share, partly under other names: batch, optimizer, schedule, length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIMIZERS: Mapping[str, tuple[str, str]] = {
     "muon": ("muon", "updates are scaled to the RMS of AdamW's"),
     "adafactor": (
         "adafactor",
-        "the learning rate of chatmill is relative to the RMS of each weight, theirs is not: raise it about 30 times",
+        "chatmill's learning rate is relative to the RMS of each weight: use one about 30 times higher",
     ),
 }
 SCHEDULES = {
@@ -40,7 +40,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class RunNames:
-    """The names that a trainer has for the keys of a run, and its defaults where they differ from chatmill's."""
+    """A trainer's names for the keys of a run, and its defaults."""
 
     micro_batch: str = "per_device_train_batch_size"
     optimizer: str = "optim"
@@ -51,11 +51,11 @@ class RunNames:
     default_epochs: float = 3.0
     default_learning_rate: float | None = 5e-5
     default_warmup: float | None = 0.0
-    """The share of the run; None: 3 percent of it."""
+    """Number of warm-up steps; None means 3 percent of the run."""
 
 
 def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, default_steps: int = 1) -> None:
-    """All keys of `RunNames` and the ones that go with them."""
+    """Read all keys of `RunNames` and related keys."""
     _take_batch(translation, keys, names, default_steps)
     _take_optimizer(translation, keys, names)
     _take_schedule(translation, keys, names)
@@ -63,7 +63,7 @@ def take_run(translation: Translation, keys: TheirKeys, names: RunNames, *, defa
 
 
 def _take_batch(translation: Translation, keys: TheirKeys, names: RunNames, default_steps: int) -> None:
-    """Rows per step: those of a micro-batch, times accumulation, times the number of GPUs."""
+    """Rows per step: micro-batch size × accumulation steps × number of GPUs."""
     micro = keys.integer(names.micro_batch, least=1, most=2**20)
     steps = keys.integer("gradient_accumulation_steps", least=1, most=2**20)
     ranks = translation.ranks or 1
@@ -71,7 +71,7 @@ def _take_batch(translation: Translation, keys: TheirKeys, names: RunNames, defa
     batch = {"batch_size": rows * parts * ranks}
     product = f"{rows} rows × {parts} accumulation steps × {ranks} {'GPU' if ranks == 1 else 'GPUs'}"
     if translation.ranks is None:
-        product += ", 1 is assumed; say --ranks N"
+        product += ", 1 is assumed; set it with --ranks N"
     if micro is None:
         default = f"{names.micro_batch} {names.default_micro_batch}"
         translation.assume(f"default of {translation.trainer} ({default}); {product}", train=batch)
@@ -109,7 +109,7 @@ def _take_optimizer(translation: Translation, keys: TheirKeys, names: RunNames) 
 
 
 def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -> None:
-    """The schedule, its end, and the warm-up; `constant` of transformers has none."""
+    """The schedule, its final learning rate, and the warm-up; `constant` of transformers has no warm-up."""
     kind = keys.text(names.schedule)
     options = keys.table("lr_scheduler_kwargs")
     ours = SCHEDULES.get(kind or names.default_schedule)
@@ -127,13 +127,13 @@ def _take_schedule(translation: Translation, keys: TheirKeys, names: RunNames) -
         translation.take(keys.path(names.schedule), kind, train={"lr_schedule": ours})
     else:
         taken = {"lr_schedule": ours, "min_lr_ratio": end or 0.0}
-        note = "" if end else "theirs falls to 0"
+        note = "" if end else f"decays to 0, as in {translation.trainer}"
         translation.take(keys.path(names.schedule), kind, train=taken, note=note)
     _take_warmup(translation, keys, names, without=kind == "constant")
 
 
 def _end_of_schedule(translation: Translation, keys: TheirKeys, options: Mapping[str, Any] | None) -> float | None:
-    """The share of the peak that the rate falls to, from `lr_scheduler_kwargs`."""
+    """The final learning rate as a fraction of the peak, from `lr_scheduler_kwargs`."""
     if options is None:
         return None
     table = TheirKeys(options, translation, f"{keys.path('lr_scheduler_kwargs')}.")
@@ -159,7 +159,7 @@ def _take_warmup(translation: Translation, keys: TheirKeys, names: RunNames, *, 
         return
     if steps is not None and (steps >= 1 or share is None):
         taken = {"warmup_iters": int(steps)} if steps >= 1 or steps == 0 else {"warmup_pct": steps}
-        note = "" if steps >= 1 or steps == 0 else "below 1 it is a share of the run"
+        note = "" if steps >= 1 or steps == 0 else "a value below 1 is a fraction of the run"
         translation.take(keys.path("warmup_steps"), steps, train=taken, note=note)
         if share is not None:
             translation.default(keys.path("warmup_ratio"), share, note="warmup_steps is used instead")
@@ -170,7 +170,7 @@ def _take_warmup(translation: Translation, keys: TheirKeys, names: RunNames, *, 
     elif names.default_warmup is not None:
         translation.assume(f"default of {translation.trainer}", train={"warmup_iters": int(names.default_warmup)})
     else:
-        translation.assume(f"default of {translation.trainer}, there at most 100 steps", train={"warmup_pct": 0.03})
+        translation.assume(f"default of {translation.trainer}, which caps it at 100 steps", train={"warmup_pct": 0.03})
 
 
 def _take_length(translation: Translation, keys: TheirKeys, names: RunNames) -> None:

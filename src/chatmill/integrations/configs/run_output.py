@@ -1,4 +1,4 @@
-"""Keys of what a run writes and when: checkpoints, evaluations, log lines, trackers; and its seeds."""
+"""Keys that set what a run writes and when: checkpoints, evaluations, logs, trackers; and its seeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ONLY_AT_THE_END = 1_000_000_000
 
 
 def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
-    """The folder of the run: its last part is the name of ours."""
+    """The output folder; its last part becomes the name of the run."""
     if (folder := keys.text("output_dir")) is not None:
         translation.run_name = Path(folder).name or None
         name = translation.run_name or "imported"
@@ -19,7 +19,7 @@ def take_output_dir(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_saving(translation: Translation, keys: TheirKeys) -> None:
-    """Checkpoints: a number of steps is taken; a share of the run or of an epoch has no counterpart."""
+    """Checkpoint intervals in steps are taken; fractions of the run or of an epoch have no counterpart."""
     strategy, steps = keys.text_or_no("save_strategy"), keys.number("save_steps")
     often = keys.number("saves_per_epoch")
     at_the_end = {"save_interval": ONLY_AT_THE_END}
@@ -36,7 +36,7 @@ def take_saving(translation: Translation, keys: TheirKeys) -> None:
 
 
 def take_evaluation(translation: Translation, keys: TheirKeys, *, default: bool) -> bool:
-    """When val is evaluated; whether it is at all."""
+    """Read when val is evaluated; returns whether it is evaluated at all."""
     theirs = next((name for name in ("eval_strategy", "evaluation_strategy") if name in keys), "eval_strategy")
     strategy, steps, often = keys.text_or_no(theirs), keys.number("eval_steps"), keys.number("evals_per_epoch")
     evaluates = default or steps is not None or bool(often) or strategy not in (None, "no")
@@ -63,7 +63,7 @@ def take_evaluation(translation: Translation, keys: TheirKeys, *, default: bool)
         if not value:
             translation.default(keys.path(name), value, note="off, as in chatmill")
         elif translation.train.get("eval_interval") == 0 or translation.train.get("save_interval") == 0:
-            translation.none(keys.path(name), value, "nothing is evaluated, so that there is no best checkpoint")
+            translation.none(keys.path(name), value, "nothing is evaluated, so there is no best checkpoint")
         else:
             translation.take(keys.path(name), value, train={ours: value}, note="by the loss on val")
     return evaluates
@@ -76,7 +76,7 @@ def _take_strategy(translation: Translation, keys: TheirKeys, name: str, strateg
         translation.take(keys.path(name), strategy, train={"keep_best": True}, note="besides the newest checkpoints")
     else:
         note = (
-            f"chatmill counts steps, and those of an epoch are known only later; {ours} stays {_now(translation, ours)}"
+            f"chatmill counts steps, and the steps per epoch are not known yet; {ours} stays {_now(translation, ours)}"
         )
         translation.none(keys.path(name), strategy, note)
 
@@ -87,16 +87,16 @@ def _take_interval(
     if steps is None:
         return
     if not used:
-        translation.default(keys.path(name), steps, note="not used, as the strategy says")
+        translation.default(keys.path(name), steps, note="not used with this strategy")
     elif isinstance(steps, int) and steps >= 1:
         translation.take(keys.path(name), steps, train={ours: min(steps, 2**31)})
     else:
-        note = f"a share of the run is not a number of steps; {ours} stays {_now(translation, ours)}"
+        note = f"chatmill takes a number of steps, not a fraction of the run; {ours} stays {_now(translation, ours)}"
         translation.none(keys.path(name), steps, note)
 
 
 def _per_epoch(translation: Translation, keys: TheirKeys, name: str, often: float, ours: str) -> None:
-    note = f"the steps of an epoch are known only when the data is prepared; {ours} stays {_now(translation, ours)}"
+    note = f"the steps per epoch are known only after the data is prepared; {ours} stays {_now(translation, ours)}"
     translation.none(keys.path(name), often, note)
 
 
@@ -109,13 +109,17 @@ def take_logging(translation: Translation, keys: TheirKeys) -> None:
     if steps is not None and isinstance(steps, int) and steps >= 1:
         translation.take(keys.path("logging_steps"), steps, train={"log_interval": min(steps, 2**31)})
     elif steps is not None:
-        translation.none(keys.path("logging_steps"), steps, "a share of the run is not a number of steps; it stays 10")
+        translation.none(
+            keys.path("logging_steps"),
+            steps,
+            "chatmill takes a number of steps, not a fraction of the run; log_interval stays 10",
+        )
 
 
 def take_seed(translation: Translation, keys: TheirKeys, default: int | None) -> None:
-    """The seed of weights, dropout and order; the orders of two trainers differ all the same."""
+    """The seed of weights, dropout and order. Even with the same seed, trainers order rows differently."""
     seed, data_seed = keys.integer("seed", most=2**31), keys.integer("data_seed", most=2**31)
-    note = "rows come in another order than in their run"
+    note = "the order of rows differs from that of the other trainer"
     if seed is not None:
         taken = {"seed": seed} | ({} if data_seed is not None else {"epoch_seed": seed})
         translation.take(keys.path("seed"), seed, train=taken, note=note)
@@ -134,7 +138,7 @@ def take_report_to(translation: Translation, keys: TheirKeys, name: str = "repor
         return
     known = [each for each in dict.fromkeys(trackers) if each in ("tensorboard", "wandb", "mlflow")]
     others = [each for each in trackers if each not in known]
-    note = f"chatmill reports to no {', '.join(others)}" if others else ""
+    note = f"chatmill does not report to {', '.join(others)}" if others else ""
     if known:
         translation.take(keys.path(name), trackers, train={"report_to": known}, note=note)
     else:

@@ -1,7 +1,7 @@
-"""TrainerYaml: YAML as PyYAML reads it for other trainers, but for `2e-4`, which is a number here.
+"""TrainerYaml: YAML as other trainers read it with PyYAML, except that `2e-4` is a number.
 
-Axolotl, LLaMA-Factory and TRL read their configs with PyYAML, where `no`, `yes`, `on`, `off` and `True` are switches,
-and convert texts such as `2e-4` to numbers afterwards. Imported only where a file is YAML: PyYAML is an extra.
+Axolotl, LLaMA-Factory and TRL read their configs with PyYAML, where `no`, `yes`, `on`, `off` and `True` are booleans,
+and convert strings such as `2e-4` to numbers afterwards. Imported only for YAML files, because PyYAML is optional.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`import_trl`: a config of TRL's `trl sft`, or a recipe of the alignment handbook, as files of ours.
+"""`import_trl`: converts a config of `trl sft`, or of the alignment handbook, to a recipe and a train config.
 
-Read as of TRL's source at f2cd577 (`trainer/sft_config.py`, `trainer/model_config.py`, `scripts/utils.py`), and of
-the alignment handbook's at 925acdf.
+Follows TRL's source at f2cd577 (`trainer/sft_config.py`, `trainer/model_config.py`, `scripts/utils.py`), and the
+alignment handbook at 925acdf.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ NOTES = HF_NOTES | {
     **dict.fromkeys(("eval_packing", "ignore_bias_buffers", "bnb_4bit_quant_storage"), KERNEL),
     "dtype": "weights of full fine-tuning are float32, or bfloat16 with adamw8bit and adamw_bf16",
     "torch_dtype": "weights of full fine-tuning are float32, or bfloat16 with adamw8bit and adamw_bf16",
-    "model_init_kwargs": "the model is opened as its folder says",
-    "router_aux_loss_coef": "the load of experts is not balanced by a loss of its own; the loss will differ",
+    "model_init_kwargs": "the model is loaded with the settings in its folder",
+    "router_aux_loss_coef": "there is no auxiliary loss that balances the experts; the loss will differ",
     "shuffle_dataset": "rows are shuffled in each epoch; see epoch_shuffle",
     "dataset_kwargs": "chatmill adds no token that the chat template does not write",
     "eos_token": "chatmill finds the end of a turn in the chat template; nothing is added to the tokenizer",
@@ -57,7 +57,7 @@ NOTES = HF_NOTES | {
     "lora_task_type": "adapters are for causal language models; nothing changes",
     "use_dora": "plain LoRA is trained; the loss will differ",
     "bnb_4bit_quant_type": "4-bit weights are NF4",
-    "use_bnb_nested_quant": "4-bit weights are quantized twice, which takes less memory",
+    "use_bnb_nested_quant": "4-bit weights use double quantization, which takes less memory",
     "concatenate_chunks": KERNEL,
     "num_of_sequences": KERNEL,
     "chars_per_token": KERNEL,
@@ -68,9 +68,9 @@ OFF = {"lora_task_type": "CAUSAL_LM", "bnb_4bit_quant_type": "nf4", "truncation_
 
 
 def import_trl(path: str | Path, *, ranks: int | None = None, model: str | None = None) -> ImportedConfig:
-    """The recipe and the train config that a config of `trl sft` describes, and what became of each of its keys.
+    """Convert a config of `trl sft` to a recipe and a train config, with a report on each of its keys.
 
-    `ranks` is the number of GPUs, `model` the folder of the base model in place of the one that the config names.
+    `ranks` is the number of GPUs, `model` a folder with the base model to use instead of the one in the config.
     """
     values = read_config(path, "a config of `trl sft` in YAML")
     translation = Translation("TRL", str(place(path)), ranks=ranks, model=model)
@@ -106,7 +106,7 @@ def _refuse(translation: Translation, keys: TheirKeys) -> None:
         translation.default(keys.path("loss_type"), loss, note="cross entropy, computed in chunks")
     for name in PREFERENCE_KEYS:
         if (value := keys.pop(name)) is not None:
-            translation.refuse(keys.path(name), value, "of preferences or rewards; chatmill does SFT only")
+            translation.refuse(keys.path(name), value, "for preference or reward training; chatmill does SFT only")
 
 
 def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) -> None:
@@ -120,16 +120,18 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
         ours = {"shape": "text", "columns": {"text": column}} if is_text else {}
         translation.take(keys.path("dataset_text_field"), column, other=ours)
     if is_text:
-        translation.assume("records of one text", recipe={"format": "text"})
+        translation.assume("records with a single text", recipe={"format": "text"})
     elif not shapes:
-        translation.assume("the shape of records is detected; add `format: text` to the recipe if they are one text")
+        translation.assume(
+            "the shape of records is detected; add `format: text` to the recipe if each is a single text"
+        )
     packs = take_packing(translation, keys, "packing")
     if (strategy := keys.text("packing_strategy")) is not None:
         if strategy == "bfd" or not packs:
             note = "best fit; no conversation is cut" if packs else "nothing is packed"
             translation.default(keys.path("packing_strategy"), strategy, note=note)
         else:
-            note = "whole conversations are packed best fit; none is cut in two"
+            note = "whole conversations are packed best fit; none is split"
             translation.none(keys.path("packing_strategy"), strategy, note)
     fit, note = ("windows", TEXT_CUT) if is_text else ("exchanges", CUT_AT_THE_END)
     lengths = [name for name in ("max_length", "max_seq_length") if name in keys]
@@ -151,7 +153,7 @@ def _take_data(translation: Translation, keys: TheirKeys, *, evaluates: bool) ->
 
 
 def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, is_text: bool) -> None:
-    """Which tokens are trained: TRL trains all of a conversation, and of prompts and completions the completions."""
+    """Which tokens are trained. By default TRL trains all tokens of conversations, and completions without prompts."""
     assistant, completion = keys.switch("assistant_only_loss"), keys.switch("completion_only_loss")
     pairs = shapes == {"prompt-completion"}
     masks = bool(assistant) or (pairs and completion is not False)
@@ -159,13 +161,13 @@ def _take_mask(translation: Translation, keys: TheirKeys, shapes: set[str], *, i
         if value is not None:
             translation.take(keys.path(name), value, train={"use_loss_mask": masks})
     if assistant is None and completion is None and not is_text:
-        note = "TRL trains completions alone" if pairs else "TRL trains every token unless assistant_only_loss is set"
+        note = "TRL trains only completions" if pairs else "TRL trains every token unless assistant_only_loss is set"
         unsure = "" if shapes else "; set it to true if records have prompt and completion"
         translation.assume(note + unsure, train={"use_loss_mask": masks})
 
 
 def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool) -> set[str]:
-    """The sources; the shapes that the config tells, which may be none."""
+    """Read the sources; returns the record shapes that the config determines, if any."""
     shapes: set[str] = set()
     mixture = keys.table("dataset_mixture")
     entries = keys.tables("datasets")
@@ -203,7 +205,7 @@ def _take_sources(translation: Translation, keys: TheirKeys, *, evaluates: bool)
 
 
 def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str, str], shapes: set[str]) -> None:
-    """One data set of a mixture; its fraction is how much of it an epoch trains."""
+    """One data set of a mixture; its fraction is the part of it that is trained per epoch."""
     path, config, fraction = keys.text(names[0]), keys.text(names[1]), keys.number(names[2])
     split, files, folder = keys.text("split"), keys.texts("data_files"), keys.text("data_dir")
     if path is None:
@@ -215,11 +217,11 @@ def _take_entry(translation: Translation, keys: TheirKeys, names: tuple[str, str
             translation.take(keys.path(name), value, other={"inputs": translation.sources[number]["inputs"]})
     _take_split(translation, keys.path("split"), split, number)
     if fraction is not None:
-        note = "" if fraction in (0, 1) else "each epoch another part of it, not the same part"
+        note = "" if fraction in (0, 1) else "a different part in each epoch, not always the same"
         if fraction == 1:
             translation.default(keys.path(names[2]), fraction, note="all of it")
         elif fraction == 0:
-            translation.refuse(keys.path(names[2]), fraction, "leave a data set out that is not trained")
+            translation.refuse(keys.path(names[2]), fraction, "a fraction of 0 trains nothing; remove the data set")
         else:
             translation.take(keys.path(names[2]), fraction, source=(number, {"epochs": fraction}), note=note)
     if (columns := keys.texts("columns")) is not None:

@@ -1,4 +1,4 @@
-"""Writes what was imported: recipe.yaml, train.json, the chat template if there is one, and the list of keys."""
+"""Writes an imported config: recipe.yaml, train.json, the chat template if there is one, and the report on keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chatmill.train.config import TrainConfig
 RECIPE, TRAIN, TEMPLATE, KEYS = "recipe.yaml", "train.json", "chat_template.jinja", "keys.txt"
 TITLES = {
     "taken": "taken",
-    "default": "as chatmill does it anyway",
+    "default": "no change needed",
     "none": "without counterpart",
     "unknown": "unknown, and not read",
 }
@@ -28,12 +28,12 @@ TITLES = {
 
 @dataclass(frozen=True)
 class ImportedConfig:
-    """A config of another trainer as one of ours."""
+    """A config of another trainer, converted to a recipe and a train config."""
 
     trainer: str
     place: str
     results: Sequence[KeyResult]
-    """What became of each key, in the order of their file."""
+    """The result for each key, in the order of the imported file."""
     assumptions: Sequence[Assumption]
     recipe: dict[str, Any]
     train: dict[str, Any]
@@ -44,7 +44,7 @@ class ImportedConfig:
 
     @classmethod
     def of(cls, translation: Translation, order: Sequence[str]) -> ImportedConfig:
-        """What a translation gives; all its faults are one error."""
+        """The result of a translation; raises one error with all of its faults."""
         translation.settle()
         translation.check()
         return cls(
@@ -64,7 +64,7 @@ class ImportedConfig:
         return [result for result in self.results if result.status == status]
 
     def commands(self, folder: Path) -> list[str]:
-        """What to run next: downloads, then the two commands of chatmill."""
+        """The commands to run next: downloads, then `chatmill prepare` and `chatmill train`."""
         recipe, data, train = (shlex.quote(str(folder / name)) for name in (RECIPE, "data", TRAIN))
         return [
             *dict.fromkeys(self.downloads),
@@ -73,7 +73,7 @@ class ImportedConfig:
         ]
 
     def lines(self) -> list[str]:
-        """The list of keys as text."""
+        """The report on keys as text."""
         out = [f"{self.trainer} config {self.place}: {len(self.results)} keys"]
         for status in STATUSES:
             if results := self.with_status(status):
@@ -83,7 +83,7 @@ class ImportedConfig:
                     *(f"  {one_line(str(each), None)}" for each in results),
                 ]
         if self.assumptions:
-            out += ["", "not said there:", *(f"  {one_line(str(each), None)}" for each in self.assumptions)]
+            out += ["", "assumptions:", *(f"  {one_line(str(each), None)}" for each in self.assumptions)]
         return out
 
     def to_json(self, folder: Path) -> dict[str, Any]:
@@ -103,9 +103,9 @@ class ImportedConfig:
 
 
 def write_import(imported: ImportedConfig, folder: str | Path, *, overwrite: bool = False) -> list[Path]:
-    """Write the files of an import into a folder, all or none; existing ones are replaced only with `overwrite`.
+    """Write the files of an import into a folder, all or none; existing files are replaced only with `overwrite`.
 
-    The recipe and the train config are loaded, as the commands load them, before anything is written.
+    Before anything is written, both configs are validated by loading them as `prepare` and `train` do.
     """
     target = local_path(folder)
     texts = _texts(imported, target)
@@ -142,7 +142,7 @@ def _check_target(target: Path, texts: dict[str, str], overwrite: bool) -> None:
 
 
 def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
-    """Each file by its name."""
+    """The content of each file, by file name."""
     recipe, train = dict(imported.recipe), dict(imported.train)
     texts = {}
     if imported.chat_template is not None:
@@ -158,10 +158,10 @@ def _texts(imported: ImportedConfig, target: Path) -> dict[str, str]:
 
 
 def _recipe_text(imported: ImportedConfig, recipe: dict[str, Any]) -> str:
-    """The recipe as YAML, with what each value came from as a comment; values are JSON, which YAML 1.2 contains."""
+    """The recipe as YAML, with the origin of each value as a comment. Values are JSON, a subset of YAML 1.2."""
     lines = [
-        f"# Made of the {imported.trainer} config {one_line(imported.place)} by `chatmill import`.",
-        f"# {KEYS} says what became of each of its keys.",
+        f"# Converted from the {imported.trainer} config {one_line(imported.place)} by `chatmill import`.",
+        f"# See {KEYS} for a report on each of its keys.",
     ]
     lines += [_pair(name, value, imported.origins.get(name)) for name, value in recipe.items() if name != "sources"]
     lines.append("sources:")
@@ -174,7 +174,7 @@ def _recipe_text(imported: ImportedConfig, recipe: dict[str, Any]) -> str:
 
 def _pair(name: str, value: Any, origin: str | None) -> str:
     comment = f"  # {one_line(origin, 100)}" if origin else ""
-    # JSON may hold characters that YAML takes as line breaks or refuses; both have the same escapes for them.
+    # JSON may contain characters that YAML rejects or reads as line breaks; both have the same escapes for them.
     text = "".join(
         character if character.isprintable() else f"\\U{ord(character):08x}"
         for character in json.dumps(value, ensure_ascii=False)
@@ -183,7 +183,7 @@ def _pair(name: str, value: Any, origin: str | None) -> str:
 
 
 def _check_files(imported: ImportedConfig, aside: Path, target: Path) -> None:
-    """Load both files; what is wrong with them is a fault of the config that was imported."""
+    """Load both files; errors in them are reported as errors in the imported config."""
     try:
         load_recipe(aside / RECIPE)
     except ChatmillError as error:
@@ -195,4 +195,4 @@ def _check_files(imported: ImportedConfig, aside: Path, target: Path) -> None:
 
 
 def _raise(imported: ImportedConfig, reason: str, what: str) -> None:
-    raise DataError(f"{imported.place}: its values give no {what}: {reason}") from None
+    raise DataError(f"{imported.place}: cannot be converted to a {what}: {reason}") from None
