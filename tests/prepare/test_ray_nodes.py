@@ -94,13 +94,19 @@ class Nodes:
 
     def kill(self, number: int) -> int:
         """End all processes of a node at once; how many there were."""
-        own, count = f"{MARK}={os.getpid()}.{number}".encode(), 0
+        own, parents, marked = f"{MARK}={os.getpid()}.{number}".encode(), {}, set()
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 if own in (entry / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    count += 1
-        return count
+                    marked.add(int(entry.name))
+        # Ray's agents write their titles over their environment; they are below a process that has it.
+        while below := {pid for pid, parent in parents.items() if parent in marked} - marked:
+            marked |= below
+        for pid in marked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(marked)
 
     def logs(self) -> str:
         """The ends of the logs of the head, for a failure."""
