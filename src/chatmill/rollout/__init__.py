@@ -1,6 +1,7 @@
 """Training on the model's own answers: what it found is kept, what it missed is appended.
 
-    build_target, Target, build_answer            one row: the kept prefix, what was missed, the end, and their weights
+    build_target, Target, PartWeights             one row: the kept prefix, what was missed, the end, and their weights
+    build_answer                                  the true answer as one row
     serialize_append                              the text that is appended
     scan_rollout, Scan                            the entries of an answer, and where it may be cut
     Detection, Fields, Schema                     what an entry must be, read strictly and written in one way
@@ -50,6 +51,7 @@ if _TYPE_CHECKING:
     from chatmill.rollout.schema import Detection as Detection
     from chatmill.rollout.schema import Fields as Fields
     from chatmill.rollout.schema import Schema as Schema
+    from chatmill.rollout.target import PartWeights as PartWeights
     from chatmill.rollout.target import Target as Target
     from chatmill.rollout.target import build_answer as build_answer
     from chatmill.rollout.target import build_target as build_target

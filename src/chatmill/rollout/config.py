@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from chatmill.config import SHARE, Config, ValueCheck, integer, key, number, optional
 from chatmill.rollout.match import GATE
-from chatmill.rollout.target import Border
+from chatmill.rollout.target import Border, PartWeights
 from chatmill.train.config import LORA, LoraSizes
 from chatmill.train.run_config import OptimizerConfig, RunConfig
 
@@ -72,6 +72,12 @@ class RolloutLossConfig(Config):
     outside_weight: float = key(
         1.0, "weight of the probability outside of coordinate tokens, on coordinates", number(0)
     )
+    slot_weight: float = key(1.0, "weight of the coordinates of matched objects", number(0))
+    append_weight: float = key(1.0, "weight of the appended objects", number(0))
+    end_weight: float = key(1.0, "weight of the closing brace and EOS", number(0))
+    surplus_weight: float = key(
+        0.0, "weight of closing the answer where a rollout goes on although all true objects were found", number(0)
+    )
     sigma: float = key(2.0, "standard deviation of the Gaussian target", ValueCheck("a number over 0", _is_positive))
 
 
@@ -93,6 +99,9 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
         """Prompts of one call of the generator: whole batches of generation."""
         groups = max(1, self.generate_batch_size // self.beams)
         return groups * self.beams if self.decoding == "beam" else self.generate_batch_size
+
+    def part_weights(self) -> PartWeights:
+        return PartWeights(self.slot_weight, self.append_weight, self.end_weight, self.surplus_weight)
 
     def lora_sizes(self) -> LoraSizes | None:
         return None if self.lora is None else LoraSizes(**self.lora)

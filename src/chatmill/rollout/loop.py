@@ -227,6 +227,7 @@ class _RolloutRun:
                 train_values=config.train_values,
                 train_cut=config.train_cut,
                 border=config.border,
+                weights=config.part_weights(),
             )
         ]
         others = sorted(set(places) - set(own))

@@ -10,6 +10,7 @@ No token before the cut is changed. A token that the cut falls into is replaced 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chatmill.errors import UsageError
 from chatmill.rollout.append import DETECTION, SPACE, Appended, encode_answer, encode_append
@@ -34,6 +36,34 @@ RULES = np.full((2, 256), Rule.MISSED, dtype=np.uint8)
 RULES[:, Part.PREFIX], RULES[:, Part.SLOT], RULES[0, Part.VALUE] = Rule.ROLLOUT, Rule.MATCHED, Rule.VALUES_OFF
 IS_TRAINED = np.ones(256, dtype=np.float32)
 IS_TRAINED[[Rule.ROLLOUT, Rule.VALUES_OFF]] = 0
+
+
+@dataclass(frozen=True)
+class PartWeights:
+    """The loss weight of each kind of trained token."""
+
+    slot: float = 1.0
+    """Coordinates of matched objects, trained toward the true values."""
+    append: float = 1.0
+    """Objects that the rollout missed."""
+    end: float = 1.0
+    """The closing brace and EOS."""
+    surplus: float = 0.0
+    """Where the rollout goes on although all true objects were found: closing the answer there."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"{name} is {value}; expected a number from 0 on")
+
+    def of_parts(self) -> NDArray[np.float32]:
+        """The weight of each `Part`."""
+        weights = np.full(256, self.append, dtype=np.float32)
+        weights[Part.SLOT], weights[[Part.BRACE, Part.EOS]] = self.slot, self.end
+        return weights
+
+
+EVEN = PartWeights()
 
 
 @dataclass(frozen=True)
@@ -90,14 +120,15 @@ def build_target(
     train_values: bool = True,
     train_cut: bool = False,
     border: Border = "shorter",
+    weights: PartWeights = EVEN,
 ) -> Target:
     """The target of one rollout and the true objects it should have named.
 
     `eos_id` is the end of turn of the format that the tokenizer was opened for, unless given; `stop_ids` are that
     one, unless given. Without `train_values` the texts of appended entries are context. With `train_cut` the tokens
     at the end of the prefix that are not the rollout's own, which stand for one that the cut went through or for
-    all of it, are trained as structure. `border` says how tokens are chosen where the append begins. Whatever the
-    rollout is, nothing is raised for it; a true object that does not fit the schema is a `DataError`.
+    all of it, are trained as structure. `border` says how tokens are chosen where the append begins, and `weights`
+    how much each kind of token counts in the loss. Whatever the rollout is, nothing is raised for it; a true object that does not fit the schema is a `DataError`.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
@@ -125,6 +156,9 @@ def build_target(
     encode = partial(encode_append, missed, start_index, prefix_text, schema, vocabulary)
     prefix_ids, kept, appended = _joined(ids, scan, cut, border, encode, vocabulary)
     slots = {place: value for place, value in slots.items() if place < kept}
+    closing = _closing(scan, cut, matching, entries, vocabulary) if weights.surplus else None
+    if closing is not None and closing[0] >= kept:
+        closing = None
     all_ids = [*prefix_ids, *appended.ids, eos]
     anew = Part.STRUCTURE if train_cut else Part.PREFIX
     parts = bytes([Part.PREFIX]) * kept + bytes([anew]) * (len(prefix_ids) - kept) + appended.parts
@@ -145,7 +179,7 @@ def build_target(
         kept=kept,
         slots=len(slots),
         gated=matching.gated,
-        rows=_rows(all_ids, parts + bytes([Part.EOS]), slots, train_values=train_values),
+        rows=_rows(all_ids, parts + bytes([Part.EOS]), slots, closing, train_values=train_values, weights=weights),
     )
 
 
@@ -162,7 +196,8 @@ def build_answer(
     truth = [schema.check(thing) for thing in objects]
     answer = encode_answer(truth, schema, vocabulary)
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
-    return _rows([*answer.ids, eos], answer.parts + bytes([Part.EOS]), {}, train_values=train_values)
+    parts = answer.parts + bytes([Part.EOS])
+    return _rows([*answer.ids, eos], parts, {}, None, train_values=train_values, weights=EVEN)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
@@ -348,22 +383,53 @@ def _aligned(thing: Object, true: Object) -> list[int] | None:
     return nearest
 
 
+def _closing(
+    scan: Scan, cut: _KeptPrefix, matching: Matching, entries: Sequence[ParsedEntry], vocabulary: Vocabulary
+) -> tuple[int, int] | None:
+    """The token with which the rollout goes on after all true objects, and the id that closes the answer instead.
+
+    None if an object was missed, if nothing follows the last matched one, or if no single token says the end.
+    """
+    if cut.fallback is not None or matching.missed:
+        return None
+    end = max((entries[number].stop for number, _ in matching.pairs), default=scan.root + 1)
+    if end >= len(cut.text):
+        return None
+    token = int(np.searchsorted(scan.token_start, end, side="right")) - 1
+    closed = vocabulary.cut(scan.data[scan.token_start[token] : end] + b"}")
+    return (token, closed[0]) if closed is not None and len(closed) == 1 else None
+
+
 # Tokens and spans.
 
 
-def _rows(ids: list[int], parts: bytes, slots: Mapping[int, int], *, train_values: bool) -> Rows:
+def _rows(
+    ids: list[int],
+    parts: bytes,
+    slots: Mapping[int, int],
+    closing: tuple[int, int] | None,
+    *,
+    train_values: bool,
+    weights: PartWeights,
+) -> Rows:
+    """The row of a target; `slots` and `closing` are trained toward other ids than their own."""
     part = np.frombuffer(parts, dtype=np.uint8).copy()
     places = np.fromiter(slots, dtype=np.int64)
     part[places] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)
     target[places] = np.fromiter(slots.values(), dtype=np.int32)
+    if closing is not None:
+        part[closing[0]], target[closing[0]] = Part.BRACE, closing[1]
     # No two slots are neighbours: quotes and a comma stand between them.
     start = np.flatnonzero(np.append(True, part[1:] != part[:-1]))
     spans = np.zeros(len(start), dtype=SPAN)
     spans["length"] = np.diff(np.append(start, len(ids)))
     spans["part"], spans["target"], spans["role"] = part[start], target[start], Role.ASSISTANT
     spans["rule"] = RULES[int(train_values)][spans["part"]]
-    spans["weight"] = IS_TRAINED[spans["rule"]]
+    spans["weight"] = IS_TRAINED[spans["rule"]] * weights.of_parts()[spans["part"]]
+    if closing is not None:
+        surplus = np.searchsorted(start, closing[0])
+        spans["rule"][surplus], spans["weight"][surplus] = Rule.SURPLUS, weights.surplus
     return one_row(np.array(ids, dtype=np.uint32), spans)
 
 

@@ -19,7 +19,7 @@ from chatmill.records import Record, record_key
 from chatmill.rollout.files import GroundTruth, Rollout
 from chatmill.rollout.match import GATE
 from chatmill.rollout.schema import Detection, Fields, Schema
-from chatmill.rollout.target import Border, Target, build_answer, build_target, one_row
+from chatmill.rollout.target import EVEN, Border, PartWeights, Target, build_answer, build_target, one_row
 from chatmill.rollout.vocabulary import COORDINATES, vocabulary_of
 from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, concat
 from chatmill.tokenizer import Tokenizer, open_tokenizer
@@ -221,6 +221,7 @@ def target_rows(
     train_values: bool = True,
     train_cut: bool = False,
     border: Border = "shorter",
+    weights: PartWeights = EVEN,
 ) -> Rows:
     """Prompts with their targets; every rollout is counted in `health`."""
     prompts = task_prompts([truth for truth, _ in pairs], task)
@@ -236,6 +237,7 @@ def target_rows(
                 train_values=train_values,
                 train_cut=train_cut,
                 border=border,
+                weights=weights,
             )
         health.add(target, len(rollout.response_token_ids))
         made.append(target.rows)

@@ -47,6 +47,7 @@ REASONS = {
     Rule.MATCHED: "it belongs to an object that was matched, and the true value is the target",
     Rule.MISSED: "the rollout missed it, or should have ended so",
     Rule.VALUES_OFF: "texts of appended entries were not to be trained",
+    Rule.SURPLUS: "all true objects were found before it, and the target closes the answer here",
     Rule.EARLIER_ROW: "the answer that it belongs to has a row of its own, and is trained there",
     Rule.OUTSIDE: "it is outside the turns of its transcript, and only answers are trained",
     Rule.WHITESPACE: "it is whitespace between turns of its transcript, and only answers are trained",

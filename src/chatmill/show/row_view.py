@@ -24,6 +24,7 @@ NOTES = {
     Rule.INJECTED: "begins a cut turn anew with an injected copy",
     Rule.EARLIER_WINDOW: "in part of the row before, and trained there",
     Rule.VALUES_OFF: "appended texts are not trained",
+    Rule.SURPLUS: "trained to close the answer after the last true object",
     Rule.EARLIER_ROW: "trained in an earlier row",
     Rule.RANGE: "partly weighted by train_ranges",
 }
