@@ -128,7 +128,8 @@ def build_target(
     one, unless given. Without `train_values` the texts of appended entries are context. With `train_cut` the tokens
     at the end of the prefix that are not the rollout's own, which stand for one that the cut went through or for
     all of it, are trained as structure. `border` says how tokens are chosen where the append begins, and `weights`
-    how much each kind of token counts in the loss. Whatever the rollout is, nothing is raised for it; a true object that does not fit the schema is a `DataError`.
+    how much each kind of token counts in the loss. Whatever the rollout is, nothing is raised for it; a true object
+    that does not fit the schema is a `DataError`.
 
     >>> from chatmill import build_target, open_tokenizer
     >>> from chatmill.rollout import COORDINATES
