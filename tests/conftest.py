@@ -43,6 +43,8 @@ process_watch.mark_children()
 os.environ.pop("PYTHONUNBUFFERED", None)
 # A process that was in a Ray cluster with a token cannot start one whose nodes have other home folders.
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# No test depends on what another one, or the user, left in the cache of tokenizers; its own tests turn it on.
+os.environ["CHATMILL_TOKENIZER_CACHE"] = "0"
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)

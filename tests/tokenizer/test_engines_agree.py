@@ -87,7 +87,7 @@ def test_any_text_of_letters_that_fold_is_encoded_as_by_tokenizers(pairs, texts)
 
 def test_without_its_exceptions_fastokens_fails_the_probe(pairs, monkeypatch):
     monkeypatch.setattr(tokenizer_json, "LEFT_BY_FASTOKENS", "")
-    assert not pairs._agrees(pairs._fast(json.loads(pairs._content)))
+    assert not pairs._agrees(pairs._fast(json.loads(pairs._reference.content)))
 
 
 def test_the_probe_has_every_character_that_folds_to_ascii():

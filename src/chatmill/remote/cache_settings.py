@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,8 +42,8 @@ def parse_size(text: str, name: str) -> int:
     return size
 
 
-def cache_folder() -> Path:
-    """The folder of the cache, made if it is missing; `UsageError` if others could put files into it."""
+def cache_folder(parts: Sequence[str] = ("objects", "copies", "partial", "locks")) -> Path:
+    """The folder of the cache with these parts, made if missing; `UsageError` if others could put files into it."""
     named = os.environ.get(FOLDER)
     path = Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "chatmill")
     with suppress(RuntimeError):
@@ -52,7 +53,7 @@ def cache_folder() -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The default folder also holds other caches of chatmill, and was perhaps made so that a group may write to it.
         _check_own(path, may_change=not named)
-        for name in ("objects", "copies", "partial", "locks"):
+        for name in parts:
             _check_own(path / name)
     except OSError as error:
         raise UsageError(f"{path}: the cache cannot be there ({error.strerror}); set {FOLDER}") from None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,9 @@ _DIGITS = {_CL100K % r"\p{N}": 1, _CL100K % r"\p{N}{1,3}": 3}
 class ByteBpe:
     """The engine of one `tokenizer.json` without control tokens; `fallback` encodes the texts that it leaves."""
 
-    def __init__(self, encoder: _bpe.Encoder, normalize: Callable[[str], str], fallback: Encode) -> None:
-        self._encoder, self._normalize, self._fallback = encoder, normalize, fallback
+    def __init__(self, normalize: Callable[[str], str], fallback: Encode, **columns: Any) -> None:
+        self.columns = columns
+        self._encoder, self._normalize, self._fallback = _bpe.Encoder(**columns), normalize, fallback
 
     def __call__(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         if isinstance(texts, TextColumns):
@@ -52,6 +54,27 @@ class ByteBpe:
         else:
             encoded = self._encoder.encode(list(texts), False)
         return with_left(encoded, texts, self._normalized)
+
+    def pieces(self, ids: Sequence[int]) -> list[bytes] | None:
+        """The bytes that each id stands for; None if one of them is no token of bytes."""
+        numbers, places, vocabulary = self._spelling
+        at = numbers.searchsorted(ids)
+        if not np.array_equal(numbers.take(at, mode="clip"), ids):
+            return None
+        return [bytes(vocabulary[start:stop]) for start, stop in places[at].tolist()]
+
+    @cached_property
+    def _spelling(self) -> tuple[Ids, NDArray[np.int64], memoryview]:
+        """The ids in order, and where the bytes of each begin and end in the vocabulary."""
+        numbers, places = (
+            np.frombuffer(self.columns[name], kind) for name, kind in (("numbers", "u4"), ("places", "i8"))
+        )
+        order = np.argsort(numbers)
+        return (
+            numbers[order],
+            np.stack([places[:-1], places[1:]], axis=1)[order],
+            memoryview(self.columns["vocabulary"]),
+        )
 
     def _normalized(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         normal = [self._normalize(text) for text in texts]
@@ -96,7 +119,9 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
         return None
     tokens = [token for token in vocab if alphabet.keys() >= set(token)]
     spelled = "".join(tokens).translate({ord(letter): chr(byte) for letter, byte in alphabet.items()})
-    encoder = _bpe.Encoder(
+    return ByteBpe(
+        normalize,
+        fallback,
         pattern=pattern[0],
         digits=pattern[1],
         whole=bool(model.get("ignore_merges")),
@@ -108,7 +133,11 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
         places=np.append(0, np.cumsum([len(token) for token in tokens])),
         numbers=_ids(vocab[token] for token in tokens),
     )
-    return ByteBpe(encoder, normalize, fallback)
+
+
+def engine_file() -> Path | None:
+    """The file of the engine in C, if it was compiled."""
+    return Path(_bpe.__file__) if _bpe is not None and _bpe.__file__ else None
 
 
 def _ids(numbers: Any) -> NDArray[np.uint32]:

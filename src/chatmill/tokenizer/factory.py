@@ -13,6 +13,7 @@ from chatmill.errors import DataError, UsageError, one_line
 from chatmill.plain_file import read_plain
 from chatmill.remote.named_files import TOKENIZER_LIMIT, given_name, local_file
 from chatmill.tokenizer.backend import Backend, ByteLevel, faults_of, is_markup
+from chatmill.tokenizer.compiled_cache import cache_key, read_compiled, write_compiled
 from chatmill.tokenizer.sentencepiece_model import SentencePiece
 from chatmill.tokenizer.tiktoken_ranks import RANK_LINE, load_ranks, load_tekken
 from chatmill.tokenizer.tokenizer import Tokenizer
@@ -103,9 +104,15 @@ def _open_file(path: Path, place: str, control: Collection[str], *, declared: Ma
     if not start:
         raise DataError(f"{place}: the file is empty; {_EXPECTED}")
     if start[:1] in b"{[" or path.suffix == ".json":
+        key = cache_key(raw, control)
+        if key is not None and (compiled := read_compiled(key)) is not None:
+            return TokenizerJson(place, raw, compiled, control=control)
         content = _json(raw, place)
         if isinstance(content.get("model"), dict) and "vocab" in content["model"]:
-            return TokenizerJson(place, raw, content, control=control)
+            backend = TokenizerJson(place, raw, content, control=control)
+            if key is not None and (compiled := backend.compiled()) is not None:
+                write_compiled(key, compiled)
+            return backend
         if isinstance(content.get("config"), dict) and "pattern" in content["config"]:
             return load_tekken(place, raw, content)
         raise DataError(f"{place}: JSON, but no tokenizer: it has neither model.vocab nor config.pattern; {_EXPECTED}")

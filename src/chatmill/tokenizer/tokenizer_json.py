@@ -2,26 +2,28 @@
 
 compiled      byte-level BPE with the usual patterns: `byte_bpe`
 fastokens     most other files
-tokenizers    all files
+tokenizers    all files: `reference`
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import fastokens
 import msgspec
 import numpy as np
 import tokenizers
 
-from chatmill.errors import DataError, one_line
-from chatmill.tokenizer.backend import PROBE, Ids, Offsets, faults_of, flat
+from chatmill.errors import DataError
+from chatmill.tokenizer.backend import PROBE, Ids, Offsets, faults_of
 from chatmill.tokenizer.byte_bpe import ByteBpe, Encode, byte_bpe, with_left
-from chatmill.tokenizer.isolate_control import Json, byte_alphabet, isolate_control, kinds, vocabulary
+from chatmill.tokenizer.isolate_control import Json, kinds
+from chatmill.tokenizer.reference import Reference, without_control
 
 LEFT_BY_FASTOKENS = "\u017f\u1e9b\u180e\u212a"
 """Characters at which fastokens may cut words in another way than `tokenizers`, which encodes the texts that have them.
@@ -29,34 +31,46 @@ LEFT_BY_FASTOKENS = "\u017f\u1e9b\u180e\u212a"
 The long s (U+017F, also in U+1E9B) is an s where a pattern ignores case, the Kelvin sign (U+212A) a k; U+180E is a
 space in older versions of Unicode. All are very rare.
 """
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What was made of a `tokenizer.json` for the engine in C, which agreed with `tokenizers` on the probe."""
+
+    control: dict[str, int]
+    vocab_size: int
+    nfc: bool
+    """Whether texts are normalized to NFC."""
+    byte_decoder: bool
+    """Whether the decoder joins the bytes of tokens and does nothing else."""
+    columns: dict[str, Any]
+    """The arguments of the engine: numbers and buffers."""
 
 
 class TokenizerJson:
     """A loaded `tokenizer.json`, without its special and control tokens, so that text cannot produce them.
 
     Loading takes a second or two, so load once and fork: `fastokens` and `tokenizers` notice the fork and use no thread
-    pool in the child.
+    pool in the child. With the `Compiled` file instead of its content it takes a tenth of a second, and `tokenizers`
+    loads the file only when it is needed: for a text that the engine in C leaves.
     """
 
-    def __init__(self, place: str, raw: bytes, content: Json, *, control: Collection[str]) -> None:
-        right = "expected a tokenizer.json as Hugging Face tokenizers writes it"
-        with faults_of(place, "no tokenizer.json that can be loaded", right):
-            stripped, self.control = isolate_control(place, content, control)
-            self._content = msgspec.json.encode(stripped).decode()
-            self._slow = tokenizers.Tokenizer.from_str(self._content)
-            # The unknown token may be left among the added tokens; written in a text, it is text.
-            self._slow.encode_special_tokens = True
-            self._added = {token["id"]: token["content"] for token in stripped["added_tokens"]}
-            for id, token in self._added.items():
-                if self._slow.token_to_id(token) != id:
-                    what = f'added token "{one_line(token)}" is listed with id {id}, by its place it has'
-                    raise DataError(f"{place}: {what} {self._slow.token_to_id(token)}; {right}")
-            self.sha256 = hashlib.sha256(raw).hexdigest()
-            self.vocab_size = 1 + max([*vocabulary(stripped).values(), *self.control.values(), *self._added])
-            self._decoder = set(kinds(stripped.get("decoder")))
-        self._bytes = byte_alphabet()
-        self._place, self._fallback_characters = place, 0
+    def __init__(self, place: str, raw: bytes, content: Json | Compiled, *, control: Collection[str]) -> None:
+        self._place, self._raw, self._control_given = place, raw, frozenset(control)
+        self.sha256 = hashlib.sha256(raw).hexdigest()
+        self._fallback_characters = 0
+        if isinstance(content, Compiled):
+            self.control, self.vocab_size = content.control, content.vocab_size
+            self._nfc, self._byte_decoder = content.nfc, content.byte_decoder
+            normalize = tokenizers.normalizers.NFC().normalize_str if content.nfc else str
+            self._encode: Encode = ByteBpe(normalize, self._fallback, **content.columns)
+            return
+        stripped, self.control = without_control(place, content, control)
+        self._reference = Reference(place, stripped, self.control)
+        self.vocab_size = self._reference.vocab_size
+        self._nfc, self._byte_decoder = (
+            [*kinds(stripped.get(name))] == [kind] for name, kind in (("normalizer", "NFC"), ("decoder", "ByteLevel"))
+        )
         self._encode = self._native(stripped) or self._not_native
 
     @property
@@ -65,31 +79,38 @@ class TokenizerJson:
             return "compiled"
         return "tokenizers" if self._encode == self._slow_batch else "fastokens"
 
+    def compiled(self) -> Compiled | None:
+        """What another process needs to open the file quickly; None if the engine is not the one in C."""
+        if not isinstance(self._encode, ByteBpe):
+            return None
+        columns = dict(self._encode.columns)
+        return Compiled(self.control, self.vocab_size, self._nfc, self._byte_decoder, columns)
+
     def encode_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         return self._encode(texts)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._slow.decode(list(ids), skip_special_tokens=False)
+        pieces = self._pieces(ids)
+        return self._reference.decode(ids) if pieces is None else b"".join(pieces).decode("utf-8", "replace")
 
     def piece(self, id: int) -> bytes:
-        token = self._slow.id_to_token(id)
-        if token is None:
-            raise KeyError(id)
-        if id in self._added:
-            return token.encode()
-        if "ByteLevel" in self._decoder:
-            # A token that is not spelled in the byte alphabet stands for its own characters.
-            return bytes(self._bytes[ch] for ch in token) if self._bytes.keys() >= set(token) else token.encode()
-        if "ByteFallback" in self._decoder and (byte := _BYTE.fullmatch(token)):
-            return bytes.fromhex(byte[1])
-        return token.replace("▁", " ").encode() if self._decoder & {"Metaspace", "Replace"} else token.encode()
+        pieces = self._pieces([id])
+        return self._reference.piece(id) if pieces is None else pieces[0]
+
+    def _pieces(self, ids: Sequence[int]) -> list[bytes] | None:
+        """The bytes of each id, where neither the decoder nor an added token has a say in them."""
+        return self._encode.pieces(ids) if self._byte_decoder and isinstance(self._encode, ByteBpe) else None
+
+    @cached_property
+    def _reference(self) -> Reference:
+        content = msgspec.json.decode(self._raw.removeprefix(b"\xef\xbb\xbf"))
+        return Reference(self._place, *without_control(self._place, content, self._control_given))
 
     def _native(self, stripped: Json) -> Encode | None:
         """The engine in C, if it supports the file and agrees on the probe."""
-        normalizer = self._slow.normalizer
         try:
             with faults_of(self._place, "a part of the file is of another kind", "another engine reads it"):
-                engine = byte_bpe(stripped, normalizer.normalize_str if normalizer else str, self._fallback)
+                engine = byte_bpe(stripped, self._reference.normalize, self._fallback)
                 return engine if engine is not None and self._agrees(engine) else None
         except DataError:
             return None
@@ -101,7 +122,7 @@ class TokenizerJson:
 
     def _agrees(self, engine: Encode) -> bool:
         sample = range(0, self.vocab_size, max(1, self.vocab_size // 4096))
-        probe = [*PROBE, self.decode([id for id in sample if self._slow.id_to_token(id) is not None])]
+        probe = [*PROBE, self._reference.decode([id for id in sample if self._reference.has(id)])]
         (ids, offsets), (right, right_offsets) = engine(probe), self._slow_batch(probe)
         return np.array_equal(ids, right) and np.array_equal(offsets, right_offsets)
 
@@ -111,7 +132,7 @@ class TokenizerJson:
         place, instead = self._place, "tokenizers encodes instead: the same ids as ever, only slower"
         try:
             with faults_of(place, "fastokens refuses the file", instead):
-                fast = self._fast(msgspec.json.decode(self._content))
+                fast = self._fast(msgspec.json.decode(self._reference.content))
                 agrees = self._agrees(fast)
         except DataError as error:
             message = str(error)
@@ -126,19 +147,19 @@ class TokenizerJson:
         normalizer = stripped.get("normalizer") or {}
         # fastokens lacks these. Without added tokens a text is normalized as a whole, so that can be done before.
         before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
+        content = self._reference.content
         engine = fastokens.Tokenizer.from_json_str(
-            msgspec.json.encode({**stripped, "normalizer": None}).decode() if before else self._content
+            msgspec.json.encode({**stripped, "normalizer": None}).decode() if before else content
         )
-        normalize = self._slow.normalizer.normalize_str if before and self._slow.normalizer else None
 
         def encode(texts: Sequence[str]) -> tuple[Ids, Offsets]:
             texts = list(texts)
             unusual = [number for number, text in enumerate(texts) if not text.isascii()]
             left = [number for number in unusual if any(map(texts[number].__contains__, LEFT_BY_FASTOKENS))]
-            taken = texts.copy() if left or normalize else texts
-            if normalize:
+            taken = texts.copy() if left or before else texts
+            if before:
                 for number in unusual:
-                    taken[number] = normalize(texts[number])
+                    taken[number] = self._reference.normalize(texts[number])
             for number in left:
                 taken[number] = ""
             ids, offsets = engine.encode_batch_flat(taken, split_special_tokens=True)
@@ -147,5 +168,4 @@ class TokenizerJson:
         return encode
 
     def _slow_batch(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        encodings = self._slow.encode_batch_fast(list(texts), add_special_tokens=False)
-        return flat([np.array(encoding.ids, dtype=np.uint32) for encoding in encodings])
+        return self._reference.encode_batch(texts)

@@ -1,0 +1,155 @@
+"""The cache of compiled tokenizers: what the engine in C is made of, for a tokenizer.json and its control tokens.
+
+    <cache folder>/tokenizers/<key>       the folder of `remote/cache_settings.py`
+
+    sha256 of all that follows | size of the header | header, as JSON | the buffers, one after the other
+
+The key is a hash of all that decides the content: the tokenizer.json, the control tokens, the code that compiles it,
+and the libraries whose ids and classes of characters it relies on. It stands in the header too, so that no file is
+taken for another. A file that is damaged, of another user, or that others may write to is never used: it is made again.
+
+Without the cache everything works the same, only slower; so an error of the system means that there is none.
+$CHATMILL_TOKENIZER_CACHE=0 turns it off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sys
+import tempfile
+import unicodedata
+from collections.abc import Collection
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import tokenizers
+
+from chatmill.errors import UsageError
+from chatmill.remote.cache_settings import OTHERS_WRITE, cache_folder
+from chatmill.tokenizer.byte_bpe import engine_file
+from chatmill.tokenizer.tokenizer_json import Compiled
+
+SWITCH = "CHATMILL_TOKENIZER_CACHE"
+PART = "tokenizers"
+LIMIT = 1 << 28
+"""Bytes of a file; the largest vocabularies in use take a twentieth of it."""
+MOST_FILES = 16
+"""Files that are kept: those that were used last."""
+_HASH, _SIZE = 32, 8
+
+
+class _Header(msgspec.Struct):
+    key: str
+    control: dict[str, int]
+    vocab_size: int
+    nfc: bool
+    byte_decoder: bool
+    numbers: dict[str, int]
+    buffers: dict[str, int]
+    """The size of each, in their order."""
+
+
+def cache_key(raw: bytes, control: Collection[str]) -> str | None:
+    """The key of a tokenizer.json with these control tokens; None if there is no cache."""
+    engine = engine_file()
+    if engine is None or os.environ.get(SWITCH) == "0":
+        return None
+    try:
+        code = _code(engine)
+    except OSError:
+        return None
+    versions = [tokenizers.__version__, unicodedata.unidata_version, sys.byteorder]
+    parts = [code, *versions, hashlib.sha256(raw).hexdigest(), *sorted(set(control))]
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+@cache
+def _code(engine: Path) -> str:
+    """A hash of the code that compiles tokenizers, and of the engine that was held against the probe."""
+    digest = hashlib.sha256()
+    for path in [*sorted(Path(__file__).parent.glob("*.py")), engine]:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def read_compiled(key: str) -> Compiled | None:
+    """The compiled tokenizer with this key, if the cache has it whole."""
+    with suppress(OSError, UsageError):
+        path = _folder() / key
+        data = _own_bytes(path)
+        if data is not None and (compiled := _decoded(key, data)) is not None:
+            with suppress(OSError):
+                os.utime(path)
+            return compiled
+    return None
+
+
+def write_compiled(key: str, compiled: Compiled) -> None:
+    """Keep a compiled tokenizer; it appears whole, or not at all."""
+    data = _encoded(key, compiled)
+    with suppress(OSError, UsageError):
+        folder = _folder()
+        fd, name = tempfile.mkstemp(dir=folder)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            Path(name).replace(folder / key)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+        files = sorted((each for each in folder.iterdir()), key=lambda each: each.lstat().st_mtime_ns)
+        for old in files[:-MOST_FILES]:
+            old.unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    return cache_folder((PART,)) / PART
+
+
+def _own_bytes(path: Path) -> bytes | None:
+    """The bytes of a plain file that this user alone can write to."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        own = status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE
+        if not (stat.S_ISREG(status.st_mode) and own and status.st_size <= LIMIT):
+            return None
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(fd)
+
+
+def _encoded(key: str, compiled: Compiled) -> bytes:
+    numbers = {name: int(value) for name, value in compiled.columns.items() if isinstance(value, int)}
+    buffers = {
+        name: value.tobytes() if isinstance(value, np.ndarray) else bytes(value)
+        for name, value in compiled.columns.items()
+        if name not in numbers
+    }
+    sizes = {name: len(value) for name, value in buffers.items()}
+    about = (compiled.control, compiled.vocab_size, compiled.nfc, compiled.byte_decoder)
+    header = msgspec.json.encode(_Header(key, *about, numbers, sizes))
+    content = b"".join([len(header).to_bytes(_SIZE, "little"), header, *buffers.values()])
+    return hashlib.sha256(content).digest() + content
+
+
+def _decoded(key: str, data: bytes) -> Compiled | None:
+    content = memoryview(data)[_HASH:]
+    if hashlib.sha256(content).digest() != data[:_HASH]:
+        return None
+    at = _SIZE + int.from_bytes(content[:_SIZE], "little")
+    header = msgspec.json.decode(content[_SIZE:at], type=_Header)
+    if header.key != key:
+        return None
+    columns: dict[str, Any] = dict(header.numbers)
+    for name, size in header.buffers.items():
+        columns[name] = content[at : at + size]
+        at += size
+    return Compiled(header.control, header.vocab_size, header.nfc, header.byte_decoder, columns)
