@@ -18,7 +18,7 @@ from typing import Any
 
 import typer.main
 
-from chatmill.cli.main import app_of
+from chatmill.cli.app import app_of
 from chatmill.config import keys_of
 from chatmill.rollout.config import RolloutConfig
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from chatmill.cli.main import app_of
+from chatmill.cli.app import app_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data" / "templates"

@@ -26,6 +26,7 @@ import cloudpickle
 IMPORTED_BY_THE_SERVER = [
     "torch",
     "torch._dynamo",
+    "chatmill.cli.app",
     "chatmill.cli.main",
     "chatmill.cli.audit",
     "chatmill.cli.build",

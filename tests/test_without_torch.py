@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from chatmill.cli.main import app_of
+from chatmill.cli.app import app_of
 
 BLOCK = "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
 

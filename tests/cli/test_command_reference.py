@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer.main
 
-from chatmill.cli.main import app_of
+from chatmill.cli.app import app_of
 from chatmill.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import typer.main
 
-from chatmill.cli.main import app_of
+from chatmill.cli.app import app_of
 from chatmill.errors import DataError
 from chatmill.store.read import open_dataset
 from chatmill.tokenizer import open_tokenizer

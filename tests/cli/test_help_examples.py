@@ -9,7 +9,7 @@ import click
 import pytest
 import typer.main
 
-from chatmill.cli.main import app_of
+from chatmill.cli.app import app_of
 
 ROOT = typer.main.get_command(app_of())
 

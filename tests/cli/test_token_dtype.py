@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from chatmill.audit import Audit
-from chatmill.cli.main import app_of
+from chatmill.cli.app import app_of
 from chatmill.load import EpisodeLoader
 
 IDS = [70000, 2, 3, 70001, 5, 6]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from chatmill.cli.main import app_of
+from chatmill.cli.app import app_of
 from chatmill.errors import UsageError
 from chatmill.plain_file import local_path
 

@@ -1,107 +1,71 @@
-"""The command `chatmill`: it joins the commands of this folder, and reports errors in one line."""
+"""The command `chatmill`: it runs the command that its arguments name, and reports errors in one line."""
 
 from __future__ import annotations
 
-import io
 import sys
-from collections.abc import Iterable
-from importlib import import_module
-from typing import Annotated, Any
 
-import typer
-
-from chatmill import __version__
-from chatmill.cli.expand import expanded
 from chatmill.cli.guard import guarded
-from chatmill.errors import one_line
 
-CLICK_ERROR: Any
-[CLICK_ERROR] = (each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
-"""click's, or typer's own copy of it."""
-
+ABOUT = "Conversations in, exact training batches out."
 COMMANDS = {
-    "check": "check.check",
-    "render": "render.render_command",
-    "formats": "formats.formats",
-    "certify": "certify.certify_command",
-    "compare": "compare.compare",
-    "recipe": "recipe.app",
-    "import": "import_config.app",
-    "prepare": "prepare.prepare_command",
-    "verify": "verify.verify",
-    "reweigh": "reweigh.reweigh",
-    "removed": "removed.removed",
-    "clean": "clean.clean",
-    "diff": "diff.diff",
-    "order": "order.order",
-    "show": "show.show",
-    "explain": "show.explain",
-    "stats": "stats.stats",
-    "report": "stats.report",
-    "view": "view.view",
-    "doctor": "doctor.doctor",
-    "train": "train.train",
-    "chat": "chat.chat",
-    "eval": "eval.eval_command",
-    "merge": "merge.merge",
-    "rows": "rows.rows_command",
-    "build-sft-primer": "build.build_sft_primer",
-    "build-sft-oasst1": "build.build_sft_oasst1",
-    "build-sft-dolly15k": "build.build_sft_dolly15k",
-    "audit": "audit.app",
-    "tokenizer": "tokenizer.app",
-    "export": "export.app",
-    "rollout": "rollout.app",
+    "check": ("check.check", "Read conversations and print what they contain."),
+    "render": ("render.render_command", "Show conversations as token rows, and what is trained."),
+    "formats": ("formats.formats", "List the chat formats, or print one as TOML."),
+    "certify": ("certify.certify_command", "Check a chat template against what training relies on."),
+    "compare": ("compare.compare", "Show which tokens chatmill and TRL train differently."),
+    "recipe": ("recipe.app", "Write recipes, and look at them before they are built."),
+    "import": ("import_config.app", "Convert the config of another trainer."),
+    "prepare": ("prepare.prepare_command", "Turn conversations into a dataset."),
+    "verify": ("verify.verify", "Check the files, tokens and spans of a dataset."),
+    "reweigh": ("reweigh.reweigh", "Write a dataset with the same tokens and another mask."),
+    "removed": ("removed.removed", "List the records that were removed from a dataset."),
+    "clean": ("clean.clean", "Remove what interrupted and replaced builds left."),
+    "diff": ("diff.diff", "Show which conversations of two datasets differ."),
+    "order": ("order.order", "Recompute the order of an epoch."),
+    "show": ("show.show", "Show an episode turn by turn, and what is trained."),
+    "explain": ("show.explain", "Say what a token is, and why it is trained or not."),
+    "stats": ("stats.stats", "Count rows, tokens, lengths, packing and losses."),
+    "report": ("stats.report", "Write one self-contained page about a dataset."),
+    "view": ("view.view", "Browse a dataset: search and filter its episodes."),
+    "doctor": ("doctor.doctor", "Check the nodes of a run before it starts."),
+    "train": ("train.train", "Train a model on a dataset or on caches."),
+    "chat": ("chat.chat", "Talk to a model."),
+    "eval": ("eval.eval_command", "Measure a model: its loss and its answers."),
+    "merge": ("merge.merge", "Merge the LoRA adapters of a run into their base model."),
+    "rows": ("rows.rows_command", "Name the conversations of a training step."),
+    "build-sft-primer": ("build.build_sft_primer", "Build the cache of primer.jsonl."),
+    "build-sft-oasst1": ("build.build_sft_oasst1", "Build the cache of OpenAssistant trees."),
+    "build-sft-dolly15k": ("build.build_sft_dolly15k", "Build the cache of Dolly's instructions."),
+    "audit": ("audit.app", "Check the audit log of a run, or see a step of it again."),
+    "tokenizer": ("tokenizer.app", "Train a tokenizer on your conversations, or look at one."),
+    "export": ("export.app", "Write conversations or datasets for other tools."),
+    "rollout": ("rollout.app", "Train on the model's own answers."),
 }
-"""The file of each command in this folder, and its name there."""
-
-
-def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The application with these commands. Importing all of them takes most of a second, and a run needs one."""
-    app = typer.Typer(
-        name="chatmill",
-        help="Conversations in, exact training batches out.",
-        no_args_is_help=True,
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    )
-    app.callback(invoke_without_command=True)(root)
-    for name in names:
-        file, attribute = COMMANDS[name].split(".")
-        module = import_module(f"chatmill.cli.{file}")
-        command = getattr(module, attribute)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
-        else:
-            app.command(name, **getattr(module, "COMMAND", {}))(expanded(command))
-    return app
-
-
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
-    if version:
-        typer.echo(f"chatmill {__version__}")
-        raise typer.Exit
+"""The file of each command in this folder and its name there, and what `chatmill --help` says of it."""
 
 
 def main() -> None:
     """Run the command that sys.argv names."""
+    guarded(_run)
+
+
+def _run() -> None:
     named = sys.argv[1] if len(sys.argv) > 1 else ""
-    only = () if named == "--version" else (named,) if named in COMMANDS else COMMANDS
-    guarded(lambda: run(app_of(only)))
+    if named in ("", "-h", "--help"):
+        # Without typer and the commands, which take a second to import.
+        (sys.stdout if named else sys.stderr).write(help_text())
+        sys.exit(0 if named else 2)
+    from chatmill.cli.app import app_of, run
+
+    run(app_of([named] if named in COMMANDS else []))
 
 
-def run(app: typer.Typer) -> None:
-    """Run the application; what is wrong with its arguments is printed without their control characters."""
-    try:
-        code = app(standalone_mode=False)
-    except CLICK_ERROR as error:
-        shown = io.StringIO()
-        error.show(shown)
-        sys.stderr.write(one_line(shown.getvalue(), None, keep="\n"))
-        code = error.exit_code
-    except typer.Abort:
-        sys.stderr.write("Aborted!\n")
-        code = 1
-    sys.exit(code)
+def help_text() -> str:
+    """What `chatmill --help` prints: every command with one line."""
+    options = {"--version": "Print the version and stop.", "-h, --help": "Show this message and exit."}
+    commands = {name: summary for name, (_, summary) in COMMANDS.items()}
+    lines = ["Usage: chatmill [OPTIONS] COMMAND [ARGS]...", "", f"  {ABOUT}"]
+    for title, table in (("Options", options), ("Commands", commands)):
+        width = max(map(len, table))
+        lines += ["", f"{title}:", *(f"  {name:<{width}}  {summary}" for name, summary in table.items())]
+    return "\n".join(lines) + "\n"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chatmill.cli.main import app_of, main
+from chatmill.cli.app import app_of
+from chatmill.cli.main import main
 from chatmill.prepare import Job, LocalEngine, prepare_dataset
 from chatmill.prepare.job import InputSource
 from fault_injection.processes import apart

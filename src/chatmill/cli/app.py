@@ -1,0 +1,64 @@
+"""The application of `chatmill`: the commands of this folder, joined by typer."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from chatmill import __version__
+from chatmill.cli.expand import expanded
+from chatmill.cli.main import ABOUT, COMMANDS
+from chatmill.errors import one_line
+
+CLICK_ERROR: Any
+[CLICK_ERROR] = (each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+"""click's, or typer's own copy of it."""
+
+
+def app_of(names: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The application with these commands. Importing all of them takes most of a second, and a run needs one."""
+    app = typer.Typer(
+        name="chatmill",
+        help=ABOUT,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+    app.callback(invoke_without_command=True)(root)
+    for name in names:
+        file, attribute = COMMANDS[name][0].split(".")
+        module = import_module(f"chatmill.cli.{file}")
+        command = getattr(module, attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name, **getattr(module, "COMMAND", {}))(expanded(command))
+    return app
+
+
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if version:
+        typer.echo(f"chatmill {__version__}")
+        raise typer.Exit
+
+
+def run(app: typer.Typer) -> None:
+    """Run the application; what is wrong with its arguments is printed without their control characters."""
+    try:
+        code = app(standalone_mode=False)
+    except CLICK_ERROR as error:
+        shown = io.StringIO()
+        error.show(shown)
+        sys.stderr.write(one_line(shown.getvalue(), None, keep="\n"))
+        code = error.exit_code
+    except typer.Abort:
+        sys.stderr.write("Aborted!\n")
+        code = 1
+    sys.exit(code)
