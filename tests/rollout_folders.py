@@ -35,10 +35,14 @@ VOCABULARY = train_bpe([TEXT] * 9, vocab_size=1340, control=[*CONTROL, *COORDINA
 TRUTH = [{"desc": "cat", "bbox_2d": [1, 2, 300, 400]}, {"desc": "bird", "bbox_2d": [500, 500, 600, 600]}]
 
 
-def write_folder(folder: Path, name: str) -> Path:
+def write_folder(folder: Path, name: str, *, special_coordinates: bool = True) -> Path:
+    """A folder without a model. Servers leave special tokens out of texts, so coordinates may be others there."""
     template, end = TEMPLATES[name]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_bytes(VOCABULARY)
+    state = json.loads(VOCABULARY)
+    for token in state["added_tokens"]:
+        token["special"] = special_coordinates or token["content"] not in COORDINATES
+    (folder / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False))
     settings = {"chat_template": template, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

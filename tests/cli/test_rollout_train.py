@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.format import load_format
+from chatmill.rollout import open_task
 from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.generators import generator_of
 from chatmill.rollout.loop import train_rollouts
@@ -139,12 +140,12 @@ def test_a_run_that_is_asked_to_stop_ends_its_round_and_saves(files):
 
     settings, stopped = config_of(files, save_interval=6), files / "stopped"
     model = open_model(files / "model")
-    answer = generator_of(settings, model, TOKENIZER.special_token_ids()[FORMAT.eot])
+    answer = generator_of(settings, model, open_task("bytes", "primer", add_tokens=True))
 
-    def interrupted(prompts, *, step, first_row=0):
+    def interrupted(prompts, *, step, **others):
         if step == 2:
             signal.raise_signal(signal.SIGTERM)
-        return answer(prompts, step=step, first_row=first_row)
+        return answer(prompts, step=step, **others)
 
     result = train_rollouts(settings, stopped, model=model, generator=interrupted, quiet=True)
     assert (result.step, result.stopped_by, result.checkpoint) == (4, "SIGTERM", stopped / "step_00000004")

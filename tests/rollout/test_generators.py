@@ -1,13 +1,9 @@
-"""The port to a server, against a real one that speaks HTTP on this machine; and answers from a log."""
+"""A server that takes and returns token ids, and answers from a log."""
 
 from __future__ import annotations
 
-import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
+from fake_server import serving
 
 from chatmill.errors import DataError, UsageError
 from chatmill.rollout.files import Rollout, RolloutReplay, log_rollouts
@@ -22,39 +18,6 @@ def completion(request):
         "model": request["model"],
         "choices": [{"index": 0, "text": "…", "token_ids": ids, "prompt_token_ids": request["prompt"]}],
     }
-
-
-@contextmanager
-def serving(answer):
-    """A server in a thread; what it was asked is in `asked`."""
-    asked = []
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                asked.append((self.path, dict(self.headers), request))
-                number = len(asked)
-            status, reply = answer(request) if answer.__code__.co_argcount == 1 else answer(request, number)
-            data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def test_a_server_answers_ids_with_ids_in_the_order_of_the_prompts():
@@ -112,8 +75,13 @@ def test_a_fault_that_may_pass_is_tried_again():
         (lambda request: (500, {"error": "broken"}), "status 500"),
         (lambda request: (200, b"<html>"), "no JSON object"),
         (lambda request: (200, b"[1]"), "no JSON object"),
-        (lambda request: (200, {"choices": []}), "no token ids; .*return_token_ids"),
-        (lambda request: (200, {"choices": [{"text": "only text"}]}), "no token ids"),
+        (lambda request: (200, {"choices": []}), "no choices"),
+        (
+            lambda request: (200, {"choices": [{"text": "only text"}]}),
+            'no token ids; .*return_token_ids; .*set server_api to "chat" or "completions"',
+        ),
+        (lambda request: (400, {"detail": "prompt must be a string"}), 'status 400.*server_api to "chat"'),
+        (lambda request: (422, {"detail": "unexpected: return_token_ids"}), 'status 422.*server_api to "chat"'),
         (lambda request: (200, {"choices": [{"token_ids": ["1"]}]}), "no token ids"),
         (lambda request: (200, {"choices": [{"token_ids": [1], "prompt_token_ids": [8]}]}), "another prompt"),
     ],

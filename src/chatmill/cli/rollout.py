@@ -228,5 +228,10 @@ def health_lines(health: Health) -> Iterator[str]:
         yield f"  {health.broken:,} targets hold a body that is no JSON"
     if health.gated:
         yield f"  {health.gated:,} pairs overlap too little to be matched"
+    if health.as_text:
+        yield (
+            f"  {health.as_text:,} answers came as text; of {health.retokenized:,} the server counted another number "
+            "of tokens than they have encoded"
+        )
     if health.too_long:
         yield f"  {health.too_long:,} prompts and targets are too long for the model's positions, and were left out"

@@ -59,6 +59,10 @@ class GenerationConfig(Config):
     generate_batch_size: int = key(64, "prompts per generation batch", integer(1))
     server: str | None = key(None, "URL of a server that generates instead, with its own weights: http://…/v1")
     server_model: str | None = key(None, "name of the model at the server")
+    server_api: Literal["tokens", "completions", "chat"] = key(
+        "tokens", "what the server takes and returns: token ids, texts, or messages and a text"
+    )
+    server_key_env: str | None = key(None, "environment variable that holds the API key of the server")
     replay: str | None = key(None, "rollouts.jsonl of an earlier run to replay instead of generating")
 
 

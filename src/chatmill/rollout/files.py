@@ -117,7 +117,9 @@ class RolloutReplay:
                 raise DataError(f"{path}:{line}: the rollout has no step or row; expected the log of a run")
             self._logged[rollout.step, rollout.row] = rollout
 
-    def __call__(self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
+    ) -> list[list[int]]:
         answers = []
         for row, prompt in enumerate(prompts, start=first_row):
             rollout = self._logged.get((step, row))

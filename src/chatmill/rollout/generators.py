@@ -1,147 +1,219 @@
 """Generators: what answers the prompts of a rollout run. The model itself, a server, or the log of an earlier run.
 
-A generator maps token ids to token ids. Sampling depends on the seed, the step and the row alone, so that a step can
-be generated again by itself.
+A generator maps token ids to token ids; one that asks a chat server sends the messages of the records instead. Sampling
+depends on the seed, the step and the row alone, so that a step can be generated again by itself.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any, Literal, Protocol
 
 from chatmill.errors import DataError, UsageError, one_line
+from chatmill.format import TemplateRenderer
+from chatmill.records import Record
 from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import RolloutReplay
+from chatmill.rollout.server import Server, ServerAnswer
+from chatmill.rollout.task import Task
+from chatmill.rollout.vocabulary import COORDINATES, vocabulary_of
 from chatmill.train.generation import Sampling, beam_search, generate
 from chatmill.train.model import CausalModel
 
-RETRIED = {408, 429, 500, 502, 503, 504}
-"""HTTP status codes after which a request is sent again."""
+COORDINATE_TEXT = re.compile(r"(<\|coord_(?:0|[1-9][0-9]{0,2})\|>)")
 
 
 class Generator(Protocol):
     """Generates an answer to each prompt."""
 
-    def __call__(self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
-        """The ids of an answer to each prompt; prompt i is row `first_row` + i of the step."""
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
+    ) -> list[list[int]]:
+        """The ids of an answer to each prompt; prompt i is row `first_row` + i of the step, and asks `records[i]`."""
 
 
 @dataclass(frozen=True)
-class CompletionServer:
+class CompletionServer(Server):
     """A server that completes token ids and returns token ids: OpenAI's `completions`, with `return_token_ids`.
 
     vLLM is one. `concurrency` requests are sent at a time; a temporary failure is retried.
     """
 
-    url: str
-    """The base URL with the version, as in http://localhost:8000/v1."""
-    model: str
-    max_tokens: int
     end_ids: tuple[int, ...] = ()
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    concurrency: int = 16
-    timeout: float = 600.0
-    attempts: int = 4
-    pause: float = 0.5
-    """Seconds before the second attempt; each later pause is twice as long."""
-    headers: dict[str, str] = field(default_factory=dict)
-    """Sent with every request, such as Authorization."""
+    advice = 'for a server that takes or returns text only, set server_api to "chat" or "completions"'
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
+    ) -> list[list[int]]:
+        extra = {"stop_token_ids": list(self.end_ids), "return_token_ids": True, "skip_special_tokens": False}
+        bodies = [
+            {**self.sampled(step, row), "prompt": [int(id) for id in prompt], **extra}
+            for row, prompt in enumerate(prompts, start=first_row)
+        ]
+        answers = self.answers(bodies, "completions")
+        return [self._ids(answer, body["prompt"]) for answer, body in zip(answers, bodies, strict=True)]
+
+    def _ids(self, answer: ServerAnswer, prompt: list[int]) -> list[int]:
+        if answer.prompt_token_ids not in (None, prompt):
+            raise self.fault("the server answered another prompt than it was sent", "check its tokenizer")
+        if answer.token_ids is None:
+            right = "expected choices[0].token_ids, as vLLM returns them for return_token_ids"
+            raise self.fault("the server returned no token ids", f"{right}; {self.advice}")
+        return answer.token_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextServer(Server):
+    """Any OpenAI-compatible server: its answers are texts, which are encoded by the tokenizer of the task.
+
+    `api` is "completions", which sends the prompt as text, or "chat", which sends the messages of the record and lets
+    the server render them. The prompt tokens that the server counts must be as many as training has. An answer that
+    ends by itself ends with the task's end of turn. The tokens may be others than those the model generated.
+    """
+
+    task: Task
+    api: Literal["completions", "chat"]
+    counts: Counter[str] = field(default_factory=Counter)
+    """`as_text`: answers; `retokenized`: those of which the server counted another number of tokens."""
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise UsageError(f'"{one_line(self.url)}" is no server; expected http://… or https://…')
+        super().__post_init__()
+        renderer = self.task.renderer
+        if self.task.schema.uses_coordinates and isinstance(renderer, TemplateRenderer):
+            special = next((token for token in COORDINATES if token not in renderer.text_tokens.ids), None)
+            if special is not None:
+                raise UsageError(
+                    f"{self.task.tokenizer.name}: marks {special} as special, and servers leave special tokens out of "
+                    'texts; set its "special" to false in tokenizer.json, or use server_api "tokens"'
+                )
 
-    def __call__(self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
-        with ThreadPoolExecutor(max(1, min(self.concurrency, len(prompts)))) as pool:
-            futures = [
-                pool.submit(self._answer, [int(id) for id in prompt], step, first_row + row)
-                for row, prompt in enumerate(prompts)
-            ]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
-
-    def _answer(self, prompt: list[int], step: int, row: int) -> list[int]:
-        reply = self._post(
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
+    ) -> list[list[int]]:
+        if self.api == "chat" and len(records) != len(prompts):
+            raise UsageError("a chat server answers messages; give the record of each prompt")
+        end = vocabulary_of(self.task.tokenizer).text([self.task.eos_id]).decode()
+        bodies = [
             {
-                "model": self.model,
-                "prompt": prompt,
-                "max_tokens": self.max_tokens,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "seed": int(np.random.SeedSequence((self.seed, step, row)).generate_state(1)[0]) >> 1,
-                "stop_token_ids": list(self.end_ids),
-                "return_token_ids": True,
-                "skip_special_tokens": False,
+                **self.sampled(step, first_row + at),
+                "stop": [end],
+                "stream": False,
+                **self._question(at, prompts, records),
             }
-        )
-        choices = reply.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-        used = choice.get("prompt_token_ids", reply.get("prompt_token_ids"))
-        if used is not None and used != prompt:
-            raise DataError(f"{self.url}: the server answered another prompt than it was sent; check its tokenizer")
-        ids = choice.get("token_ids")
-        if not isinstance(ids, list) or not all(type(id) is int and id >= 0 for id in ids):
-            right = "expected choices[0].token_ids; use one that knows return_token_ids, such as vLLM"
-            raise DataError(f"{self.url}: the server returned no token ids; {right}")
+            for at in range(len(prompts))
+        ]
+        answers = self.answers(bodies, "chat/completions" if self.api == "chat" else "completions")
+        for prompt, answer in zip(prompts, answers, strict=True):
+            self._check(prompt, answer)
+        # Some servers return the text that they stopped at.
+        ended = [answer.finish_reason == "stop" for answer in answers]
+        texts = [answer.text.removesuffix(end if stop else "") for answer, stop in zip(answers, ended, strict=True)]
+        try:
+            encoded = encode_answers(texts, self.task)
+        except DataError as error:
+            right = "check that it serves the model of this tokenizer"
+            raise self.fault(f"an answer cannot be encoded ({error})", right) from None
+        ids = [of_text + [self.task.eos_id] * stop for of_text, stop in zip(encoded, ended, strict=True)]
+        for answer, mine in zip(answers, ids, strict=True):
+            # Not all servers count the end of turn.
+            counted = {len(mine), len(mine) - (answer.finish_reason == "stop"), None}
+            self.counts["retokenized"] += answer.completion_tokens not in counted
+        self.counts["as_text"] += len(ids)
         return ids
 
-    def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The reply to one request; `DataError` with the server's message if there is none."""
-        request = urllib.request.Request(
-            f"{self.url.rstrip('/')}/completions",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", **self.headers},
-        )
-        for attempt in range(1, self.attempts + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                    return self._object(response.read())
-            except urllib.error.HTTPError as error:
-                body_start = one_line(error.read(500).decode("utf-8", "replace"), 200)
-                what, temporary = f"status {error.code}: {body_start}", error.code in RETRIED
-            except (OSError, http.client.HTTPException) as error:
-                what, temporary = one_line(str(getattr(error, "reason", error)) or type(error).__name__, 200), True
-            if not temporary or attempt == self.attempts:
-                raise DataError(f"{self.url}: no answer ({what}); check the server, and that it serves {self.model}")
-            time.sleep(self.pause * 2 ** (attempt - 1))
-        raise AssertionError
+    def _question(self, at: int, prompts: Sequence[Sequence[int]], records: Sequence[Record]) -> dict[str, Any]:
+        if self.api == "completions":
+            return {"prompt": vocabulary_of(self.task.tokenizer).text(prompts[at]).decode("utf-8", "replace")}
+        return chat_request(records[at])
 
-    def _object(self, data: bytes) -> dict[str, Any]:
-        try:
-            reply = json.loads(data)
-        except (ValueError, RecursionError):
-            reply = None
-        if not isinstance(reply, dict):
-            raise DataError(f"{self.url}: the server returned no JSON object; expected a completion")
-        return reply
+    def _check(self, prompt: Sequence[int], answer: ServerAnswer) -> None:
+        if answer.parsed:
+            raise self.fault(
+                f"the server moved a part of the answer to {answer.parsed}", "turn off its reasoning and tool parsers"
+            )
+        if not answer.has_text:
+            raise self.fault("the reply has no text", "expected choices[0] with text or message.content")
+        if answer.finish_reason not in ("stop", "length"):
+            reason = json.dumps(answer.finish_reason)
+            raise self.fault(f"the answer ended with finish_reason {one_line(reason)}", 'expected "stop" or "length"')
+        if answer.prompt_tokens not in (None, len(prompt)):
+            other = "completions" if self.api == "chat" else "chat"
+            raise self.fault(
+                f"the server counts {answer.prompt_tokens} tokens in a prompt that has {len(prompt)} in training",
+                f'use the tokenizer and the chat template that it serves, or server_api "{other}"',
+            )
 
 
-def generator_of(config: RolloutConfig, model: CausalModel, end_id: int) -> Generator:
+def chat_request(record: Record) -> dict[str, Any]:
+    """The messages and tools of a record in the form of OpenAI's chat completions."""
+    messages = []
+    for message in record.messages:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.reasoning:
+            fields["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            fields["tool_calls"] = [
+                {
+                    **({} if call.id is None else {"id": call.id}),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments_text},
+                }
+                for call in message.tool_calls
+            ]
+        fields |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+        messages.append(fields)
+    request: dict[str, Any] = {"messages": messages}
+    if record.tools:
+        request["tools"] = [json.loads(tool) for tool in record.tools]
+    if record.template_kwargs:
+        request["chat_template_kwargs"] = json.loads(record.template_kwargs)
+    return request
+
+
+def encode_answers(texts: Sequence[str], task: Task) -> list[list[int]]:
+    """The ids of each text. Coordinates are tokens of their own; any other control token in a text is text."""
+    vocabulary = vocabulary_of(task.tokenizer)
+    coordinates: Mapping[str, int] = {}
+    split = [[text] for text in texts]
+    if task.schema.uses_coordinates:
+        coordinates = dict(zip(COORDINATES, vocabulary.coordinate_ids, strict=True))
+        split = [COORDINATE_TEXT.split(text) for text in texts]
+    # Every other piece is a coordinate.
+    encoded = iter(vocabulary.encode([piece for pieces in split for piece in pieces[::2]]))
+    return [
+        [id for at, piece in enumerate(pieces) for id in ([coordinates[piece]] if at % 2 else next(encoded))]
+        for pieces in split
+    ]
+
+
+def generator_of(config: RolloutConfig, model: CausalModel, task: Task) -> Generator:
     """The generator that a config names: a log, a server, or the model with its current weights."""
     if config.replay is not None:
         return RolloutReplay(config.replay)
     temperature = config.temperature if config.decoding == "sample" else 0.0
-    limits: dict[str, Any] = {"max_tokens": config.max_new_tokens, "end_ids": (end_id,)}
     if config.server is not None:
-        sampled: dict[str, Any] = {"temperature": temperature, "top_p": config.top_p, "seed": config.seed}
-        return CompletionServer(config.server, config.server_model or "", **limits, **sampled)
+        fields: dict[str, Any] = {
+            "url": config.server,
+            "model": config.server_model or "",
+            "max_tokens": config.max_new_tokens,
+            "temperature": temperature,
+            "top_p": config.top_p,
+            "seed": config.seed,
+            "headers": {} if config.server_key_env is None else {"Authorization": _bearer(config.server_key_env)},
+        }
+        if config.server_api == "tokens":
+            return CompletionServer(**fields, end_ids=(task.eos_id,))
+        return TextServer(**fields, task=task, api=config.server_api)
+    limits: dict[str, Any] = {"max_tokens": config.max_new_tokens, "end_ids": (task.eos_id,)}
 
-    def answer(prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0) -> list[list[int]]:
+    def answer(
+        prompts: Sequence[Sequence[int]], *, step: int, first_row: int = 0, records: Sequence[Record] = ()
+    ) -> list[list[int]]:
         size = config.generate_batch_size
         if config.decoding == "beam":
             groups = max(1, size // config.beams)
@@ -150,3 +222,21 @@ def generator_of(config: RolloutConfig, model: CausalModel, end_id: int) -> Gene
         return generate(model, prompts, sampling=sampling, first_row=first_row, batch_size=size, **limits)
 
     return answer
+
+
+def _bearer(variable: str) -> str:
+    """The header value with the key that an environment variable holds; the key is never shown or stored."""
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        state = "holds no key" if variable in os.environ else "is not set"
+        raise UsageError(f"server_key_env: the environment variable {one_line(variable)} {state}; export the key in it")
+    return f"Bearer {key}"
+
+
+def text_counts(generator: Generator) -> list[int]:
+    """The answers that came as text since the last call, and how many of them are tokenized otherwise."""
+    if not isinstance(generator, TextServer):
+        return [0, 0]
+    counts = [generator.counts["as_text"], generator.counts["retokenized"]]
+    generator.counts.clear()
+    return counts

@@ -27,12 +27,13 @@ from chatmill.errors import DataError, UsageError
 from chatmill.load.batch import collate
 from chatmill.load.order import make_order
 from chatmill.plain_file import local_path
+from chatmill.records import Record
 from chatmill.records.files import expand, shown
 from chatmill.records.raw_files import open_raw
 from chatmill.remote.urls import Url, place
 from chatmill.rollout.config import RolloutConfig
 from chatmill.rollout.files import Rollout, log_rollouts, read_truth
-from chatmill.rollout.generators import Generator, generator_of
+from chatmill.rollout.generators import Generator, generator_of, text_counts
 from chatmill.rollout.loss import Axis, RolloutLoss, TermWeights
 from chatmill.rollout.task import Health, Task, answer_rows, open_task, prompt_lists, target_rows, task_prompts
 from chatmill.rollout.vocabulary import vocabulary_of
@@ -94,7 +95,7 @@ def train_rollouts(
     with init_world(config.device) as world:
         run = _RolloutRun(config, folder, world, model)
         run.resume(resume)
-        generator = generator or world.together(lambda: generator_of(config, run.model, run.task.eos_id))
+        generator = generator or world.together(lambda: generator_of(config, run.model, run.task))
         # A round is logged under its first step, and a checkpoint is written after a round's last.
         rewinds = {ROLLOUTS: run.step - 1}
         run_dir = RunDir(
@@ -209,7 +210,7 @@ class _RolloutRun:
         # Spread evenly: of the first n rows of a run, n · share are rollouts, rounded down.
         own = [place for place in places if (first_row + place + 1) * share // 1 > (first_row + place) * share // 1]
         truths, prompts = [self.truths[numbers[place]] for place in own], [all_prompts[place] for place in own]
-        answers = self._answers(generator, prompts)
+        answers = self._answers(generator, prompts, [truth.record for truth in truths])
         rollouts = [
             Rollout(truth.record.id or "", list(answer), prompt, self.step, row)
             for row, (truth, prompt, answer) in enumerate(zip(truths, prompts, answers, strict=True))
@@ -218,6 +219,7 @@ class _RolloutRun:
             log_rollouts(log, rollouts)
         generated = time.perf_counter()
         health = Health()
+        health.as_text, health.retokenized = map(int, self.world.sums(text_counts(generator)))
         pairs = list(zip(truths, rollouts, strict=True))
         parts = [
             target_rows(
@@ -245,14 +247,17 @@ class _RolloutRun:
         step_of = np.array(places, dtype=np.int64) // config.batch_size
         return [rows.take(np.flatnonzero(fits & (step_of == step))) for step in range(steps)]
 
-    def _answers(self, generator: Generator, prompts: list[list[int]]) -> list[list[int]]:
+    def _answers(self, generator: Generator, prompts: list[list[int]], records: list[Record]) -> list[list[int]]:
         """An answer to each prompt. Ranks take whole batches in turn, so that answers do not depend on their number."""
         size = self.config.generation_size
         starts = range(0, len(prompts), size)
 
         def mine() -> list[list[list[int]]]:
             own = starts[self.world.rank :: self.world.size]
-            return [generator(prompts[at : at + size], step=self.step, first_row=at) for at in own]
+            return [
+                generator(prompts[at : at + size], step=self.step, first_row=at, records=records[at : at + size])
+                for at in own
+            ]
 
         of_ranks = self.world.gather(self.world.together(mine))
         return [

@@ -174,6 +174,10 @@ class Health:
     slots: int = 0
     too_long: int = 0
     """Prompts and targets longer than the model's positions, which are left out."""
+    as_text: int = 0
+    """Answers that a server returned as text, which were encoded."""
+    retokenized: int = 0
+    """Those of which the server counted another number of tokens."""
     rollout_tokens: int = 0
     kept_tokens: int = 0
     target_tokens: int = 0

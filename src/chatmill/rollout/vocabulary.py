@@ -68,10 +68,11 @@ class Vocabulary:
             if len(self._exact) > CACHED:
                 self._exact.clear()
                 new = list(dict.fromkeys(texts))
-            self._exact |= zip(new, self._encode(new), strict=True)
+            self._exact |= zip(new, self.encode(new), strict=True)
         return [self._exact[text] for text in texts]
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """`exact` without the cache, for texts that do not repeat themselves."""
         flat, first = self._tokenizer.encode_batch(texts)
         ids = flat.tolist()
         encoded = [ids[start:stop] for start, stop in pairwise(first.tolist())]
