@@ -13,7 +13,7 @@
     build_target_dataset, build_answer_dataset    datasets of both
     RolloutConfig, train_rollouts, RolloutResult  the training loop
     RolloutLoss, TermWeights, Axis                its loss, from one forward pass
-    Generator, CompletionServer                   what answers: the model itself, or a server
+    Generator, CompletionServer, TextServer       what answers: the model itself, or a server
     COORDINATES                                   the tokens of coordinates, <|coord_0|> to <|coord_999|>
 
 A name is imported when it is first used: targets and datasets are made without torch.
@@ -36,6 +36,7 @@ if _TYPE_CHECKING:
     from chatmill.rollout.files import read_truth as read_truth
     from chatmill.rollout.generators import CompletionServer as CompletionServer
     from chatmill.rollout.generators import Generator as Generator
+    from chatmill.rollout.generators import TextServer as TextServer
     from chatmill.rollout.loop import RolloutResult as RolloutResult
     from chatmill.rollout.loop import train_rollouts as train_rollouts
     from chatmill.rollout.loss import Axis as Axis

@@ -121,6 +121,9 @@ class RolloutConfig(RunConfig, OptimizerConfig, RolloutLossConfig, GenerationCon
             yield f"save_interval {self.save_interval} is no multiple of rollout_every {self.rollout_every}"
         if self.server is not None and self.server_model is None:
             yield "server is given and server_model is not"
+        for name in ("server_model", "server_api", "server_key_env"):
+            if self.server is None and getattr(self, name) not in (None, "tokens"):
+                yield f"{name} is given and server is not"
         if self.server is not None and self.replay is not None:
             yield "server and replay are given; expected one of them"
         if self.server is not None and (self.decoding == "beam" or self.top_k):
