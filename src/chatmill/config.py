@@ -143,8 +143,17 @@ def required(help: str, check: ValueCheck | None = None) -> Any:
     return key(MISSING, help, check)
 
 
+_declared: dict[Any, Mapping[str, Key]] = {}
+
+
 def keys_of(config: type[Any]) -> Mapping[str, Key]:
     """The declared keys of a configuration by name, in their order."""
+    if config not in _declared:
+        _declared[config] = types.MappingProxyType(_read_keys(config))
+    return _declared[config]
+
+
+def _read_keys(config: type[Any]) -> dict[str, Key]:
     hints = get_type_hints(config)
     keys = {}
     for each in fields(config):

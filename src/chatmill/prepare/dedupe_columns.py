@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import unicodedata
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -37,7 +38,6 @@ NOT_COMPARED = 0
 """The band of a conversation without tokens."""
 
 _SEED = 24
-_MULTIPLIERS = np.random.default_rng(_SEED).integers(0, 2**63, VALUES, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 _ROWS = 2048
 """Conversations whose MinHash values are computed together; the library returns them as Python integers."""
 _ENCODER = msgspec.msgpack.Encoder()
@@ -50,6 +50,12 @@ _OTHER_SPACES = str.maketrans(dict.fromkeys("\x85\u1680\u2028\u2029", " "))
 """White space that is neither ASCII nor written as a plain space by NFKC."""
 
 Columns = Mapping[str, NDArray[Any]]
+
+
+@cache
+def _multipliers() -> NDArray[np.uint64]:
+    """Odd numbers for the hashes of sequences; not made at import, which few builds need."""
+    return np.random.default_rng(_SEED).integers(0, 2**63, VALUES, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 
 
 def dedupe_identity(job: Job) -> dict[str, Any]:
@@ -169,11 +175,11 @@ def shingles(rows: Rows, record_of: Index, count: int) -> tuple[NDArray[np.uint6
     # Ids are counted from 1, so that no token is the same as the 0 behind the end.
     padded = np.append(ids.astype(np.uint64) + np.uint64(1), np.zeros(SHINGLE, dtype=np.uint64))
     sums = np.zeros(len(ids), dtype=np.uint64)
-    for place, multiplier in enumerate(_MULTIPLIERS[:SHINGLE]):
+    for place, multiplier in enumerate(_multipliers()[:SHINGLE]):
         sums += padded[place : place + len(ids)] * multiplier
     short = np.flatnonzero((row_tokens > 0) & (row_tokens < SHINGLE))
     sums[start[short]] = 0
-    for place, multiplier in enumerate(_MULTIPLIERS[:SHINGLE]):
+    for place, multiplier in enumerate(_multipliers()[:SHINGLE]):
         token = np.where(row_tokens[short] > place, padded[start[short] + place], np.uint64(0))
         sums[start[short]] += token * multiplier
     hashes = _mixed(sums)[ragged_index(start[:-1], windows)]
@@ -209,7 +215,7 @@ def band_keys(values: NDArray[np.uint32], threshold: float) -> NDArray[np.uint32
     count = VALUES // size
     bands = values[:, : count * size].reshape(-1, count, size)
     sums = np.zeros(bands.shape[:2], dtype=np.uint64)
-    for place, multiplier in enumerate(_MULTIPLIERS[:size]):
+    for place, multiplier in enumerate(_multipliers()[:size]):
         sums += bands[:, :, place] * multiplier
     keys = np.maximum((_mixed(sums) >> np.uint64(32)).astype(np.uint32), NOT_COMPARED + 1)
     keys[(values == np.iinfo(np.uint32).max).all(axis=1)] = NOT_COMPARED

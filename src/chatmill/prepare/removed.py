@@ -78,7 +78,10 @@ class _Twins:
     """Where the records are that are kept instead of duplicates; a few bytes for each."""
 
     def __init__(self, staged: Sequence[StagedFile], selection: Selection) -> None:
-        numbers = np.unique(np.concatenate([np.empty(0, np.int64), *(part.twin for part in selection.removed)]))
+        numbers = np.concatenate([np.empty(0, np.int64), *(part.twin for part in selection.removed)])
+        if len(numbers):
+            # For none of them numpy would still import what it needs.
+            numbers = np.unique(numbers)
         self._numbers = numbers[numbers >= 0]
         self._line = np.empty(len(self._numbers), dtype=np.uint64)
         self._file = np.empty(len(self._numbers), dtype=np.uint32)

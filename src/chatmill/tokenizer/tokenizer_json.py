@@ -68,9 +68,8 @@ class TokenizerJson:
         stripped, self.control = without_control(place, content, control)
         self._reference = Reference(place, stripped, self.control)
         self.vocab_size = self._reference.vocab_size
-        self._nfc, self._byte_decoder = (
-            [*kinds(stripped.get(name))] == [kind] for name, kind in (("normalizer", "NFC"), ("decoder", "ByteLevel"))
-        )
+        self._nfc = [*kinds(stripped.get("normalizer"))] == ["NFC"]
+        self._byte_decoder = [*kinds(stripped.get("decoder"))] == ["ByteLevel"] and not stripped["added_tokens"]
         self._encode = self._native(stripped) or self._not_native
 
     @property
