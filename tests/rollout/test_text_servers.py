@@ -8,7 +8,7 @@ import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import pytest
 from fake_server import serving
@@ -32,7 +32,8 @@ BOX = '{"object_1": {"desc": "cat", "bbox_2d": ["<|coord_0|>", "<|coord_7|>", "<
 @cache
 def task():
     """A folder's task; the folder is needed no longer when the task is open."""
-    return open_task(str(write_folder(Path(mkdtemp()) / "model", "chatml", special_coordinates=False)), None)
+    with TemporaryDirectory() as place:
+        return open_task(str(write_folder(Path(place), "chatml", special_coordinates=False)), None)
 
 
 def question(*messages: Message, **fields) -> tuple[list[list[int]], list[Record]]:
