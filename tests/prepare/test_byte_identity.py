@@ -33,6 +33,19 @@ def test_processes_and_unit_sizes_do_not_change_a_byte(tmp_path, inputs, name):
         assert left_beside(target) == []
 
 
+@pytest.mark.parametrize("name", [name for name, options in JOBS.items() if options.get("fit") != "blocks"])
+def test_neither_does_writing_shards_in_processes(tmp_path, inputs, name, monkeypatch):
+    job = job_of(inputs, **{**JOBS[name], "shard_tokens": 5_000})
+    right = build(job, tmp_path / "one")
+    monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)
+    monkeypatch.setattr(pipeline, "assemble", lambda *args, **options: pytest.fail("written by one process"))
+    for workers in (2, 5):
+        target = tmp_path / f"{workers}"
+        assert build(job, target, workers=workers, unit_bytes=9_000).ledger.to_json() == right.ledger.to_json()
+        assert digests(target) == digests(tmp_path / "one")
+        assert left_beside(target) == []
+
+
 @pytest.mark.parametrize("name", ["plain", "blocks", "shuffle", "all at once"])
 def test_neither_do_the_sizes_in_which_rows_are_staged_and_packed(tmp_path, inputs, name, monkeypatch):
     job = job_of(inputs, **JOBS[name])

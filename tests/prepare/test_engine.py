@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 from prepare_fixtures import Faults, build, conversations, digests, job_of, left_beside, lines, write_corpus
 
-from chatmill.errors import DataError, RecordError
+from chatmill.errors import ChatmillError, DataError, RecordError
+from chatmill.prepare import engine, pipeline
 from chatmill.prepare.fresh_process import run_in_fresh_process
 from chatmill.prepare.pipeline import units_of
 from chatmill.records import InputFiles
@@ -121,3 +123,38 @@ def test_the_death_of_the_process_that_forked_is_one_line(held):
         "the process that runs the workers was killed, perhaps for lack of memory; continue with --resume"
     )
     wait_for_end(workers)
+
+
+def end_this_process(plan, folder, *, vocab_size):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_while_it_writes_a_shard_is_one_line(tmp_path, monkeypatch):
+    job = job_of(write_corpus(tmp_path, 300), shard_tokens=2_000, pack=300)
+    build(job, tmp_path / "one")
+    monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "write_shard", end_this_process)
+        with pytest.raises(ChatmillError, match=r"a worker process was killed, .*; continue with --resume"):
+            build(job, tmp_path / "two", workers=2)
+    assert not (tmp_path / "two").exists()
+    build(job, tmp_path / "two", workers=2, resume=True)
+    assert digests(tmp_path / "two") == digests(tmp_path / "one")
+
+
+def test_a_shard_that_cannot_be_written_is_an_error_with_its_file(tmp_path, monkeypatch):
+    # The first file can be cut into small units.
+    job = job_of(write_corpus(tmp_path, 2_000)[:1], shard_tokens=20_000)
+    build(job, tmp_path / "one")
+    monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # More than a staged file has, and less than the tokens of a shard.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (38_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*shard_0000"):
+            build(job, tmp_path / "two", workers=3, unit_bytes=1_500)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "two").exists()
+    build(job, tmp_path / "two", workers=3, unit_bytes=1_500, resume=True)
+    assert digests(tmp_path / "two") == digests(tmp_path / "one")

@@ -6,7 +6,9 @@ in order: where one begins depends on all tokens before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 
@@ -58,6 +60,40 @@ def assemble(
                 ledger.add("stored", rows=conversations, tokens=len(rows.ids), trained=trained_tokens(rows))
                 on_tokens(len(rows.ids))
             splits[name] = writer.close()
+    check_filled(splits, staged, job, ledger)
+    return splits
+
+
+def assemble_by_shard(
+    staged: Sequence[StagedFile],
+    chosen: Mapping[str, Sequence[Chosen]],
+    job: Job,
+    *,
+    write: Callable[[Iterable[ShardPlan]], Generator[ShardInfo, None, None]],
+    ledger: Ledger,
+    on_tokens: Callable[[int], None],
+) -> dict[str, SplitInfo]:
+    """As `assemble`, of rows that are not blocks: `write` writes each shard on its own, and tells of them in order."""
+    numbers: dict[str, dict[File, int]] = {name: {} for name in split_names(job)}
+    shards: dict[str, list[ShardInfo]] = {name: [] for name in numbers}
+    started: deque[str] = deque()
+
+    def plans() -> Iterator[ShardPlan]:
+        for name in numbers:
+            for plan in plan_shards(name, chosen[name], job):
+                numbers[name] |= plan.files
+                started.append(name)
+                yield plan
+
+    with closing(write(plans())) as written:
+        for info in written:
+            shards[started.popleft()].append(info)
+            ledger.add("stored", rows=info.num_segments, tokens=info.num_tokens, trained=info.num_trained_tokens)
+            on_tokens(info.num_tokens)
+    splits = {
+        name: SplitInfo(tuple(shards[name]), tuple(sorted(files, key=files.__getitem__)))
+        for name, files in numbers.items()
+    }
     check_filled(splits, staged, job, ledger)
     return splits
 

@@ -11,26 +11,25 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from chatmill.errors import ChatmillError, DataError, UsageError
 from chatmill.format import Renderer
 from chatmill.ledger import Ledger
-from chatmill.prepare.assemble import check_filled, split_names
+from chatmill.prepare.assemble import assemble_by_shard
 from chatmill.prepare.job import Job
 from chatmill.prepare.ray_engine import RayEngine
 from chatmill.prepare.select import Chosen, StagedFile
-from chatmill.prepare.shard_plan import ShardPlan, plan_shards
 from chatmill.prepare.unit import Done, Unit
 from chatmill.remote import objects
 from chatmill.remote.objects import RemoteError
 from chatmill.remote.urls import Url
 from chatmill.rows import File
-from chatmill.store.metadata import ShardInfo, SplitInfo
+from chatmill.store.metadata import SplitInfo
 from chatmill.store.remote_files import STAGING
 from chatmill.store.remote_publish import RemoteTarget
 
@@ -87,28 +86,9 @@ class ClusterBuild:
         on_tokens: Callable[[int], None],
     ) -> dict[str, SplitInfo]:
         """As `assemble`: every shard is written and uploaded by a task of its own."""
-        numbers: dict[str, dict[File, int]] = {name: {} for name in split_names(job)}
-        shards: dict[str, list[ShardInfo]] = {name: [] for name in numbers}
-        started: deque[str] = deque()
-
-        def plans() -> Iterator[ShardPlan]:
-            for name in numbers:
-                for plan in plan_shards(name, chosen[name], job):
-                    numbers[name] |= plan.files
-                    started.append(name)
-                    yield plan
-
         per_task = self._shards_per_task(job, ledger)
-        for info in self.engine.write_shards(plans(), self.target, vocab_size=vocab_size, per_task=per_task):
-            shards[started.popleft()].append(info)
-            ledger.add("stored", rows=info.num_segments, tokens=info.num_tokens, trained=info.num_trained_tokens)
-            on_tokens(info.num_tokens)
-        splits = {
-            name: SplitInfo(tuple(shards[name]), tuple(sorted(files, key=files.__getitem__)))
-            for name, files in numbers.items()
-        }
-        check_filled(splits, staged, job, ledger)
-        return splits
+        write = partial(self.engine.write_shards, target=self.target, vocab_size=vocab_size, per_task=per_task)
+        return assemble_by_shard(staged, chosen, job, write=write, ledger=ledger, on_tokens=on_tokens)
 
     def _shards_per_task(self, job: Job, ledger: Ledger) -> int:
         """One, unless rows are packed and there are far more shards than CPUs.

@@ -1,4 +1,4 @@
-"""Engines run units and yield their results in the order of the units."""
+"""Engines run units, and write shards, and yield the results in order."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from chatmill.errors import ChatmillError, name_file
 from chatmill.format import Renderer
+from chatmill.prepare.assemble import write_shard
 from chatmill.prepare.fresh_process import run_in_fresh_process
 from chatmill.prepare.job import Job
+from chatmill.prepare.shard_plan import ShardPlan
 from chatmill.prepare.unit import Done, Unit, run_unit
+from chatmill.store.metadata import ShardInfo
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Engine(Protocol):
@@ -49,24 +56,53 @@ class LocalEngine:
         if threading.active_count() > 1 and self.parent is None:
             yield from run_in_fresh_process(units, job, renderer, folder, workers=self.workers)
             return
+
+        def work(unit: Unit) -> Done:
+            return run_unit(unit, job, renderer, folder)
+
+        yield from self._in_order(work, units, processes=min(self.workers, len(units)))
+
+    @property
+    def writes_shards(self) -> bool:
+        """Whether `write_shards` may be called: it forks, too."""
+        return self.workers > 1 and threading.active_count() == 1
+
+    def write_shards(
+        self, plans: Iterable[ShardPlan], staging: Path, *, vocab_size: int
+    ) -> Generator[ShardInfo, None, None]:
+        """Write the shards of a dataset, several at a time, and yield what was written in their order."""
+
+        def write(plan: ShardPlan) -> ShardInfo:
+            return write_shard(plan, staging / plan.split, vocab_size=vocab_size)
+
+        yield from self._in_order(write, plans, processes=self.workers, most=2 * self.workers)
+
+    def _in_order(
+        self, work: Callable[[T], R], items: Iterable[T], *, processes: int, most: int | None = None
+    ) -> Generator[R, None, None]:
+        """The results of `work` in the order of the items, of which `most` are taken ahead; all if it is None."""
         # Objects made before the fork are never collected, so their pages stay shared.
         gc.collect()
         gc.freeze()
         ended, held = os.pipe()
         watched = [ended] if self.parent is None else [ended, self.parent]
+        left, pending = iter(items), deque[Future[R]]()
         try:
             with ProcessPoolExecutor(
-                min(self.workers, len(units)),
+                processes,
                 multiprocessing.get_context("fork"),
                 initializer=_start_worker,
-                initargs=(job, renderer, folder, watched, held),
+                initargs=(work, watched, held),
             ) as pool:
                 try:
-                    with warnings.catch_warnings():
-                        # Python 3.12 warns of any thread; those of OpenBLAS, tokenizers and fastokens expect forks.
-                        warnings.filterwarnings("ignore", r"This process .* is multi-threaded", DeprecationWarning)
-                        pending = deque(pool.submit(_run, unit) for unit in units)
-                    while pending:
+                    while True:
+                        with warnings.catch_warnings():
+                            # Python 3.12 warns of any thread; those of OpenBLAS, tokenizers and fastokens expect forks.
+                            warnings.filterwarnings("ignore", r"This process .* is multi-threaded", DeprecationWarning)
+                            for item in islice(left, None if most is None else most - len(pending)):
+                                pending.append(pool.submit(_run, item))
+                        if not pending:
+                            break
                         yield _result(pending.popleft())
                 finally:
                     # Workers still running are not waited for.
@@ -76,7 +112,7 @@ class LocalEngine:
             gc.unfreeze()
 
 
-def _result(future: Future[Done]) -> Done:
+def _result(future: Future[R]) -> R:
     try:
         return future.result()
     except BrokenProcessPool:
@@ -87,13 +123,13 @@ def _result(future: Future[Done]) -> Done:
 
 # In a worker process.
 
-_work: tuple[Job, Renderer, Path] | None = None
+_work: Callable[[Any], Any] | None = None
 
 
-def _start_worker(job: Job, renderer: Renderer, folder: Path, watched: list[int], held: int) -> None:
+def _start_worker(work: Callable[[Any], Any], watched: list[int], held: int) -> None:
     """Set up a worker: it ignores Ctrl-C, and exits when the other end of a watched pipe is closed."""
     global _work
-    _work = (job, renderer, folder)
+    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.close(held)
     # Records and rows hold no reference cycles; collecting while they are made costs a tenth of the time.
@@ -106,10 +142,10 @@ def _exit_with_parent(watched: list[int]) -> None:
     os._exit(1)
 
 
-def _run(unit: Unit) -> Done:
+def _run(item: Any) -> Any:
     assert _work is not None
     try:
-        return run_unit(unit, *_work)
+        return _work(item)
     except OSError as error:
         # Its traceback, which may tell the file, stays in this process.
         raise name_file(error) from None

@@ -16,7 +16,7 @@ from chatmill.config import keys_of
 from chatmill.errors import DataError, RecordError
 from chatmill.format import Renderer, resolve_format
 from chatmill.ledger import Ledger
-from chatmill.prepare.assemble import assemble
+from chatmill.prepare.assemble import assemble, assemble_by_shard, split_names
 from chatmill.prepare.build_dir import BuildDir, build_dir
 from chatmill.prepare.cluster_build import ClusterBuild
 from chatmill.prepare.dedupe_columns import dedupe_identity
@@ -38,7 +38,7 @@ from chatmill.remote.urls import Place, Url
 from chatmill.rows import File
 from chatmill.store.files import make_folder
 from chatmill.store.layout import REMOVED, WIDE
-from chatmill.store.metadata import Metadata, ShardInfo, write_metadata
+from chatmill.store.metadata import Metadata, ShardInfo, SplitInfo, write_metadata
 from chatmill.store.publish import check_target, publish, refuse_inside
 from chatmill.store.remote_publish import Uploads, check_remote_target, publish_remote, scratch_folder
 
@@ -46,6 +46,9 @@ UNIT_BYTES = 4 * 2**20
 """Bytes of input in a unit, if the file can be cut. It has no influence on the bytes of the dataset."""
 MOST_UNITS = 2**16
 """Of a large input units are larger instead: one process collects their results."""
+
+FORKED_TOKENS = 2**23
+"""Fewer tokens are written by one process in the time that it takes to start others."""
 
 
 def prepare_dataset(
@@ -103,7 +106,8 @@ def prepare_dataset(
     ):
         build = _Build(job, renderer, inputs, units, place, on_progress, cluster)
         ledger, staged, read = Ledger(), list[StagedFile](), list[tuple[Place, BytesRead]]()
-        with closing(_render(build, engine or LocalEngine())) as rendered:
+        engine = engine or LocalEngine()
+        with closing(_render(build, engine)) as rendered:
             for unit, (done, before) in zip(units, rendered, strict=True):
                 ledger.merge(done.ledger)
                 read.append((unit.part.path, done.read))
@@ -113,7 +117,7 @@ def prepare_dataset(
         inputs.check(read, is_planned=lambda: units_of(job, inputs, unit_bytes, predicates) == units)
         inputs.check_names()
         if remote is None:
-            metadata = _write(build, staged, ledger)
+            metadata = _write(build, staged, ledger, engine=engine)
             publish(place.staging, local, overwrite=overwrite)
         else:
             with Uploads(remote) as uploads:
@@ -253,9 +257,10 @@ def _write(
     staged: Sequence[StagedFile],
     ledger: Ledger,
     *,
+    engine: Engine | None = None,
     on_shard: Callable[[Path, ShardInfo], None] = lambda folder, info: None,
 ) -> Metadata:
-    """Write all files of the dataset from staged rows, the metadata last."""
+    """Write all files of the dataset from staged rows, the metadata last; with an `engine`, in its processes."""
     if not ledger.total("read").rows:
         raise DataError("the input holds no record; there is nothing to prepare")
     rendered, written = ledger.total("rendered", "repeated"), 0
@@ -268,14 +273,17 @@ def _write(
     job, renderer, staging = build.job, build.renderer, build.place.staging
     tokenizer = renderer.tokenizer
     vocab_size = tokenizer.vocab_size
-    # Blocks are cut in order, by this process.
-    write = (
-        build.cluster.assemble
-        if build.cluster is not None and job.fit != "blocks"
-        else partial(assemble, staging=staging, on_shard=on_shard)
-    )
+    write: Callable[..., dict[str, SplitInfo]]
+    if build.cluster is not None and job.fit != "blocks":
+        write = partial(build.cluster.assemble, vocab_size=vocab_size)
+    elif isinstance(engine, LocalEngine) and engine.writes_shards and _is_large(job, rendered.tokens):
+        for name in split_names(job):
+            make_folder(staging / name)
+        write = partial(assemble_by_shard, write=partial(engine.write_shards, staging=staging, vocab_size=vocab_size))
+    else:
+        write = partial(assemble, vocab_size=vocab_size, staging=staging, on_shard=on_shard)
     selection = choose(staged, job, ledger)
-    splits = write(staged, selection.chosen, job, vocab_size=vocab_size, ledger=ledger, on_tokens=on_tokens)
+    splits = write(staged, selection.chosen, job, ledger=ledger, on_tokens=on_tokens)
     ledger.check()
     special = tokenizer.special_token_ids()
     make_folder(staging)
@@ -294,6 +302,11 @@ def _write(
         ),
         tokenizer_state=tokenizer.state(added_tokens=job.add_tokens),
     )
+
+
+def _is_large(job: Job, tokens: int) -> bool:
+    """Whether shards are written in processes of their own. Blocks are cut in order, by this one."""
+    return job.fit != "blocks" and tokens >= max(FORKED_TOKENS, 2 * job.shard_tokens)
 
 
 def _fingerprint(job: Job, renderer: Renderer, units: Sequence[Unit], inputs: InputFiles) -> bytes:
