@@ -67,6 +67,8 @@ STEPS = [
         ("--format", "template", "--runs", 5),
         ("--format", "template", "--runs", 2),
     ),
+    Step("cores", "cores.py", True, (), ("--times", 2, "--runs", 1)),
+    Step("startup", "startup.py", True, (), ("--runs", 2)),
     Step("near", "near_dedupe.py", False, (), ("--records", 5_000, "--peer-records", 5_000)),
     Step("load", "load.py", True, ("--billion", "--runs", 7), ("--billion", "--runs", 2)),
     Step("mix", "mix.py", False, (), ("--rows", 20_000)),

@@ -87,6 +87,34 @@ def _prepare(found: Any) -> list[Line]:
     ]
 
 
+def _cores(found: Any) -> list[Line]:
+    few, most = min(found["runs"], key=int), max(found["runs"], key=int)
+    times = found["times"][most]
+    return [
+        Line(
+            f"prepare {found['conversations']:,} conversations on {most} cores",
+            seconds(found["runs"][most]["seconds"]),
+            f"{few} cores, {seconds(found['runs'][few]['seconds'])}; {digits(times)} times as fast",
+            times * int(few) / int(most),
+        )
+    ]
+
+
+def _startup(found: Any) -> list[Line]:
+    return [
+        Line(
+            "`chatmill --help`",
+            seconds(found["help_s"]),
+            f"`python -c ''`, {seconds(found['python_s'])}",
+            found["python_s"] / found["help_s"],
+        ),
+        Line(
+            f"`chatmill prepare` of {found['records']} records, a vocabulary of {found['vocabulary']:,}",
+            f"{seconds(found['prepare_s'])}; {seconds(found['cold_s'])} the first time",
+        ),
+    ]
+
+
 def _near(found: Any) -> list[Line]:
     beside = found["beside"]
     return [
@@ -267,6 +295,8 @@ LINES: dict[str, Callable[[Any], list[Line]]] = {
     "pack": _pack,
     "prepare": _prepare,
     "prepare_template": _prepare,
+    "cores": _cores,
+    "startup": _startup,
     "near": _near,
     "load": _load,
     "open": _open,

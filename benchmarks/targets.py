@@ -114,6 +114,15 @@ TARGETS = [
         2,
         most=True,
     ),
+    Target("preparing on 16 cores: as fast as on two", 5, lambda r: r["cores"]["times"]["16"], " times", 1),
+    Target("start-up: `chatmill --help`", 0.15, lambda r: r["startup"]["help_s"], " s", most=True),
+    Target(
+        "start-up: 100 records prepared, a vocabulary of 128,000",
+        1,
+        lambda r: r["startup"]["prepare_s"],
+        " s",
+        most=True,
+    ),
     Target("20 million episodes: opened", 200, lambda r: r["open"]["open_ms"], " ms", most=True),
     Target(
         "20 million episodes: a random one read, warm",

@@ -125,8 +125,7 @@ def build(args: argparse.Namespace, name: str, target: Path | Url, engine: Engin
         "render (parallel)": (pipeline, "_render"),
     }
     on_ray = isinstance(engine, RayEngine)
-    place: Any = cluster_build if on_ray else assemble
-    parts |= {"dedupe and split": (place, "choose"), "plan shards": (place, "plan_shards")}
+    parts |= {"dedupe and split": (pipeline, "choose"), "plan shards": (assemble, "plan_shards")}
     if on_ray:
         parts |= {
             "shards and their plan": (engine, "write_shards"),
@@ -134,7 +133,11 @@ def build(args: argparse.Namespace, name: str, target: Path | Url, engine: Engin
             "remove staged objects": (cluster_build.ClusterBuild, "remove_units"),
         }
     else:
-        parts |= {"gather, hash, write": (pipeline, "assemble"), "sync and rename": (pipeline, "publish")}
+        parts |= {
+            "shards and their plan": (pipeline, "assemble_by_shard"),
+            "gather, hash, write": (pipeline, "assemble"),
+            "sync and rename": (pipeline, "publish"),
+        }
     kept = [(owner, attribute, getattr(owner, attribute)) for owner, attribute in parts.values()]
     for part, (owner, attribute) in parts.items():
         setattr(owner, attribute, timed(times.setdefault(part, [0.0, 0.0]), getattr(owner, attribute)))

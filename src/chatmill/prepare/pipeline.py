@@ -85,7 +85,7 @@ def prepare_dataset(
     check_target(local, overwrite=overwrite)
     inputs = InputFiles([source.inputs for source in job.sources])
     units = units_of(job, inputs, unit_bytes, predicates)
-    read_here = [unit.part.path for unit in units if isinstance(unit.part.path, Path)]
+    read_here = dict.fromkeys(unit.part.path for unit in units if isinstance(unit.part.path, Path))
     refuse_inside(local, [*read_here, *job.named_files()])
     if renderer is None:
         # The bytes depend on the chosen format, so the job records it.
