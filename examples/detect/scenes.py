@@ -10,59 +10,74 @@ Rectangles neither overlap nor touch one of their own letter, so that what is on
 
 from __future__ import annotations
 
+import math
 import random
-from typing import Any
+from typing import Any, Literal
 
-LETTERS = "abcd"
+LETTERS = "abcdef"
 EMPTY = "."
-SIZE = 5
-MOST = 3
-"""Objects in a scene."""
+LONGEST_SIDE = 2
+"""Cells of the longest side of a rectangle."""
+CELLS = 5
+"""Cells of the grid for each object that it may hold."""
 
+Order = Literal["reading", "random"]
 Grid = list[list[str]]
 
 
-def scene(draw: random.Random) -> tuple[str, list[dict[str, Any]]]:
-    """The text of a scene, and its objects in reading order of their upper left corners."""
-    grid: Grid = [[EMPTY] * SIZE for _ in range(SIZE)]
+def grid_size(most: int) -> int:
+    """Cells of a side of the grid that holds up to `most` objects."""
+    return math.ceil(math.sqrt(CELLS * most))
+
+
+def scene(draw: random.Random, most: int, order: Order = "reading") -> tuple[str, list[dict[str, Any]]]:
+    """The text of a scene, and its objects: from half of `most` to `most`.
+
+    Their order is that of reading (by the upper left corner), or a random one.
+    """
+    size = grid_size(most)
+    grid: Grid = [[EMPTY] * size for _ in range(size)]
     boxes: list[tuple[int, int, int, int, str]] = []
-    wanted = draw.randint(1, MOST)
-    for _ in range(50):
+    wanted = draw.randint(max(1, most // 2), most)
+    for _ in range(50 * most):
         if len(boxes) == wanted:
             break
-        width, height, letter = draw.randint(1, 3), draw.randint(1, 3), draw.choice(LETTERS)
-        left, top = draw.randint(0, SIZE - width), draw.randint(0, SIZE - height)
+        width, height, letter = draw.randint(1, LONGEST_SIDE), draw.randint(1, LONGEST_SIDE), draw.choice(LETTERS)
+        left, top = draw.randint(0, size - width), draw.randint(0, size - height)
         if _fits(grid, left, top, width, height, letter):
             for y in range(top, top + height):
                 grid[y][left : left + width] = [letter] * width
             boxes.append((top, left, top + height, left + width, letter))
     text = "\n".join(f"{y}" + "".join(f" {cell}" for cell in row) for y, row in enumerate(grid))
+    if order == "reading":
+        boxes.sort()
     return text, [
-        {"desc": letter, "bbox_2d": [_place(left), _place(top), _place(right), _place(bottom)]}
-        for top, left, bottom, right, letter in sorted(boxes)
+        {"desc": letter, "bbox_2d": [place(left, size), place(top, size), place(right, size), place(bottom, size)]}
+        for top, left, bottom, right, letter in boxes
     ]
 
 
-def records(seed: int, count: int) -> list[dict[str, Any]]:
+def records(seed: int, count: int, most: int, order: Order = "reading") -> list[dict[str, Any]]:
     """So many scenes as records of truth."""
     draw = random.Random(seed)
     made = []
     for number in range(count):
-        text, objects = scene(draw)
+        text, objects = scene(draw, most, order)
         made.append({"id": f"{seed}-{number}", "messages": [{"role": "user", "content": text}], "objects": objects})
     return made
 
 
+def place(cell: int, size: int) -> int:
+    """The edge of a cell on an axis of 1000 places."""
+    return round(cell * 999 / size)
+
+
 def _fits(grid: Grid, left: int, top: int, width: int, height: int, letter: str) -> bool:
+    size = len(grid)
     inside = [grid[y][x] for y in range(top, top + height) for x in range(left, left + width)]
     around = [
         grid[y][x]
-        for y in range(max(0, top - 1), min(SIZE, top + height + 1))
-        for x in range(max(0, left - 1), min(SIZE, left + width + 1))
+        for y in range(max(0, top - 1), min(size, top + height + 1))
+        for x in range(max(0, left - 1), min(size, left + width + 1))
     ]
     return set(inside) == {EMPTY} and letter not in around
-
-
-def _place(cell: int) -> int:
-    """The edge of a cell on an axis of 1000 places."""
-    return round(cell * 999 / SIZE)

@@ -13,7 +13,7 @@ from chatmill.rollout.schema import Detection
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "detect"))
 
-from scenes import SIZE, scene
+from scenes import grid_size, place, records, scene
 
 
 def box(desc, *places):
@@ -33,23 +33,34 @@ def test_nothing_to_find_and_nothing_found_is_right():
     assert (DetectionScore().recall, DetectionScore().precision, DetectionScore().f1) == (1, 1, 1)
 
 
-def test_the_boxes_of_a_scene_are_what_can_be_seen_in_it():
-    draw = random.Random(0)
-    for _ in range(100):
-        text, objects = scene(draw)
+@pytest.mark.parametrize("most", [1, 5, 60])
+def test_the_boxes_of_a_scene_are_what_can_be_seen_in_it(most):
+    draw, size = random.Random(0), grid_size(most)
+    edges = {place(cell, size): cell for cell in range(size + 1)}
+    for _ in range(30):
+        text, objects = scene(draw, most)
         grid = [line.split()[1:] for line in text.split("\n")]
-        assert [len(row) for row in grid] == [SIZE] * SIZE
-        found = sorted(rectangles(grid))
+        assert [len(row) for row in grid] == [size] * size
         expected = []
         for thing in map(Detection().check, objects):
-            left, top, right, bottom = (round(place * SIZE / 999) for place in thing["bbox_2d"])
+            left, top, right, bottom = (edges[value] for value in thing["bbox_2d"])
             expected.append((top, left, bottom, right, thing["desc"]))
-        assert found == expected
+        assert sorted(rectangles(grid)) == expected
+        assert max(1, most // 2) <= len(objects) <= most
+
+
+def test_a_random_order_has_the_same_objects():
+    reading, shuffled = records(7, 20, 12), records(7, 20, 12, "random")
+    assert [record["messages"] for record in reading] == [record["messages"] for record in shuffled]
+    boxes = [[sorted(thing["bbox_2d"] for thing in record["objects"]) for record in of] for of in (reading, shuffled)]
+    assert boxes[0] == boxes[1]
+    assert sum(one["objects"] != other["objects"] for one, other in zip(reading, shuffled, strict=True)) > 15
 
 
 def rectangles(grid):
     """Connected cells of a letter, with the box around them, which they fill."""
-    left = {(y, x) for y in range(SIZE) for x in range(SIZE) if grid[y][x] != "."}
+    size = len(grid)
+    left = {(y, x) for y in range(size) for x in range(size) if grid[y][x] != "."}
     while left:
         letter, shape, new = None, set(), {min(left)}
         while new:

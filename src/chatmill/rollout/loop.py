@@ -40,6 +40,7 @@ from chatmill.rollout.vocabulary import vocabulary_of
 from chatmill.rows import Rows, concat
 from chatmill.store.layout import TOKENIZER_STATE
 from chatmill.train import checkpoint as checkpoints
+from chatmill.train.attention import BLOCK
 from chatmill.train.checkpoint_files import model_folder
 from chatmill.train.distributed import World
 from chatmill.train.load_model import compute_dtype, open_model
@@ -312,7 +313,12 @@ class _RolloutRun:
         count = min(self.config.gradient_accumulation_steps, max(1, len(rows)))
         cuts = np.linspace(0, len(rows), count + 1).astype(int).tolist()
         pairs = [(start, stop) for start, stop in pairwise(cuts) if start < stop]
-        batches = [collate(rows[start:stop], pad_token_id=self.task.eos_id) for start, stop in pairs]
+        parts = [rows[start:stop] for start, stop in pairs]
+        lengths = [_padded_length(part, self.world.device) for part in parts]
+        batches = [
+            collate(part, pad_token_id=self.task.eos_id, length=length)
+            for part, length in zip(parts, lengths, strict=True)
+        ]
         for batch in batches:
             if fault := unknown_id(batch, self.model.vocab_size):
                 raise DataError(f"step {self.step + 1}: {fault}; use rollouts of this model")
@@ -344,6 +350,16 @@ class _RolloutRun:
             about=files,
             save_dtype=self.config.save_dtype,
         )
+
+
+def _padded_length(rows: Rows, device: torch.device) -> int | None:
+    """The length to pad a batch to; None: that of its longest row.
+
+    On a GPU a power of two: FlexAttention is compiled for each length, and after eight of them no more.
+    """
+    if device.type != "cuda":
+        return None
+    return 1 + max(BLOCK, 1 << (int(rows.lengths.max(initial=2)) - 2).bit_length())
 
 
 def _open_model(config: RolloutConfig, task: Task, world: World) -> CausalModel:

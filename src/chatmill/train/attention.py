@@ -21,6 +21,9 @@ BLOCK = 128
 MIN_HEAD_SIZE = 16
 """The smallest heads that FlexAttention accepts."""
 
+MAX_SHAPES = 64
+"""The number of shapes that FlexAttention is compiled for outside of compiled layers."""
+
 Mask: TypeAlias = Tensor | BlockMask
 
 
@@ -107,4 +110,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
     """FlexAttention for a caller that is not compiled; uncompiled it would materialize all scores."""
+    # It is compiled for each shape. After eight, the default, torch would run it uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_SHAPES)
     return torch.compile(flex_attention, dynamic=False)

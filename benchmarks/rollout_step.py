@@ -1,0 +1,67 @@
+"""A stage-2 step of a 0.6 B model on a GPU: the time of generation, of making targets, and of training.
+
+    PYTHONPATH=examples/detect python benchmarks/rollout_step.py [--steps N] [--json]
+
+The model is fine-tuned on the scenes of examples/detect first, so that its answers have the length of real ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from setting import Setting, prepare, score, train_on
+
+SHAPE = {"layers": 28, "width": 1344}
+"""0.6 B parameters."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Shares of a stage-2 step.")
+    parser.add_argument("--first", type=int, default=400, help="steps of the fine-tuning before")
+    parser.add_argument("--steps", type=int, default=32, help="steps of rollout matching")
+    parser.add_argument("--rows", type=int, default=64, help="rollouts of a step")
+    parser.add_argument("--width", type=int, default=SHAPE["width"])
+    parser.add_argument("--layers", type=int, default=SHAPE["layers"])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    setting = Setting(
+        scenes=4000, first=args.first, saves=1, stage_1=1.0, rate=3e-4, then=args.steps, every=4, rows=args.rows
+    )
+    setting = replace(setting, width=args.width, layers=args.layers, rate_then=3e-5)
+    with tempfile.TemporaryDirectory() as made:
+        began = time.perf_counter()
+        folder = prepare(Path(made) / "run", setting, 0)
+        scored = score(folder / "stage1", folder)
+        run = train_on(folder, setting, 0, "stage2")
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rounds = [line for line in lines if "generate_seconds" in line][1:]
+    steps = [line for line in lines if "seconds" in line][setting.every :]
+    seconds = {
+        "generation": sum(line["generate_seconds"] for line in rounds) / len(steps),
+        "targets": sum(line["target_seconds"] for line in rounds) / len(steps),
+        "training": sum(line["seconds"] for line in steps) / len(steps),
+    }
+    total = sum(seconds.values())
+    result = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "f1": scored.f1,
+        "json": scored.json,
+        "rows": args.rows,
+        "tokens_per_step": sum(line["tokens"] for line in steps) / len(steps),
+        "answer_tokens": sum(line["rollouts"]["rollout_tokens"] for line in rounds)
+        / max(1, sum(line["rollouts"]["rollouts"] for line in rounds)),
+        "seconds": seconds,
+        "shares": {name: value / total for name, value in seconds.items()},
+        "whole": time.perf_counter() - began,
+    }
+    print(json.dumps(result) if args.json else json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
