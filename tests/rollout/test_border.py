@@ -118,7 +118,9 @@ def test_real_tokenizers_fuse_every_end_of_an_object_with_what_follows(name):
     counts = dict.fromkeys(BORDERS, 0)
     cuts = 0
     for cut in range(len(answer) - 4):
-        targets = {border: build_target(answer[:cut], objects, tokenizer=tokenizer, border=border) for border in BORDERS}
+        targets = {
+            border: build_target(answer[:cut], objects, tokenizer=tokenizer, border=border) for border in BORDERS
+        }
         if targets["shorter"].matched:
             cuts += 1
             for border, target in targets.items():
