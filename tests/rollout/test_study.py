@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DETECT = ROOT / "examples" / "detect"
 sys.path.insert(0, str(DETECT))
 
-from study import SETTINGS, all_jobs, interval, read_results, table_lines
+from study import SETTINGS, all_jobs, interval, read_results, table_lines  # noqa: E402
 
 
 @pytest.mark.parametrize("seeds", ["seeds-0-2", "seeds-3-7"])
