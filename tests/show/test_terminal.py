@@ -8,7 +8,7 @@ import pytest
 from rich.text import Text
 from show_fixtures import line, make
 
-from chatmill.show.row_view import preview, turns
+from chatmill.show.row_view import preview, row_json, span_views, turns
 from chatmill.show.terminal import conversation_lines, conversation_title, token_lines
 
 
@@ -135,3 +135,24 @@ def test_no_line_of_a_hostile_episode_can_act(hostile):
         ]:
             left = each.plain.replace("\u200d", "").replace("\t", "")
             assert left.isprintable(), ascii(left[:200])
+
+
+@pytest.mark.parametrize("options", [{}, {"pack": 64}, {"format": "post-training", "fit": "blocks", "max_tokens": 32}])
+def test_json_has_the_spans_and_labels_of_the_views(tmp_path, options):
+    lines = [line(f"question {n}", f"answer {n}", "so?", "yes\nand no") for n in range(6)]
+    shown = make(tmp_path, lines, **options)
+    for number in range(len(shown.dataset["train"])):
+        row = shown.row("train", number)
+        json = row_json(row)
+        assert json["spans"] == [span.to_json() for span in span_views(row)]
+        labels = [id if span.weight else -100 for span in span_views(row) for id in row.ids[span.start : span.stop]]
+        assert json["labels"] == labels
+
+
+def test_json_has_the_targets_of_a_rollout(rollout_target):
+    row = rollout_target.row("train", 0)
+    spans, json = list(span_views(row)), row_json(row)
+    assert any(span.target is not None for span in spans) and json["spans"] == [span.to_json() for span in spans]
+    for span in spans:
+        if span.target is not None and span.weight:
+            assert set(json["labels"][span.start : span.stop]) == {span.target}

@@ -71,7 +71,9 @@ class Output(Styled):
         return Styled(self._stream)
 
     def write(self, text: str) -> int:
-        super().write(_NOT_PLAIN.sub(lambda run: run[0] if run[0].isprintable() else _in_json(run[0]), text))
+        # Nearly all lines are plain, and to see that is much faster than to search for what is not.
+        plain = text.isascii() and text.replace("\n", "").isprintable()
+        super().write(text if plain else _NOT_PLAIN.sub(_printable, text))
         return len(text)
 
 
@@ -84,6 +86,10 @@ class ErrorOutput(Styled):
             yield
         except OSError:
             discard(self._stream)
+
+
+def _printable(run: re.Match[str]) -> str:
+    return run[0] if run[0].isprintable() else _in_json(run[0])
 
 
 def _in_json(text: str) -> str:

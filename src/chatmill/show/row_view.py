@@ -30,6 +30,9 @@ NOTES = {
 }
 """Rules that a reader of a turn should know about."""
 
+ROLES, PARTS, RULES = ({each.value: each.name.lower() for each in kind} for kind in (Role, Part, Rule))
+"""The names of the codes of spans, as JSON has them."""
+
 
 def trained_tokens(row: Rows) -> int:
     return int(row.spans["length"][row.spans["weight"] > 0].sum())
@@ -110,8 +113,7 @@ class SpanView:
         return " " if self.weight == 0 else "*" if self.weight == 1 else f"{self.weight:g}"
 
     def to_json(self) -> dict[str, Any]:
-        names = {name: getattr(self, name).name.lower() for name in ("role", "part", "rule")}
-        return {**self.__dict__, **names}
+        return {**self.__dict__, "role": ROLES[self.role], "part": PARTS[self.part], "rule": RULES[self.rule]}
 
 
 def span_views(row: Rows, first: int = 0, last: int | None = None) -> Iterator[SpanView]:
@@ -132,14 +134,31 @@ def span_views(row: Rows, first: int = 0, last: int | None = None) -> Iterator[S
 
 def row_json(row: Rows) -> dict[str, Any]:
     """One row for JSON: its segments, ids, labels, weights and spans."""
-    targets, mask = row.targets().tolist(), row.mask().tolist()
     return {
         "segments": [segment_json(row, segment) for segment in range(len(row.origins))],
         "ids": row.ids.tolist(),
-        "labels": [target if trained else IGNORE_INDEX for target, trained in zip(targets, mask, strict=True)],
+        "labels": np.where(row.mask(), row.targets(), IGNORE_INDEX).tolist(),
         "weights": row.weights().tolist(),
-        "spans": [span.to_json() for span in span_views(row)],
+        "spans": list(_spans_json(row)),
     }
+
+
+def _spans_json(row: Rows) -> Iterator[dict[str, Any]]:
+    """The spans of a row as `span_views` gives them, from whole columns: rows are written by the thousands."""
+    names = ("role", "part", "rule", "message", "weight", "target")
+    columns = [row.spans[name].tolist() for name in names]
+    starts = row.span_start.tolist()
+    for start, stop, role, part, rule, message, weight, target in zip(starts, starts[1:], *columns, strict=False):
+        yield {
+            "start": start,
+            "stop": stop,
+            "role": ROLES[role],
+            "part": PARTS[part],
+            "rule": RULES[rule],
+            "message": None if message == NO_MESSAGE else message,
+            "weight": weight,
+            "target": None if target == OWN_ID else target,
+        }
 
 
 # Turns.
