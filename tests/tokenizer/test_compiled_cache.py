@@ -21,6 +21,7 @@ from tokenizer_fixtures import PRIMER, mixed_texts
 
 import chatmill
 from chatmill.tokenizer import Tokenizer, compiled_cache, open_tokenizer, tokenizer_json
+from chatmill.tokenizer.control_encoder import ControlEncoder
 from chatmill.tokenizer.reference import Reference
 
 pytest.importorskip("chatmill._native._bpe")
@@ -303,3 +304,39 @@ def test_processes_that_compile_at_once_all_get_the_right_ids(trained_json, fold
     right = [id for ids in peer_ids(trained_json, ["Hello, world", "x" * 600]) for id in ids]
     assert printed == {f"{right}\n"}
     assert len([*folder.iterdir()]) == 1
+
+
+# Answers.
+
+
+def test_an_answer_is_found_once_and_a_damaged_one_again(folder):
+    asked = []
+
+    def find(value: bool) -> bool:
+        asked.append(value)
+        return value
+
+    for key, value in (("a" * 64, True), ("b" * 64, False)):
+        for _ in range(2):
+            assert compiled_cache.remembered(key, lambda value=value: find(value)) is value
+    assert asked == [True, False]
+    file, other = folder / ("a" * 64), folder / ("b" * 64)
+    whole = file.read_bytes()
+    damages = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(whole))]
+    for damaged in (*damages, b"", whole[:-1], whole + b" ", other.read_bytes()):
+        file.write_bytes(damaged)
+        assert compiled_cache.remembered("a" * 64, lambda: find(True)) is True
+        assert asked.pop() is True and file.read_bytes() == whole
+    assert asked == [True, False]
+    assert compiled_cache.remembered(None, lambda: find(True)) and compiled_cache.remembered(None, lambda: find(True))
+    assert len(asked) == 4
+
+
+def test_a_control_encoder_is_probed_once(trained_json, folder, monkeypatch):
+    raw, probed = trained_json.read_bytes(), []
+    original = ControlEncoder._sections_agree
+    monkeypatch.setattr(ControlEncoder, "_sections_agree", lambda self: (probed.append(1), original(self))[1])
+    encoders = [ControlEncoder(open_tokenizer(trained_json), raw) for _ in range(2)]
+    assert len(probed) == 1 and {encoder.by_sections for encoder in encoders} == {True}
+    ControlEncoder(open_tokenizer(trained_json, control={"word": "in"}), raw)
+    assert len(probed) == 2

@@ -1,5 +1,7 @@
 """The cache of compiled tokenizers: what the engine in C is made of, for a tokenizer.json and its control tokens.
 
+It also remembers whether two ways to encode agreed on the probe, which takes as long to find out.
+
     <cache folder>/tokenizers/<key>       the folder of `remote/cache_settings.py`
 
     sha256 of all that follows | size of the header | header, as JSON | the buffers, one after the other
@@ -20,7 +22,7 @@ import stat
 import sys
 import tempfile
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -39,7 +41,7 @@ SWITCH = "CHATMILL_TOKENIZER_CACHE"
 PART = "tokenizers"
 LIMIT = 1 << 28
 """Bytes of a file; the largest vocabularies in use take a twentieth of it."""
-MOST_FILES = 16
+MOST_FILES = 32
 """Files that are kept: those that were used last."""
 _HASH, _SIZE = 32, 8
 
@@ -55,8 +57,8 @@ class _Header(msgspec.Struct):
     """The size of each, in their order."""
 
 
-def cache_key(raw: bytes, control: Collection[str]) -> str | None:
-    """The key of a tokenizer.json with these control tokens; None if there is no cache."""
+def cache_key(raw: bytes, *about: object) -> str | None:
+    """The key of what is made of a tokenizer.json and of `about`, which JSON can hold; None if there is no cache."""
     engine = engine_file()
     if engine is None or os.environ.get(SWITCH) == "0":
         return None
@@ -65,7 +67,7 @@ def cache_key(raw: bytes, control: Collection[str]) -> str | None:
     except OSError:
         return None
     versions = [tokenizers.__version__, unicodedata.unidata_version, sys.byteorder]
-    parts = [code, *versions, hashlib.sha256(raw).hexdigest(), *sorted(set(control))]
+    parts = [code, *versions, hashlib.sha256(raw).hexdigest(), *about]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
@@ -80,30 +82,58 @@ def _code(engine: Path) -> str:
 
 def read_compiled(key: str) -> Compiled | None:
     """The compiled tokenizer with this key, if the cache has it whole."""
-    with suppress(OSError, UsageError):
-        path = _folder() / key
-        data = _own_bytes(path)
-        if data is not None and (compiled := _decoded(key, data)) is not None:
-            with suppress(OSError):
-                os.utime(path)
-            return compiled
-    return None
+    content = _read(key)
+    return None if content is None else _decoded(key, content)
 
 
 def write_compiled(key: str, compiled: Compiled) -> None:
-    """Keep a compiled tokenizer; it appears whole, or not at all."""
-    data = _encoded(key, compiled)
+    """Keep a compiled tokenizer."""
+    _write(key, _encoded(key, compiled))
+
+
+def remembered(key: str | None, find: Callable[[], bool]) -> bool:
+    """The answer of `find`, from the cache if it was found before; without a key it is always found anew."""
+    answers = {} if key is None else {_answer(key, value): value for value in (False, True)}
+    if key is not None and (content := _read(key)) is not None and bytes(content) in answers:
+        return answers[bytes(content)]
+    value = find()
+    if key is not None:
+        _write(key, _answer(key, value))
+    return value
+
+
+def _answer(key: str, value: bool) -> bytes:
+    return msgspec.json.encode([key, value])
+
+
+# Files.
+
+
+def _read(key: str) -> memoryview | None:
+    """The content of a file, if it is what was written."""
+    with suppress(OSError, UsageError):
+        path = _folder() / key
+        data = _own_bytes(path)
+        if data is not None and hashlib.sha256(content := memoryview(data)[_HASH:]).digest() == data[:_HASH]:
+            with suppress(OSError):
+                os.utime(path)
+            return content
+    return None
+
+
+def _write(key: str, content: bytes) -> None:
+    """Write a file, which appears whole or not at all; the ones that were not used for longest make room for it."""
     with suppress(OSError, UsageError):
         folder = _folder()
         fd, name = tempfile.mkstemp(dir=folder)
         try:
             with os.fdopen(fd, "wb") as file:
-                file.write(data)
+                file.writelines((hashlib.sha256(content).digest(), content))
             Path(name).replace(folder / key)
         except OSError:
             Path(name).unlink(missing_ok=True)
             raise
-        files = sorted((each for each in folder.iterdir()), key=lambda each: each.lstat().st_mtime_ns)
+        files = sorted(folder.iterdir(), key=lambda each: each.lstat().st_mtime_ns)
         for old in files[:-MOST_FILES]:
             old.unlink(missing_ok=True)
 
@@ -136,14 +166,10 @@ def _encoded(key: str, compiled: Compiled) -> bytes:
     sizes = {name: len(value) for name, value in buffers.items()}
     about = (compiled.control, compiled.vocab_size, compiled.nfc, compiled.byte_decoder)
     header = msgspec.json.encode(_Header(key, *about, numbers, sizes))
-    content = b"".join([len(header).to_bytes(_SIZE, "little"), header, *buffers.values()])
-    return hashlib.sha256(content).digest() + content
+    return b"".join([len(header).to_bytes(_SIZE, "little"), header, *buffers.values()])
 
 
-def _decoded(key: str, data: bytes) -> Compiled | None:
-    content = memoryview(data)[_HASH:]
-    if hashlib.sha256(content).digest() != data[:_HASH]:
-        return None
+def _decoded(key: str, content: memoryview) -> Compiled | None:
     at = _SIZE + int.from_bytes(content[:_SIZE], "little")
     header = msgspec.json.decode(content[_SIZE:at], type=_Header)
     if header.key != key:

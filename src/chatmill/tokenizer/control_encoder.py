@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 
 from chatmill.tokenizer.backend import PROBE, Ids, Offsets, aliases, faults_of
+from chatmill.tokenizer.compiled_cache import cache_key, remembered
 from chatmill.tokenizer.isolate_control import Json, isolate_control, kinds
 from chatmill.tokenizer.tokenizer import Tokenizer, token_positions
 
@@ -107,7 +108,11 @@ class ControlEncoder:
             self.lstrip, self.rstrip = (
                 {token["content"] for token in added if token.get(flag)} for flag in ("lstrip", "rstrip")
             )
-            self.by_sections = not any(token.get("single_word") for token in added) and self._sections_agree()
+            # Neither is loaded for the probe if both gave the same ids on it before.
+            key = cache_key(raw, "sections", tokenizer.sha256, tokenizer.engine, list(self.ids.items()))
+            self.by_sections = not any(token.get("single_word") for token in added) and remembered(
+                key, self._sections_agree
+            )
             others = [token["content"] for token in listed if token["content"] not in self.ids]
             self.by_sections = self.by_sections and not any_overlap(self.text_tokens, others)
             normalizers = {*kinds(content.normalizer)} - {"Sequence"}

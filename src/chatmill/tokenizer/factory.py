@@ -104,7 +104,7 @@ def _open_file(path: Path, place: str, control: Collection[str], *, declared: Ma
     if not start:
         raise DataError(f"{place}: the file is empty; {_EXPECTED}")
     if start[:1] in b"{[" or path.suffix == ".json":
-        key = cache_key(raw, control)
+        key = cache_key(raw, *sorted(control))
         if key is not None and (compiled := read_compiled(key)) is not None:
             return TokenizerJson(place, raw, compiled, control=control)
         content = _json(raw, place)
