@@ -26,7 +26,7 @@ from chatmill.records import input_files
 from chatmill.records.shapes import ShapeParser
 from chatmill.records.shapes.decode import decode_object
 from chatmill.store import files, folder, foreign, hashed, layout, mapped, metadata, publish, write
-from chatmill.tokenizer import tokenizer_json
+from chatmill.tokenizer import reference, tokenizer_json
 from fault_injection.trial import Trial
 from fault_injection.trials import (
     audit_kills,
@@ -375,7 +375,7 @@ def panics_not_caught() -> None:
     def nothing(place: str, what: str, right: str) -> Iterator[None]:
         yield
 
-    tokenizer_json.faults_of = nothing
+    tokenizer_json.faults_of = reference.faults_of = nothing
 
 
 def fastokens_believed() -> None:

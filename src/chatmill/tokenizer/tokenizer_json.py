@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import fastokens
 import msgspec
 import numpy as np
 import tokenizers
@@ -143,6 +142,9 @@ class TokenizerJson:
         return self._slow_batch
 
     def _fast(self, stripped: Json) -> Encode:
+        # Not needed where the engine in C takes all texts.
+        import fastokens
+
         normalizer = stripped.get("normalizer") or {}
         # fastokens lacks these. Without added tokens a text is normalized as a whole, so that can be done before.
         before = not stripped["added_tokens"] and normalizer.get("type") in ("NFD", "NFKC", "NFKD")
