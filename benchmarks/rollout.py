@@ -2,20 +2,24 @@
 
     python benchmarks/rollout.py [--runs N] [--targets N] [--json]
 
-The exit code is 1 if a promise fails.
+The processor time of the fastest run counts, so that other processes matter little. The exit code is 1 if the target
+is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from measure import interleaved, machine, own_peak, report, versions
+from measure import machine, own_peak, report, versions
 
 from chatmill.format import load_format
 from chatmill.rollout.scan import scan_rollout
@@ -24,7 +28,7 @@ from chatmill.rollout.vocabulary import COORDINATES, vocabulary_of
 from chatmill.tokenizer import Tokenizer, open_tokenizer, train_bpe
 
 TOKENS, OBJECTS = 1500, 50
-LEAST = 200
+LEAST = 1000
 WORDS = (
     "small",
     "large",
@@ -45,7 +49,7 @@ WORDS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Rollout targets a second, on one core.")
-    parser.add_argument("--runs", type=int, default=5, help="runs, of which the median counts")
+    parser.add_argument("--runs", type=int, default=15, help="runs, of which the fastest counts")
     parser.add_argument("--targets", type=int, default=100, help="targets a run")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
@@ -73,7 +77,7 @@ def main() -> int:
             tokenizer.encode(msgspec.json.encode(truth).decode())
 
     first = build_target(*work[0], tokenizer=tokenizer)
-    seconds = interleaved(args.runs, targets=targets, scans=scans, bare=bare)
+    seconds = fastest(args.runs, targets=targets, scans=scans, bare=bare)
     speed = len(work) / seconds["targets"]
     tokens = sum(len(ids) for ids, _ in work) / len(work)
     report(
@@ -84,7 +88,7 @@ def main() -> int:
             ("targets a second", f"{speed:,.0f}"),
             ("floor: decoded, parsed, the true ones encoded, a second", f"{len(work) / seconds['bare']:,.0f}"),
             ("of these the scan, rollouts a second", f"{len(work) / seconds['scans']:,.0f}"),
-            (f"{'kept' if speed >= LEAST else 'BROKEN'}: at least {LEAST} targets a second", f"{speed:,.0f}"),
+            (f"{'met' if speed >= LEAST else 'MISSED'}: at least {LEAST:,} targets a second", f"{speed:,.0f}"),
         ],
         {
             "targets_per_second": speed,
@@ -100,6 +104,19 @@ def main() -> int:
         as_json=args.json,
     )
     return int(speed < LEAST)
+
+
+def fastest(runs: int, **works: Callable[[], object]) -> dict[str, float]:
+    """The least seconds of processor time of each work, run in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    gc.collect()
+    gc.freeze()
+    for _ in range(runs):
+        for name, work in works.items():
+            started = time.process_time()
+            work()
+            seconds[name].append(time.process_time() - started)
+    return {name: min(taken) for name, taken in seconds.items()}
 
 
 def tokenizer_with_coordinates() -> Tokenizer:

@@ -199,7 +199,7 @@ TARGETS = [
         1,
         most=True,
     ),
-    Target("rollout targets, one core", 200, lambda r: r["rollout"]["targets_per_second"], " /s", 0),
+    Target("rollout targets, one core", 1000, lambda r: r["rollout"]["targets_per_second"], " /s", 0),
     Target(
         "viewer, a million episodes: first page", 300, lambda r: max(r["view"]["first_page_ms"]), " ms", 0, most=True
     ),
