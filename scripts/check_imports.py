@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "audit": BASE | {"load", "store"},
     "settings": BASE | {"config", "load"},
     "train": BASE | {"config", "settings", "audit", "load", "store", "fit"},
-    "rollout": BASE | {"config", "records", "format", "fit", "tokenizer", "store", "load", "train"},
+    "rollout": BASE | {"_native", "config", "records", "format", "fit", "tokenizer", "store", "load", "train"},
     "show": BASE | {"records", "tokenizer", "format", "fit", "store", "load", "audit"},
     "integrations": BASE | {"config", "records", "tokenizer", "format", "prepare", "load", "audit", "train", "show"},
     "sft": BASE | {"records", "tokenizer", "format", "fit", "load"},

@@ -329,12 +329,90 @@ def try_bad_bpe(bpe: ModuleType, rng: random.Random) -> None:
     assert isinstance(refused(unmade.__init__), TypeError)
 
 
+# _rollout
+
+BOX = re.compile(
+    r'"(object_([0-9]{1,9}))": \{"desc": "([ !#-\[\]-~]+)", "bbox_2d": \['
+    + ", ".join([r'"(<\|coord_(?:0|[1-9][0-9]{0,2})\|>)"'] * 4)
+    + r"\]\}"
+)
+
+
+def boxes(text: str, at: int) -> list[Any]:
+    """What `_rollout.boxes` should return, of a text whose characters are bytes."""
+    entries: list[Any] = []
+    while box := BOX.match(text, at):
+        number, places = int(box[2]), [int(each[8:-2]) for each in box.groups()[3:]]
+        starts = [box.start(group) for group in range(4, 8)]
+        value = text.index("{", at)
+        entries.append((box[1], number, number, at, value, box.end(), True, True, (box[3], places, starts)))
+        if text[box.end() : box.end() + 2] != ", ":
+            break
+        at = box.end() + 2
+    return entries
+
+
+def try_boxes(rollout: ModuleType, rng: random.Random) -> None:
+    entries = []
+    for _ in range(rng.randrange(4)):
+        number, desc = rng.choice([1, 7, "07", 10**8, 10**9, "", "x"]), rng.choice(["cat", "a b", "", "é", "~!", '\\"'])
+        places = [rng.choice([0, 5, 10, 99, 999, 1000, "00", "", -1]) if rng.random() < 0.1 else 7 for _ in range(4)]
+        coordinates = ", ".join(f'"<|coord_{k}|>"' for k in places)
+        entries.append(f'"object_{number}": {{"desc": "{desc}", "bbox_2d": [{coordinates}]}}')
+    data = bytearray(rng.choice(["", "{", "{ "]).encode() + rng.choice([", ", ",", ",  "]).join(entries).encode())
+    if data and rng.random() < 0.4:
+        at = rng.randrange(len(data))
+        data[at : at + rng.randrange(3)] = rng.choice([b"", b'"', b"\0", b"\xff", b"9", b" "])
+    if rng.random() < 0.4:
+        del data[rng.randrange(len(data) + 1) :]
+    text = data.decode("latin-1")
+    for at in (0, 1, rng.randrange(len(data) + 1)):
+        if at <= len(data):
+            assert rollout.boxes(rng.choice([bytes, unaligned])(data), at) == boxes(text, at)
+    refused(rollout.boxes, any_buffer(rng, bytes(data)), rng.choice(EXTREME))
+    assert isinstance(refused(rollout.boxes, bytes(data), len(data) + 1), ValueError)
+
+
+def overlap(one: list[int], other: list[int]) -> float | None:
+    """None for boxes that do not even touch."""
+    width, height = (min(one[at + 2], other[at + 2]) - max(one[at], other[at]) for at in (0, 1))
+    if min(width, height) < 0:
+        return None
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+    union = sum(areas) - width * height
+    return width * height / union if union > 0 else float(one == other)
+
+
+def try_overlaps(rollout: ModuleType, rng: random.Random) -> None:
+    most = rng.choice([3, 9, 999, 10**6])
+    lists: list[list[Any]] = []
+    for _ in range(2):
+        corners = [[sorted(rng.randrange(most) for _ in range(2)) for _ in range(2)] for _ in range(rng.randrange(9))]
+        lists.append([[xs[0], ys[0], xs[1], ys[1]] for xs, ys in corners])
+    expected = [
+        (n, m, ratio)
+        for n, one in enumerate(lists[0])
+        for m, other in enumerate(lists[1])
+        if (ratio := overlap(one, other)) is not None
+    ]
+    mine, others, ratios = (array(code, column) for code, column in zip("qqd", rollout.overlaps(*lists), strict=True))
+    assert list(zip(mine, others, ratios, strict=True)) == expected
+    wrong = rng.choice(
+        [[1, 2, 3], [1, 2, 3, 4.0], [1, 2, 3, 2**80], [1, 2, 3, True], (1, 2, 3, 4), None, "1234", [2**30] * 4]
+    )
+    lists[rng.randrange(2)].append(wrong)
+    # What comes first may be empty, and what is wrong is then found all the same.
+    assert rollout.overlaps(*lists) is None
+    refused(rollout.overlaps, rng.choice([None, (), {}, 3]), [])
+
+
 def fuzz(folder: Path, rounds: int, seed: int) -> int:
     """Try everything so many times; returns the number of calls that were tried."""
     rng = random.Random(seed)
-    copy, columns, bpe = (load(folder, name) for name in ("_copy", "_columns", "_bpe"))
+    copy, columns, bpe, rollout = (load(folder, name) for name in ("_copy", "_columns", "_bpe", "_rollout"))
     tries = [(try_copy, copy, 20), (try_pieces, copy, 20), (try_bad_copy, copy, 20), (try_columns, columns, 4),
-             (try_bpe, bpe, 1), (try_bad_bpe, bpe, 1)]  # fmt: skip
+             (try_bpe, bpe, 1), (try_bad_bpe, bpe, 1), (try_boxes, rollout, 20),
+             (try_overlaps, rollout, 4)]  # fmt: skip
     for _ in range(rounds):
         for attempt, module, times in tries:
             for _ in range(times):

@@ -41,9 +41,9 @@ def test_coordinates_are_placed_only_where_an_array_holds_them():
     text = f'{{{box(1, "<|coord_7|>", 1, 2, 3, 4)}, "object_2": {{"bbox_2d": "<|coord_8|>", "x": ["a<|coord_9|>"]}}}}'
     ids = toy.rollout(text)
     found = read(toy, ids)
-    assert found.coordinates(found.entries[1]) == []
-    starts, places = zip(*found.coordinates(found.entries[0]), strict=True)
-    assert places == (1, 2, 3, 4)
+    assert found.coordinates(found.entries[1]) == ([], [])
+    places, starts = found.coordinates(found.entries[0])
+    assert places == [1, 2, 3, 4]
     assert [text.encode()[start : start + 11] for start in starts] == [f"<|coord_{k}|>".encode() for k in (1, 2, 3, 4)]
     assert [ids[found.tokens(start, start + 1)[0]] for start in starts] == [FIRST_COORDINATE + k for k in (1, 2, 3, 4)]
 

@@ -3,13 +3,15 @@
     , "object_3": {"desc": "bird", "bbox_2d": [" | <|coord_1|> | ", " | … | "]}}
     a run of text                                coordinate      a run
 
-Text between two coordinates is a run, and encoded as one. Runs are cached: answers repeat themselves.
+Text between two coordinates is a run, and encoded as one. A stretch is a run and the coordinates that follow it, up to
+the next object. Stretches are cached without their coordinates: answers repeat themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from chatmill.errors import DataError, one_line
 from chatmill.rollout.schema import STRUCTURE, Detection, Object, Schema, TextPart
 from chatmill.rollout.vocabulary import CACHED, COORDINATES, Vocabulary
-from chatmill.rows import Part
+from chatmill.rows import Ids, Part
 
 DETECTION = Detection()
 SPACE = " \t\n\r"
@@ -31,11 +33,28 @@ COORD = bytes([Part.COORD])
 Run = tuple[TextPart, ...]
 
 
+class Stretch(NamedTuple):
+    """A run, and how many coordinates follow it, with separators between them, in turn."""
+
+    run: Run
+    separators: tuple[str, ...] = ()
+    coordinates: int = 0
+
+
+class EncodedStretch(NamedTuple):
+    """The texts before each coordinate and after the last, and all tokens; 0 stands for a coordinate."""
+
+    texts: tuple[str, ...]
+    ids: bytes
+    """As uint32."""
+    parts: bytes
+
+
 class Appended(NamedTuple):
     """Text, its tokens, and the part of each token, one byte each."""
 
     text: str
-    ids: list[int]
+    ids: Ids
     parts: bytes
 
 
@@ -47,9 +66,9 @@ def serialize_append(
     {"object_2": {…}  ->  , "object_3": {…}, "object_4": {…}}
     After a comma there must be an object, or the answer would not be valid JSON.
     """
-    runs, coordinates = _runs([schema.check(thing) for thing in objects], start_index, prefix_text, schema)
-    tokens = [*(COORDINATES[k] for k in coordinates), ""]
-    return "".join(_text(run) + token for run, token in zip(runs, tokens, strict=True))
+    checked = [schema.check(thing) for thing in objects]
+    stretches, coordinates = _stretches(checked, start_index, prefix_text, schema)
+    return _with_coordinates([text for stretch in stretches for text in _texts(stretch)], coordinates)
 
 
 def encode_append(
@@ -65,21 +84,24 @@ def encode_append(
 
     `before` is the end of the prefix that is encoded together with what follows it; the text does not hold it.
     """
-    runs, coordinates = _runs(objects, start_index, prefix_text, schema)
+    stretches, coordinates = _stretches(objects, start_index, prefix_text, schema)
     if before:
-        runs[0] = (TextPart(before, int(Part.PREFIX)), *runs[0])
-    appended = _encode(runs, coordinates, vocabulary)
+        first = stretches[0]
+        stretches[0] = first._replace(run=(TextPart(before, int(Part.PREFIX)), *first.run))
+    appended = _encode(stretches, coordinates, vocabulary)
     return appended._replace(text=appended.text.removeprefix(before))
 
 
 def encode_answer(objects: Sequence[Object], schema: Schema, vocabulary: Vocabulary) -> Appended:
     """A whole answer that names these objects, from its opening brace on."""
-    (first, *runs), coordinates = _runs(objects, 1, OPENING.text, schema)
-    return _encode([(OPENING, *first), *runs], coordinates, vocabulary)
+    (first, *others), coordinates = _stretches(objects, 1, OPENING.text, schema)
+    return _encode([first._replace(run=(OPENING, *first.run)), *others], coordinates, vocabulary)
 
 
-def _runs(objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema) -> tuple[list[Run], list[int]]:
-    """Runs of text, and the coordinates between them: one run more than coordinates."""
+def _stretches(
+    objects: Sequence[Object], start_index: int, prefix_text: str, schema: Schema
+) -> tuple[list[Stretch], list[int]]:
+    """All that is appended, and its coordinates; the last stretch has none."""
     last = prefix_text.rstrip(SPACE)[-1:]
     if last not in ("{", ",", "}"):
         shown = f'"{one_line(prefix_text[-20:])}"'
@@ -88,45 +110,71 @@ def _runs(objects: Sequence[Object], start_index: int, prefix_text: str, schema:
         )
     if last == "," and not objects:
         raise DataError("a prefix that ends in a comma needs an object to append; cut it before the comma")
-    runs: list[Run] = []
+    stretches: list[Stretch] = []
     coordinates: list[int] = []
     before = ", " if last == "}" else ""
     run: Run = ()
     for number, thing in enumerate(objects, start=start_index):
         head, points, separators, tail = schema.write(thing)
-        run = (*run, TextPart(f'{before}"object_{number}": ', STRUCTURE), *head)
+        run = (*run, _key(before, number), *head)
         before = ", "
         if points:
-            runs += (run, *_between(separators, len(points)))
+            stretches.append(Stretch(run, separators, len(points)))
             coordinates += points
-            run = (TextPart(tail, STRUCTURE),)
-    return [*runs, (*run, CLOSING)], coordinates
+            run = (tail,)
+    return [*stretches, Stretch((*run, CLOSING))], coordinates
 
 
-@lru_cache
-def _between(separators: tuple[str, ...], count: int) -> tuple[Run, ...]:
-    """The runs between `count` coordinates."""
-    return tuple((TextPart(separators[at % len(separators)], STRUCTURE),) for at in range(count - 1))
+@lru_cache(CACHED)
+def _key(before: str, number: int) -> TextPart:
+    return TextPart(f'{before}"object_{number}": ', STRUCTURE)
 
 
-def _encode(runs: Sequence[Run], coordinates: Sequence[int], vocabulary: Vocabulary) -> Appended:
-    known: dict[Run, Appended] = vocabulary.runs
+def _texts(stretch: Stretch) -> list[str]:
+    """The text before each coordinate of a stretch; its run alone if it has none."""
+    run, separators, count = stretch
+    return [_text(run), *(separators[at % len(separators)] for at in range(count - 1))]
+
+
+def _with_coordinates(texts: Sequence[str], coordinates: Sequence[int]) -> str:
+    tokens = [*map(COORDINATES.__getitem__, coordinates), ""]
+    return "".join(chain.from_iterable(zip(texts, tokens, strict=True)))
+
+
+def _encode(stretches: Sequence[Stretch], coordinates: Sequence[int], vocabulary: Vocabulary) -> Appended:
+    known: dict[Stretch, EncodedStretch] = vocabulary.stretches
+    encoded = list(map(known.get, stretches))
+    if None in encoded:
+        _encode_new(stretches, vocabulary)
+        encoded = list(map(known.get, stretches))
+    texts, ids, parts = zip(*encoded, strict=True)
+    all_ids, all_parts = np.frombuffer(bytearray().join(ids), dtype=np.uint32), b"".join(parts)
+    if coordinates:
+        places = np.frombuffer(all_parts, dtype=np.uint8) == Part.COORD
+        all_ids[places] = vocabulary.coordinate_array[coordinates]
+    return Appended(_with_coordinates(list(chain.from_iterable(texts)), coordinates), all_ids, all_parts)
+
+
+def _encode_new(stretches: Sequence[Stretch], vocabulary: Vocabulary) -> None:
+    """Cache the tokens of stretches."""
+    known: dict[Stretch, EncodedStretch] = vocabulary.stretches
     if len(known) > CACHED:
         known.clear()
-    if new := [run for run in dict.fromkeys(runs) if run not in known]:
-        texts = list(map(_text, new))
-        for run, text, ids in zip(new, texts, vocabulary.exact(texts), strict=True):
-            known[run] = Appended(text, ids, _parts(run, ids, vocabulary))
-    text, ids, parts = known[runs[0]]
-    texts, all_ids, all_parts = [text], list(ids), [parts]
-    token, coordinate_ids = COORDINATES, vocabulary.coordinate_ids if coordinates else ()
-    for coordinate, run in zip(coordinates, runs[1:], strict=True):
-        text, ids, parts = known[run]
-        texts += (token[coordinate], text)
-        all_ids.append(coordinate_ids[coordinate])
-        all_ids += ids
-        all_parts += (COORD, parts)
-    return Appended("".join(texts), all_ids, b"".join(all_parts))
+    new = [stretch for stretch in dict.fromkeys(stretches) if stretch not in known]
+    texts = list(map(_texts, new))
+    encoded = iter(vocabulary.exact(list(chain.from_iterable(texts))))
+    for stretch, of_stretch in zip(new, texts, strict=True):
+        separators = ((TextPart(text, STRUCTURE),) for text in of_stretch[1:])
+        ids: list[int] = []
+        parts = b""
+        for run in (stretch.run, *separators):
+            of_run = next(encoded)
+            ids += of_run
+            parts += _parts(run, of_run, vocabulary)
+            if stretch.coordinates:
+                ids.append(0)
+                parts += COORD
+        known[stretch] = EncodedStretch(tuple(of_stretch), np.array(ids, dtype=np.uint32).tobytes(), parts)
 
 
 def _text(run: Run) -> str:

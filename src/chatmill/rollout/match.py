@@ -6,8 +6,10 @@ overlaps is taken; of equal sums the one that assigns the first predicted object
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +17,17 @@ from numpy.typing import NDArray
 
 from chatmill.errors import UsageError
 
+try:
+    from chatmill._native import _rollout
+except ImportError:  # pragma: no cover
+    _rollout = None  # type: ignore[assignment]
+
 GATE = 0.3
 STEPS = 2**30
 """Overlaps are compared in steps of 1/STEPS: sums of integers do not depend on their order, so that ties are exact."""
 
+FEW = 128
+"""Groups of objects with no more assignments than this are assigned by trying all of them."""
 MISSING = "matching needs {}: pip install 'chatmill[rollout]'"
 
 Floats = NDArray[np.float64]
@@ -48,11 +57,10 @@ def match_objects(
     if not 0 < gate <= 1:
         raise UsageError(f"a gate of {gate:g} cannot be; give a number over 0, up to 1")
     mine, true, overlap = _near_overlaps(predicted, truth)
-    feasible = overlap >= gate
-    steps = np.rint(overlap[feasible] * STEPS).astype(np.int64).tolist()
-    pairs = zip(mine[feasible].tolist(), true[feasible].tolist(), strict=True)
-    gated = int(np.count_nonzero(overlap > 0)) - len(steps)
-    return _matching(_assign(dict(zip(pairs, steps, strict=True))), len(predicted), len(truth), gated=gated)
+    feasible = np.flatnonzero(overlap >= gate)
+    gated = int(np.count_nonzero(overlap)) - len(feasible)
+    steps = np.rint(overlap[feasible] * STEPS).astype(np.int64)
+    return _matching(_assign(mine[feasible], true[feasible], steps), len(predicted), len(truth), gated=gated)
 
 
 def match_equal(predicted: Sequence[Any], truth: Sequence[Any]) -> Matching:
@@ -79,24 +87,41 @@ def _near_overlaps(
     predicted: Sequence[Mapping[str, Any]], truth: Sequence[Mapping[str, Any]]
 ) -> tuple[Index, Index, Floats]:
     """Pairs whose bounding boxes intersect, in the order of the predicted ones, and their overlaps."""
-    left, right = _bounds(predicted), _bounds(truth)
-    width = np.minimum.outer(left[:, 2], right[:, 2]) - np.maximum.outer(left[:, 0], right[:, 0])
-    height = np.minimum.outer(left[:, 3], right[:, 3]) - np.maximum.outer(left[:, 1], right[:, 1])
-    mine, true = np.nonzero((width >= 0) & (height >= 0))
-    areas = [(box[:, 2] - box[:, 0]) * (box[:, 3] - box[:, 1]) for box in (left, right)]
-    shared = width[mine, true] * height[mine, true]
-    overlap = _ratio(shared, areas[0][mine], areas[1][true], np.all(left[mine] == right[true], axis=1))
-    if any("poly" in thing for things in (predicted, truth) for thing in things):
-        polygons = ~(_are_boxes(predicted)[mine] & _are_boxes(truth)[true])
-        if polygons.any():
-            overlap[polygons] = _polygon_overlaps(predicted, truth, mine[polygons], true[polygons])
+    (boxes, drawn), (true_boxes, true_drawn) = _bounds(predicted), _bounds(truth)
+    mine, true, overlap = _box_overlaps(boxes, true_boxes)
+    if drawn or true_drawn:
+        is_drawn, is_true_drawn = np.zeros(len(predicted), np.bool_), np.zeros(len(truth), np.bool_)
+        is_drawn[drawn] = is_true_drawn[true_drawn] = True
+        slow = np.flatnonzero(is_drawn[mine] | is_true_drawn[true])
+        if len(slow):
+            overlap[slow] = _polygon_overlaps(predicted, truth, mine[slow], true[slow])
     return mine, true, overlap
 
 
-def _bounds(things: Sequence[Mapping[str, Any]]) -> Floats:
-    """x1, y1, x2, y2 of the bounding box of each thing."""
-    around = [thing.get("bbox_2d") or _around(thing["poly"]) for thing in things]
-    return np.array(around, dtype=np.float64).reshape(-1, 4)
+def _bounds(things: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[int]]:
+    """The bounding box of each thing, and the numbers of those that are polygons."""
+    boxes: list[Any] = [thing.get("bbox_2d") for thing in things]
+    polygons = [number for number, box in enumerate(boxes) if box is None] if None in boxes else []
+    for number in polygons:
+        boxes[number] = _around(things[number]["poly"])
+    return boxes, polygons
+
+
+def _box_overlaps(boxes: list[Any], true_boxes: list[Any]) -> tuple[Index, Index, Floats]:
+    """Pairs of boxes that intersect, and their overlaps."""
+    if _rollout is not None and (columns := _rollout.overlaps(boxes, true_boxes)) is not None:
+        mine, true = (np.frombuffer(column, dtype=np.int64) for column in columns[:2])
+        return mine, true, np.frombuffer(columns[2], dtype=np.float64)
+    left, right = (
+        np.ascontiguousarray(np.fromiter(chain.from_iterable(each), np.float64, 4 * len(each)).reshape(-1, 4).T)
+        for each in (boxes, true_boxes)
+    )
+    width, height = np.minimum(left[2:, :, None], right[2:, None]) - np.maximum(left[:2, :, None], right[:2, None])
+    near = np.flatnonzero(np.minimum(width, height) >= 0)
+    mine, true = np.divmod(near, max(1, len(true_boxes)))
+    shared = width.ravel()[near] * height.ravel()[near]
+    one, other = ((box[2] - box[0]) * (box[3] - box[1]) for box in (left, right))
+    return mine, true, _ratio(shared, one[mine], other[true], lambda: np.all(left[:, mine] == right[:, true], axis=0))
 
 
 def _around(points: Sequence[int]) -> list[int]:
@@ -104,14 +129,12 @@ def _around(points: Sequence[int]) -> list[int]:
     return [min(xs), min(ys), max(xs), max(ys)]
 
 
-def _are_boxes(things: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_]:
-    return np.array(["bbox_2d" in thing for thing in things], dtype=np.bool_)
-
-
-def _ratio(shared: Floats, one: Floats, other: Floats, equal: NDArray[np.bool_]) -> Floats:
+def _ratio(shared: Floats, one: Floats, other: Floats, equal: Callable[[], NDArray[np.bool_]]) -> Floats:
     union = one + other - shared
+    if (union > 0).all():
+        return shared / union
     # Points and lines have no area: they overlap only if they are equal.
-    return np.where(union > 0, shared / np.where(union > 0, union, 1), equal)
+    return np.where(union > 0, shared / np.where(union > 0, union, 1), equal())
 
 
 def _polygon_overlaps(
@@ -122,25 +145,31 @@ def _polygon_overlaps(
     except ImportError:
         raise UsageError(MISSING.format("shapely")) from None
 
-    def shapes(things: Sequence[Mapping[str, Any]], wanted: NDArray[Any]) -> NDArray[Any]:
-        numbers, which = np.unique(wanted, return_inverse=True)
-        rings = [_ring(things[number]) for number in numbers]
-        corners = np.concatenate(rings)
-        of_ring = np.repeat(np.arange(len(rings)), [len(ring) for ring in rings])
-        # A self-intersecting polygon has the area of the even-odd rule.
-        made = shapely.make_valid(shapely.polygons(shapely.linearrings(corners, indices=of_ring)))
-        return np.asarray(made, dtype=object)[which]
+    ours, theirs = mine.tolist(), true.tolist()
+    place = {number: at for at, number in enumerate(dict.fromkeys(ours))}
+    true_place = {number: at for at, number in enumerate(dict.fromkeys(theirs), start=len(place))}
+    rings = [*(_ring(predicted[number]) for number in place), *(_ring(truth[number]) for number in true_place)]
+    of_ring = [number for number, (ring, _) in enumerate(rings) for _ in range(len(ring) // 2)]
+    corners = np.fromiter(chain.from_iterable(ring for ring, _ in rings), np.float64).reshape(-1, 2)
+    shapes = shapely.polygons(shapely.linearrings(corners, indices=of_ring))
+    area = shapely.area(shapes)
+    # A self-intersecting polygon has the area of the even-odd rule.
+    doubtful = [at for at, (_, is_simple) in enumerate(rings) if not is_simple or not area[at]]
+    if doubtful:
+        shapes[doubtful] = shapely.make_valid(shapes[doubtful])
+        area = shapely.area(shapes)
+    one, other = [place[number] for number in ours], [true_place[number] for number in theirs]
+    shared = shapely.area(shapely.intersection(shapes[one], shapes[other]))
+    return _ratio(shared, area[one], area[other], lambda: shapely.equals(shapes[one], shapes[other]))
 
-    one, other = shapes(predicted, mine), shapes(truth, true)
-    shared = shapely.area(shapely.intersection(one, other))
-    return _ratio(shared, shapely.area(one), shapely.area(other), shapely.equals(one, other))
 
-
-def _ring(thing: Mapping[str, Any]) -> Floats:
+def _ring(thing: Mapping[str, Any]) -> tuple[Sequence[int], bool]:
+    """x1, y1, x2, y2 … of the corners, and whether the sides of such a shape cannot cross: of a box or a triangle."""
     if "poly" in thing:
-        return np.array(thing["poly"], dtype=np.float64).reshape(-1, 2)
+        points: Sequence[int] = thing["poly"]
+        return points, len(points) == 6
     x1, y1, x2, y2 = thing["bbox_2d"]
-    return np.array([(x1, y1), (x2, y1), (x2, y2), (x1, y2)], dtype=np.float64)
+    return (x1, y1, x2, y1, x2, y2, x1, y2), True
 
 
 def _matching(pairs: Sequence[tuple[int, int]], predicted: int, true: int, *, gated: int = 0) -> Matching:
@@ -149,21 +178,18 @@ def _matching(pairs: Sequence[tuple[int, int]], predicted: int, true: int, *, ga
     return Matching(tuple(pairs), tuple(sorted(false_positives)), tuple(sorted(missed)), gated)
 
 
-def _assign(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
+def _assign(mine: Index, true: Index, steps: Steps) -> list[tuple[int, int]]:
     """The best of these pairs, in the order of the predicted objects; independent groups are assigned separately."""
-    rows, columns = ({pair[side] for pair in steps} for side in (0, 1))
-    if len(rows) == len(columns) == len(steps):
-        return list(steps)
-    pairs: list[tuple[int, int]] = []
-    for group in _groups(steps):
-        rows, columns = ({pair[side] for pair in group} for side in (0, 1))
-        if min(len(rows), len(columns)) == 1:
-            pairs.append(max(group, key=lambda pair: (steps[pair], -pair[0], -pair[1])))
-        else:
-            in_order = sorted(rows), sorted(columns)
-            worth = np.array([[steps.get((row, column), -1) for column in in_order[1]] for row in in_order[0]])
-            chosen = _assign_group(np.maximum(worth, 0), worth >= 0)
-            pairs += [(in_order[0][row], in_order[1][column]) for row, column in chosen]
+    alone = (np.bincount(mine)[mine] == 1) & (np.bincount(true)[true] == 1)
+    pairs = list(zip(mine[alone].tolist(), true[alone].tolist(), strict=True))
+    if alone.all():
+        return pairs
+    others = np.flatnonzero(~alone)
+    of_pair = dict(
+        zip(zip(mine[others].tolist(), true[others].tolist(), strict=True), steps[others].tolist(), strict=True)
+    )
+    for group in _groups(of_pair):
+        pairs += _assign_group({pair: of_pair[pair] for pair in sorted(group)})
     return sorted(pairs)
 
 
@@ -182,36 +208,73 @@ def _groups(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return list({id(group): group for group in of_row.values()}.values())
 
 
-def _assign_group(steps: Steps, feasible: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _assign_group(steps: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
     """The pairs with the largest sum; of equal sums, row by row the first column that still allows it."""
-    allowed = feasible.copy()
-    best = _largest_sum(steps, allowed)
+    of_row: dict[int, list[tuple[int, int]]] = {}
+    for (row, column), worth in steps.items():
+        of_row.setdefault(row, []).append((column, worth))
+    columns = sorted({column for _, column in steps})
+    if len(of_row) == 1 or len(columns) == 1:
+        return [max(steps, key=steps.__getitem__)]
+    if math.prod(len(options) + 1 for options in of_row.values()) <= FEW:
+        return _first_of_all(list(of_row.items()), 0, frozenset())[1]
+    rows = list(of_row)
+    matrix = np.array([[steps.get((row, column), -1) for column in columns] for row in rows])
+    return [(rows[row], columns[column]) for row, column in _first_of_best(matrix)]
+
+
+def _first_of_all(
+    of_row: Sequence[tuple[int, Sequence[tuple[int, int]]]], at: int, taken: frozenset[int]
+) -> tuple[int, list[tuple[int, int]]]:
+    """The best sum from row `at` on, and its pairs, by trying all assignments."""
+    if at == len(of_row):
+        return 0, []
+    row, options = of_row[at]
+    best, pairs = -1, []
+    for column, worth in options:
+        if column not in taken:
+            of_others, others = _first_of_all(of_row, at + 1, taken | {column})
+            if worth + of_others > best:
+                best, pairs = worth + of_others, [(row, column), *others]
+    of_others, others = _first_of_all(of_row, at + 1, taken)
+    return (of_others, others) if of_others > best else (best, pairs)
+
+
+def _first_of_best(steps: Steps) -> list[tuple[int, int]]:
+    """The same of a matrix, in which -1 is a pair that cannot be, by trying what the first rows may have."""
+    allowed = steps >= 0
+    best, chosen = _largest_sum(steps, allowed)
     pairs = []
     for row in range(len(steps)):
-        options = np.flatnonzero(allowed[row]).tolist()
-        for column in options:
+        for column in np.flatnonzero(allowed[row]).tolist():
             tried = allowed.copy()
             tried[row], tried[:, column] = False, False
-            if steps[row, column] + _largest_sum(steps, tried) == best:
-                best -= int(steps[row, column])
-                allowed = tried
-                pairs.append((row, column))
-                break
+            if column != chosen.get(row):
+                of_others, others = _largest_sum(steps, tried)
+                if steps[row, column] + of_others < best:
+                    continue
+                chosen = others
+            best -= int(steps[row, column])
+            allowed = tried
+            pairs.append((row, column))
+            break
         # A row for which no column keeps the sum stays unassigned.
         allowed[row] = False
     return pairs
 
 
-def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> int:
-    """The largest sum of any assignment; an unassigned row adds nothing."""
+def _largest_sum(steps: Steps, allowed: NDArray[np.bool_]) -> tuple[int, dict[int, int]]:
+    """The largest sum of any assignment, and the column of each row in one that has it; others add nothing."""
     if not allowed.any():
-        return 0
+        return 0, {}
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError:
         raise UsageError(MISSING.format("scipy")) from None
     worth = np.where(allowed, steps, 0)
-    return int(worth[linear_sum_assignment(worth, maximize=True)].sum())
+    rows, columns = linear_sum_assignment(worth, maximize=True)
+    pairs = zip(rows.tolist(), columns.tolist(), strict=True)
+    return int(worth[rows, columns].sum()), {row: column for row, column in pairs if allowed[row, column]}
 
 
 def _identity(thing: Any) -> Any:

@@ -14,12 +14,17 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
-from chatmill.rollout.vocabulary import COORDINATE, Vocabulary, sizes_to_starts
+from chatmill.rollout.vocabulary import COORDINATE, Vocabulary, id_array
 from chatmill.rows import Index
+
+try:
+    from chatmill._native import _rollout
+except ImportError:  # pragma: no cover
+    _rollout = None  # type: ignore[assignment]
 
 STOP_TEXTS = ("<|im_end|>",)
 
@@ -35,12 +40,14 @@ _NUMBERED = re.compile(r"object_([0-9]{1,4000})", re.ASCII)
 _COORDINATE = {token.encode(): k for token, k in COORDINATE.items()}
 # An entry exactly as a box is written, in printable ASCII: its number, its description and its four coordinates.
 _BOX = re.compile(
-    rb'"object_([0-9]{1,9})": \{"desc": "([ !#-\[\]-~]+)", "bbox_2d": \['
+    rb'"(object_([0-9]{1,9}))": \{"desc": "([ !#-\[\]-~]+)", "bbox_2d": \['
     + b", ".join([rb'"<\|coord_(0|[1-9][0-9]{0,2})\|>"'] * 4)
     + rb"\]\}"
 )
 _COORD_TEXT = len("<|coord_")
 
+Box = tuple[str, int, int, int, int, int, bool, bool, tuple[str, list[int], list[int]]]
+"""What a `ParsedEntry` has."""
 Ended = Literal["closed", "open", "fault", "no_root"]
 
 
@@ -58,8 +65,8 @@ class ParsedEntry(NamedTuple):
     is_object: bool
     """The value starts as an object."""
     complete: bool
-    box: re.Match[bytes] | None = None
-    """The entry's number, description and coordinates, if it is written exactly as boxes are; a body that is JSON."""
+    box: tuple[str, list[int], list[int]] | None = None
+    """The description, the coordinates and their byte offsets, if the entry is written exactly as boxes are."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +83,21 @@ class Scan:
     ended: Ended
     """How the scan ended: the root closed, was still open at the end, was not JSON, or is missing."""
 
-    def coordinates(self, entry: ParsedEntry) -> list[tuple[int, int]]:
-        """The byte offset and k of every coordinate in an array of the entry."""
-        if (box := entry.box) is not None:
-            return [(box.start(group) - _COORD_TEXT, int(box[group])) for group in (3, 4, 5, 6)]
-        places: list[tuple[int, int]] = []
+    def coordinates(self, entry: ParsedEntry) -> tuple[list[int], list[int]]:
+        """The k of every coordinate in an array of the entry, and its byte offset."""
+        if entry.box is not None:
+            return entry.box[1:]
+        starts: list[int] = []
+        places: list[int] = []
         brackets = 0
         for lexeme in _LEXEME.finditer(self.data, entry.value_start, entry.stop):
             raw = lexeme[1]
             if raw is None:
                 brackets += {b"[": 1, b"]": -1}.get(lexeme[0], 0)
             elif brackets > 0 and not lexeme[3] and raw in _COORDINATE:
-                places.append((lexeme.start(1), _COORDINATE[raw]))
-        return places
+                starts.append(lexeme.start(1))
+                places.append(_COORDINATE[raw])
+        return places, starts
 
     def tokens(self, start: int, stop: int) -> tuple[int, int]:
         """The range of tokens that hold a range of bytes."""
@@ -102,7 +111,7 @@ class Scan:
 
 
 def scan_rollout(
-    ids: Sequence[int],
+    ids: Sequence[int] | Index,
     vocabulary: Vocabulary,
     *,
     stop_ids: Collection[int] = (),
@@ -112,16 +121,15 @@ def scan_rollout(
 
     The rollout ends at a stop token, at a stop text, even inside a string, and at an id outside the vocabulary.
     """
-    stops = [ids.index(id) for id in stop_ids if id in ids]
-    pieces = vocabulary.pieces(ids[: min(stops)] if stops else ids)
-    if None in pieces:
-        pieces = pieces[: pieces.index(None)]
-    token_bytes = cast(list[bytes], pieces)
-    data = b"".join(token_bytes)
+    before_stop = id_array(ids)
+    for id in stop_ids:
+        places = np.flatnonzero(before_stop == id)
+        if len(places):
+            before_stop = before_stop[: places[0]]
+    data, token_start = vocabulary.decode(before_stop)
     for text in stop_texts:
         if (at := data.find(text.encode())) >= 0:
             data = data[:at]
-    token_start = sizes_to_starts(token_bytes)
     root = _space(data, 0)
     if data[root : root + 1] != b"{":
         return Scan(data, token_start, -1, (), "no_root")
@@ -170,23 +178,41 @@ def _entries(data: bytes, at: int) -> tuple[list[ParsedEntry], Ended]:
     if data[start : start + 1] == b"}":
         return entries, "closed"
     while True:
-        entry, ended = _entry(data, start)
-        if entry is not None:
-            entries.append(entry)
-        if entry is None or ended is not None:
-            return entries, ended or "fault"
-        at = _space(data, entry.stop)
+        if boxes := _boxes(data, start):
+            entries += [tuple.__new__(ParsedEntry, box) for box in boxes]
+            stop = entries[-1].stop
+        else:
+            entry, ended = _entry(data, start)
+            if entry is not None:
+                entries.append(entry)
+            if entry is None or ended is not None:
+                return entries, ended or "fault"
+            stop = entry.stop
+        at = _space(data, stop)
         if data[at : at + 1] != b",":
             return entries, "closed" if data[at : at + 1] == b"}" else _at_end(data, at)
         start = _space(data, at + 1)
 
 
+def _boxes(data: bytes, at: int) -> list[Box]:
+    """The entries from here on that are written exactly as boxes are, with a comma and a space between them."""
+    if _rollout is not None:
+        return _rollout.boxes(data, at)
+    boxes: list[Box] = []
+    while (box := _BOX.match(data, at)) is not None:
+        key, digits, desc, *places = box.groups()
+        number, value, stop = int(digits), box.end(1) + len('": '), box.end()
+        starts = [box.start(group) - _COORD_TEXT for group in (4, 5, 6, 7)]
+        of_box = desc.decode(), [int(place) for place in places], starts
+        boxes.append((key.decode(), number, number, at, value, stop, True, True, of_box))
+        if not data.startswith(b", ", stop):
+            break
+        at = stop + len(", ")
+    return boxes
+
+
 def _entry(data: bytes, start: int) -> tuple[ParsedEntry | None, Ended | None]:
     """The entry that starts here, if there is a quote, and how the scan ended if it does not go on after it."""
-    if (box := _BOX.match(data, start)) is not None:
-        # Most entries, in one step.
-        number, value = int(box[1]), box.end(1) + len('": ')
-        return ParsedEntry(f"object_{box[1].decode()}", number, number, start, value, box.end(), True, True, box), None
     key, value = "", start
     try:
         key, value = _key(data, start)

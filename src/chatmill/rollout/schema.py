@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.rollout.match import GATE, Matching, match_equal, match_objects
 from chatmill.rollout.scan import JSON, parse_json
-from chatmill.rollout.vocabulary import COORDINATE
+from chatmill.rollout.vocabulary import CACHED, COORDINATE
 from chatmill.rows import Part
 
 Object = dict[str, Any]
@@ -33,6 +34,9 @@ class TextPart(NamedTuple):
     """A `Part`, as a number: these are hashed a lot."""
 
 
+NO_TEXT = TextPart("", STRUCTURE)
+
+
 class EntryText(NamedTuple):
     """The body of an entry: text, then coordinates, each one token, with separators between them, then more text."""
 
@@ -40,7 +44,7 @@ class EntryText(NamedTuple):
     coordinates: Sequence[int] = ()
     separators: tuple[str, ...] = ()
     """Between the coordinates, in turn."""
-    tail: str = ""
+    tail: TextPart = NO_TEXT
 
 
 class UnfitError(Exception):
@@ -72,6 +76,8 @@ class Schema(Protocol):
 BOX_KEYS = {"desc", "bbox_2d"}
 DESC = TextPart('{"desc": "', STRUCTURE)
 BOX, POLYGON = TextPart('", "bbox_2d": ["', STRUCTURE), TextPart('", "poly": [["', STRUCTURE)
+BETWEEN, BETWEEN_CORNERS = ('", "',), ('", "', '"], ["')
+BOX_END, POLYGON_END = TextPart('"]}', STRUCTURE), TextPart('"]]}', STRUCTURE)
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> Object:
@@ -126,10 +132,13 @@ class Detection:
 
     def check(self, thing: Mapping[str, Any]) -> Object:
         """Coordinates of a true object may be numbers or tokens."""
-        if thing.keys() == BOX_KEYS and (box := _plain_box(thing["bbox_2d"])) is not None:
-            desc = thing["desc"]
-            if type(desc) is str and desc.strip():
-                return {"desc": desc, "bbox_2d": box}
+        if type(thing) is dict and len(thing) == len(BOX_KEYS) and thing.keys() == BOX_KEYS:
+            desc, box = thing["desc"], thing["bbox_2d"]
+            if type(desc) is str and type(box) is list and len(box) == 4 and desc.strip():
+                x1, y1, x2, y2 = box
+                are_numbers = type(x1) is type(y1) is type(x2) is type(y2) is int
+                if are_numbers and 0 <= x1 <= x2 <= 999 and 0 <= y1 <= y2 <= 999:
+                    return thing
         try:
             return self._read(thing, PLACES)
         except UnfitError as error:
@@ -137,10 +146,9 @@ class Detection:
             raise DataError(f"a true object does not fit ({_WORDS[error.reason]}): {_shown(thing)}; {right}") from None
 
     def write(self, thing: Object) -> EntryText:
-        desc = TextPart(_inside(thing["desc"]), VALUE)
         if "bbox_2d" in thing:
-            return EntryText((DESC, desc, BOX), thing["bbox_2d"], ('", "',), '"]}')
-        return EntryText((DESC, desc, POLYGON), thing["poly"], ('", "', '"], ["'), '"]]}')
+            return EntryText(_head(thing["desc"], BOX), thing["bbox_2d"], BETWEEN, BOX_END)
+        return EntryText(_head(thing["desc"], POLYGON), thing["poly"], BETWEEN_CORNERS, POLYGON_END)
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching:
         return match_objects(predicted, truth, gate=self.gate)
@@ -154,14 +162,6 @@ _WORDS = {
     "length": "it has not the right number of coordinates",
     "reversed": "the box ends before it begins",
 }
-
-
-def _plain_box(items: Any) -> list[int] | None:
-    """A box of four numbers in their range and order; None for anything else, valid or not."""
-    if type(items) is not list or list(map(type, items)) != [int] * 4:
-        return None
-    x1, y1, x2, y2 = items
-    return [x1, y1, x2, y2] if 0 <= x1 <= x2 <= 999 and 0 <= y1 <= y2 <= 999 else None
 
 
 def _box(items: Any, places: Mapping[Any, int]) -> list[int]:
@@ -239,6 +239,12 @@ class Fields:
 
     def match(self, predicted: Sequence[Object], truth: Sequence[Object]) -> Matching:
         return match_equal(predicted, truth)
+
+
+@lru_cache(CACHED)
+def _head(desc: str, geometry: TextPart) -> tuple[TextPart, ...]:
+    """What stands before the coordinates."""
+    return DESC, TextPart(_inside(desc), VALUE), geometry
 
 
 def _inside(text: str) -> str:

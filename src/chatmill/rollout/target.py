@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,8 +25,8 @@ from chatmill.rollout.append import DETECTION, SPACE, Appended, encode_answer, e
 from chatmill.rollout.match import Matching
 from chatmill.rollout.scan import JSON, STOP_TEXTS, ParsedEntry, Scan, parse_json, scan_rollout
 from chatmill.rollout.schema import Detection, Object, Schema, UnfitError, read_body
-from chatmill.rollout.vocabulary import Vocabulary, vocabulary_of
-from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Part, Role, Rows, Rule, Table
+from chatmill.rollout.vocabulary import Vocabulary, id_array, vocabulary_of
+from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Index, Part, Role, Rows, Rule, Table
 from chatmill.tokenizer import Tokenizer
 
 ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
@@ -64,6 +64,7 @@ class PartWeights:
 
 
 EVEN = PartWeights()
+NO_SLOTS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -144,28 +145,30 @@ def build_target(
     vocabulary = vocabulary_of(tokenizer)
     truth = [schema.check(thing) for thing in objects]
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
-    ids = rollout_ids.tolist() if isinstance(rollout_ids, np.ndarray) else list(map(int, rollout_ids))
+    ids = id_array(rollout_ids)
     scan = scan_rollout(ids, vocabulary, stop_ids={eos} if stop_ids is None else stop_ids, stop_texts=stop_texts)
     cut = _cut(ids, scan, vocabulary)
     entries, valid, dropped = _read(scan, schema, cut)
     matching = schema.match(valid, truth)
-    slots = _slots(scan, ids, matching, entries, valid, truth, vocabulary) if schema.uses_coordinates else {}
 
     prefix_text = cut.text.decode("utf-8", "replace")
-    start_index = 1 + max((entry.largest for entry in cut.entries if entry.largest > 0), default=0)
+    start_index = 1 + max([0, *[entry.largest for entry in cut.entries]])
     missed = [truth[number] for number in matching.missed]
     encode = partial(encode_append, missed, start_index, prefix_text, schema, vocabulary)
     prefix_ids, kept, appended = _joined(ids, scan, cut, border, encode, vocabulary)
-    slots = {place: value for place, value in slots.items() if place < kept}
+    slots = NO_SLOTS
+    if schema.uses_coordinates:
+        slots = _slots(scan, ids, kept, matching, entries, valid, truth, vocabulary)
     closing = _closing(scan, cut, matching, entries, vocabulary) if weights.surplus else None
     if closing is not None and closing[0] >= kept:
         closing = None
-    all_ids = [*prefix_ids, *appended.ids, eos]
+    all_ids = np.concatenate([prefix_ids.astype(np.uint32), appended.ids, [np.uint32(eos)]])
+    id_list: list[int] = all_ids.tolist()
     anew = Part.STRUCTURE if train_cut else Part.PREFIX
     parts = bytes([Part.PREFIX]) * kept + bytes([anew]) * (len(prefix_ids) - kept) + appended.parts
     return Target(
-        ids=all_ids,
-        prefix_ids=prefix_ids,
+        ids=id_list,
+        prefix_ids=id_list[: len(prefix_ids)],
         prefix_text=prefix_text,
         appended_text=appended.text,
         start_index=start_index,
@@ -175,10 +178,10 @@ def build_target(
         missed=matching.missed,
         truncated=scan.ended == "open",
         fallback=cut.fallback,
-        # Entries that are written as boxes are, are JSON.
-        target_is_json=all(entry.box for entry in cut.entries) or _is_json(cut.text + appended.text.encode()),
+        # Valid objects are JSON.
+        target_is_json=len(valid) == len(cut.entries) or _is_json(cut.text + appended.text.encode()),
         kept=kept,
-        slots=len(slots),
+        slots=len(slots[0]),
         gated=matching.gated,
         rows=_rows(all_ids, parts + bytes([Part.EOS]), slots, closing, train_values=train_values, weights=weights),
     )
@@ -198,7 +201,8 @@ def build_answer(
     answer = encode_answer(truth, schema, vocabulary)
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
     parts = answer.parts + bytes([Part.EOS])
-    return _rows([*answer.ids, eos], parts, {}, None, train_values=train_values, weights=EVEN)
+    ids = np.append(answer.ids, np.uint32(eos))
+    return _rows(ids, parts, NO_SLOTS, None, train_values=train_values, weights=EVEN)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
@@ -223,7 +227,7 @@ Border = Literal["shorter", "canonical", "joined", "masked"]
 
 
 class _KeptPrefix(NamedTuple):
-    ids: list[int]
+    ids: Index
     """The prefix."""
     text: bytes
     kept: int
@@ -233,12 +237,12 @@ class _KeptPrefix(NamedTuple):
     fallback: str | None
 
 
-def _cut(ids: list[int], scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
+def _cut(ids: Index, scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
     """The prefix up to the last complete object, or to the opening brace; `{` alone if there can be none."""
     if scan.root < 0:
         return _nothing_kept(vocabulary, _why_no_root(scan.data))
-    ends = [entry.stop for entry in scan.entries if entry.complete and entry.is_object and entry.number is not None]
-    end = ends[-1] if ends else scan.root + 1
+    count = next((number for number in range(len(scan.entries), 0, -1) if _is_object(scan.entries[number - 1])), 0)
+    end = scan.entries[count - 1].stop if count else scan.root + 1
     stop = int(np.searchsorted(scan.token_start, end, side="left"))
     prefix = ids[:stop]
     if scan.token_start[stop] > end:
@@ -247,23 +251,26 @@ def _cut(ids: list[int], scan: Scan, vocabulary: Vocabulary) -> _KeptPrefix:
         shorter = vocabulary.cut(scan.data[scan.token_start[stop] : end])
         if shorter is None:
             return _nothing_kept(vocabulary, "no_cut")
-        prefix = ids[:stop] + shorter
-    entries = tuple(entry for entry in scan.entries if entry.stop <= end)
-    return _KeptPrefix(prefix, scan.data[:end], stop, entries, None)
+        prefix = np.append(ids[:stop], shorter)
+    return _KeptPrefix(prefix, scan.data[:end], stop, scan.entries[:count], None)
+
+
+def _is_object(entry: ParsedEntry) -> bool:
+    return entry.complete and entry.is_object and entry.number is not None
 
 
 def _nothing_kept(vocabulary: Vocabulary, why: str) -> _KeptPrefix:
-    return _KeptPrefix(vocabulary.exact(["{"])[0], b"{", 0, (), why)
+    return _KeptPrefix(np.array(vocabulary.exact(["{"])[0]), b"{", 0, (), why)
 
 
 def _joined(
-    ids: list[int],
+    ids: Index,
     scan: Scan,
     cut: _KeptPrefix,
     border: Border,
     encode: Callable[..., Appended],
     vocabulary: Vocabulary,
-) -> tuple[list[int], int, Appended]:
+) -> tuple[Index, int, Appended]:
     """The tokens of the prefix, how many of them are the rollout's own, and what is appended to them."""
     if border in ("shorter", "masked") or cut.fallback is not None:
         appended = encode()
@@ -273,13 +280,13 @@ def _joined(
     end, starts = len(cut.text), scan.token_start
     # Tokens up to the last control token are never fused with text.
     last = int(np.searchsorted(starts, end, side="left"))
-    control = (at + 1 for at in range(last - 1, -1, -1) if vocabulary.is_control(ids[at]))
+    control = (at + 1 for at in range(last - 1, -1, -1) if vocabulary.is_control(int(ids[at])))
     first = max(next(control, 0), last - 1 if border == "joined" else 0)
     try:
         appended = encode(before=cut.text[starts[first] :].decode())
     except UnicodeDecodeError:
         return cut.ids, cut.kept, encode()
-    theirs = vocabulary.starts(appended.ids)
+    theirs = vocabulary.starts(appended.ids.tolist())
     common = np.intersect1d(starts[first : last + 1] - starts[first], theirs)
     at = 0 if border == "joined" else common[common <= end - starts[first]][-1]
     kept = int(np.searchsorted(starts, starts[first] + at))
@@ -301,9 +308,14 @@ def _read(scan: Scan, schema: Schema, cut: _KeptPrefix) -> tuple[list[ParsedEntr
     entries: list[ParsedEntry] = []
     valid: list[Object] = []
     dropped: Counter[str] = Counter()
+    of_boxes = schema if isinstance(schema, Detection) and cut.fallback is None else None
     for entry in scan.entries:
         try:
-            valid.append(_object(entry, scan.data, schema, cut))
+            if of_boxes is not None and entry.box is not None:
+                desc, places, _ = entry.box
+                valid.append(of_boxes.read_box(desc, places))
+            else:
+                valid.append(_object(entry, scan.data, schema, cut))
             entries.append(entry)
         except UnfitError as error:
             dropped[error.reason] += 1
@@ -319,8 +331,6 @@ def _object(entry: ParsedEntry, data: bytes, schema: Schema, cut: _KeptPrefix) -
     ):
         if holds:
             raise UnfitError(reason)
-    if (box := entry.box) is not None and isinstance(schema, Detection):
-        return schema.read_box(box[2].decode(), [int(box[group]) for group in (3, 4, 5, 6)])
     return read_body(data[entry.value_start : entry.stop], schema)
 
 
@@ -337,33 +347,37 @@ def _is_json(text: bytes) -> bool:
 
 def _slots(
     scan: Scan,
-    ids: list[int],
+    ids: Index,
+    kept: int,
     matching: Matching,
     entries: Sequence[ParsedEntry],
     valid: Sequence[Object],
     truth: Sequence[Object],
     vocabulary: Vocabulary,
-) -> dict[int, int]:
-    """The id that each slot is trained toward, by the place of its token.
+) -> tuple[Index, Index]:
+    """The places of slots among the kept tokens, and the id that each is trained toward.
 
     A slot is one token, the coordinate's own, in an object whose geometry has as many points of the same kind as
     the true one.
     """
-    places: list[tuple[int, int, int]] = []
+    starts: list[int] = []
+    predicted: list[int] = []
+    wanted: list[int] = []
     for number, true in matching.pairs:
-        wanted = _aligned(valid[number], truth[true])
-        coordinates = scan.coordinates(entries[number])
-        if wanted is not None and len(wanted) == len(coordinates):
-            places += [(start, k, value) for (start, k), value in zip(coordinates, wanted, strict=True)]
-    if not places:
-        return {}
-    tokens = np.searchsorted(scan.token_start, [start for start, _, _ in places], side="left").tolist()
-    coordinate, token_start = vocabulary.coordinate_ids, scan.token_start
-    return {
-        token: coordinate[value]
-        for token, (start, k, value) in zip(tokens, places, strict=True)
-        if token_start[token] == start and ids[token] == coordinate[k]
-    }
+        aligned = _aligned(valid[number], truth[true])
+        if aligned is not None:
+            coordinates, of_entry = scan.coordinates(entries[number])
+            if len(coordinates) == len(aligned):
+                starts += of_entry
+                predicted += coordinates
+                wanted += aligned
+    if not starts:
+        return NO_SLOTS
+    start, coordinate = np.array(starts), vocabulary.coordinate_array
+    tokens = np.searchsorted(scan.token_start, start)
+    is_own = (scan.token_start[tokens] == start) & (ids.take(tokens, mode="clip") == coordinate[predicted])
+    is_slot = is_own & (tokens < kept)
+    return tokens[is_slot], coordinate[wanted][is_slot]
 
 
 def _aligned(thing: Object, true: Object) -> list[int] | None:
@@ -405,33 +419,43 @@ def _closing(
 
 
 def _rows(
-    ids: list[int],
+    ids: Ids,
     parts: bytes,
-    slots: Mapping[int, int],
+    slots: tuple[Index, Index],
     closing: tuple[int, int] | None,
     *,
     train_values: bool,
     weights: PartWeights,
 ) -> Rows:
     """The row of a target; `slots` and `closing` are trained toward other ids than their own."""
-    part = np.frombuffer(parts, dtype=np.uint8).copy()
-    places = np.fromiter(slots, dtype=np.int64)
-    part[places] = Part.SLOT
+    part = np.frombuffer(bytearray(parts), dtype=np.uint8)
+    part[slots[0]] = Part.SLOT
     target = np.full(len(ids), OWN_ID, dtype=np.int32)
-    target[places] = np.fromiter(slots.values(), dtype=np.int32)
+    target[slots[0]] = slots[1]
     if closing is not None:
         part[closing[0]], target[closing[0]] = Part.BRACE, closing[1]
     # No two slots are neighbours: quotes and a comma stand between them.
-    start = np.flatnonzero(np.append(True, part[1:] != part[:-1]))
+    changes = np.flatnonzero(part[1:] != part[:-1])
+    bounds = np.empty(len(changes) + 2, dtype=np.int64)
+    bounds[0], bounds[1:-1], bounds[-1] = 0, changes + 1, len(ids)
+    start = bounds[:-1]
+    of_span = part[start]
     spans = np.zeros(len(start), dtype=SPAN)
-    spans["length"] = np.diff(np.append(start, len(ids)))
-    spans["part"], spans["target"], spans["role"] = part[start], target[start], Role.ASSISTANT
-    spans["rule"] = RULES[int(train_values)][spans["part"]]
-    spans["weight"] = IS_TRAINED[spans["rule"]] * weights.of_parts()[spans["part"]]
+    spans["length"], spans["part"], spans["role"] = bounds[1:] - start, of_span, Role.ASSISTANT
+    spans["target"] = target[start]
+    rules, weight = _of_parts(train_values, weights)
+    spans["rule"], spans["weight"] = rules[of_span], weight[of_span]
     if closing is not None:
         surplus = np.searchsorted(start, closing[0])
         spans["rule"][surplus], spans["weight"][surplus] = Rule.SURPLUS, weights.surplus
-    return one_row(np.array(ids, dtype=np.uint32), spans)
+    return one_row(ids, spans)
+
+
+@lru_cache
+def _of_parts(train_values: bool, weights: PartWeights) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """The rule and the weight of each `Part`."""
+    rules = RULES[int(train_values)]
+    return rules, IS_TRAINED[rules] * weights.of_parts()
 
 
 def one_row(ids: Ids, spans: Table) -> Rows:

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from chatmill.errors import DataError, UsageError, one_line
-from chatmill.rows import Index, offsets
+from chatmill.rows import Index, copy_ranges, offsets
 from chatmill.tokenizer import Tokenizer
 
 COORDINATES = tuple(f"<|coord_{k}|>" for k in range(1000))
 """The tokens of the coordinates 0 to 999."""
 CACHED = 1 << 16
 """Texts whose ids are cached."""
+UNSEEN, MISSING = -1, -2
+"""The sizes of ids that were not looked up yet, and of those that the tokenizer does not have."""
 COORDINATE = {token: k for k, token in enumerate(COORDINATES)}
 
 
@@ -42,13 +44,46 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pieces = _TokenBytes(tokenizer)
+        # The bytes of all ids seen so far, one after the other, and where those of each id lie. An id more on each
+        # side stands for those outside.
+        self._bytes = np.empty(0, dtype=np.uint8)
+        self._start = np.zeros(2, dtype=np.int64)
+        self._size = np.full(2, MISSING, dtype=np.int64)
         self._exact: dict[str, list[int]] = {}
-        self.runs: dict[Any, Any] = {}
+        self.stretches: dict[Any, Any] = {}
         """A cache of what is appended, with its tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[bytes | None]:
         """The bytes of each id; None for an id that the tokenizer does not have."""
         return list(map(self._pieces.__getitem__, ids))
+
+    def decode(self, ids: Index) -> tuple[bytes, Index]:
+        """The bytes of ids up to the first that the tokenizer lacks, and the offset of each token and of the end."""
+        places = ids + 1
+        size = self._size.take(places, mode="clip")
+        if size.min(initial=0) < 0:
+            self._look_up(ids)
+            size = self._size.take(places, mode="clip")
+            known = np.append(size, MISSING) >= 0
+            size = size[: known.argmin()]
+        start, to = self._start.take(places[: len(size)]), offsets(size)
+        data = np.empty(to[-1], dtype=np.uint8)
+        copy_ranges(self._bytes, start, start + size, data, to[:-1])
+        return data.tobytes(), to
+
+    def _look_up(self, ids: Index) -> None:
+        """Add the bytes of ids to the table."""
+        if (count := self._tokenizer.vocab_size + 2) > len(self._size):
+            more = count - len(self._size)
+            self._size = np.concatenate([self._size[:-1], np.full(more, UNSEEN), [MISSING]])
+            self._start = np.append(self._start, np.zeros(more, dtype=np.int64))
+        within = np.unique(ids[(ids >= 0) & (ids < count - 2)])
+        new = within[self._size[within + 1] == UNSEEN]
+        pieces = self.pieces(new.tolist())
+        self._size[new + 1] = [MISSING if piece is None else len(piece) for piece in pieces]
+        self._start[new + 1] = len(self._bytes) + sizes_to_starts([piece or b"" for piece in pieces])[:-1]
+        data = b"".join([piece or b"" for piece in pieces])
+        self._bytes = np.append(self._bytes, np.frombuffer(data, dtype=np.uint8))
 
     def is_control(self, id: int) -> bool:
         """Whether an id is a control token, such as a coordinate, which text never becomes."""
@@ -103,6 +138,11 @@ class Vocabulary:
             raise UsageError(f"{self._tokenizer.name}: the vocabulary lacks {missing}; add the coordinate tokens to it")
         return ids
 
+    @cached_property
+    def coordinate_array(self) -> Index:
+        """The same as an array."""
+        return np.array(self.coordinate_ids, dtype=np.int64)
+
     def _made_exact(self, ids: list[int], text: str) -> list[int]:
         spelled, wanted = self.text(ids), text.encode()
         if spelled == wanted:
@@ -147,6 +187,16 @@ class Vocabulary:
             if piece and self._tokenizer.token_id(piece.decode("utf-8", "replace")) != id:
                 ids.setdefault(piece, id)
         return ids, max(map(len, ids), default=0)
+
+
+def id_array(ids: Sequence[int] | Index) -> Index:
+    """Ids as an array; -1 for one that is too large for any tokenizer."""
+    if isinstance(ids, np.ndarray):
+        return ids.astype(np.int64)
+    try:
+        return np.fromiter(ids, np.int64, len(ids))
+    except OverflowError:
+        return np.array([id if -1 <= id < 1 << 62 else -1 for id in map(int, ids)], dtype=np.int64)
 
 
 def sizes_to_starts(pieces: Sequence[bytes]) -> Index:

@@ -1,0 +1,6 @@
+from typing import Any as Buffer
+
+Box = tuple[str, int, int, int, int, int, bool, bool, tuple[str, list[int], list[int]]]
+
+def boxes(data: Buffer, at: int, /) -> list[Box]: ...
+def overlaps(boxes: list[list[int]], others: list[list[int]], /) -> tuple[bytearray, bytearray, bytearray] | None: ...
