@@ -14,7 +14,7 @@ TORCHTITAN_STAMP := .venv-torchtitan/installed-$(call key,requirements/torchtita
 PACKAGES_STAMP := .venv-packages/installed-$(shell cksum < requirements/packages.txt | cut -d ' ' -f 1)
 DOCS_STAMP := .venv-docs/installed-$(shell cksum < requirements/docs.txt | cut -d ' ' -f 1)
 
-.PHONY: help install test examples clusters test-integrations check compiler same-python browser demo bench profile docs gauntlet trials planted templates sanitize packages workflows clean
+.PHONY: help install test test-fast examples clusters test-integrations check compiler same-python browser demo bench profile docs gauntlet trials planted templates sanitize packages workflows clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1 /p' $(MAKEFILE_LIST) | while read -r name does; do printf '  make %-17s %s\n' $$name "$$does"; done
@@ -23,6 +23,9 @@ install: $(DEV_STAMP) ## make .venv with the pinned versions and the package, ed
 
 test: check browser ## install, check, run the tests but those of the next three targets (ARGS="-k words" to choose)
 	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" $(ARGS)
+
+test-fast: $(DEV_STAMP) ## only the tests of the files in tests/fast.txt, for the inner loop: under a minute on two cores
+	.venv/bin/python -m pytest -n 2 -m "not cluster and not examples" @tests/fast.txt $(ARGS)
 
 examples: $(DEV_STAMP) ## run every example of the documentation, and the demo with fewer steps
 	.venv/bin/python -m pytest -n 2 -m examples $(ARGS)
