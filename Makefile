@@ -146,17 +146,18 @@ $(TRAINERS_STAMP): | compiler .venv-trainers/bin/python
 $(TORCHTITAN_STAMP): | compiler .venv-torchtitan/bin/python
 	$(call fill,requirements/torchtitan.txt)
 
-$(DOCS_STAMP): | .venv-docs/bin/python
-	@echo ".venv-docs: installing requirements/docs.txt (once)"
-	@rm -f .venv-docs/installed-*
-	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+define fill_tools
+	@echo "$(@D): installing $(1) (once)"
+	@rm -f $(@D)/installed-*
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(1)
 	@touch $@
+endef
+
+$(DOCS_STAMP): | .venv-docs/bin/python
+	$(call fill_tools,requirements/docs.txt)
 
 $(PACKAGES_STAMP): | .venv-packages/bin/python
-	@echo ".venv-packages: installing requirements/packages.txt (once)"
-	@rm -f .venv-packages/installed-*
-	@.venv-packages/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/packages.txt
-	@touch $@
+	$(call fill_tools,requirements/packages.txt)
 
 .venv/bin/python .venv-bench/bin/python .venv-docs/bin/python .venv-trainers/bin/python .venv-torchtitan/bin/python .venv-packages/bin/python:
 	@for py in $(PYTHON) python3 none; do \
