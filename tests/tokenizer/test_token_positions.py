@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chatmill.tokenizer.tokenizer import token_positions
 
@@ -30,3 +32,20 @@ def test_a_text_that_its_tokens_do_not_spell_has_no_exact_borders():
 def test_positions_stay_inside_of_their_text():
     position, _, _ = positions([2, 2, 2], [1], [2], [2], [9])
     assert position == [2]
+
+
+@given(st.data())
+def test_positions_are_those_of_a_walk_over_the_tokens(data):
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=60))
+    ranges = data.draw(st.lists(st.tuples(*[st.integers(0, len(lengths))] * 2).map(sorted), min_size=1, max_size=6))
+    start, stop = ([each[side] for each in ranges] for side in (0, 1))
+    size = [max(0, sum(lengths[a:b]) - data.draw(st.integers(0, 2))) for a, b in ranges]
+    offset = [data.draw(st.integers(0, each)) for each in size]
+    expected = []
+    for a, b, bytes_, border in zip(start, stop, size, offset, strict=True):
+        total = sum(lengths[a:b])
+        begins = {at: sum(lengths[a:at]) for at in range(a, b + 1)}
+        target = total - bytes_ + border
+        position = next((at for at in range(a, b + 1) if begins[at] >= target), b)
+        expected.append((position, begins[position] != target, total - bytes_ in (0, 1)))
+    assert positions(lengths, start, stop, size, offset) == [list(column) for column in zip(*expected, strict=True)]

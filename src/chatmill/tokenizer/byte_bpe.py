@@ -63,6 +63,10 @@ class ByteBpe:
             return None
         return [bytes(vocabulary[start:stop]) for start, stop in places[at].tolist()]
 
+    def byte_lengths(self) -> tuple[Ids, NDArray[np.int64]]:
+        """All ids, and how many bytes each stands for."""
+        return np.frombuffer(self.columns["numbers"], "u4"), np.diff(np.frombuffer(self.columns["places"], "i8"))
+
     @cached_property
     def _spelling(self) -> tuple[Ids, NDArray[np.int64], memoryview]:
         """The ids in order, and where the bytes of each begin and end in the vocabulary."""

@@ -15,6 +15,9 @@ from chatmill.errors import DataError
 from chatmill.rows import offsets
 from chatmill.tokenizer.backend import Backend, Ids, Offsets, faults_of
 
+NEAR = 16
+"""Tokens from the start of a text within which most borders are."""
+
 
 class Tokenizer:
     """Text to ids and back; no text yields the id of a control token.
@@ -101,19 +104,23 @@ class Tokenizer:
     def _pieces(self) -> dict[int, bytes]:
         return {}
 
-    def byte_lengths(self, ids: Ids) -> NDArray[np.int64]:
+    def byte_lengths(self, ids: Ids) -> NDArray[np.int32]:
         """How many bytes each id stands for: the length of its `piece`."""
-        lengths = self._byte_lengths[ids]
+        lengths = self._byte_lengths.take(ids)
         if len(lengths) and lengths.min() < 0:
             new = np.unique(ids[lengths < 0])
             self._byte_lengths[new] = [len(self.piece(id)) for id in new.tolist()]
-            lengths = self._byte_lengths[ids]
+            lengths = self._byte_lengths.take(ids)
         return lengths
 
     @cached_property
-    def _byte_lengths(self) -> NDArray[np.int64]:
+    def _byte_lengths(self) -> NDArray[np.int32]:
         """By id: its length in bytes, or -1 where it has not been computed yet."""
-        return np.full(self.vocab_size, -1, dtype=np.int64)
+        lengths = np.full(self.vocab_size, -1, dtype=np.int32)
+        if hasattr(self._backend, "byte_lengths"):
+            ids, known = self._backend.byte_lengths()
+            lengths[ids] = known
+        return lengths
 
     def token_id(self, token: str) -> int | None:
         """The id of a control token of any format; None if the vocabulary does not have it."""
@@ -177,7 +184,7 @@ def _check_unicode(texts: Sequence[str]) -> None:
 
 
 def token_positions(
-    byte_lengths: NDArray[np.int64], start: Offsets, stop: Offsets, *, size: Offsets, offset: Offsets
+    byte_lengths: NDArray[np.integer], start: Offsets, stop: Offsets, *, size: Offsets, offset: Offsets
 ) -> tuple[Offsets, NDArray[np.bool_], NDArray[np.bool_]]:
     """The token position of each `offset` into a text of `size` bytes that was encoded as tokens [start, stop).
 
@@ -192,8 +199,29 @@ def token_positions(
     text, since some tokenizers put one space before its first token. A tokenizer that normalizes a text changes its
     length in bytes; its borders are not exact then. `byte_lengths` are those of all tokens that the ranges refer to.
     """
-    begin = offsets(byte_lengths)
-    added = begin[stop] - begin[start] - size
-    target = begin[stop] - size + offset
-    position = np.clip(np.searchsorted(begin, target), start, stop)
-    return position, begin[position] != target, (added == 0) | (added == 1)
+    total = _range_sums(byte_lengths, start, stop)
+    added = total - size
+    target = offset + added
+    position, begin = start.copy(), np.zeros(len(start), dtype=np.int64)
+    ahead = np.flatnonzero((begin < target) & (position < stop))
+    for _ in range(NEAR):
+        # Nearly all borders are a few tokens behind the start of their text.
+        if not len(ahead):
+            break
+        begin[ahead] += byte_lengths[position[ahead]]
+        position[ahead] += 1
+        ahead = ahead[(begin[ahead] < target[ahead]) & (position[ahead] < stop[ahead])]
+    if len(ahead):
+        begins = offsets(byte_lengths)
+        from_start = begins[start[ahead]]
+        position[ahead] = np.clip(np.searchsorted(begins, from_start + target[ahead]), start[ahead], stop[ahead])
+        begin[ahead] = begins[position[ahead]] - from_start
+    return position, begin != target, (added == 0) | (added == 1)
+
+
+def _range_sums(values: NDArray[Any], start: Offsets, stop: Offsets) -> Offsets:
+    """The sum of each range of values."""
+    edges = np.stack([start, stop], axis=1).ravel()
+    # Behind the last value there is one more to begin a range at; a range without values begins the next one.
+    sums = np.add.reduceat(np.append(values, values.dtype.type(0)), edges, dtype=np.int64)[::2]
+    return np.where(start < stop, sums, 0)

@@ -95,6 +95,12 @@ class TokenizerJson:
         pieces = self._pieces([id])
         return self._reference.piece(id) if pieces is None else pieces[0]
 
+    def byte_lengths(self) -> tuple[Ids, Offsets]:
+        """Ids, and how many bytes the `piece` of each has: those that are known without making it."""
+        if self._byte_decoder and isinstance(self._encode, ByteBpe):
+            return self._encode.byte_lengths()
+        return np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64)
+
     def _pieces(self, ids: Sequence[int]) -> list[bytes] | None:
         """The bytes of each id, where neither the decoder nor an added token has a say in them."""
         return self._encode.pieces(ids) if self._byte_decoder and isinstance(self._encode, ByteBpe) else None

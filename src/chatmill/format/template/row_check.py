@@ -27,6 +27,10 @@ MAX_TAIL = 256
 """Most tokens of text at the end of a header."""
 
 
+NEARBY = 64
+"""Ids of control tokens are looked for together if they are this close: most vocabularies have them side by side."""
+
+
 @dataclass(frozen=True, eq=False)
 class ExpectedAnswers:
     """What must precede the answers of a row.
@@ -74,7 +78,7 @@ class RowCheck:
         ends: Collection[int],
         *,
         vocab_size: int,
-        byte_lengths: Callable[[Ids], Index],
+        byte_lengths: Callable[[Ids], NDArray[np.int32]],
         allow_no_end: bool,
     ) -> None:
         """`other_headers` open turns of users and tools, each from a control token on; `byte_lengths` of token ids."""
@@ -83,6 +87,8 @@ class RowCheck:
         self._is_end = np.zeros(vocab_size, dtype=bool)
         self._is_end[list(ends)] = True
         self._marks = sorted({*ends, *(header[0] for header in other_headers)})
+        self._is_mark = np.zeros(vocab_size, dtype=bool)
+        self._is_mark[self._marks] = True
 
     def check(self, rows: Rows, records: Sequence[Record], expected: Sequence[ExpectedAnswers]) -> None:
         """Raise a `RecordError` for the first record whose row breaks the invariant."""
@@ -98,11 +104,7 @@ class RowCheck:
             return
         # For each answer of a row: its index among the answers of all distinct expectations.
         of_answer = np.repeat(offsets(counts)[which], counts[which]) + run_positions(counts[which])
-        ids, is_mark = rows.ids, np.zeros(len(rows.ids), dtype=bool)
-        for mark in self._marks:
-            # A few comparisons are faster than one lookup for each token.
-            is_mark |= ids == mark
-        places = np.flatnonzero(is_mark)
+        ids, places = rows.ids, self._places(rows.ids)
         for broken, what, kind in (
             (~self._begins(ids, answers, list(distinct.values()), of_answer), NOT_PROMPTED, "prompt_mismatch"),
             (self._holds_header(ids, places, answers), "contains the header of another turn", "foreign_text"),
@@ -112,6 +114,20 @@ class RowCheck:
             if broken.any():
                 at = int(broken.argmax())
                 raise _fault(records[answers.row[at]], f"the answer of message {answers.message[at]} {what}", kind)
+
+    def _places(self, ids: Ids) -> Index:
+        """Where the tokens are that begin a header or end a turn."""
+        if not self._marks:
+            return np.zeros(0, dtype=np.int64)
+        # Comparisons are faster than a lookup for each token; below the first number the difference wraps around.
+        first, last = self._marks[0], self._marks[-1]
+        if last - first < NEARBY:
+            nearby = np.flatnonzero((ids - np.uint32(first)) <= np.uint32(last - first))
+            return nearby[self._is_mark[ids[nearby]]]
+        is_mark = np.zeros(len(ids), dtype=bool)
+        for mark in self._marks:
+            is_mark |= ids == mark
+        return np.flatnonzero(is_mark)
 
     def _begins(
         self, ids: Ids, answers: _Answers, expected: Sequence[ExpectedAnswers], of_answer: Index
