@@ -59,8 +59,8 @@ class Renderer(Protocol):
         `last_only`: of the assistant messages only the last is to be trained, so that the others need no exact answer.
         """
 
-    def renders_columns(self, columns: ChatColumns) -> bool:
-        """Whether these conversations can be rendered from their columns, without a `Record` for each."""
+    def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
+        """The same records: `ChatColumns` if `render` takes them whole, without a `Record` for each, or a list."""
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None

@@ -141,10 +141,10 @@ class TurnRenderer:
                     kind="role_not_in_format",
                 ).at(record.file, record.line, record.id)
 
-    def renders_columns(self, columns: ChatColumns) -> bool:
+    def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
         has_turn = np.array([role in self.format.turns for role in ROLES])
         is_plain = self.format.default_system is None and self.format.has_turns
-        return is_plain and bool(has_turn[columns.roles].all())
+        return columns if is_plain and has_turn[columns.roles].all() else list(columns)
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None

@@ -228,7 +228,9 @@ class _Records:
             for block in blocks:
                 if not isinstance(block, ChatColumns):
                     note_keys(self.ledger, block)
-                if isinstance(block, ChatColumns) and self._keeps_columns and self._renderer.renders_columns(block):
+                if isinstance(block, ChatColumns) and self._keeps_columns:
+                    block = self._renderer.lay_out_columns(block)
+                if isinstance(block, ChatColumns) and self._keeps_columns:
                     if waiting:
                         yield waiting
                         waiting, count = [], 0

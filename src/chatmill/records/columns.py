@@ -58,6 +58,12 @@ class ChatColumns(Sequence[Record]):
     def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
         return self._records[index]
 
+    def texts(self, row: int) -> list[str]:
+        """The texts of one record."""
+        messages = slice(*self.first_message[row : row + 2].tolist())
+        ranges = zip(self.start[messages].tolist(), self.stop[messages].tolist(), strict=True)
+        return [self.data[start:stop].decode() for start, stop in ranges]
+
     def keys(self) -> bytes:
         """The `record_key` of each record, concatenated."""
         data, start, keys = memoryview(self.data), 0, []

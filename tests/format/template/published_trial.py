@@ -148,7 +148,7 @@ def try_template(
             yield from ((name, Outcome(verdicts[name].problem or "refused", "open", str(fault))) for name in chosen)
             continue
         assert isinstance(renderer, TemplateRenderer)
-        with patch("chatmill.format.template.renderer.MAX_TRACES", 0):
+        with patch("chatmill.format.template.trace_cache.MAX_TRACES", 0):
             outcomes = {
                 name: compare(reference, token_bytes, renderer, messages, verdicts[name])
                 for name, messages in conversations.items()

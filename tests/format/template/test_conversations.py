@@ -67,7 +67,7 @@ def test_a_cached_trace_gives_what_a_derivation_of_its_own_gives(name):
     @given(conversations())
     @settings(max_examples=30)
     def check(record):
-        with patch("chatmill.format.template.renderer.MAX_TRACES", 0):
+        with patch("chatmill.format.template.trace_cache.MAX_TRACES", 0):
             alone = made(not_caching(name), record)
         assert made(caching, record) == alone
         assert made(caching, record) == alone
@@ -202,7 +202,7 @@ def test_a_cached_trace_that_went_wrong_is_detected():
     record = Record([user("Hi"), answer("Hello.")])
     of.lay_out(record)
     with (
-        patch("chatmill.format.template.renderer.replay", lambda steps, texts: ["?"] * 9),
+        patch("chatmill.format.template.trace_cache.replay", lambda steps, texts: ["?"] * 9),
         pytest.raises(RecordError, match="it is not written as others of its kind"),
     ):
         of.lay_out(record)

@@ -87,7 +87,7 @@ def test_a_header_of_another_turn_inside_an_answer_is_found_wherever_it_stands()
     rows = renderer.render(laid_out)
     check = renderer._row_check()
     assert isinstance(check, RowCheck)
-    expected = [record.expected for record in laid_out]
+    expected = [record.laid_out.expected for record in laid_out]
     check.check(rows, laid_out, expected)
     header = check.other_headers[0]
     inside = np.flatnonzero(rows.mask())

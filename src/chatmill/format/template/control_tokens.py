@@ -34,3 +34,13 @@ class ControlTokens:
         """Whether one of the texts holds a control token; fast where none does."""
         first = self._first_characters
         return any(character in text and self.pattern.search(text) for text in texts for character in first)
+
+    def may_touch(self, before: str, after: str) -> bool:
+        """Whether a text between these two may become a control token together with them, or one of them holds one."""
+        if self.any_in((before, after)):
+            return True
+        return any(
+            before.endswith(token[:at]) or after.startswith(token[at:])
+            for token in self.ids
+            for at in range(1, len(token))
+        )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,36 +16,52 @@ from chatmill.errors import RecordError
 from chatmill.format.renderer import origins_of
 from chatmill.format.template.control_tokens import ControlTokens
 from chatmill.format.template.layout import TokenLayout, split_text_tokens
+from chatmill.format.template.layout_table import MAX_KINDS, LayoutTable, LayoutTables
 from chatmill.format.template.ranges import section_weights, whole_weights
-from chatmill.format.template.row_check import RowCheck
+from chatmill.format.template.row_check import ExpectedAnswers, RowCheck
 from chatmill.format.template.tracing.trace import fill_slots
-from chatmill.format.train_ranges import REWRITES, TokenWeights, apply_ranges, vague
+from chatmill.format.train_ranges import REWRITES, CharWeights, TokenWeights, apply_ranges, vague
 from chatmill.ledger import Ledger
-from chatmill.records import Record
-from chatmill.rows import EMPTY, Ids, Index, Rows, Rule, TrainOn, concat, copy_tokens, joined, offsets, weigh
+from chatmill.records import ChatColumns, Record
+from chatmill.rows import EMPTY, Ids, Index, Rows, Rule, Table, TrainOn, concat, copy_tokens, offsets, weigh
+from chatmill.tokenizer.backend import TextColumns
 from chatmill.tokenizer.control_encoder import ControlEncoder
 from chatmill.tokenizer.tokenizer import token_positions
 
+RECORD_FIELDS = attrgetter(*Record.__struct_fields__)
+_NOTES, _LAYOUT, _WEIGHT = attrgetter("notes"), attrgetter("layout"), attrgetter("weight")
 
-class LaidOutRecord(Record, frozen=True, kw_only=True):
-    """A record with its layout, and the texts for the slots."""
 
-    layout: Any
-    slots: list[str]
+class LaidOut(NamedTuple):
+    """How a conversation is encoded."""
+
+    layout: TokenLayout
+    slots: list[str] | None
+    """The texts for the slots of the layout; None: those of the conversation, which is in columns."""
     notes: tuple[str, ...]
     """Reasons for entries in the ledger."""
-    expected: Any
-    """The `ExpectedAnswers` of its row; None if its answers are between generation tags."""
-    char_weights: Any = None
+    expected: ExpectedAnswers | None
+    """What must precede its answers; None if they are between generation tags."""
+    char_weights: CharWeights | None = None
     """The weights that `train_ranges` give to characters of its rendering; None if it has no ranges."""
 
 
-Batch = Sequence[LaidOutRecord]
+class LaidOutRecord(Record, frozen=True, kw_only=True):
+    """A record with its layout."""
+
+    laid_out: Any
+    """A `LaidOut`."""
+
+
+def laid_out_record(record: Record, laid_out: LaidOut) -> LaidOutRecord:
+    return LaidOutRecord(*RECORD_FIELDS(record), laid_out=laid_out)
 
 
 def encode_rows(
-    batch: Batch,
+    records: Sequence[Record],
+    laid_out: Sequence[LaidOut],
     encoder: ControlEncoder,
+    tables: LayoutTables,
     *,
     text_tokens: ControlTokens,
     train_on: TrainOn,
@@ -54,78 +70,65 @@ def encode_rows(
     ledger: Ledger,
 ) -> Rows:
     """One row for each record; `tags`: a token across the border of an answer belongs to the answer."""
-    if not batch:
+    if not len(records):
         return EMPTY
-    rows_encoder = _RowEncoder(encoder, text_tokens, tags)
+    rows_encoder = _RowEncoder(
+        encoder, text_tokens, tags, tables, records if isinstance(records, ChatColumns) else None
+    )
     parts: list[Rows] = []
     if encoder.by_sections:
-        rows, inexact = rows_encoder.by_sections(batch)
+        rows, inexact = rows_encoder.by_sections(laid_out)
         first = 0
         for at in np.flatnonzero(inexact).tolist():
-            parts += [rows[first:at], rows_encoder.as_whole(batch[at])]
+            parts += [rows[first:at], rows_encoder.as_whole(laid_out[at], at)]
             first = at + 1
-        parts.append(rows[first:])
+        parts.append(rows[first:] if first else rows)
     else:
-        parts = [rows_encoder.as_whole(record) for record in batch]
+        parts = [rows_encoder.as_whole(one, at) for at, one in enumerate(laid_out)]
     out = parts[0] if len(parts) == 1 else concat(parts)
     if check is not None:
-        check.check(out, batch, [record.expected for record in batch])
-    by_range = rows_encoder.range_weights(batch, out)
-    spans = joined([out.spans])
-    _apply_weights(batch, spans, out.first_span)
-    weigh(spans, out.first_span, train_on)
-    origins, files = origins_of(batch)
-    for note, count in Counter(note for record in batch for note in record.notes).items():
+        check.check(out, records, [one.expected for one in laid_out if one.expected is not None])
+    by_range = rows_encoder.range_weights(records, laid_out, out)
+    _apply_weights(records, out.spans, out.first_span)
+    weigh(out.spans, out.first_span, train_on)
+    origins, files = origins_of(records)
+    for note, count in Counter(chain.from_iterable(map(_NOTES, laid_out))).items():
         ledger.add("noted", note, rows=count)
     if rows_encoder.straddling:
         ledger.add("noted", "straddling_token", tokens=rows_encoder.straddling)
-    rows = Rows(out.ids, spans, out.first_span, origins, out.first_segment, files)
+    rows = replace(out, origins=origins, files=files)
     return rows if by_range is None else apply_ranges(rows, by_range, ledger)
 
 
-def _apply_weights(batch: Batch, spans: NDArray[np.void], first_span: Index) -> None:
+def _apply_weights(records: Sequence[Record], spans: Table, first_span: Index) -> None:
     """The weight of a message overrides that of its role."""
-    for row, record in enumerate(batch):
-        for number, message in enumerate(record.messages):
-            if message.weight is not None:
-                of_row = slice(first_span[row], first_span[row + 1])
+    if isinstance(records, ChatColumns):
+        return
+    for row, record in enumerate(records):
+        weights = list(map(_WEIGHT, record.messages))
+        if weights.count(None) == len(weights):
+            continue
+        of_row = slice(first_span[row], first_span[row + 1])
+        for number, weight in enumerate(weights):
+            if weight is not None:
                 chosen = (spans["message"][of_row] == number) & (spans["rule"][of_row] == Rule.ROLE)
                 spans["rule"][of_row][chosen] = Rule.FLAG
-                spans["weight"][of_row][chosen] = message.weight
+                spans["weight"][of_row][chosen] = weight
 
 
-TemplateTextIds = tuple[list[int], list[bool], str]
-"""The ids of a text of the template, which of them are control tokens, and the text after the last one."""
+class _Sections(NamedTuple):
+    """The encoded sections of all rows."""
 
-
-def template_text_ids(
-    text: str, encoder: ControlEncoder, control_tokens: ControlTokens, text_tokens: ControlTokens
-) -> TemplateTextIds:
-    """Encode a text that the template writes, such as a header, as in a row."""
-    parts: list[tuple[str, bool]] = []
-    start = 0
-    for match in control_tokens.find(text):
-        parts += [(text[start : match.start()], False), (match[0], True)]
-        start = match.end()
-    parts = [part for part in (*parts, (text[start:], False)) if part[0]]
-    tail = parts[-1][0] if parts and not parts[-1][1] else ""
-    tail = encoder.strip(tail, parts[-2][0] if len(parts) > 1 else None, None)[0]
-    if not encoder.by_sections:
-        names = [name for name, _ in parts]
-        aliased = [control and name not in text_tokens.ids for name, control in parts]
-        whole = encoder.encode_whole(names, aliased)[0].tolist()
-        known = {*encoder.ids.values()}
-        return whole, [id in known for id in whole], tail
-    ids: list[int] = []
-    is_control: list[bool] = []
-    for at, (part, control) in enumerate(parts):
-        before = parts[at - 1][0] if at else None
-        after = parts[at + 1][0] if at + 1 < len(parts) else None
-        stripped = part if control else encoder.strip(part, before, after)[0]
-        encoded = [encoder.ids[part]] if control else encoder.tokenizer.encode(stripped)
-        ids += encoded
-        is_control += [control] * len(encoded)
-    return ids, is_control, tail
+    ids: Ids
+    """Of all of them, in any order."""
+    first: Index
+    last: Index
+    size: Index
+    """The bytes of the text of each."""
+    literal_bytes: Index
+    """Those of literals, in simple sections."""
+    stripped: dict[int, int]
+    """How many characters a control token before it has stripped, by section; empty if control tokens strip none."""
 
 
 @dataclass
@@ -133,130 +136,180 @@ class _RowEncoder:
     encoder: ControlEncoder
     text_tokens: ControlTokens
     tags: bool
+    tables: LayoutTables
+    columns: ChatColumns | None
+    """The conversations, if they are in columns."""
     straddling: int = 0
     """Tokens that begin before the border of an answer and end after it."""
 
-    def by_sections(self, batch: Batch) -> tuple[Rows, NDArray[np.bool_]]:
+    def by_sections(self, laid_out: Sequence[LaidOut]) -> tuple[Rows, NDArray[np.bool_]]:
         """All rows at once; and which of them have a border without an exact token position."""
-        batch, texts, inexact = self._with_text_tokens(batch)
-        layouts: list[TokenLayout] = [record.layout for record in batch]
-        sections = [section for layout in layouts for section in layout.sections]
-        stripped: list[int] | None = None
-        if self.encoder.lstrip or self.encoder.rstrip:
-            both = [self.encoder.strip(text, one.before, one.after) for text, one in zip(texts, sections, strict=True)]
-            texts, stripped = [text for text, _ in both], [count for _, count in both]
-        flat, text_start = self.encoder.tokenizer.encode_batch(texts or [""])
-        section = _shifted([layout.section for layout in layouts], [len(layout.sections) for layout in layouts])
-        border = _shifted([layout.border for layout in layouts], [len(layout.border_text) for layout in layouts])
-        in_section = section >= 0
-        last = text_start[np.where(in_section, section, 0) + 1]
-        first = text_start[np.where(in_section, section, 0)]
-        row_of_border = np.repeat(np.arange(len(batch)), [len(layout.border_text) for layout in layouts])
-        if len(row_of_border):
-            position, exact = self._border_positions(batch, texts, stripped, flat, text_start)
-            inexact[row_of_border[~exact]] = True
+        laid_out, inexact = self._with_text_tokens(laid_out)
+        rows = self.tables.rows([*map(_LAYOUT, laid_out)])
+        table = rows.table
+        if len(table.around) > MAX_KINDS:
+            laid_out = [one._replace(slots=self._slots(one, at)) for at, one in enumerate(laid_out)]
+        cells, num_cells = rows.items(table.first_cell)
+        numbers, num_sections = rows.items(table.first_section)
+        encoded = self._encoded(laid_out, table, numbers, num_sections)
+        section = table.section[cells]
+        in_section = np.flatnonzero(section >= 0)
+        first_section = offsets(num_sections)[:-1]
+        section = section[in_section] + np.repeat(first_section, num_cells)[in_section]
+        starts, lengths = table.starts[cells] + len(encoded.ids), table.lengths[cells]
+        first, last = encoded.first[section], encoded.last[section]
+        borders, num_borders = rows.items(table.first_border)
+        if len(borders):
+            of_section = table.border_section[borders] + np.repeat(first_section, num_borders)
+            row = np.repeat(np.arange(len(laid_out)), num_borders)
+            position, exact = self._border_positions(laid_out, encoded, table, borders, of_section)
+            inexact[row[~exact]] = True
+            border = table.border[cells][in_section]
             inner = np.flatnonzero(border >= 0)
+            border = border[inner] + np.repeat(offsets(num_borders)[:-1], num_cells)[in_section[inner]]
             # A cell begins where the one before it in its section ends.
-            last[inner] = first[inner + 1] = position[border[inner]]
+            last[inner] = first[inner + 1] = position[border]
+        starts[in_section], lengths[in_section] = first, last - first
+        return rows.rows(lengths, copy_tokens(encoded.ids, starts, lengths, table.ids)), inexact
 
-        # The known ids of each distinct layout follow the encoded ones.
-        distinct = {id(layout): layout for layout in layouts}
-        base = dict(zip(distinct, offsets(np.array([len(x.ids) for x in distinct.values()])).tolist(), strict=False))
-        known = np.concatenate([layout.lengths for layout in layouts])
-        known_start = np.concatenate([layout.starts + base[id(layout)] for layout in layouts])
-        starts = np.where(in_section, first, known_start + len(flat))
-        lengths = np.where(in_section, last - first, known)
-        literals = np.concatenate([layout.ids for layout in distinct.values()])
-        return _rows(layouts, lengths, copy_tokens(flat, starts, lengths, literals)), inexact
+    def _encoded(
+        self, laid_out: Sequence[LaidOut], table: LayoutTable, numbers: Index, num_sections: Index
+    ) -> _Sections:
+        """Encode the sections of all rows; `numbers` are those in the table, `num_sections` how many each row has."""
+        in_columns = np.array([one.slots is None for one in laid_out], dtype=bool)
+        of_columns = np.repeat(in_columns, num_sections)
+        ids, literal_bytes = EMPTY.ids, table.literal_bytes[numbers]
+        first, last, size = np.zeros((3, len(numbers)), dtype=np.int64)
+        if of_columns.any():
+            assert self.columns is not None
+            chosen = numbers[of_columns]
+            message = np.repeat(self.columns.first_message[:-1], num_sections)[of_columns] + table.slot[chosen]
+            begin, end = self.columns.start[message], self.columns.stop[message]
+            before, after = ([text.encode() for text in side] for side in zip(*table.around, strict=True))
+            texts = TextColumns(self.columns.data, begin, end, table.kind[chosen], before, after)
+            ids, start = self.encoder.tokenizer.encode_batch(texts)
+            first[of_columns], last[of_columns] = start[:-1], start[1:]
+            size[of_columns] = end - begin + literal_bytes[of_columns]
+        if of_columns.all():
+            return _Sections(ids, first, last, size, literal_bytes, {})
+        others = np.flatnonzero(~of_columns)
+        filled = _section_texts(laid_out)
+        stripped: dict[int, int] = {}
+        if self.encoder.lstrip or self.encoder.rstrip:
+            sections = (section for one in laid_out if one.slots is not None for section in one.layout.sections)
+            both = [self.encoder.strip(text, one.before, one.after) for text, one in zip(filled, sections, strict=True)]
+            filled, counts = [text for text, _ in both], [count for _, count in both]
+            stripped = dict(zip(others.tolist(), counts, strict=True))
+        more, start = self.encoder.tokenizer.encode_batch(filled)
+        start = start + len(ids)
+        first[others], last[others] = start[:-1], start[1:]
+        size[others] = [len(text) if text.isascii() else len(text.encode()) for text in filled]
+        ids = np.concatenate([ids, more]) if len(ids) else more
+        return _Sections(ids, first, last, size, literal_bytes, stripped)
 
-    def _with_text_tokens(self, batch: Batch) -> tuple[Batch, list[str], NDArray[np.bool_]]:
-        """The records, those whose texts hold text tokens with layouts of their own; the texts of all sections.
+    def _with_text_tokens(self, laid_out: Sequence[LaidOut]) -> tuple[Sequence[LaidOut], NDArray[np.bool_]]:
+        """The rows, those whose texts hold text tokens with layouts of their own.
 
         And which rows must be encoded as a whole: those with such a token across a border, or with a text that is
-        normalized before tokens are found in it.
+        normalized before tokens are found in it. Texts in columns hold none.
         """
-        texts = _section_texts(batch)
-        whole = np.zeros(len(batch), dtype=bool)
-        if not self.text_tokens.ids:
-            return batch, texts, whole
-        first = offsets(np.array([len(record.layout.sections) for record in batch]))
-        row = np.repeat(np.arange(len(batch)), np.diff(first)).tolist()
+        whole = np.zeros(len(laid_out), dtype=bool)
+        filled = [at for at, one in enumerate(laid_out) if one.slots is not None] if self.text_tokens.ids else []
+        if not filled:
+            return laid_out, whole
+        texts = _section_texts(laid_out)
+        counts = np.array([len(laid_out[at].layout.sections) for at in filled])
+        first, row = dict(zip(filled, offsets(counts).tolist(), strict=False)), np.repeat(filled, counts).tolist()
         if self.encoder.normalized is not None:
             whole[[row[at] for at, text in enumerate(texts) if not self.encoder.is_normal(text)]] = True
         holding = self.text_tokens.indices_in(texts)
         if not holding:
-            return batch, texts, whole
-        out = list(batch)
+            return laid_out, whole
+        out = list(laid_out)
         for at, numbers in groupby(holding, key=row.__getitem__):
-            record, sections = batch[at], [number - int(first[at]) for number in numbers]
-            split = split_text_tokens(record.layout, record.slots, sections, self.text_tokens, self.encoder)
+            one, sections = laid_out[at], [number - first[at] for number in numbers]
+            split = split_text_tokens(one.layout, one.slots or [], sections, self.text_tokens, self.encoder)
             if split is None:
                 whole[at] = True
             else:
-                out[at] = msgspec.structs.replace(record, layout=split[0], slots=split[1])
-        return out, _section_texts(out), whole
+                out[at] = one._replace(layout=split[0], slots=split[1])
+        return out, whole
 
     def _border_positions(
-        self, batch: Batch, texts: Sequence[str], stripped: Sequence[int] | None, flat: Ids, text_start: Index
+        self,
+        laid_out: Sequence[LaidOut],
+        encoded: _Sections,
+        table: LayoutTable,
+        borders: Index,
+        section: Index,
     ) -> tuple[Index, NDArray[np.bool_]]:
-        """For each border its token position, and whether that is exact.
+        """For each border its token position, and whether that is exact; `section` is that of each border.
 
         A token across the end of the prompt is context. With generation tags it belongs to the answer, as in
-        transformers. `stripped`: by text, how many characters a control token before it has stripped.
+        transformers.
         """
-        layouts: list[TokenLayout] = [record.layout for record in batch]
-        which = _shifted([layout.border_section for layout in layouts], [len(layout.sections) for layout in layouts])
-        offset = np.concatenate([layout.border_bytes for layout in layouts])
-        if stripped is not None or offset.min() < 0:
-            borders = [(text, record.slots) for record in batch for text in record.layout.border_text]
-            for at in range(len(offset)) if stripped is not None else np.flatnonzero(offset < 0).tolist():
-                before = fill_slots(*borders[at])[stripped[which[at]] if stripped is not None else 0 :]
-                offset[at] = min(len(before.encode()), len(texts[which[at]].encode()))
-        size = np.array([len(text) if (text := texts[at]).isascii() else len(text.encode()) for at in which.tolist()])
-        lengths, first, last = self.encoder.tokenizer.byte_lengths(flat), text_start[which], text_start[which + 1]
+        size = encoded.size[section]
+        text_bytes = np.where(table.after_text[borders], size - encoded.literal_bytes[section], 0)
+        offset = table.border_bytes[borders] + text_bytes
+        stripped = encoded.stripped
+        by_text = np.flatnonzero(np.isin(section, list(stripped)) if stripped else offset < 0).tolist()
+        if by_text:
+            texts = [(text, one.slots or []) for one in laid_out for text in one.layout.border_text]
+            for at in by_text:
+                before = fill_slots(*texts[at])[stripped.get(int(section[at]), 0) :]
+                offset[at] = min(len(before.encode()), size[at])
+        lengths = self.encoder.tokenizer.byte_lengths(encoded.ids)
+        first, last = encoded.first[section], encoded.last[section]
         position, inside, exact = token_positions(lengths, first, last, size=size, offset=offset)
-        straddles = inside & exact & np.concatenate([layout.border_of_answer for layout in layouts])
+        straddles = inside & exact & table.border_of_answer[borders]
         self.straddling += int(straddles.sum())
         return np.where(straddles, position - 1, position) if self.tags else position, exact
 
-    def range_weights(self, batch: Batch, rows: Rows) -> TokenWeights | None:
+    def range_weights(self, records: Sequence[Record], laid_out: Sequence[LaidOut], rows: Rows) -> TokenWeights | None:
         """What ranges say about the tokens of the rows; None if no record has ranges."""
-        ranged = [at for at, record in enumerate(batch) if record.char_weights is not None]
+        ranged = [at for at, one in enumerate(laid_out) if one.char_weights is not None]
         if not ranged:
             return None
         out = TokenWeights.none(len(rows.ids))
         for at in ranged:
             tokens = slice(rows.row_start[at], rows.row_start[at + 1])
-            weights = self._range_weights(batch[at], rows.ids[tokens])
+            weights = self._range_weights(laid_out[at], rows.ids[tokens])
             if weights is None:
-                number = next(n for n, message in enumerate(batch[at].messages) if message.train_ranges)
-                raise vague(batch[at], number, *REWRITES)
+                number = next(n for n, message in enumerate(records[at].messages) if message.train_ranges)
+                raise vague(records[at], number, *REWRITES)
             out.set(tokens, weights)
         return out
 
-    def _range_weights(self, record: LaidOutRecord, ids: Ids) -> TokenWeights | None:
+    def _range_weights(self, one: LaidOut, ids: Ids) -> TokenWeights | None:
+        assert one.char_weights is not None and one.slots is not None
         if self.encoder.by_sections:
-            ((split,), _, whole) = self._with_text_tokens([record])
+            (split,), whole = self._with_text_tokens([one])
             if not whole[0]:
-                weights = section_weights(record.char_weights, split.layout, split.slots, ids, self.encoder)
+                weights = section_weights(one.char_weights, split.layout, split.slots or [], ids, self.encoder)
                 if weights is not None:
                     return weights
         if not self.encoder.can_encode_whole:
             return None
-        return whole_weights(record.char_weights, *self._parts(record), ids, self.encoder)
+        return whole_weights(one.char_weights, *self._parts(one.layout, one.slots), ids, self.encoder)
 
-    def _parts(self, record: LaidOutRecord) -> tuple[list[str], list[bool]]:
+    def _parts(self, layout: TokenLayout, slots: Sequence[str]) -> tuple[list[str], list[bool]]:
         """The texts of all cells, and which of them are control tokens that no text becomes."""
-        texts = [fill_slots(text, record.slots) for text in record.layout.texts]
-        return texts, [token is not None and token not in self.text_tokens.ids for token in record.layout.tokens]
+        texts = [fill_slots(text, slots) for text in layout.texts]
+        return texts, [token is not None and token not in self.text_tokens.ids for token in layout.tokens]
 
-    def as_whole(self, record: LaidOutRecord) -> Rows:
+    def _slots(self, one: LaidOut, row: int) -> list[str]:
+        if one.slots is not None:
+            return one.slots
+        assert self.columns is not None
+        return self.columns.texts(row)
+
+    def as_whole(self, one: LaidOut, row: int) -> Rows:
         """One row, encoded as one text, with the offsets that `tokenizers` reports."""
         if not self.encoder.can_encode_whole:
             what = "the start of its tokens cannot be located: the tokenizer changes its text"
             raise RecordError(what, "use a tokenizer.json, or leave it out", kind="vague_border")
-        layout: TokenLayout = record.layout
-        texts, is_control = self._parts(record)
+        layout = one.layout
+        texts, is_control = self._parts(layout, self._slots(one, row))
         ids, begins = self.encoder.encode_whole(texts, is_control)
         starts = offsets(np.array([len(text) for text in texts]))
         places = np.searchsorted(begins, starts)
@@ -267,28 +320,17 @@ class _RowEncoder:
             if straddles and layout.border_of_answer[layout.border[cell]]:
                 self.straddling += 1
                 places[cell + 1] -= int(self.tags)
-        return _rows([layout], np.diff(places), ids)
+        return LayoutTables().rows([layout]).rows(np.diff(places), ids)
 
 
-def _section_texts(batch: Batch) -> list[str]:
-    return [fill_slots(section.text, record.slots) for record in batch for section in record.layout.sections]
-
-
-def _shifted(columns: Sequence[Index], counts: Sequence[int]) -> Index:
-    """Columns of indices concatenated, each shifted by the counts before it; negative numbers stay."""
-    shift = np.repeat(offsets(np.array(counts))[:-1], [len(column) for column in columns])
-    indices = np.concatenate(columns)
-    return np.where(indices >= 0, indices + shift, indices)
-
-
-def _rows(layouts: Sequence[TokenLayout], lengths: Index, ids: Ids) -> Rows:
-    """Rows of one conversation each, from the lengths of their cells; origins are empty."""
-    spans = joined([layout.spans for layout in layouts])
-    base = offsets(np.array([len(layout.tokens) for layout in layouts]))
-    first = np.concatenate([layout.first_cell[:-1] + at for layout, at in zip(layouts, base[:-1], strict=True)])
-    spans["length"] = np.add.reduceat(lengths, first) if len(first) else 0
-    counts = np.array([len(layout.spans) for layout in layouts])
-    kept = spans["length"] > 0
-    first_span = offsets(kept)[offsets(counts)]
-    origins = np.zeros(len(layouts), dtype=EMPTY.origins.dtype)
-    return Rows(ids, spans.take(np.flatnonzero(kept)), first_span, origins, np.arange(len(layouts) + 1))
+def _section_texts(laid_out: Sequence[LaidOut]) -> list[str]:
+    """The texts of the sections of all rows that have slots."""
+    texts: list[str] = []
+    for layout, slots, *_ in laid_out:
+        if slots is not None:
+            simple = layout.simple
+            if simple is not None:
+                texts += simple.texts(slots)
+            else:
+                texts += [fill_slots(section.text, slots) for section in layout.sections]
+    return texts

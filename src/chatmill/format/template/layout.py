@@ -59,6 +59,28 @@ class Section(NamedTuple):
     stop_cell: int
 
 
+class SimpleSections(NamedTuple):
+    """Sections that each hold the text of one slot between two literals.
+
+    assistant\\n | Hi |       around ("assistant\\n", ""), slot 1
+    """
+
+    slots: tuple[int, ...]
+    around: tuple[tuple[str, str], ...]
+    literal_bytes: Index
+    """By section: the bytes of its literals."""
+    border_bytes: Index
+    """By border: the bytes of literals before it."""
+    after_text: NDArray[np.bool_]
+    """By border: whether the text is before it."""
+    takes_columns: bool
+    """Whether texts of the conversation are encoded as they are: none is computed or stripped, and none becomes a
+    text token together with the literals around it."""
+
+    def texts(self, slots: Sequence[str]) -> list[str]:
+        return [before + slots[at] + after for at, (before, after) in zip(self.slots, self.around, strict=True)]
+
+
 @dataclass(frozen=True)
 class TokenLayout:
     """The cells of a row. A cell is part of a section, or its ids are known."""
@@ -90,6 +112,8 @@ class TokenLayout:
     """By span, and the end."""
     spans: Table
     """The spans, without their lengths."""
+    simple: SimpleSections | None = None
+    """Its sections, if each has the text of one slot; only for conversations that follow a trace."""
     splits: dict[tuple[tuple[int, str | None], ...], TokenLayout] = dataclasses.field(default_factory=dict)
     """Layouts with text tokens in some cells, by what those consist of."""
 

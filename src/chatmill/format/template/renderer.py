@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
 from itertools import chain
@@ -19,16 +19,20 @@ from chatmill.format.renderer import Mask, OnReject, Renderer, apply_record_weig
 from chatmill.format.template.answer_check import check_answers, without_prompt_space
 from chatmill.format.template.answers.derived import DerivedAnswers, Note
 from chatmill.format.template.control_tokens import ControlTokens
-from chatmill.format.template.encode import LaidOutRecord, TemplateTextIds, encode_rows, template_text_ids
+from chatmill.format.template.encode import LaidOut, LaidOutRecord, encode_rows, laid_out_record
 from chatmill.format.template.hf_folder import HFFolder
-from chatmill.format.template.layout import TokenLayout, token_layout
+from chatmill.format.template.laid_out_columns import ColumnSearch, LaidOutColumns, RefusedRecord, lay_out_columns
+from chatmill.format.template.layout import token_layout
+from chatmill.format.template.layout_table import LayoutTables
 from chatmill.format.template.probes import QUESTION
 from chatmill.format.template.process.client import TemplateProcess
 from chatmill.format.template.ranges import rendered_weights
-from chatmill.format.template.row_check import ExpectedAnswers, RowCheck, expected_answers, header_ids
+from chatmill.format.template.row_check import RowCheck
+from chatmill.format.template.template_headers import TemplateHeaders
 from chatmill.format.template.template_input import LEFT_OUT, TemplateInput, only_turns, plain_input, shape_and_texts
-from chatmill.format.template.text_tokens import tokens_of_turns
-from chatmill.format.template.tracing.trace import ReadyStep, fill_slots, merge_guards, ready, replay
+from chatmill.format.template.text_tokens import learn_text_tokens, token_notes
+from chatmill.format.template.trace_cache import LAST_ONLY, CachedTrace, ShapeKey, TraceCache, cached_trace
+from chatmill.format.template.tracing.trace import fill_slots, replay
 from chatmill.format.template.turn_marks import TurnMarks, learn_turn_marks
 from chatmill.ledger import Ledger
 from chatmill.records import ChatColumns, Message, Record
@@ -36,33 +40,11 @@ from chatmill.rows import Rows, TrainOn, concat
 from chatmill.tokenizer import Tokenizer
 from chatmill.tokenizer.control_encoder import ControlEncoder, unmarked_tokens, with_declared
 
-MAX_MESSAGES = 64
-"""Messages of a conversation whose trace is cached: the number of prefixes to guard grows with the square of it."""
-MAX_TRACES = 16
-"""Cached traces of one shape; conversations that follow none of them are derived each time."""
-MAX_CELLS = 2**20
-"""Cells and steps of all cached traces together."""
-MAX_SHAPES = 2**17
-"""Shapes that are remembered as met."""
 MAX_KWARGS = 16
 """Renderers that are kept for `chat_template_kwargs` of records; each has traces and a process of its own."""
-LAST_ONLY = b"\xfe"
-"""Suffix of the shapes of conversations of which only the last answer is derived; no other shape ends so."""
 ANSWER = "Yes."
 """Placeholder for an answer that is not there yet; any text would do."""
-_FIELDS = attrgetter(*Record.__struct_fields__)
 _KWARGS, _RANGES = attrgetter("template_kwargs"), attrgetter("train_ranges")
-
-
-@dataclass
-class CachedTrace:
-    """The trace of a rendering, with the layout of all conversations that follow it."""
-
-    steps: tuple[ReadyStep, ...]
-    layout: TokenLayout
-    notes: tuple[str, ...]
-    expected: ExpectedAnswers | None
-    uses: int = 0
 
 
 class TemplateRenderer:
@@ -112,16 +94,18 @@ class TemplateRenderer:
         for template in templates:
             if mask == "tags" and not template.has_tags:
                 raise UsageError(f"{template.name}: has no generation tags; leave out --mask tags")
-        names_from_text = self._learn_text_tokens(raw) if text_tokens is None else text_tokens
-        self.text_tokens = ControlTokens({token: tokenizer.control_ids[token] for token in sorted(names_from_text)})
+        if text_tokens is None:
+            added = unmarked_tokens(raw) if raw is not None else frozenset()
+            text_tokens = learn_text_tokens(self._probe, self.control_tokens, added - folder.marked_special - self.ends)
+        self.text_tokens = ControlTokens({token: tokenizer.control_ids[token] for token in sorted(text_tokens)})
         """Added tokens that may come from text; all others never do."""
         self.encoder = ControlEncoder(tokenizer, raw, text_tokens=self.text_tokens.ids)
         self._tokenizer = tokenizer
-        self._cache: dict[tuple[bool, bytes], list[CachedTrace]] = {}
-        self._met_shapes: set[int] = set()
-        self._cached_cells = 0
+        self._cache = TraceCache()
+        self._tables = LayoutTables()
+        self._search = ColumnSearch(self.control_tokens)
         self._turn_marks: dict[int, TurnMarks] = {}
-        self._check: tuple[tuple[int, ...], RowCheck] | None = None
+        self._headers = TemplateHeaders(self.encoder, self.control_tokens, self.text_tokens, allow_no_end)
 
     eot = "eot"
 
@@ -188,19 +172,23 @@ class TemplateRenderer:
                     raise
                 on_reject(fault)
 
-    def renders_columns(self, columns: ChatColumns) -> bool:
-        # Each conversation has its own layout.
-        return False
+    def lay_out_columns(self, columns: ChatColumns) -> ChatColumns | list[Record]:
+        if self._kwargs or not self.encoder.by_sections or self.encoder.normalizes:
+            return list(columns)
+        holding, plain = self._search.rows(columns), self._cache.plain
+        return lay_out_columns(columns, holding, plain=plain, confirm=self._confirm, lay_out=self._lay_out_texts)
 
     def render(
         self, records: Sequence[Record], *, train_on: TrainOn = "assistant", ledger: Ledger | None = None
     ) -> Rows:
-        batch = [record if isinstance(record, LaidOutRecord) else self.lay_out(record) for record in records]
         options: dict[str, Any] = {"train_on": train_on, "tags": self.mask == "tags", "ledger": ledger or Ledger()}
+        if isinstance(records, LaidOutColumns):
+            return self._encode(records, records.laid_out, **options)
+        batch = list(map(self.lay_out, records))
         if any(map(_KWARGS, batch)):
             rows = self._encode_variants(batch, **options)
         else:
-            rows = self._encode(batch, **options)
+            rows = self._encode(batch, [record.laid_out for record in batch], **options)
         apply_record_weights(batch, rows.spans, rows.first_span)
         return rows
 
@@ -214,7 +202,8 @@ class TemplateRenderer:
             for with_tools in {bool(batch[at].tools) for at in chosen}:
                 # For the check of rows; a renderer may be newer than the layout of its records.
                 renderer.turn_marks(with_tools)
-            parts.append(renderer._encode([batch[at] for at in chosen], **options))
+            own = [batch[at] for at in chosen]
+            parts.append(renderer._encode(own, [record.laid_out for record in own], **options))
             order += chosen
         return concat(parts).take(np.argsort(order))
 
@@ -260,7 +249,7 @@ class TemplateRenderer:
         start = next(answer.start for answer in derived.answers if answer.message == len(record.messages))
         # Without the answer, so that no token spans its start.
         before = replace(derived, rendering=derived.rendering.before(start), answers=(), contexts=(), steps=None)
-        return self.render([self.lay_out_derived(answered, before)])
+        return self.render([laid_out_record(answered, self.lay_out_derived(answered, before))])
 
     def template_input(self, record: Record) -> TemplateInput:
         """The variables of the template for a record."""
@@ -311,6 +300,10 @@ class TemplateRenderer:
 
     def lay_out(self, record: Record, *, last_only: bool = False) -> LaidOutRecord:
         """The record with its layout, ready to be encoded; a `RecordError` with its place if it is refused."""
+        if isinstance(record, LaidOutRecord):
+            return record
+        if isinstance(record, RefusedRecord):
+            raise record.fault
         try:
             if record.is_text:
                 what = "the record is one text, without turns"
@@ -318,101 +311,77 @@ class TemplateRenderer:
             if (renderer := self._for_record(record)) is not self:
                 return renderer.lay_out(record, last_only=last_only)
             turns = only_turns(record)
-            laid_out = self._from_cache(turns, last_only)
+            laid_out = self._lay_out(turns, last_only)
             if turns is not record:
-                laid_out = msgspec.structs.replace(laid_out, notes=(*laid_out.notes, LEFT_OUT))
+                laid_out = laid_out._replace(notes=(*laid_out.notes, LEFT_OUT))
             if self.encoder.normalizes or laid_out.char_weights is not None:
                 # Only encoding shows whether its borders are exact.
-                self._encode([laid_out], train_on="assistant", tags=False, ledger=Ledger())
+                self._encode([turns], [laid_out], train_on="assistant", tags=False, ledger=Ledger())
         except RecordError as fault:
             raise fault.at(record.file, record.line, record.id) from None
-        return laid_out
+        return laid_out_record(turns, laid_out)
 
-    def _from_cache(self, record: Record, last_only: bool) -> LaidOutRecord:
-        """Lay out by a cached trace whose guards hold; else derive, and cache the trace if others may follow it."""
+    def _lay_out(self, record: Record, last_only: bool) -> LaidOut:
         with_tools = bool(record.tools)
         shape, texts = shape_and_texts(record, self.templates[with_tools].style)
-        shape += LAST_ONLY if last_only else b""
-        notes = self._tokens_in((*texts, *record.tools))
-        # A cached trace does not say which characters of a text it writes.
-        has_ranges = any(map(_RANGES, record.messages))
-        traces = [] if has_ranges else self._cache.get((with_tools, shape), [])
-        for trace in traces:
-            slots = replay(trace.steps, texts.copy())
-            if slots is not None:
-                self._confirm(record, trace, slots)
-                return _laid_out(record, trace.layout, slots, notes + trace.notes, trace.expected)
-        cacheable = len(record.messages) <= MAX_MESSAGES and self._may_recur(with_tools, shape)
-        cacheable = cacheable and not has_ranges and len(traces) < MAX_TRACES and self._cached_cells < MAX_CELLS
-        derived = self.derive(record, cacheable=cacheable, last_only=last_only)
-        derived = replace(derived, notes=derived.notes + self.check(record, derived))
-        if derived.steps is None:
+        key = (with_tools, shape + LAST_ONLY if last_only else shape)
+        if any(map(_RANGES, record.messages)):
+            # A cached trace does not say which characters of a text it writes.
+            derived = self._derive_checked(record, cacheable=False, last_only=last_only)
+            notes = token_notes((*texts, *record.tools), self.control_tokens, self.text_tokens)
             return self.lay_out_derived(record, derived, notes)
+        return self._lay_out_texts(key, texts, lambda: record, last_only=last_only)
+
+    def _lay_out_texts(
+        self, key: ShapeKey, texts: list[str], record: Callable[[], Record], *, last_only: bool = False
+    ) -> LaidOut:
+        """Lay out by a cached trace whose guards hold; else derive, and cache the trace if others may follow it."""
+        followed = self._cache.follow(key, texts)
+        if followed is not None:
+            trace, slots = followed
+            if trace.use():
+                self._confirm(trace, slots, record)
+            laid_out = trace.laid_out._replace(slots=slots)
+        else:
+            laid_out = self._derive_layout(key, texts, record(), last_only)
+        searched = (*texts, *(record().tools if key[0] else ()))
+        notes = token_notes(searched, self.control_tokens, self.text_tokens)
+        return laid_out._replace(notes=notes + laid_out.notes) if notes else laid_out
+
+    def _derive_layout(self, key: ShapeKey, texts: list[str], record: Record, last_only: bool) -> LaidOut:
+        cacheable = self._cache.may_add(key, len(record.messages))
+        derived = self._derive_checked(record, cacheable=cacheable, last_only=last_only)
+        if derived.steps is None:
+            return self.lay_out_derived(record, derived)
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens, encoder=self.encoder)
-        steps = ready(merge_guards(derived.steps, len(texts)))
-        self._cached_cells += len(layout.tokens) + len(steps)
-        expected = self._expected(derived)
-        self._cache.setdefault((with_tools, shape), []).append(CachedTrace(steps, layout, derived.notes, expected))
-        slots = replay(steps, texts.copy())
+        laid_out = LaidOut(layout, None, derived.notes, self._headers.expected(derived))
+        trace = cached_trace(derived.steps, laid_out, len(texts), self.text_tokens, self.encoder)
+        slots = replay(trace.steps, texts.copy())
         if slots is None:
             # A trace that its own conversation does not follow is none.
-            self._cache[with_tools, shape].pop()
-            return self.lay_out_derived(record, derived, notes)
-        return _laid_out(record, layout, slots, notes + derived.notes, expected)
+            return self.lay_out_derived(record, derived)
+        self._cache.add(key, trace)
+        return trace.laid_out._replace(slots=slots)
 
-    def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOutRecord:
-        """A record with the layout of its own derivation."""
+    def _derive_checked(self, record: Record, *, cacheable: bool, last_only: bool) -> DerivedAnswers:
+        derived = self.derive(record, cacheable=cacheable, last_only=last_only)
+        return replace(derived, notes=derived.notes + self.check(record, derived))
+
+    def lay_out_derived(self, record: Record, derived: DerivedAnswers, notes: tuple[str, ...] = ()) -> LaidOut:
+        """The layout of a record by its own derivation."""
         layout = token_layout(record, derived, self.control_tokens, text_tokens=self.text_tokens)
-        laid_out = _laid_out(record, layout, [], notes + derived.notes, self._expected(derived))
-        return msgspec.structs.replace(laid_out, char_weights=rendered_weights(record, derived))
-
-    def _expected(self, derived: DerivedAnswers) -> ExpectedAnswers | None:
-        if not derived.contexts:
-            return None
-        rewrites = not self.encoder.by_sections or self.encoder.normalizes
-        strips = bool(self.encoder.lstrip)
-        return expected_answers(derived.contexts, self._header_ids, rewrites=rewrites, strips=strips)
-
-    def _header_ids(self, text: str) -> TemplateTextIds:
-        return template_text_ids(text, self.encoder, self.control_tokens, self.text_tokens)
+        expected, weights = self._headers.expected(derived), rendered_weights(record, derived)
+        return LaidOut(layout, [], notes + derived.notes, expected, weights)
 
     def _row_check(self) -> RowCheck | None:
         """The check of finished rows, for the templates used so far; None for generation tags."""
-        if self.mask == "tags":
-            return None
-        used = tuple(sorted(self._turn_marks))
-        if self._check is None or self._check[0] != used:
-            marks = [self._turn_marks[number] for number in used]
-            headers = header_ids([header for one in marks for header in one.headers], self._header_ids)
-            check = RowCheck(
-                headers,
-                {self.encoder.ids[token] for one in marks for token in one.ends},
-                vocab_size=self._tokenizer.vocab_size,
-                byte_lengths=self._tokenizer.byte_lengths,
-                allow_no_end=self.allow_no_end,
-            )
-            self._check = used, check
-        return self._check[1]
+        return None if self.mask == "tags" else self._headers.row_check(self._turn_marks)
 
-    def _tokens_in(self, texts: Sequence[str]) -> tuple[str, ...]:
-        """Notes on texts that contain control tokens."""
-        if not self.control_tokens.any_in(texts):
-            return ()
-        matches = {match[0] for text in texts for match in self.control_tokens.find(text)}
-        from_text = matches & self.text_tokens.ids.keys()
-        return (*(["control_text"] if matches - from_text else []), *(["text_token"] if from_text else []))
-
-    def _encode(self, batch: Sequence[LaidOutRecord], **options: Any) -> Rows:
+    def _encode(self, records: Sequence[Record], laid_out: Sequence[LaidOut], **options: Any) -> Rows:
         # Records that are laid out without their answers, as for a prompt, have nothing to check.
-        check = self._row_check() if all(record.expected is not None for record in batch) else None
-        return encode_rows(batch, self.encoder, text_tokens=self.text_tokens, check=check, **options)
-
-    def _learn_text_tokens(self, raw: bytes | None) -> frozenset[str]:
-        """The added tokens that are not special, and that the template does not write in headers or as ends."""
-        added = unmarked_tokens(raw) & self.control_tokens.ids.keys() if raw is not None else frozenset()
-        special = self.control_tokens.ids.keys() - (added - self.folder.marked_special) | self.ends
-        unmarked = frozenset(self.control_tokens.ids.keys() - special)
-        return unmarked - tokens_of_turns(self._probe, self.control_tokens, special) if unmarked else unmarked
+        check = self._row_check() if all(one.expected is not None for one in laid_out) else None
+        options |= {"text_tokens": self.text_tokens, "check": check}
+        return encode_rows(records, laid_out, self.encoder, self._tables, **options)
 
     def _probe(self, record: Record, messages: int, prompt: bool) -> str | None:
         """A rendering of a small conversation; None where the template refuses it."""
@@ -423,25 +392,8 @@ class TemplateRenderer:
                 raise DataError(f"{fault.what}, on a small conversation; fix the template") from None
             return None
 
-    def _may_recur(self, with_tools: bool, shape: bytes) -> bool:
-        """Whether other records of this shape are likely: if it has only roles, or has been met before."""
-        key = hash((with_tools, shape))
-        met = key in self._met_shapes
-        if len(self._met_shapes) < MAX_SHAPES:
-            self._met_shapes.add(key)
-        return met or not shape.startswith(b"\xff")
-
-    def _confirm(self, record: Record, trace: CachedTrace, slots: Sequence[str]) -> None:
-        """Compare a cached trace with the template itself, at uses 1, 2, 4, 8, …"""
-        trace.uses += 1
-        if trace.uses & (trace.uses - 1):
-            return
-        if fill_slots(chain.from_iterable(trace.layout.texts), slots) != self.text(record):
+    def _confirm(self, trace: CachedTrace, slots: Sequence[str], record: Callable[[], Record]) -> None:
+        """Compare a cached trace with the template itself."""
+        if fill_slots(chain.from_iterable(trace.laid_out.layout.texts), slots) != self.text(record()):
             what = "it is not written as others of its kind; this is a fault of chatmill, please report it"
             raise RecordError(what, "leave it out", kind="not_alike")
-
-
-def _laid_out(
-    record: Record, layout: TokenLayout, slots: list[str], notes: tuple[str, ...], expected: ExpectedAnswers | None
-) -> LaidOutRecord:
-    return LaidOutRecord(*_FIELDS(record), layout=layout, slots=slots, notes=notes, expected=expected)

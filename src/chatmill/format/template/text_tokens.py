@@ -51,9 +51,24 @@ _CALLS = probe_record(
 )
 
 
+def learn_text_tokens(render: Render, tokens: ControlTokens, unmarked: Collection[str]) -> frozenset[str]:
+    """Those of the unmarked tokens that the template does not write in headers or as ends."""
+    unmarked = tokens.ids.keys() & unmarked
+    return frozenset(unmarked - tokens_of_turns(render, tokens, tokens.ids.keys() - unmarked) if unmarked else ())
+
+
 def tokens_of_turns(render: Render, tokens: ControlTokens, special: Collection[str]) -> frozenset[str]:
     """The tokens that a template writes in headers and as ends of turns; tokens in `special` are never tags."""
     return _Turns(render, tokens, special).learn()
+
+
+def token_notes(texts: Sequence[str], tokens: ControlTokens, text_tokens: ControlTokens) -> tuple[str, ...]:
+    """Notes for the ledger on texts that contain control tokens."""
+    if not tokens.any_in(texts):
+        return ()
+    matches = {match[0] for text in texts for match in tokens.find(text)}
+    from_text = matches & text_tokens.ids.keys()
+    return (*(["control_text"] if matches - from_text else []), *(["text_token"] if from_text else []))
 
 
 class _Turns:

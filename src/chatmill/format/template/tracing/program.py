@@ -365,9 +365,9 @@ class TracedProgram(Program):
         for text in self.run(variables, meter):
             owner, line = self.sandbox.owner(), self._line
             pieces += [
-                piece._replace(owner=owner, line=piece.line or line)
-                for piece in literal(text).pieces
-                if piece.text or piece.slot is not None
+                TracedPiece(written, own_line or line, source, slot, tagged, mixed, owner, start)
+                for written, own_line, source, slot, tagged, mixed, _, start in literal(text).pieces
+                if written or slot is not None
             ]
         return Rendering(tuple(pieces))
 

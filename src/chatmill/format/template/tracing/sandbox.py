@@ -259,7 +259,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and isinstance(left, str) and isinstance(right, str):
-            self.meter.check_size(_size(left) + _size(right))
+            self.meter.check_size(str.__len__(left) + str.__len__(right))
             return left + right
         if isinstance(left, int) and isinstance(right, int):
             bits = [value.bit_length() for value in (left, right)]

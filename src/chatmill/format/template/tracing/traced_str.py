@@ -46,10 +46,10 @@ class TracedStr(str):
     # Joining.
 
     def __add__(self, other: str) -> TracedStr:
-        return joined((self, literal(other))) if isinstance(other, str) else NotImplemented
+        return _added(self, literal(other)) if isinstance(other, str) else NotImplemented
 
     def __radd__(self, other: str) -> TracedStr:
-        return joined((literal(other), self)) if isinstance(other, str) else NotImplemented
+        return _added(literal(other), self) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, times: SupportsIndex) -> TracedStr:
         return joined([self] * operator.index(times))
@@ -203,6 +203,14 @@ class TracedStr(str):
             self.trace.cacheable = False
 
 
+def _added(left: TracedStr, right: TracedStr) -> TracedStr:
+    """`joined` for two texts, which templates add by the thousand."""
+    text = str.__new__(TracedStr, str.__add__(left, right))
+    text.pieces = tuple([piece for piece in left.pieces + right.pieces if piece.text or piece.slot is not None])
+    text.trace = left.trace or right.trace
+    return text
+
+
 def made(pieces: Sequence[TracedPiece], trace: Trace | None) -> TracedStr:
     """The text of these pieces."""
     text = str.__new__(TracedStr, pieces[0].text if len(pieces) == 1 else "".join([piece.text for piece in pieces]))
@@ -213,7 +221,11 @@ def made(pieces: Sequence[TracedPiece], trace: Trace | None) -> TracedStr:
 
 def literal(text: str, line: int = 0) -> TracedStr:
     """A literal of the template; a traced text is returned as it is."""
-    return text if isinstance(text, TracedStr) else made([TracedPiece(str(text), line)], None)
+    if isinstance(text, TracedStr):
+        return text
+    out = str.__new__(TracedStr, text)
+    out.pieces, out.trace = (TracedPiece(str(text), line),), None
+    return out
 
 
 def field(text: str, source: FieldPath, slot: int | None, trace: Trace | None) -> TracedStr:

@@ -1,0 +1,111 @@
+"""Conversations in columns with their layouts: those of one shape share a layout, and most are never made objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.errors import RecordError
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.encode import RECORD_FIELDS, LaidOut, laid_out_record
+from chatmill.format.template.trace_cache import CachedTrace, ShapeKey
+from chatmill.records import ROLES, ChatColumns, Record
+from chatmill.records.record import new_message, new_record
+
+
+@dataclass(frozen=True, eq=False)
+class LaidOutColumns(ChatColumns):
+    """Conversations in columns, none of them refused, with the layout of each."""
+
+    laid_out: list[LaidOut]
+
+
+class RefusedRecord(Record, frozen=True, kw_only=True):
+    """A record that cannot be rendered, and why."""
+
+    fault: Any
+    """A `RecordError`."""
+
+
+class ColumnSearch:
+    """Finds control tokens in the texts of columns."""
+
+    def __init__(self, tokens: ControlTokens) -> None:
+        self._search = tokens.pattern.search
+        self._beginnings: dict[int, NDArray[np.bool_]] = {}
+        """The first bytes of control tokens, each with the bytes that may follow it."""
+        for token in map(str.encode, filter(None, tokens.ids)):
+            is_second = self._beginnings.setdefault(token[0], np.zeros(256, dtype=bool))
+            is_second[token[1] if len(token) > 1 else slice(None)] = True
+
+    def rows(self, columns: ChatColumns) -> set[int]:
+        """The conversations with a control token in a text."""
+        data, start, stop = columns.data, columns.start, columns.stop
+        content = np.frombuffer(data, dtype=np.uint8)
+        places = [np.empty(0, dtype=np.int64)]
+        for first, is_second in self._beginnings.items():
+            here = np.flatnonzero(content == first)
+            places.append(here[is_second[content.take(here + 1, mode="clip")]])
+        messages = np.unique(np.searchsorted(start, np.concatenate(places), side="right") - 1)
+        holding = [at for at in messages.tolist() if at >= 0 and self._search(data[start[at] : stop[at]].decode())]
+        return {*(np.searchsorted(columns.first_message, holding, side="right") - 1).tolist()}
+
+
+def conversation(columns: ChatColumns, row: int, texts: Sequence[str]) -> Record:
+    """The record of a row, without its id, which is not in columns."""
+    first, stop = columns.first_message[row : row + 2].tolist()
+    roles = columns.roles[first:stop].tolist()
+    messages = [new_message(ROLES[role], text) for role, text in zip(roles, texts, strict=True)]
+    return new_record(messages, None, (), columns.source, columns.file, columns.line + row)
+
+
+def lay_out_columns(
+    columns: ChatColumns,
+    holding: set[int],
+    *,
+    plain: Callable[[ShapeKey], CachedTrace | None],
+    confirm: Callable[[CachedTrace, Sequence[str], Callable[[], Record]], None],
+    lay_out: Callable[[ShapeKey, list[str], Callable[[], Record]], LaidOut],
+) -> ChatColumns | list[Record]:
+    """The conversations with their layouts, as columns; as a list if one of them is refused, not laid out beyond it.
+
+    `holding` are those with control tokens in their texts. `plain` gives the trace that all others of a shape follow,
+    `confirm` compares a trace with the template, `lay_out` lays out a conversation for which there is no plain trace.
+    """
+    has_empty = columns.start == columns.stop
+    odd = holding | {*(np.searchsorted(columns.first_message, np.flatnonzero(has_empty), side="right") - 1).tolist()}
+    roles, first = columns.roles.tobytes(), columns.first_message.tolist()
+    laid_out: list[LaidOut] = []
+    for row in range(len(columns)):
+        key = (False, roles[first[row] : first[row + 1]])
+        trace = None if row in odd else plain(key)
+        if trace is not None and not trace.use():
+            laid_out.append(trace.laid_out)
+            continue
+        texts = columns.texts(row)
+        record = partial(conversation, columns, row, texts)
+        try:
+            if trace is None:
+                laid_out.append(lay_out(key, texts, record))
+            else:
+                confirm(trace, texts, record)
+                laid_out.append(trace.laid_out)
+        except RecordError as fault:
+            return _up_to_refused(columns, laid_out, fault)
+    return LaidOutColumns(**{name.name: getattr(columns, name.name) for name in fields(columns)}, laid_out=laid_out)
+
+
+def _up_to_refused(columns: ChatColumns, laid_out: Sequence[LaidOut], fault: RecordError) -> list[Record]:
+    """The records: those that are laid out, the one after them, which is refused, and the others."""
+    records: list[Record] = [
+        laid_out_record(record, one if one.slots is not None else one._replace(slots=columns.texts(row)))
+        for row, (record, one) in enumerate(zip(columns, laid_out, strict=False))
+    ]
+    refused = columns[len(laid_out)]
+    fault = fault.at(refused.file, refused.line, refused.id)
+    return [*records, RefusedRecord(*RECORD_FIELDS(refused), fault=fault), *columns[len(laid_out) + 1 :]]

@@ -1,0 +1,189 @@
+"""Layouts of many rows in columns: the rows of all of them are put together at once.
+
+rows        0  1  2  3            which layout each row has: [0 1 0 0]
+layouts     [<|im_start|> user\\n · <|im_end|> \\n …]  [<|im_start|> system\\n · …]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.layout import SimpleSections, TokenLayout
+from chatmill.format.template.tracing.trace import TextItem
+from chatmill.rows import EMPTY, Ids, Index, Rows, Table, joined, offsets, ragged_index
+from chatmill.tokenizer.control_encoder import ControlEncoder
+
+MAX_KINDS = 2**8
+"""Different literals around texts that the columns of one batch may have."""
+MAX_KEPT = 2**14
+"""Cells of a table that is kept for the next batch."""
+
+
+def simple_sections(
+    layout: TokenLayout, num_texts: int, text_tokens: ControlTokens, encoder: ControlEncoder
+) -> SimpleSections | None:
+    """The sections of a layout for conversations of `num_texts` texts, if each of them has one slot."""
+    slots: list[int] = []
+    around: list[tuple[str, str]] = []
+    takes_columns = encoder.by_sections and not encoder.normalizes and encoder.normalized is None
+    for section in layout.sections:
+        at = [number for number, item in enumerate(section.text) if isinstance(item, int)]
+        if len(at) != 1:
+            return None
+        before, after = _literals(section.text[: at[0]]), _literals(section.text[at[0] + 1 :])
+        slot = section.text[at[0]]
+        assert isinstance(slot, int)
+        slots.append(slot)
+        around.append((before, after))
+        stripped = section.before in encoder.rstrip or section.after in encoder.lstrip
+        takes_columns &= slot < num_texts and not stripped and not text_tokens.may_touch(before, after)
+    literals = [len((before + after).encode()) for before, after in around]
+    return SimpleSections(
+        tuple(slots),
+        tuple(around),
+        np.array(literals, dtype=np.int64),
+        np.array([len(_literals(text).encode()) for text in layout.border_text], dtype=np.int64),
+        np.array([any(isinstance(item, int) for item in text) for text in layout.border_text], dtype=bool),
+        takes_columns,
+    )
+
+
+def _literals(text: Sequence[TextItem]) -> str:
+    return "".join(item for item in text if isinstance(item, str))
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutTable:
+    """Several layouts in columns; `first_…` give the first cell, section, border and span of each, and the end."""
+
+    first_cell: Index
+    section: Index
+    border: Index
+    lengths: Index
+    starts: Index
+    """By cell: the first of its known ids in `ids`."""
+    ids: Ids
+    first_section: Index
+    slot: Index
+    """By section: its slot; -1 in a layout whose sections are not simple."""
+    kind: NDArray[np.uint8]
+    """By section: which of `around` it has; only where it takes columns."""
+    around: list[tuple[str, str]]
+    literal_bytes: Index
+    first_border: Index
+    border_section: Index
+    border_bytes: Index
+    """By border: the bytes of literals before it; -1 where other texts are before it than that of a simple section."""
+    after_text: NDArray[np.bool_]
+    border_of_answer: NDArray[np.bool_]
+    first_span: Index
+    spans: Table
+    span_cell: Index
+    """By span: its first cell in its layout."""
+
+
+class LayoutTables:
+    """The table of the layouts of each batch, kept for those that follow: most rows of most batches share a few."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]] | None = None
+
+    def rows(self, layouts: Sequence[TokenLayout]) -> RowCells:
+        """The cells of rows that have these layouts."""
+        by_id = {id(layout): layout for layout in layouts}
+        if self._kept is None or not by_id.keys() <= self._kept[1].keys():
+            self._kept = self._with(by_id)
+        table, numbers = self._kept
+        return RowCells(table, np.array([numbers[key][0] for key in map(id, layouts)], dtype=np.int64))
+
+    def _with(self, by_id: dict[int, TokenLayout]) -> tuple[LayoutTable, dict[int, tuple[int, TokenLayout]]]:
+        """The kept table with further layouts; of these alone if it would be large."""
+        every = {key: layout for key, (_, layout) in self._kept[1].items()} | by_id if self._kept else by_id
+        if sum(len(layout.tokens) for layout in every.values()) > MAX_KEPT:
+            every = by_id
+        table = layout_table([*every.values()])
+        if len(table.around) > MAX_KINDS and len(every) > len(by_id):
+            every, table = by_id, layout_table([*by_id.values()])
+        return table, {key: (at, layout) for at, (key, layout) in enumerate(every.items())}
+
+
+def layout_table(layouts: Sequence[TokenLayout]) -> LayoutTable:
+    """The columns of several layouts."""
+
+    def column(name: str) -> NDArray[np.int64]:
+        return np.concatenate([getattr(layout, name) for layout in layouts])
+
+    kinds: dict[tuple[str, str], int] = {}
+    slot, kind, literal_bytes, border_bytes, after_text = [], [], [], [], []
+    for layout in layouts:
+        simple = layout.simple
+        count = len(layout.sections)
+        if simple is None:
+            slot.append(np.full(count, -1, dtype=np.int64))
+            literal_bytes.append(np.zeros(count, dtype=np.int64))
+            border_bytes.append(layout.border_bytes)
+            after_text.append(np.zeros(len(layout.border_text), dtype=bool))
+        else:
+            slot.append(np.array(simple.slots, dtype=np.int64))
+            literal_bytes.append(simple.literal_bytes)
+            border_bytes.append(simple.border_bytes)
+            after_text.append(simple.after_text)
+        around = simple.around if simple is not None and simple.takes_columns else (("", ""),) * count
+        kind += [kinds.setdefault(each, len(kinds)) for each in around]
+    known = offsets(np.array([len(layout.ids) for layout in layouts]))
+    cells = np.array([len(layout.tokens) for layout in layouts])
+    return LayoutTable(
+        first_cell=offsets(cells),
+        section=column("section"),
+        border=column("border"),
+        lengths=column("lengths"),
+        starts=column("starts") + np.repeat(known[:-1], cells),
+        ids=np.concatenate([layout.ids for layout in layouts]),
+        first_section=offsets(np.array([len(layout.sections) for layout in layouts])),
+        slot=np.concatenate(slot),
+        kind=np.array(kind, dtype=np.int64).astype(np.uint8),
+        around=list(kinds),
+        literal_bytes=np.concatenate(literal_bytes),
+        first_border=offsets(np.array([len(layout.border_text) for layout in layouts])),
+        border_section=column("border_section"),
+        border_bytes=np.concatenate(border_bytes),
+        after_text=np.concatenate(after_text),
+        border_of_answer=column("border_of_answer").astype(bool),
+        first_span=offsets(np.array([len(layout.spans) for layout in layouts])),
+        spans=joined([layout.spans for layout in layouts]),
+        span_cell=np.concatenate([layout.first_cell[:-1] for layout in layouts]),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RowCells:
+    """The cells of rows that have layouts of a table, one row after the other."""
+
+    table: LayoutTable
+    which: Index
+    """By row: its layout."""
+
+    def items(self, first: Index) -> tuple[Index, Index]:
+        """The numbers in the table of what each row has, in order, and how many each row has."""
+        counts = np.diff(first)[self.which]
+        return ragged_index(first[self.which], counts), counts
+
+    def rows(self, lengths: Index, ids: Ids) -> Rows:
+        """Rows of one conversation each, from the lengths of their cells; origins are empty."""
+        table = self.table
+        numbers, counts = self.items(table.first_span)
+        spans = table.spans.take(numbers)
+        if len(spans):
+            first_cell = offsets(np.diff(table.first_cell)[self.which])[:-1]
+            spans["length"] = np.add.reduceat(lengths, table.span_cell[numbers] + np.repeat(first_cell, counts))
+        first_span = offsets(counts)
+        kept = spans["length"] > 0
+        if not kept.all():
+            first_span, spans = offsets(kept)[first_span], spans.take(np.flatnonzero(kept))
+        origins = np.zeros(len(counts), dtype=EMPTY.origins.dtype)
+        return Rows(ids, spans, first_span, origins, np.arange(len(counts) + 1))

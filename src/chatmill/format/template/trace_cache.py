@@ -1,0 +1,110 @@
+"""Cached traces of renderings, by the shape of the conversations that may follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.encode import LaidOut
+from chatmill.format.template.layout_table import simple_sections
+from chatmill.format.template.tracing.trace import ReadyStep, TraceStep, merge_guards, ready, replay
+from chatmill.tokenizer.control_encoder import ControlEncoder
+
+MAX_MESSAGES = 64
+"""Messages of a conversation whose trace is cached: the number of prefixes to guard grows with the square of it."""
+MAX_TRACES = 16
+"""Cached traces of one shape; conversations that follow none of them are derived each time."""
+MAX_CELLS = 2**20
+"""Cells and steps of all cached traces together."""
+MAX_SHAPES = 2**17
+"""Shapes that are remembered as met."""
+LAST_ONLY = b"\xfe"
+"""Suffix of the shapes of conversations of which only the last answer is derived; no other shape ends so."""
+
+ShapeKey = tuple[bool, bytes]
+"""Whether a conversation has tools, and its shape."""
+
+
+@dataclass
+class CachedTrace:
+    """The trace of a rendering, with the layout of all conversations that follow it."""
+
+    steps: tuple[ReadyStep, ...]
+    laid_out: LaidOut
+    """Without the texts for its slots."""
+    is_plain: bool
+    """Whether every conversation of its shape without an empty text follows it, and is encoded with its own texts."""
+    needs_empty: bool
+    """Whether only conversations with an empty text follow it."""
+    uses: int = 0
+
+    def use(self) -> bool:
+        """Count a use: whether it is one at which the trace is compared with the template, 1, 2, 4, 8, …"""
+        self.uses += 1
+        return not self.uses & (self.uses - 1)
+
+
+def cached_trace(
+    steps: Sequence[TraceStep], laid_out: LaidOut, num_texts: int, text_tokens: ControlTokens, encoder: ControlEncoder
+) -> CachedTrace:
+    """A trace of a conversation with `num_texts` texts."""
+    simple = simple_sections(laid_out.layout, num_texts, text_tokens, encoder)
+    merged = merge_guards(steps, num_texts)
+    guards_of_texts = [step for step in merged if step.is_guard and all(slot < num_texts for slot in step.slots)]
+    return CachedTrace(
+        ready(merged),
+        laid_out._replace(layout=replace(laid_out.layout, simple=simple)),
+        is_plain=simple is not None and simple.takes_columns and all(step.function == "none_empty" for step in merged),
+        needs_empty=any(step.function == "bool" and step.expected is False for step in guards_of_texts),
+    )
+
+
+class TraceCache:
+    """The cached traces of one renderer."""
+
+    def __init__(self) -> None:
+        self._traces: dict[ShapeKey, list[CachedTrace]] = {}
+        self._plain: dict[ShapeKey, CachedTrace | None] = {}
+        self._met_shapes: set[int] = set()
+        self._cells = 0
+
+    def __len__(self) -> int:
+        return len(self._traces)
+
+    def clear(self) -> None:
+        """Forget all traces."""
+        self._traces.clear()
+        self._plain.clear()
+
+    def follow(self, key: ShapeKey, texts: list[str]) -> tuple[CachedTrace, list[str]] | None:
+        """The trace that a conversation follows, with the texts for its slots."""
+        for trace in self._traces.get(key, ()):
+            slots = replay(trace.steps, texts.copy())
+            if slots is not None:
+                return trace, slots
+        return None
+
+    def plain(self, key: ShapeKey) -> CachedTrace | None:
+        """The trace that every conversation of a shape follows that has no empty text, if there is such a trace."""
+        return self._plain.get(key)
+
+    def may_add(self, key: ShapeKey, num_messages: int) -> bool:
+        """Whether to cache the trace of a conversation that follows none of those of its shape."""
+        recurs = num_messages <= MAX_MESSAGES and self._may_recur(key)
+        return recurs and len(self._traces.get(key, ())) < MAX_TRACES and self._cells < MAX_CELLS
+
+    def add(self, key: ShapeKey, trace: CachedTrace) -> None:
+        self._cells += len(trace.laid_out.layout.tokens) + len(trace.steps)
+        traces = self._traces.setdefault(key, [])
+        traces.append(trace)
+        first = next((each for each in traces if not each.needs_empty), None)
+        self._plain[key] = first if first is not None and first.is_plain else None
+
+    def _may_recur(self, key: ShapeKey) -> bool:
+        """Whether other records of this shape are likely: if it has only roles, or has been met before."""
+        hashed = hash(key)
+        met = hashed in self._met_shapes
+        if len(self._met_shapes) < MAX_SHAPES:
+            self._met_shapes.add(hashed)
+        return met or not key[1].startswith(b"\xff")

@@ -1,0 +1,199 @@
+"""Conversations in columns give the rows, notes and faults that they give one by one, each derived by itself."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from template_fixtures import TEMPLATES, open_template, trl_tokenizer
+from test_text_tokens import CHATML, DEEPSEEK, INST, WORDS, opened
+
+from chatmill.errors import RecordError
+from chatmill.format import TemplateRenderer
+from chatmill.format.template.control_tokens import ControlTokens
+from chatmill.format.template.laid_out_columns import ColumnSearch, LaidOutColumns
+from chatmill.ledger import Ledger
+from chatmill.records import ChatColumns, plan, read_blocks, read_records
+from chatmill.records.columns import COMPILED
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="columns are read by the compiled module")
+
+TEXTS = st.one_of(
+    st.sampled_from(["Hi", "Hello there", "ünï 漢字 👍🏽", "a\n", "1+1=2"]),
+    st.sampled_from(["", " ", "\n\n", "<think>\nq", "</think>", "nk>", "<thi", "x<|im_end|>", "<|im_", "<", "[INST]a"]),
+    st.text(alphabet="ab <|>\nthink/", max_size=12),
+)
+NAMES = ("qwen2_5", "qwen3", "llama3", "gemma3", "phi3", "deepseekv3")
+PLAIN = ("qwen2_5", "phi3", "deepseek", "inst")
+"""Those that write every text as it is."""
+SOURCES = {"chatml": CHATML, "deepseek": DEEPSEEK, "words": WORDS, "inst": INST}
+
+
+@st.composite
+def conversations(draw):
+    messages = [{"role": "system", "content": draw(TEXTS)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 2))):
+        messages += [{"role": "user", "content": draw(TEXTS)}, {"role": "assistant", "content": draw(TEXTS)}]
+    return {"id": draw(st.sampled_from(["a", "b"])), "messages": messages}
+
+
+def columns_of(path: Path) -> ChatColumns:
+    (part,) = plan([path])
+    (block,) = read_blocks(part, on_fault=pytest.fail, on_end=lambda lines: None)
+    assert isinstance(block, ChatColumns)
+    return block
+
+
+def written(records: list[dict]) -> Path:
+    path = Path(mkdtemp()) / "talk.jsonl"
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8")
+    return path
+
+
+def outcome(renderer: TemplateRenderer, records) -> tuple:
+    """The rows of the records that can be rendered, the notes of the ledger, and the faults of the others."""
+    faults: list[str] = []
+    ledger = Ledger()
+    if not isinstance(records, LaidOutColumns):
+        records = list(renderer.renderable(records, lambda fault: faults.append(str(fault))))
+    rows = renderer.render(records, ledger=ledger)
+    rows.check()
+    arrays = [part.tolist() for part in (rows.ids, rows.spans, rows.first_span)]
+    return arrays, rows.origins.tobytes(), rows.files, ledger.to_json(), faults
+
+
+@cache
+def renderers(name: str) -> tuple[TemplateRenderer, TemplateRenderer]:
+    """Two of one template: for columns, and for records that are each derived by themselves."""
+
+    def made() -> TemplateRenderer:
+        if name in SOURCES:
+            return opened.__wrapped__(SOURCES[name])
+        return open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / f"{name}.jinja"))
+
+    return made(), made()
+
+
+@pytest.mark.parametrize("name", [*NAMES, *SOURCES])
+def test_columns_give_what_records_give(name):
+    in_columns, by_record = renderers(name)
+    whole = []
+
+    @settings(max_examples=25)
+    @given(st.lists(conversations(), min_size=1, max_size=12))
+    def check(records):
+        path = written(records)
+        with patch("chatmill.format.template.trace_cache.MAX_TRACES", 0):
+            expected = outcome(by_record, read_records([path]))
+        laid_out = in_columns.lay_out_columns(columns_of(path))
+        whole.append(isinstance(laid_out, LaidOutColumns))
+        assert outcome(in_columns, laid_out) == expected
+
+    check()
+    assert any(whole)
+    assert name not in PLAIN or any(in_columns._cache._plain.values())
+
+
+TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+
+
+def test_conversations_of_one_shape_share_a_layout_and_are_not_made_objects():
+    renderer, _ = renderers("qwen2_5")
+    path = written([{"messages": TALK}] * 9)
+    renderer.lay_out_columns(columns_of(path))
+    columns = columns_of(path)
+    with patch.object(ChatColumns, "_records", property(lambda self: pytest.fail("a record was read"))):
+        laid_out = renderer.lay_out_columns(columns)
+        assert isinstance(laid_out, LaidOutColumns)
+        renderer.render(laid_out)
+    assert len({id(one) for one in laid_out.laid_out}) == 1
+
+
+def test_a_trace_is_compared_with_the_template_at_uses_1_2_4_8():
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "qwen2_5.jinja"))
+    compared = []
+    right = TemplateRenderer.text
+    path = written([{"messages": [TALK[0], {"role": "assistant", "content": str(at)}]} for at in range(20)])
+    with patch.object(
+        TemplateRenderer,
+        "text",
+        lambda self, record, *args, **options: (
+            compared.append(record.messages[-1].content),
+            right(self, record, *args, **options),
+        )[1],
+    ):
+        renderer.lay_out_columns(columns_of(path))
+    # The first conversation is derived, the others use its trace.
+    assert compared == ["1", "2", "4", "8", "16"]
+
+
+def test_a_cached_trace_that_went_wrong_is_detected_in_columns():
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "qwen2_5.jinja"))
+    path = written([{"id": "a", "messages": TALK}, {"id": "b", "messages": TALK}])
+    with patch.object(TemplateRenderer, "text", lambda *args, **options: "other"):
+        records = renderer.lay_out_columns(columns_of(path))
+    assert isinstance(records, list)
+    with pytest.raises(RecordError, match=r"talk.jsonl:2 \(id=b\): it is not written as others of its kind"):
+        renderer.render(records)
+
+
+def test_records_beyond_a_refused_one_are_not_laid_out_yet():
+    renderer = open_template(str(trl_tokenizer()), chat_template=str(TEMPLATES / "gemma3.jinja"))
+    refused = [TALK[1], TALK[0], TALK[1]]
+    path = written([{"messages": TALK}, {"id": "x", "messages": refused}, {"messages": TALK}, {"messages": refused}])
+    derived = []
+    right = TemplateRenderer.derive
+    with patch.object(
+        TemplateRenderer,
+        "derive",
+        lambda self, record, **options: (derived.append(record.line), right(self, record, **options))[1],
+    ):
+        records = renderer.lay_out_columns(columns_of(path))
+        assert derived == [1, 2]
+        faults: list[RecordError] = []
+        assert [record.line for record in renderer.renderable(records, faults.append)] == [1, 3]
+    assert derived == [1, 2, 4]
+    assert [(fault.line, fault.id) for fault in faults] == [(2, "x"), (4, None)]
+
+
+@pytest.mark.parametrize("limit", ["layout_table.MAX_KEPT", "encode.MAX_KINDS"])
+def test_rows_do_not_depend_on_the_limits_of_tables(limit):
+    renderer, _ = renderers("qwen2_5")
+    longer = [{"role": "system", "content": "Be brief."}, *TALK, *TALK]
+    paths = [written([{"messages": talk} for talk in talks]) for talks in ([TALK, longer], [longer, TALK], [TALK] * 3)]
+    expected = [outcome(renderer, renderer.lay_out_columns(columns_of(path))) for path in paths]
+    with patch(f"chatmill.format.template.{limit}", 0):
+        limited = [outcome(renderer, renderer.lay_out_columns(columns_of(path))) for path in paths]
+    assert [one[0] for one in limited] == [one[0] for one in expected]
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.text(alphabet="<|ab漢>", min_size=1, max_size=4), unique=True, max_size=4),
+    st.lists(st.lists(st.text(alphabet="<|ab漢>", max_size=8), min_size=1, max_size=4), min_size=1, max_size=5),
+)
+def test_the_search_finds_the_conversations_with_a_control_token(tokens, talks):
+    messages = [[{"role": "user", "content": text} for text in texts] for texts in talks]
+    columns = columns_of(written([{"messages": each} for each in messages]))
+    control = ControlTokens({token: at for at, token in enumerate(tokens)})
+    holding = {row for row, texts in enumerate(talks) if any(token in text for token in tokens for text in texts)}
+    assert ColumnSearch(control).rows(columns) == holding
+
+
+@given(
+    st.lists(st.text(alphabet="<|ab", min_size=1, max_size=4), unique=True, max_size=3),
+    *[st.text(alphabet="<|ab", max_size=4)] * 3,
+)
+def test_a_text_touches_no_token_with_literals_that_may_not_touch_one(tokens, before, text, after):
+    control = ControlTokens({token: at for at, token in enumerate(tokens)})
+    whole = before + text + after
+    places = {match for token in tokens for match in range(len(whole)) if whole.startswith(token, match)}
+    inside = {len(before) + at for token in tokens for at in range(len(text)) if text.startswith(token, at)}
+    if not control.may_touch(before, after):
+        assert places == inside
