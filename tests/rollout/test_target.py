@@ -11,7 +11,8 @@ from rollout_fixtures import EOS, FIRST_COORDINATE, HURTING, Toy, box, thing
 from chatmill.errors import DataError, UsageError
 from chatmill.rollout import serialize_append
 from chatmill.rollout.schema import Detection, Fields
-from chatmill.rollout.target import PartWeights, build_answer, build_target
+from chatmill.rollout.target import build_answer, build_target
+from chatmill.rollout.trained_parts import PartWeights
 from chatmill.rows import OWN_ID, Part, Rule
 
 CAT, DOG, BIRD = thing("cat", 10, 20, 300, 400), thing("dog", 500, 500, 700, 800), thing("bird", 0, 0, 9, 9)

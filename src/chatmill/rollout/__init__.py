@@ -52,7 +52,6 @@ if _TYPE_CHECKING:
     from chatmill.rollout.schema import Detection as Detection
     from chatmill.rollout.schema import Fields as Fields
     from chatmill.rollout.schema import Schema as Schema
-    from chatmill.rollout.target import PartWeights as PartWeights
     from chatmill.rollout.target import Target as Target
     from chatmill.rollout.target import build_answer as build_answer
     from chatmill.rollout.target import build_target as build_target
@@ -63,6 +62,7 @@ if _TYPE_CHECKING:
     from chatmill.rollout.task import prompt_lists as prompt_lists
     from chatmill.rollout.task import target_rows as target_rows
     from chatmill.rollout.task import task_prompts as task_prompts
+    from chatmill.rollout.trained_parts import PartWeights as PartWeights
     from chatmill.rollout.vocabulary import COORDINATES as COORDINATES
 
 __all__, __getattr__, __dir__ = _lazy_exports(__name__)

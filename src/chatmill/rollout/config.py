@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from chatmill.config import SHARE, Config, ValueCheck, integer, key, number, optional
 from chatmill.rollout.match import GATE
-from chatmill.rollout.target import Border, PartWeights
+from chatmill.rollout.target import Border
+from chatmill.rollout.trained_parts import PartWeights
 from chatmill.train.config import LORA, LoraSizes
 from chatmill.train.run_config import OptimizerConfig, RunConfig
 

@@ -10,60 +10,26 @@ No token before the cut is changed. A token that the cut falls into is replaced 
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chatmill.errors import UsageError
 from chatmill.rollout.append import DETECTION, SPACE, Appended, encode_answer, encode_append
 from chatmill.rollout.match import Matching
 from chatmill.rollout.scan import JSON, STOP_TEXTS, ParsedEntry, Scan, parse_json, scan_rollout
 from chatmill.rollout.schema import Detection, Object, Schema, UnfitError, read_body
+from chatmill.rollout.trained_parts import EVEN, PartWeights, target_row
 from chatmill.rollout.vocabulary import Vocabulary, id_array, vocabulary_of
-from chatmill.rows import NO_FILE, ORIGIN, OWN_ID, SPAN, Ids, Index, Part, Role, Rows, Rule, Table
+from chatmill.rows import Index, Part, Rows
 from chatmill.tokenizer import Tokenizer
 
 ANY_NUMBER = json.JSONDecoder(parse_constant=JSON.parse_constant, parse_int=str)
 """Numbers stay text, so that their length does not matter."""
-RULES = np.full((2, 256), Rule.MISSED, dtype=np.uint8)
-"""The rule of each part, without and with trained values."""
-RULES[:, Part.PREFIX], RULES[:, Part.SLOT], RULES[0, Part.VALUE] = Rule.ROLLOUT, Rule.MATCHED, Rule.VALUES_OFF
-IS_TRAINED = np.ones(256, dtype=np.float32)
-IS_TRAINED[[Rule.ROLLOUT, Rule.VALUES_OFF]] = 0
-
-
-@dataclass(frozen=True)
-class PartWeights:
-    """The loss weight of each kind of trained token."""
-
-    slot: float = 1.0
-    """Coordinates of matched objects, trained toward the true values."""
-    append: float = 1.0
-    """Objects that the rollout missed."""
-    end: float = 1.0
-    """The closing brace and EOS."""
-    surplus: float = 0.0
-    """Where the rollout goes on although all true objects were found: closing the answer there."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"{name} is {value}; expected a number from 0 on")
-
-    def of_parts(self) -> NDArray[np.float32]:
-        """The weight of each `Part`."""
-        weights = np.full(256, self.append, dtype=np.float32)
-        weights[Part.SLOT], weights[[Part.BRACE, Part.EOS]] = self.slot, self.end
-        return weights
-
-
-EVEN = PartWeights()
 NO_SLOTS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 
 
@@ -183,7 +149,7 @@ def build_target(
         kept=kept,
         slots=len(slots[0]),
         gated=matching.gated,
-        rows=_rows(all_ids, parts + bytes([Part.EOS]), slots, closing, train_values=train_values, weights=weights),
+        rows=target_row(all_ids, parts + bytes([Part.EOS]), slots, closing, train_values=train_values, weights=weights),
     )
 
 
@@ -202,7 +168,7 @@ def build_answer(
     eos = end_of_turn(tokenizer) if eos_id is None else eos_id
     parts = answer.parts + bytes([Part.EOS])
     ids = np.append(answer.ids, np.uint32(eos))
-    return _rows(ids, parts, NO_SLOTS, None, train_values=train_values, weights=EVEN)
+    return target_row(ids, parts, NO_SLOTS, None, train_values=train_values, weights=EVEN)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
@@ -413,53 +379,3 @@ def _closing(
     token = int(np.searchsorted(scan.token_start, end, side="right")) - 1
     closed = vocabulary.cut(scan.data[scan.token_start[token] : end] + b"}")
     return (token, closed[0]) if closed is not None and len(closed) == 1 else None
-
-
-# Tokens and spans.
-
-
-def _rows(
-    ids: Ids,
-    parts: bytes,
-    slots: tuple[Index, Index],
-    closing: tuple[int, int] | None,
-    *,
-    train_values: bool,
-    weights: PartWeights,
-) -> Rows:
-    """The row of a target; `slots` and `closing` are trained toward other ids than their own."""
-    part = np.frombuffer(bytearray(parts), dtype=np.uint8)
-    part[slots[0]] = Part.SLOT
-    target = np.full(len(ids), OWN_ID, dtype=np.int32)
-    target[slots[0]] = slots[1]
-    if closing is not None:
-        part[closing[0]], target[closing[0]] = Part.BRACE, closing[1]
-    # No two slots are neighbours: quotes and a comma stand between them.
-    changes = np.flatnonzero(part[1:] != part[:-1])
-    bounds = np.empty(len(changes) + 2, dtype=np.int64)
-    bounds[0], bounds[1:-1], bounds[-1] = 0, changes + 1, len(ids)
-    start = bounds[:-1]
-    of_span = part[start]
-    spans = np.zeros(len(start), dtype=SPAN)
-    spans["length"], spans["part"], spans["role"] = bounds[1:] - start, of_span, Role.ASSISTANT
-    spans["target"] = target[start]
-    rules, weight = _of_parts(train_values, weights)
-    spans["rule"], spans["weight"] = rules[of_span], weight[of_span]
-    if closing is not None:
-        surplus = np.searchsorted(start, closing[0])
-        spans["rule"][surplus], spans["weight"][surplus] = Rule.SURPLUS, weights.surplus
-    return one_row(ids, spans)
-
-
-@lru_cache
-def _of_parts(train_values: bool, weights: PartWeights) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """The rule and the weight of each `Part`."""
-    rules = RULES[int(train_values)]
-    return rules, IS_TRAINED[rules] * weights.of_parts()
-
-
-def one_row(ids: Ids, spans: Table) -> Rows:
-    """Tokens and their spans as one conversation that comes from nowhere."""
-    origins = np.zeros(1, dtype=ORIGIN)
-    origins["file"] = NO_FILE
-    return Rows(ids, spans, np.array([0, len(spans)], dtype=np.int64), origins, np.array([0, 1], dtype=np.int64))

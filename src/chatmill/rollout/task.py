@@ -19,7 +19,8 @@ from chatmill.records import Record, record_key
 from chatmill.rollout.files import GroundTruth, Rollout
 from chatmill.rollout.match import GATE
 from chatmill.rollout.schema import Detection, Fields, Schema
-from chatmill.rollout.target import EVEN, Border, PartWeights, Target, build_answer, build_target, one_row
+from chatmill.rollout.target import Border, Target, build_answer, build_target
+from chatmill.rollout.trained_parts import EVEN, PartWeights, one_row
 from chatmill.rollout.vocabulary import COORDINATES, vocabulary_of
 from chatmill.rows import OWN_ID, SPAN, Index, Part, Role, Rows, Rule, concat
 from chatmill.tokenizer import Tokenizer, open_tokenizer
