@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from chatmill.errors import DataError
 from chatmill.load.read import ArraySlices, EpisodeSpans, LocatedEpisodes
 from chatmill.rows import OWN_ID, Index, Part, Rows, offsets, run_positions
+from chatmill.store.mapped import check_mapped, reading
 
 IGNORE_INDEX = -100
 """The label of a position without loss, as in `torch.nn.functional.cross_entropy`."""
@@ -71,7 +72,10 @@ class Batch(NamedTuple):
         size, remainder = divmod(len(self.x), parts)
         if remainder:
             raise ValueError(f"{len(self.x)} rows in {parts} parts; expected a divisor")
-        return [Batch(*(array[at * size : (at + 1) * size] for array in self)) for at in range(parts)]
+        if parts == 1:
+            return [self]
+        columns = (array.reshape(parts, size, *array.shape[1:]) for array in self)
+        return [Batch(*arrays) for arrays in zip(*columns, strict=True)]
 
 
 class BatchCounts(NamedTuple):
@@ -91,6 +95,15 @@ class BatchCounts(NamedTuple):
 
     def plus(self, other: BatchCounts) -> BatchCounts:
         return BatchCounts(*map(add, self, other))
+
+
+class BuiltRows(NamedTuple):
+    """The arrays of some rows, and what is known of each row."""
+
+    batch: Batch
+    counts: Index
+    """The columns of `BatchCounts`."""
+    num_segments: Index
 
 
 def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -131,6 +144,7 @@ class RowTable:
     def __init__(
         self,
         located: LocatedEpisodes,
+        spans: EpisodeSpans,
         episodes: Index,
         first: Index,
         *,
@@ -139,7 +153,8 @@ class RowTable:
         use_loss_mask: bool,
     ) -> None:
         self._block_size, capacity = block_size, block_size + 1
-        arrays, spans, cut = located.arrays, located.spans, located.cut
+        self._arrays, cut = located.arrays, located.cut
+        arrays = self._arrays
         filled = _sums(located.stop - located.start, first)
         padding = capacity - filled
 
@@ -183,18 +198,26 @@ class RowTable:
 
         trained = _sums(np.where(self._weight > 0, self._y_length, 0), self._y_edges)
         self._counts = np.stack(
-            [filled > 0, filled, trained, _sums(cut > 0, first), _sums(cut, first), _sums(spans.answer_cut, first)]
+            [filled > 0, filled, trained, _sums(cut > 0, first), _sums(cut, first), _sums(spans.answer_cut, first)],
+            axis=1,
         )
 
-    def counts(self, size: int) -> list[BatchCounts]:
-        """The counts of each `size` rows."""
-        by_batch = self._counts.reshape(len(self._counts), -1, size).sum(axis=2)
-        return [BatchCounts(*columns) for columns in by_batch.T.tolist()]
-
-    def weights(self, size: int) -> NDArray[np.float64]:
-        """The sum of the weights of each `size` rows."""
+    def trained_weights(self, size: int) -> tuple[Index, NDArray[np.float64]]:
+        """The trained positions of each `size` rows, and the sum of their weights."""
+        trained = self._counts[:, BatchCounts._fields.index("trained")]
         of_runs = self._weight.astype(np.float64) * self._y_length
-        return np.add.reduceat(of_runs, self._y_edges[:-1]).reshape(-1, size).sum(axis=1)
+        weights = np.add.reduceat(of_runs, self._y_edges[:-1])
+        return trained.reshape(-1, size).sum(axis=1), weights.reshape(-1, size).sum(axis=1)
+
+    def build(self, start: int, stop: int) -> BuiltRows:
+        """The arrays of rows start to stop, with what is known of each row."""
+        with reading():
+            try:
+                batch = self.arrays(start, stop)
+            finally:
+                for array in self._arrays:
+                    check_mapped(array)
+        return BuiltRows(batch, self._counts[start:stop], self._num_segments[start:stop])
 
     def arrays(self, start: int, stop: int) -> Batch:
         """The arrays of rows start to stop."""
@@ -253,9 +276,9 @@ def collate(rows: Rows, *, pad_token_id: int, length: int | None = None) -> Batc
     )
     first, zeros = np.arange(len(rows) + 1), np.zeros(len(rows), dtype=np.int64)
     start, stop, ids = rows.row_start[:-1], rows.row_start[1:], np.ascontiguousarray(rows.ids)
-    located = LocatedEpisodes([ids], zeros, start, stop, zeros, spans, ids.dtype)
+    located = LocatedEpisodes([ids], zeros, start, stop, zeros, ids.dtype)
     size = (length or longest) - 1
-    table = RowTable(located, first[:-1], first, block_size=size, pad_token_id=pad_token_id, use_loss_mask=True)
+    table = RowTable(located, spans, first[:-1], first, block_size=size, pad_token_id=pad_token_id, use_loss_mask=True)
     return table.arrays(0, len(rows))
 
 

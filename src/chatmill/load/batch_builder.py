@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, UsageError
-from chatmill.load.batch import Batch, BatchCounts, RowTable, row_digests
+from chatmill.load.batch import Batch, BatchCounts, BuiltRows, row_digests
 from chatmill.load.plan import LoadPlan, PlannedStep, Window, join, pad_rows
-from chatmill.load.read import LocatedEpisodes
+from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
-from chatmill.store.mapped import check_mapped, reading
 
 LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 19, 1 << 15
 """Positions of x that are looked up together, and that are copied together as one chunk; one batch at least."""
@@ -74,22 +73,16 @@ class BatchBuilder:
         per_chunk = max(1, CHUNK_POSITIONS // positions)
         for group in _groups(steps, per_lookup):
             parts = [step.rows(self.rank * size, (self.rank + 1) * size) for step in group]
-            rows = join([pad_rows(part, size) for part in parts])
-            located, table = _look_up(self.plan, rows)
-            counts = table.counts(size)
+            rows = look_up(self.plan, join([pad_rows(part, size) for part in parts]))
             for at in range(0, len(group), per_chunk):
                 chunk = slice(at, at + per_chunk)
-                with reading():
-                    arrays = table.arrays(at * size, min(at + per_chunk, len(group)) * size)
-                    for tokens in located.arrays:
-                        check_mapped(tokens)
-                yield self._ready(group[chunk], parts[chunk], counts[chunk], arrays)
+                built = rows.build(at * size, min(at + per_chunk, len(group)) * size)
+                yield self._ready(group[chunk], parts[chunk], built)
 
-    def _ready(
-        self, steps: list[PlannedStep], parts: list[Window], counts: list[BatchCounts], batch: Batch
-    ) -> list[ReadyBatch]:
-        num_segments = (batch.episode_ids >= 0).sum(axis=1).reshape(len(steps), self.num_rows)
-        widths = num_segments.max(axis=1, initial=1).tolist()
+    def _ready(self, steps: list[PlannedStep], parts: list[Window], built: BuiltRows) -> list[ReadyBatch]:
+        batch, by_batch = built.batch, (len(steps), self.num_rows)
+        widths = built.num_segments.reshape(by_batch).max(axis=1, initial=1).tolist()
+        counts = [BatchCounts(*columns) for columns in built.counts.reshape(*by_batch, -1).sum(axis=1).tolist()]
         digests: list[NDArray[np.uint64] | None] = [None] * len(steps)
         source_counts: list[Index | None] = [None] * len(steps)
         if self.has_listener:
@@ -102,23 +95,10 @@ class BatchBuilder:
         return [ReadyBatch(*column, on_return) for column in columns]
 
 
-def _look_up(plan: LoadPlan, rows: Window) -> tuple[LocatedEpisodes, RowTable]:
-    """Where the tokens of some rows are, and what is known of these rows before a token is copied."""
-    located = plan.reader.last_tokens(rows.episodes, plan.capacity)
-    table = RowTable(
-        located,
-        *rows,
-        block_size=plan.config.block_size,
-        pad_token_id=plan.pad_token_id,
-        use_loss_mask=plan.config.use_loss_mask,
-    )
-    return located, table
-
-
 def trained_weights(plan: LoadPlan, step: PlannedStep, size: int) -> tuple[Index, NDArray[np.float64]]:
     """The trained positions in each `size` rows of a step and the sum of their weights, without reading a token."""
-    _, table = _look_up(plan, pad_rows(step.rows(0, step.num_rows), plan.config.batch_size))
-    return np.array([counts.trained for counts in table.counts(size)]), table.weights(size)
+    rows = pad_rows(step.rows(0, step.num_rows), plan.config.batch_size)
+    return row_table(plan, rows).trained_weights(size)
 
 
 def _split(batch: Batch, widths: list[int]) -> list[Batch]:

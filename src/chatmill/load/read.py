@@ -52,6 +52,19 @@ class EpisodeSpans(NamedTuple):
     """Whether each episode begins inside an answer after the cut."""
 
 
+class StoredSpans(NamedTuple):
+    """Where the spans of some episodes are: those of episode i are tables[which[i]][begin[i]:end[i]]."""
+
+    tables: list[Table]
+    which: Index
+    begin: Index
+    end: Index
+    borders: Index
+    """The span at which each segment begins, numbered as in its table; one episode after the other."""
+    first_border: Index
+    """The first border of each episode, and the number of borders."""
+
+
 class LocatedEpisodes(NamedTuple):
     """Some episodes before a token is copied: episode i is the tokens arrays[which[i]][start[i]:stop[i]]."""
 
@@ -61,8 +74,16 @@ class LocatedEpisodes(NamedTuple):
     stop: Index
     cut: Index
     """Tokens before `start` that are left out of each."""
-    spans: EpisodeSpans
     dtype: np.dtype[Any]
+
+
+class StoredEpisodes(NamedTuple):
+    """Episodes of the files, with the shard of each and of each array, and where their spans are."""
+
+    tokens: LocatedEpisodes
+    shard: Index
+    shards: list[int]
+    spans: StoredSpans
 
 
 class ArraySlices(NamedTuple):
@@ -130,7 +151,7 @@ class EpisodeReader:
             raise self._damaged(int(shard[wrong.argmax()]), INDEX, "points beyond the tokens")
         return Places(shard, number, start.view(np.int64), length.view(np.int64))
 
-    def last_tokens(self, episodes: Index, capacity: int) -> LocatedEpisodes:
+    def last_tokens(self, episodes: Index, capacity: int) -> StoredEpisodes:
         """The last tokens of these episodes, at most `capacity` of each."""
         for part in self._parts:
             part.drop_evicted()
@@ -141,53 +162,75 @@ class EpisodeReader:
         arrays, which = [self.array(shard, TOKENS) for shard in shards], np.searchsorted(shards, places.shard)
         with reading():
             try:
-                spans = self.spans(places, cut)
+                spans = self._stored_spans(places)
             finally:
-                self._check(shards)
-        return LocatedEpisodes(arrays, which, start, stop, cut, spans, self.dtype)
+                self.check(shards)
+        located = LocatedEpisodes(arrays, which, start, stop, cut, self.dtype)
+        return StoredEpisodes(located, places.shard, shards, spans)
 
-    def _check(self, shards: Iterable[int]) -> None:
+    def has_targets(self, shards: Iterable[int]) -> bool:
+        """Whether a span of these shards may predict another id than its own."""
+        return any(TARGETS in self._records[shard] for shard in shards)
+
+    def check(self, shards: Iterable[int]) -> None:
         """Raise `DataError` if a file of these shards was changed since it was mapped."""
         for shard in shards:
             part, number = self._shards[shard]
             part.check([number])
 
-    def spans(self, places: Places, cut: Index) -> EpisodeSpans:
-        """The spans of these episodes without the first `cut` tokens of each.
+    def spans(self, episodes: StoredEpisodes) -> EpisodeSpans:
+        """The spans of these episodes, without the tokens that are left out of them."""
+        tables, which, begin, end, borders, first_border = episodes.spans
+        views = [as_bytes(table).data for table in tables]
+        with reading():
+            try:
+                records = ArraySlices(views, which.tolist(), begin.tolist(), end.tolist(), STORED_SPAN).read()
+                target = self._targets(episodes.shard, begin, end)
+            finally:
+                self.check(episodes.shards)
+        first = offsets(end - begin)
+        length = records["length"].astype(np.int64)
+        cut = episodes.tokens.cut
+        if (wrong := np.diff(offsets(length)[first]) != cut + episodes.tokens.stop - episodes.tokens.start).any():
+            raise self.untiled(episodes, int(wrong.argmax()))
+        segment_first = borders + np.repeat(first[:-1] - begin, np.diff(first_border))
+        # A segment without a span begins where the next one does, and is left out.
+        segment_first = np.unique(np.append(segment_first, first[-1]))
+        first_segment = np.searchsorted(segment_first, first)
+        weight, is_padding = records["weight"].astype(np.float32), records["part"] == Part.PAD
+        whole = np.zeros(len(begin), dtype=bool)
+        spans = EpisodeSpans(length, weight, is_padding, target, first, segment_first, first_segment, whole)
+        return _without(spans, cut) if cut.any() else spans
+
+    def untiled(self, episodes: StoredEpisodes, which: int) -> DataError:
+        """The error for one of these episodes whose spans are not as long as its tokens."""
+        return self._damaged(int(episodes.shard[which]), SPANS, "spans do not tile the tokens of their rows")
+
+    def _stored_spans(self, places: Places) -> StoredSpans:
+        """Where the spans of these episodes are.
 
         An episode that is stored with nothing but a mask has one span for each run of equal mask.
         """
         count = len(places.shard)
         begin, end, which = np.zeros((3, count), dtype=np.int64)
-        segments: list[tuple[Index, Index, Index]] = []
-        views = []
+        several: list[tuple[Selection, Index, Index]] = []
+        tables: list[Table] = []
         for number, (shard, where) in enumerate(_by_shard(places.shard)):
             here = Places(*(column[where] for column in places))
             if SPANS in self._records[shard]:
                 table = self.array(shard, SPANS)
-                begin[where], end[where], several = self._span_ranges(shard, here)
-                if several is not None:
-                    segments.append((np.arange(count)[where], *several))
+                begin[where], end[where], segments = self._span_ranges(shard, here)
+                if segments is not None:
+                    several.append((where, *segments))
             else:
                 table, edges = self._spans_of_mask(shard, here)
                 begin[where], end[where] = edges[:-1], edges[1:]
-            views.append(as_bytes(table).data)
+            tables.append(table)
             which[where] = number
-        stored = ArraySlices(views, which.tolist(), begin.tolist(), end.tolist(), STORED_SPAN).read()
-        first = offsets(end - begin)
-        length = stored["length"].astype(np.int64)
-        if (wrong := np.diff(offsets(length)[first]) != places.length).any():
-            raise self._damaged(int(places.shard[wrong.argmax()]), SPANS, "spans do not tile the tokens of their rows")
-        segment_first = _segment_first(first, segments)
-        first_segment = np.searchsorted(segment_first, first)
-        weight, is_padding = stored["weight"].astype(np.float32), stored["part"] == Part.PAD
-        target = self._targets(places.shard, begin, end)
-        whole = np.zeros(count, dtype=bool)
-        spans = EpisodeSpans(length, weight, is_padding, target, first, segment_first, first_segment, whole)
-        return _without(spans, cut) if cut.any() else spans
+        return StoredSpans(tables, which, begin, end, *_borders(begin, several))
 
     def _span_ranges(self, shard: int, here: Places) -> tuple[Index, Index, tuple[Index, Index] | None]:
-        """The span range of each episode in its shard and, unless each is one segment, segment counts and spans."""
+        """The spans of each episode in its shard and, unless each is one segment, its segments and their spans."""
         origins, most = self.array(shard, ORIGINS), self._records[shard][SPANS]
         if len(origins) == self._records[shard][INDEX] and (own := _own_segments(origins, here.number, most)):
             begin, end = own
@@ -199,7 +242,7 @@ class EpisodeReader:
         self._check_rising(shard, low, high)
         inside = _first_spans(origins, ragged_index(low, high - low), most)
         self._check_rising(shard, np.repeat(begin, high - low), inside, np.repeat(end, high - low))
-        return begin, end, (high - low, inside - np.repeat(begin, high - low))
+        return begin, end, (high - low, inside)
 
     def _check_rising(self, shard: int, *bounds: Index | int) -> None:
         """Raise unless the bounds of an episode's segments are in order."""
@@ -221,7 +264,7 @@ class EpisodeReader:
 
     def _targets(self, shard: Index, begin: Index, end: Index) -> Index | None:
         """The targets of the spans from `begin` to `end` of these shards; None if no shard has any."""
-        if not any(TARGETS in self._records[of] for of in set(shard.tolist())):
+        if not self.has_targets(set(shard.tolist())):
             return None
         first = offsets(end - begin)
         target = np.full(first[-1], int(OWN_ID), dtype=np.int64)
@@ -290,19 +333,21 @@ def _first_spans(origins: Table, segments: Index, end: int) -> Index:
     return np.where(segments < len(origins), _records(origins, segments)["first_span"].astype(np.int64), end)
 
 
-def _segment_first(first: Index, several: list[tuple[Index, Index, Index]]) -> Index:
-    """The first span of each segment. Episodes are one segment, except those listed with their segments' spans."""
-    counts = (first[1:] > first[:-1]).astype(np.int64)
+def _borders(begin: Index, several: list[tuple[Selection, Index, Index]]) -> tuple[Index, Index]:
+    """The first span of each segment, and the first segment of each episode.
+
+    Episodes are one segment, except those listed with the number of their segments and the first span of each.
+    """
     if not several:
-        return np.append(first[:-1][counts > 0], first[-1])
+        return begin, np.arange(len(begin) + 1)
+    counts = np.ones(len(begin), dtype=np.int64)
     for episodes, number, _ in several:
         counts[episodes] = number
     edges = offsets(counts)
-    segment_first = np.repeat(first[:-1], counts)
-    for episodes, number, inside in several:
-        segment_first[ragged_index(edges[:-1][episodes], number)] += inside
-    # A segment without a span begins where the next one does, and is left out.
-    return np.unique(np.append(segment_first, first[-1]))
+    borders = np.repeat(begin, counts)
+    for episodes, number, first in several:
+        borders[ragged_index(edges[:-1][episodes], number)] = first
+    return borders, edges
 
 
 def _without(spans: EpisodeSpans, cut: Index) -> EpisodeSpans:

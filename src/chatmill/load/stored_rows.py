@@ -1,0 +1,89 @@
+"""Rows of batches, written by the compiled part straight from mapped tokens and spans.
+
+`RowTable` makes the same arrays with numpy: where there is no compiled part, and for episodes with targets.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from chatmill.load.batch import Batch, BuiltRows, RowTable
+from chatmill.load.plan import LoadPlan, Window
+from chatmill.load.read import EpisodeReader, StoredEpisodes
+from chatmill.rows import Index, Part, as_bytes, offsets
+from chatmill.store.mapped import reading
+
+try:
+    from chatmill._native import _batch
+except ImportError:
+    _batch = None  # type: ignore[assignment]
+
+NUM_COUNTS = 7
+"""The counts of a row that the compiled part makes: those of `BatchCounts`, and its segments."""
+
+
+class StoredRows:
+    """Rows of stored episodes before a token is copied: row r is episodes[first[r]:first[r + 1]], then padding."""
+
+    def __init__(self, plan: LoadPlan, rows: Window, stored: StoredEpisodes) -> None:
+        tokens, spans = stored.tokens, stored.spans
+        self._reader: EpisodeReader = plan.reader
+        self._stored = stored
+        self._first = np.ascontiguousarray(rows.first, dtype=np.int64)
+        self._tokens, self._spans = tokens.arrays, [as_bytes(table) for table in spans.tables]
+        self._borders = np.ascontiguousarray(spans.borders)
+        columns = (
+            *(rows.episodes, tokens.which, tokens.start, tokens.stop, tokens.cut),
+            *(spans.which, spans.begin, spans.end, spans.first_border[:-1], spans.first_border[1:]),
+        )
+        self._episodes = np.stack(columns, axis=1)
+        segments = offsets(np.maximum(np.diff(spans.first_border), 1))[rows.first]
+        self._most_segments: Index = np.diff(segments)
+        config = plan.config
+        self._size, self._width = config.block_size, tokens.dtype.itemsize
+        self._options = plan.pad_token_id, config.use_loss_mask, int(Part.PAD)
+
+    def build(self, start: int, stop: int) -> BuiltRows:
+        """The arrays of rows start to stop, with what is known of each row."""
+        rows, most = stop - start, int(self._most_segments[start:stop].max(initial=1))
+        shape, first = (rows, self._size), self._first[start : stop + 1]
+        batch = Batch(
+            np.empty(shape, dtype=np.int64),
+            np.empty(shape, dtype=np.int64),
+            np.empty(shape, dtype=np.bool_),
+            np.empty(shape, dtype=np.float32),
+            np.empty(shape, dtype=np.int32),
+            np.empty(shape, dtype=np.int32),
+            np.empty((rows, most), dtype=np.int64),
+        )
+        counts = np.empty((rows, NUM_COUNTS), dtype=np.int64)
+        inputs = self._tokens, self._spans, self._episodes, first, self._borders
+        with reading():
+            try:
+                wrong = _batch.rows(*batch, counts, *inputs, self._size, most, self._width, *self._options)
+                if wrong >= 0:
+                    raise self._reader.untiled(self._stored, wrong)
+            finally:
+                self._reader.check(self._stored.shards)
+        return BuiltRows(batch, counts[:, :-1], counts[:, -1])
+
+
+def look_up(plan: LoadPlan, rows: Window) -> StoredRows | RowTable:
+    """What is known of some rows before a token is copied."""
+    stored = plan.reader.last_tokens(rows.episodes, plan.capacity)
+    if _batch is None or plan.reader.has_targets(stored.shards):
+        return row_table(plan, rows, stored)
+    return StoredRows(plan, rows, stored)
+
+
+def row_table(plan: LoadPlan, rows: Window, stored: StoredEpisodes | None = None) -> RowTable:
+    """The same as a table of runs, which also has the weights."""
+    stored = stored or plan.reader.last_tokens(rows.episodes, plan.capacity)
+    return RowTable(
+        stored.tokens,
+        plan.reader.spans(stored),
+        *rows,
+        block_size=plan.config.block_size,
+        pad_token_id=plan.pad_token_id,
+        use_loss_mask=plan.config.use_loss_mask,
+    )
