@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 EVERY = 100
 """The most steps that one digest covers."""
+ROW_DIGEST = "checksums"
+"""The digests of rows that loaders give, by their name in `DIGESTS`."""
 SHOWN = 10
 """Episodes that the first line of an epoch names."""
 Numbers = NDArray[np.int64]
@@ -96,7 +98,12 @@ class Audit:
             self._log, fields = AuditLog.reopen(path, head=self._state["head"], clock=self._clock)
             self._log.add("resume", {**fields, **self._at._asdict()}, durable=True)
         ranks = "all" if self._reduce is not None or loader.world_size == 1 else "0"
-        covered = {"world_size": loader.world_size, "ranks": ranks, "digest_steps": self._every}
+        covered = {
+            "world_size": loader.world_size,
+            "ranks": ranks,
+            "digest_steps": self._every,
+            "row_digest": ROW_DIGEST,
+        }
         loaded = {**dataset_fields(self._plan), "dataset": str(loader.dataset_dir), **covered}
         self._log.add("dataset_load", loaded, durable=True)
 

@@ -18,6 +18,7 @@ from chatmill.errors import ChatmillError, DataError, UsageError, one_line
 from chatmill.load.batch import Batch
 from chatmill.load.batch_builder import BatchBuilder
 from chatmill.load.config import LoadConfig
+from chatmill.load.digests import DIGESTS, RowDigests
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep
 from chatmill.load.source import open_sources
 from chatmill.plain_file import local_path
@@ -252,6 +253,7 @@ class LoggedRun(NamedTuple):
     """The most steps that one digest covers."""
     rows: int | None
     """Rows of a step that digests cover: those of rank 0, or None for all."""
+    row_digests: RowDigests
     fields: Mapping[str, str]
 
 
@@ -272,8 +274,13 @@ def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
     sources, config = open_sources(dataset or line.fields.get("dataset", ""), config)
     plan = LoadPlan(sources, config, line.fields.get("split", ""))
     unchecked = {name: line.fields.get(name, "") for name in ("dataset", "world_size", "ranks", "digest_steps")}
+    name = line.fields.get("row_digest")
+    if name not in DIGESTS:
+        raise MismatchError(f"{line.action} says row_digest {one_line(str(name))}; expected {recorder.ROW_DIGEST}")
+    unchecked |= {} if name is None else {"row_digest": name}
     compare(line, {**recorder.dataset_fields(plan), **unchecked})
-    return LoggedRun(plan, every, None if unchecked["ranks"] == "all" else config.batch_size // world, line.fields)
+    rows = None if unchecked["ranks"] == "all" else config.batch_size // world
+    return LoggedRun(plan, every, rows, DIGESTS[name], line.fields)
 
 
 def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep], NDArray[np.uint64], Index | None]:
@@ -288,7 +295,8 @@ def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep],
             break
         if step.ends_epoch:
             raise MismatchError(f"holds steps up to {stop}, and the epoch ends with step {step.at.step}")
-    builder = BatchBuilder(run.plan, 0, run.plan.config.batch_size if run.rows is None else run.rows, has_listener=True)
+    num_rows = run.plan.config.batch_size if run.rows is None else run.rows
+    builder = BatchBuilder(run.plan, 0, num_rows, run.row_digests)
     batches = [(item.digest, item.source_counts) for item in builder.batches(iter(steps))]
     return steps, *recorder.sum_batches(batches)
 

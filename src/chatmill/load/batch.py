@@ -1,4 +1,4 @@
-"""A batch: the arrays that a training step takes, and the digests that an audit log keeps of its rows.
+"""A batch: the arrays that a training step takes.
 
 `RowTable` makes them from rows: the one place that shifts x against y, applies the border rule and numbers positions.
 `weight[i]` belongs to predicting token i, so y[i] is token i + 1 and has its weight:
@@ -12,8 +12,7 @@ No loss crosses a border: the first token of a segment is never predicted, whate
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import add
 from typing import Any, NamedTuple
 
@@ -78,6 +77,12 @@ class Batch(NamedTuple):
         return [Batch(*arrays) for arrays in zip(*columns, strict=True)]
 
 
+def split_batches(batch: Batch, widths: Sequence[int]) -> list[Batch]:
+    """Cut a batch into one for each width of `episode_ids`, as they would be if built one by one."""
+    parts = zip(batch.split(len(widths)), widths, strict=True)
+    return [Batch(*arrays, episode_ids[:, :width]) for (*arrays, episode_ids), width in parts]
+
+
 class BatchCounts(NamedTuple):
     """Counts over the rows of one or several batches."""
 
@@ -117,21 +122,6 @@ def segments_from_end(episode_ids: NDArray[np.int64]) -> NDArray[np.int64]:
     np.not_equal(reversed_ids[:, 1:], reversed_ids[:, :-1], out=begins[:, 1:])
     last = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
     return (last - columns - 1)[:, ::-1]
-
-
-def row_digests(batch: Batch, *, step: int, first_row: int) -> NDArray[np.uint64]:
-    """Hash each row with its step, its place in the global batch and its episodes; (rows, 2).
-
-    Digests of several rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
-    """
-    # -100 as uint32 is larger than any token id, so 32 bits hold every label.
-    parts = (batch.x.astype("<u4"), batch.y.astype("<u4"), batch.weights.astype("<f4").view("<u4"))
-    digests = np.empty((len(batch.x), 2), dtype=np.uint64)
-    for number, (row, episodes) in enumerate(zip(np.concatenate(parts, axis=1), batch.episode_ids, strict=True)):
-        digest = hashlib.blake2b(row.data, digest_size=16)
-        digest.update(np.append(episodes[episodes >= 0], (-1, step, first_row + number)).astype("<i8").data)
-        digests[number] = np.frombuffer(digest.digest(), dtype="<u8")
-    return digests
 
 
 class RowTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,20 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chatmill.errors import ChatmillError, UsageError
-from chatmill.load.batch import Batch, BatchCounts, BuiltRows, row_digests
+from chatmill.load.batch import Batch, BatchCounts, BuiltRows, split_batches
+from chatmill.load.digests import RowDigests
 from chatmill.load.plan import LoadPlan, PlannedStep, Window, join, pad_rows
 from chatmill.load.stored_rows import look_up, row_table
 from chatmill.rows import Index
 
-LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 19, 1 << 15
+LOOKUP_POSITIONS, CHUNK_POSITIONS = 1 << 21, 1 << 15
 """Positions of x that are looked up together, and that are copied together as one chunk; one batch at least."""
-LOOKUP_BATCHES = 64
+LOOKUP_BATCHES = 256
 """Batches that are looked up together at most, however small."""
 BYTES_PER_POSITION = 30
 """Bytes that the arrays of a batch take for each position, at least."""
 
-Output = Callable[[Batch], tuple[Batch, Callable[[], None] | None]]
-"""Converts arrays to what the loader returns; the second value, if any, is called when a batch is returned."""
+Output = Callable[[Batch, Sequence[int]], tuple[list[Batch], Callable[[], None] | None]]
+"""Splits arrays as `split_batches` does, and converts them to what the loader returns.
+
+The second value, if any, is called when a batch is returned.
+"""
 
 
 class ReadyBatch(NamedTuple):
@@ -48,8 +52,9 @@ class BatchBuilder:
     rank: int
     num_rows: int
     """Rows of a batch on this rank."""
-    has_listener: bool = False
-    output: Output = lambda batch: (batch, None)
+    row_digests: RowDigests | None = None
+    """Makes the digests that a listener is given."""
+    output: Output = lambda batch, widths: (split_batches(batch, widths), None)
 
     def __post_init__(self) -> None:
         """Refuse batches that do not fit in memory, before any is allocated."""
@@ -83,15 +88,18 @@ class BatchBuilder:
         batch, by_batch = built.batch, (len(steps), self.num_rows)
         widths = built.num_segments.reshape(by_batch).max(axis=1, initial=1).tolist()
         counts = [BatchCounts(*columns) for columns in built.counts.reshape(*by_batch, -1).sum(axis=1).tolist()]
-        digests: list[NDArray[np.uint64] | None] = [None] * len(steps)
+        digests: Sequence[NDArray[np.uint64] | None] = [None] * len(steps)
         source_counts: list[Index | None] = [None] * len(steps)
-        if self.has_listener:
-            for number, single in enumerate(_split(batch, widths)):
-                rows = row_digests(single, step=steps[number].at.step, first_row=self.rank * self.num_rows)
-                digests[number] = rows.sum(axis=0, dtype=np.uint64)
-                source_counts[number] = count_sources(self.plan, parts[number], single)
-        converted, on_return = self.output(batch)
-        columns = zip(steps, _split(converted, widths), counts, digests, source_counts, strict=True)
+        if self.row_digests is not None:
+            numbers = np.repeat(np.array([step.at.step for step in steps]), self.num_rows)
+            places = np.tile(np.arange(self.rank * self.num_rows, (self.rank + 1) * self.num_rows), len(steps))
+            rows = self.row_digests(batch, numbers, places)
+            digests = list(rows.reshape(*by_batch, 2).sum(axis=1, dtype=np.uint64))
+            if self.plan.config.mix is not None:
+                singles = zip(parts, split_batches(batch, widths), strict=True)
+                source_counts = [count_sources(self.plan, part, single) for part, single in singles]
+        converted, on_return = self.output(batch, widths)
+        columns = zip(steps, converted, counts, digests, source_counts, strict=True)
         return [ReadyBatch(*column, on_return) for column in columns]
 
 
@@ -101,16 +109,8 @@ def trained_weights(plan: LoadPlan, step: PlannedStep, size: int) -> tuple[Index
     return row_table(plan, rows).trained_weights(size)
 
 
-def _split(batch: Batch, widths: list[int]) -> list[Batch]:
-    """One batch for each width of `episode_ids`, as they would be if made one by one."""
-    parts = zip(batch.split(len(widths)), widths, strict=True)
-    return [part._replace(episode_ids=part.episode_ids[:, :width]) for part, width in parts]
-
-
-def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index | None:
-    """Rows, tokens or trained tokens that each source has in a batch of these rows; None if nothing is mixed."""
-    if plan.config.mix is None:
-        return None
+def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index:
+    """Rows, tokens or trained tokens that each source has in a batch of these rows."""
     count, first = len(plan.sources), plan.first_of_source
     source = np.searchsorted(first, rows.episodes, side="right") - 1
     if plan.config.mix_by == "rows":
@@ -124,16 +124,17 @@ def count_sources(plan: LoadPlan, rows: Window, batch: Batch) -> Index | None:
     return np.bincount(of_token[batch.loss_mask], minlength=count + 1)[1:]
 
 
-def _groups(steps: Iterator[PlannedStep], size: int) -> Iterator[list[PlannedStep]]:
-    """Lists of `size` steps. A step that fails raises after the steps before it were yielded."""
+def _groups(steps: Iterator[PlannedStep], most: int) -> Iterator[list[PlannedStep]]:
+    """Lists of 1, 2, 4 … steps, up to `most`. A step that fails raises after the steps before it were yielded."""
     group: list[PlannedStep] = []
+    size = 1
     fault = ChatmillError  # a local: a loader that is never closed ends after its modules
     try:
         for step in steps:
             group.append(step)
             if len(group) == size:
                 yield group
-                group = []
+                group, size = [], min(2 * size, most)
     except fault:
         if group:
             yield group

@@ -11,7 +11,7 @@ from chatmill.load.batch import Batch, BuiltRows, RowTable
 from chatmill.load.plan import LoadPlan, Window
 from chatmill.load.read import EpisodeReader, StoredEpisodes
 from chatmill.rows import Index, Part, as_bytes, offsets
-from chatmill.store.mapped import reading
+from chatmill.store.mapped import mapped_file, reading
 
 try:
     from chatmill._native import _batch
@@ -31,6 +31,7 @@ class StoredRows:
         self._stored = stored
         self._first = np.ascontiguousarray(rows.first, dtype=np.int64)
         self._tokens, self._spans = tokens.arrays, [as_bytes(table) for table in spans.tables]
+        self._files = [file for array in (*self._tokens, *self._spans) if (file := mapped_file(array)) is not None]
         self._borders = np.ascontiguousarray(spans.borders)
         columns = (
             *(rows.episodes, tokens.which, tokens.start, tokens.stop, tokens.cut),
@@ -64,7 +65,8 @@ class StoredRows:
                 if wrong >= 0:
                     raise self._reader.untiled(self._stored, wrong)
             finally:
-                self._reader.check(self._stored.shards)
+                for file in self._files:
+                    file.check()
         return BuiltRows(batch, counts[:, :-1], counts[:, -1])
 
 
