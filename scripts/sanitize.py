@@ -28,6 +28,7 @@ FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
 TESTS = {
     "test_compiled.py": [],
     "test_rows.py": ["numpy"],
+    "load/test_stored_rows.py": ["numpy", "msgspec", "tokenizers"],
     "records/test_columns.py": ["numpy", "msgspec"],
     "tokenizer/test_byte_bpe.py": ["numpy", "msgspec", "tokenizers"],
 }

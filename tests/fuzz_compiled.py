@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -112,6 +113,56 @@ def try_bad_copy(copy: ModuleType, rng: random.Random) -> None:
     refused(copy.pieces, target, source, any_buffer(rng, bytes(64)), columns[0], columns[1])
     # From an array to itself, over what is read.
     refused(copy.ranges, target, numbers([1, 0]), target, numbers([0, 3]), numbers([63, 60]), 1)
+
+
+# _batch
+
+
+def try_batch(batch: ModuleType, rng: random.Random) -> None:
+    """Episodes of one row, each a segment of one span: whole, or with one number that is wrong."""
+    size, width = rng.randrange(1, 40), rng.choice([2, 4])
+    ids = [rng.randrange(256**width) for _ in range(60)]
+    tokens = unaligned(b"".join(id.to_bytes(width, "little") for id in ids))
+    spans, episodes, words, filled = b"", [], [], 0
+    for number in range(rng.randrange(6)):
+        start = rng.randrange(60)
+        stop = rng.randrange(start, min(60, start + size + 1 - filled) + 1)
+        spans += struct.pack("<IIfBBB", stop - start, 0, rng.choice([0, 1, 0.5]), 0, rng.choice([1, 7]), 0)
+        episodes.append([90 + number, 0, start, stop, 0, 0, number, number + 1, number, number + 1])
+        words += ids[start:stop]
+        filled += stop - start
+    room = [size, size, size, size, size, size, 6, 7]
+    outputs = [array(kind, [0] * count) for kind, count in zip("qqBfiiqq", room, strict=True)]
+    rows, borders = array("q", [0, len(episodes)]), array("q", range(len(episodes)))
+    wrong = bool(episodes) and rng.random() < 0.5
+    if wrong:
+        rng.choice([*episodes, rows, borders])[0 if rng.random() < 0.2 else -1] = rng.choice(EXTREME)
+        episode = rng.choice(episodes)
+        episode[rng.randrange(10)] = rng.choice([*EXTREME, 3, 59])
+    table = array("q", [value for episode in episodes for value in episode])
+    options = size, 6, width, 5, rng.random() < 0.5, 7
+    result = refused(batch.rows, *outputs, [tokens], [unaligned(spans)], table, rows, borders, *options)
+    if not wrong:
+        assert result == -1, result
+        assert outputs[0].tolist() == (words + [5] * size)[:size]
+        assert outputs[7][1] == filled
+
+
+def try_bad_batch(batch: ModuleType, rng: random.Random) -> None:
+    arguments: list[Any] = [bytearray(8) for _ in range(8)]
+    arguments += [[bytes(8)], [bytes(15)], numbers([0] * 10), numbers([0, 1]), numbers([0])]
+    arguments += [1, 1, rng.choice([2, 4, 8, 0, -1]), 0, True, 7]
+    for _ in range(rng.randrange(4)):
+        at = rng.randrange(len(arguments))
+        arguments[at] = rng.choice([any_buffer(rng, bytes(8)), rng.choice(EXTREME), [any_buffer(rng, bytes(15))], []])
+    refused(batch.rows, *arguments)
+    rows, size = rng.randrange(3), rng.randrange(6)
+    sums, words = array("Q", [0] * 2 * rows), 2 * -(-3 * size // 2)
+    columns: list[Any] = [array(kind, [1] * rows * size) for kind in "qqf"]
+    columns.append(array("I", range(words + 4)))
+    assert refused(batch.checksums, sums, *columns) is None or not rows
+    columns[rng.randrange(4)] = any_buffer(rng, bytes(rng.randrange(40)))
+    refused(batch.checksums, sums, *columns)
 
 
 # _columns
@@ -409,10 +460,11 @@ def try_overlaps(rollout: ModuleType, rng: random.Random) -> None:
 def fuzz(folder: Path, rounds: int, seed: int) -> int:
     """Try everything so many times; returns the number of calls that were tried."""
     rng = random.Random(seed)
-    copy, columns, bpe, rollout = (load(folder, name) for name in ("_copy", "_columns", "_bpe", "_rollout"))
+    names = ("_copy", "_batch", "_columns", "_bpe", "_rollout")
+    copy, batch, columns, bpe, rollout = (load(folder, name) for name in names)
     tries = [(try_copy, copy, 20), (try_pieces, copy, 20), (try_bad_copy, copy, 20), (try_columns, columns, 4),
-             (try_bpe, bpe, 1), (try_bad_bpe, bpe, 1), (try_boxes, rollout, 20),
-             (try_overlaps, rollout, 4)]  # fmt: skip
+             (try_batch, batch, 10), (try_bad_batch, batch, 10), (try_bpe, bpe, 1), (try_bad_bpe, bpe, 1),
+             (try_boxes, rollout, 20), (try_overlaps, rollout, 4)]  # fmt: skip
     for _ in range(rounds):
         for attempt, module, times in tries:
             for _ in range(times):

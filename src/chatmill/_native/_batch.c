@@ -253,35 +253,12 @@ typedef struct {
 /* One factor: the low 32 bits of a label or a token, or the bits of a weight. */
 #define WORD(at, wide, n) ((wide) ? (uint32_t)((const int64_t *)(at))[n] : ((const uint32_t *)(at))[n])
 
-#if defined(__ARM_NEON)
-#include <arm_neon.h>
-static inline uint32x4_t four(const void *at, int wide, Py_ssize_t n) {
-    if (!wide) return vld1q_u32((const uint32_t *)at + n);
-    const uint32_t *from = (const uint32_t *)at + 2 * n;
-    return vuzp1q_u32(vld1q_u32(from), vld1q_u32(from + 4));
-}
-#endif
-
 /* Add the products (left + key)(right + key) of `count` words, each factor modulo 2^32, to both sums. */
 static inline __attribute__((always_inline)) void add_products(Sums *sums, const void *left, const void *right, int wide,
                                                                Py_ssize_t count, const uint32_t *left_key,
                                                                const uint32_t *right_key) {
     uint64_t first = 0, second = 0;
-    Py_ssize_t n = 0;
-#if defined(__ARM_NEON)
-    /* Compilers multiply and add in two steps. */
-    uint64x2_t low = vdupq_n_u64(0), high = low, next_low = low, next_high = low;
-    for (; n + SHIFT <= count; n += SHIFT) {
-        uint32x4_t one = four(left, 1, n), other = four(right, wide, n);
-        uint32x4_t a = vaddq_u32(one, vld1q_u32(left_key + n)), b = vaddq_u32(other, vld1q_u32(right_key + n));
-        low = vmlal_u32(low, vget_low_u32(a), vget_low_u32(b)), high = vmlal_high_u32(high, a, b);
-        a = vaddq_u32(one, vld1q_u32(left_key + n + SHIFT)), b = vaddq_u32(other, vld1q_u32(right_key + n + SHIFT));
-        next_low = vmlal_u32(next_low, vget_low_u32(a), vget_low_u32(b));
-        next_high = vmlal_high_u32(next_high, a, b);
-    }
-    first = vaddvq_u64(vaddq_u64(low, high)), second = vaddvq_u64(vaddq_u64(next_low, next_high));
-#endif
-    for (; n < count; n++) {
+    for (Py_ssize_t n = 0; n < count; n++) {
         uint32_t one = WORD(left, 1, n), other = WORD(right, wide, n);
         first += (uint64_t)(uint32_t)(one + left_key[n]) * (uint32_t)(other + right_key[n]);
         second += (uint64_t)(uint32_t)(one + left_key[n + SHIFT]) * (uint32_t)(other + right_key[n + SHIFT]);

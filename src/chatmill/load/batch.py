@@ -80,7 +80,7 @@ class Batch(NamedTuple):
 def split_batches(batch: Batch, widths: Sequence[int]) -> list[Batch]:
     """Cut a batch into one for each width of `episode_ids`, as they would be if built one by one."""
     parts = zip(batch.split(len(widths)), widths, strict=True)
-    return [Batch(*arrays, episode_ids[:, :width]) for (*arrays, episode_ids), width in parts]
+    return [part._replace(episode_ids=part.episode_ids[:, :width]) for part, width in parts]
 
 
 class BatchCounts(NamedTuple):

@@ -91,9 +91,7 @@ class BatchBuilder:
         digests: Sequence[NDArray[np.uint64] | None] = [None] * len(steps)
         source_counts: list[Index | None] = [None] * len(steps)
         if self.row_digests is not None:
-            numbers = np.repeat(np.array([step.at.step for step in steps]), self.num_rows)
-            places = np.tile(np.arange(self.rank * self.num_rows, (self.rank + 1) * self.num_rows), len(steps))
-            rows = self.row_digests(batch, numbers, places)
+            rows = self.row_digests(batch, [step.at.step for step in steps], self.rank * self.num_rows)
             digests = list(rows.reshape(*by_batch, 2).sum(axis=1, dtype=np.uint64))
             if self.plan.config.mix is not None:
                 singles = zip(parts, split_batches(batch, widths), strict=True)

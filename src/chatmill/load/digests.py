@@ -8,7 +8,7 @@ combined by adding them, modulo 2^64 in each column.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -23,30 +23,29 @@ except ImportError:
     _batch = None  # type: ignore[assignment]
 
 Digests = NDArray[np.uint64]
-RowDigests = Callable[[Batch, Index, Index], Digests]
-"""Digests (rows, 2) of the rows of a batch, given the step of each row and its place in the global batch."""
+RowDigests = Callable[[Batch, Sequence[int], int], Digests]
+"""Digests (rows, 2) of the rows of several steps, given these and the place of the first row in its global batch."""
 SHIFT = 4
 """Keys by which the second checksum of a row is ahead of the first."""
 
 
-def checksummed_rows(batch: Batch, steps: Index, places: Index) -> Digests:
+def checksummed_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash the checksums of each row with its step, its place and its episodes."""
     rows, most = batch.episode_ids.shape
     table = np.empty((rows, 4 + most), dtype="<i8")
-    table[:, :2], table[:, 2], table[:, 3] = checksums(batch).view(np.int64), steps, places
-    table[:, 4:] = batch.episode_ids
+    table[:, :2], table[:, 2:4], table[:, 4:] = checksums(batch).view("i8"), _places(rows, steps, first_row), batch[-1]
     stops = 8 * (4 + np.count_nonzero(batch.episode_ids >= 0, axis=1))
-    content, width = memoryview(table.reshape(-1)).cast("B"), 8 * (4 + most)
+    content, width = table.reshape(-1).view(np.uint8).data, table.itemsize * table.shape[1]
     edges = zip(range(0, rows * width, width), stops.tolist(), strict=True)
     return _joined([hashlib.blake2b(content[at : at + size], digest_size=16).digest() for at, size in edges])
 
 
-def hashed_rows(batch: Batch, steps: Index, places: Index) -> Digests:
+def hashed_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash all of each row with its episodes, its step and its place."""
-    digests = []
-    for row, episodes, step, place in zip(_words(batch), batch.episode_ids, steps, places, strict=True):
+    digests, places = [], _places(len(batch.x), steps, first_row)
+    for row, episodes, place in zip(_words(batch), batch.episode_ids, places, strict=True):
         digest = hashlib.blake2b(row.data, digest_size=16)
-        digest.update(np.append(episodes[episodes >= 0], (-1, step, place)).astype("<i8").data)
+        digest.update(np.concatenate([episodes[episodes >= 0], [-1], place]).astype("<i8").data)
         digests.append(digest.digest())
     return _joined(digests)
 
@@ -75,6 +74,14 @@ def checksums(batch: Batch) -> NDArray[np.uint64]:
         factors = (words + keys[column * SHIFT :][: 2 * half]).astype(np.uint64)
         sums[:, column] = (factors[:, :half] * factors[:, half:]).sum(axis=1, dtype=np.uint64)
     return sums
+
+
+def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
+    """The step of each row, and its place in the global batch of that step; (rows, 2)."""
+    places = np.empty((len(steps), rows // len(steps), 2), dtype=np.int64)
+    places[:, :, 0] = np.array(steps)[:, np.newaxis]
+    places[:, :, 1] = np.arange(first_row, first_row + places.shape[1])
+    return places.reshape(-1, 2)
 
 
 @lru_cache(maxsize=8)
