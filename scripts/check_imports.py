@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": BASE,
     "format": BASE | {"answers", "records", "tokenizer"},
     "prepare": BASE | {"answers", "config", "records", "tokenizer", "format", "fit", "store"},
-    "load": BASE | {"config", "store", "fit"},
+    "load": BASE | {"_native", "config", "store", "fit"},
     "audit": BASE | {"load", "store"},
     "settings": BASE | {"config", "load"},
     "train": BASE | {"config", "settings", "audit", "load", "store", "fit"},
