@@ -42,6 +42,7 @@ LEFT_OUT = [
     "other_kinds",
     "another_engine",
     "probe",
+    "real_files",
 ]
 """Tests that take minutes here, or try other engines."""
 PYTEST = ["pytest", "hypothesis", "xdist", "pytest_timeout"]

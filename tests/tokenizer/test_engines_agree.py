@@ -35,7 +35,8 @@ def texts() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "compiled"), [("trained", True), ("trained", False), ("deepseek", False), ("anthropic", False)]
+    ("name", "compiled"),
+    [("trained", True), ("trained", False), ("deepseek", True), ("deepseek", False), ("anthropic", False)],
 )
 def test_the_fast_engine_and_tokenizers_give_equal_ids(name, compiled, texts, trained_json, monkeypatch):
     path: Path = {"trained": trained_json, "deepseek": DEEPSEEK, "anthropic": ANTHROPIC}[name]
@@ -65,7 +66,9 @@ def ids_of_tokenizers(path: Path, texts: tuple[str, ...]) -> tuple[np.ndarray, n
 def pairs(request: pytest.FixtureRequest) -> TokenizerJson:
     """fastokens, once with its own code for a pattern and once with its regular expressions."""
     raw = tokenizer_of_pairs(pre_tokenizer_of(PATTERNS[request.param]))
-    backend = TokenizerJson(request.param, raw, json.loads(raw), control=[])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chatmill.tokenizer.byte_bpe._bpe", None)
+        backend = TokenizerJson(request.param, raw, json.loads(raw), control=[])
     assert backend.engine == "fastokens"
     return backend
 

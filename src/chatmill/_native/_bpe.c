@@ -2,7 +2,8 @@
 
    A text is cut into words as the pattern of its tokenizer would cut it, and each word is looked up among those that
    have been merged before; nearly all have. A text with a word over LONGEST, with a character whose class is not known,
-   or with one that has to be normalized, is left to the caller: it comes back without ids, and its number in a list. */
+   with one that has to be normalized, or with an added token, is left to the caller: it comes back without ids, and its
+   number in a list. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -10,14 +11,15 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include "_starts.h"
 #include "_table.h"
-#include "_words.h"
 
 typedef struct {
     PyObject_HEAD
     Cutter cutter;
     Table table;
     Heap classes, text, out, offsets;
+    Heap added; /* tokens that are looked for before words: the size of each in a byte, and its bytes */
     int ready;
 } Encoder;
 
@@ -39,6 +41,18 @@ static int is_ready(const Encoder *self) {
     return self->ready;
 }
 
+static int has_added(const Encoder *self, const uint8_t *text, size_t size) {
+    const uint8_t *end = text + size;
+    for (size_t n = 0; n < self->added.size; n += 1 + self->added.data[n]) {
+        const uint8_t *at = text, *token = self->added.data + n;
+        while ((at = memchr(at, token[1], end - at)) && end - at >= *token) {
+            if (!memcmp(at, token + 1, *token)) return 1;
+            at++;
+        }
+    }
+    return 0;
+}
+
 /* Append the ids of `self->text`; none, and `odd` set, if it has to be left to the caller. 0 without memory. */
 static int encode_text(Encoder *self, size_t size) {
     size_t room = self->out.size + (size + FEW) * sizeof(uint32_t);
@@ -48,7 +62,8 @@ static int encode_text(Encoder *self, size_t size) {
     const uint8_t *at = self->text.data, *end = at + size;
     memset(self->text.data + size, 0, BEYOND);
     self->text.data[size] = STOP;
-    cutter->odd = 0;
+    cutter->odd = has_added(self, at, size);
+    if (cutter->odd) return 1;
     while (at < end) {
         uint64_t starts = starts_after(cutter, at, end - at);
         if (starts) {
@@ -178,21 +193,28 @@ static int are_in_order(const Py_buffer *places, size_t words, int64_t size) {
     return 1;
 }
 
-/* Whether each is a class of characters; of bytes there are others, and an ASCII character is never in doubt. */
-static int are_classes(const Py_buffer *classes) {
+/* Whether each is a class of characters, and that of an ASCII character the one it has to be. */
+static int are_classes(const Py_buffer *classes, int pattern) {
     const uint8_t *class = classes->buf;
-    if (classes->len < 128 || class[' '] != SPACE) return 0;
+    if (classes->len < 128) return 0;
     for (Py_ssize_t n = 0; n < classes->len; n++)
-        if ((class[n] & ~(n < 128 ? 0 : DOUBT)) > UNKNOWN) return 0;
+        if (n < 128 ? class[n] != ascii_class(pattern, (int)n) : (class[n] & ~DOUBT) > UNKNOWN) return 0;
     return 1;
+}
+
+/* Whether each token has its size before it, and none is empty. */
+static int are_tokens(const Py_buffer *added) {
+    const uint8_t *token = added->buf, *end = token + added->len;
+    while (token < end && *token && end - token > *token) token += 1 + *token;
+    return token == end;
 }
 
 static int take_in(Encoder *self, const Py_buffer *given) {
     const Py_buffer *classes = &given[0], *byte_ids = &given[1], *pairs = &given[2], *into = &given[3];
-    const Py_buffer *vocabulary = &given[4], *places = &given[5], *numbers = &given[6];
+    const Py_buffer *vocabulary = &given[4], *places = &given[5], *numbers = &given[6], *added = &given[7];
     size_t merges = into->len / 4, words = numbers->len / 4;
-    if (self->cutter.pattern < GPT2 || self->cutter.pattern > CL100K || self->cutter.digits < 0 || !are_classes(classes) ||
-        byte_ids->len != sizeof self->table.byte_ids || into->len % 4 || pairs->len != into->len * 2 || merges >= MERGES ||
+    if (self->cutter.pattern < 0 || self->cutter.pattern >= PATTERNS || !are_classes(classes, self->cutter.pattern) ||
+        !are_tokens(added) || byte_ids->len != sizeof self->table.byte_ids || into->len % 4 || pairs->len != into->len * 2 || merges >= MERGES ||
         numbers->len % 4 || places->len != (Py_ssize_t)(words + 1) * 8 || !are_in_order(places, words, vocabulary->len)) {
         PyErr_SetString(PyExc_ValueError, "expected columns that fit together");
         return -1;
@@ -208,6 +230,7 @@ static int take_in(Encoder *self, const Py_buffer *given) {
     self->table.merges = large(room * sizeof *self->table.merges);
     self->table.process = getpid();
     if (!self->table.words || !self->table.merges || !append(&self->classes, classes->buf, classes->len) ||
+        !append(&self->added, added->buf, added->len) ||
         !append(&self->table.vocabulary, vocabulary->buf, vocabulary->len) ||
         !reserve(&self->table.vocabulary, vocabulary->len + BEYOND) ||
         !append(&self->table.places, places->buf, places->len) || !append(&self->table.numbers, numbers->buf, numbers->len))
@@ -226,37 +249,37 @@ no_memory:
 }
 
 PyDoc_STRVAR(encoder_doc,
-             "Encoder(pattern, digits, whole, classes, byte_ids, pairs, into, vocabulary, places, numbers)\n\n"
-             "pattern: 0 for GPT-2's, 1 for cl100k's, which takes up to `digits` of a number at a time.\n"
+             "Encoder(pattern, whole, classes, byte_ids, pairs, into, vocabulary, places, numbers, added)\n\n"
+             "pattern: how words are cut, a number of `Pattern` in split_pattern.py.\n"
              "whole: whether a word of the vocabulary is its own token without being merged.\n"
              "classes: a byte for each character; byte_ids: 256 ids; pairs and into: ids of the merges, in order.\n"
-             "vocabulary, places, numbers: the bytes of its words, where each begins, and their ids.");
+             "vocabulary, places, numbers: the bytes of its words, where each begins, and their ids.\n"
+             "added: tokens whose texts are left to the caller, each behind a byte with its size.");
 
 static int init(PyObject *object, PyObject *args, PyObject *names) {
-    static char *keys[] = {"pattern", "digits", "whole",      "classes", "byte_ids", "pairs",
-                           "into",    "vocabulary", "places", "numbers", NULL};
+    static char *keys[] = {"pattern",    "whole",  "classes", "byte_ids", "pairs", "into",
+                           "vocabulary", "places", "numbers", "added",    NULL};
     Encoder *self = (Encoder *)object;
-    Py_buffer given[7];
+    Py_buffer given[8];
     if (self->table.words) {
         PyErr_SetString(PyExc_RuntimeError, "an encoder is made once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, names, "iipy*y*y*y*y*y*y*", keys, &self->cutter.pattern, &self->cutter.digits,
-                                     &self->table.whole, &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
-                                     &given[6]))
+    if (!PyArg_ParseTupleAndKeywords(args, names, "ipy*y*y*y*y*y*y*y*", keys, &self->cutter.pattern, &self->table.whole,
+                                     &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &given[7]))
         return -1;
     int failed = take_in(self, given);
-    for (int n = 0; n < 7; n++) PyBuffer_Release(&given[n]);
+    for (int n = 0; n < 8; n++) PyBuffer_Release(&given[n]);
     return failed;
 }
 
 static void dealloc(PyObject *object) {
     Encoder *self = (Encoder *)object;
-    Heap *heaps[] = {&self->classes, &self->table.vocabulary, &self->table.places, &self->table.numbers, &self->table.bytes,
+    Heap *heaps[] = {&self->classes, &self->added, &self->table.vocabulary, &self->table.places, &self->table.numbers, &self->table.bytes,
                      &self->table.ids,     &self->text,       &self->out,    &self->offsets};
     for (size_t n = 0; n < sizeof heaps / sizeof *heaps; n++) free(heaps[n]->data);
-    free(self->table.words);
-    free(self->table.merges);
+    free_large(self->table.words, sizeof *self->table.words << self->table.word_bits);
+    free_large(self->table.merges, sizeof *self->table.merges << self->table.merge_bits);
     PyTypeObject *type = Py_TYPE(object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);

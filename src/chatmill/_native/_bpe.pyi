@@ -5,7 +5,6 @@ class Encoder:
         self,
         *,
         pattern: int,
-        digits: int,
         whole: bool,
         classes: Buffer,
         byte_ids: Buffer,
@@ -14,6 +13,7 @@ class Encoder:
         vocabulary: Buffer,
         places: Buffer,
         numbers: Buffer,
+        added: Buffer,
     ) -> None: ...
     def encode(self, texts: list[str], normal: bool, /) -> tuple[bytes, bytes, list[int]]: ...
     def encode_columns(

@@ -3,10 +3,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
-#ifdef __linux__
 #include <sys/mman.h>
-#endif
+#include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "words are looked up by their bytes as a little-endian number"
@@ -71,15 +69,27 @@ static int append(Heap *heap, const void *data, size_t size) {
     return 1;
 }
 
-/* Memory that is read all over: in large pages, where the system has them. */
+/* Memory that is read all over: in large pages, where the system has them. Not from the heap, whose pages are in use
+   already and stay small. It is zero. */
+#define LARGE_PAGE ((size_t)1 << 21)
+
+static size_t in_pages(size_t size) { return (size + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE; }
+
 static void *large(size_t size) {
-    size_t page = (size_t)1 << 21;
-    void *data = NULL;
-    if (posix_memalign(&data, page, (size + page - 1) / page * page)) return NULL;
+    size = in_pages(size);
+    uint8_t *data = mmap(NULL, size + LARGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) return NULL;
+    size_t before = in_pages((uintptr_t)data) - (uintptr_t)data;
+    if (before) munmap(data, before);
+    if (before < LARGE_PAGE) munmap(data + before + size, LARGE_PAGE - before);
 #ifdef MADV_HUGEPAGE
-    madvise(data, (size + page - 1) / page * page, MADV_HUGEPAGE);
+    madvise(data + before, size, MADV_HUGEPAGE);
 #endif
-    return data;
+    return data + before;
+}
+
+static void free_large(void *data, size_t size) {
+    if (data) munmap(data, in_pages(size));
 }
 
 static inline uint64_t mixed(uint64_t low, uint64_t high) {
@@ -128,25 +138,28 @@ static uint32_t merged(const Table *self, const uint8_t *word, uint32_t size, ui
     return count;
 }
 
-/* What a word is looked up by. */
-static inline Key key_of(const uint8_t *word, size_t size) {
-    static const uint8_t KEPT[31] = {255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255};
+static __attribute__((noinline)) Key long_key(const uint8_t *word, size_t size) {
     Key key = {0, (uint64_t)0xFF << 56 | size};
-    if (size <= SHORT) {
-        uint64_t low, high;
-        memcpy(&low, KEPT + SHORT - size, 8);
-        memcpy(&high, KEPT + SHORT - size + 8, 8);
-        memcpy(&key.low, word, 8);
-        memcpy(&key.high, word + 8, 8);
-        key.low &= low;
-        key.high = (key.high & high) | (uint64_t)size << 56;
-        return key;
-    }
     for (size_t at = 0; at < size; at += 8) {
         uint64_t part = 0;
         memcpy(&part, word + at, size - at < 8 ? size - at : 8);
         key.low = mixed(key.low + at, part);
     }
+    return key;
+}
+
+/* What a word is looked up by. */
+static inline Key key_of(const uint8_t *word, size_t size) {
+    static const uint8_t KEPT[31] = {255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255, 255};
+    if (size > SHORT) return long_key(word, size);
+    Key key;
+    uint64_t low, high;
+    memcpy(&low, KEPT + SHORT - size, 8);
+    memcpy(&high, KEPT + SHORT - size + 8, 8);
+    memcpy(&key.low, word, 8);
+    memcpy(&key.high, word + 8, 8);
+    key.low &= low;
+    key.high = (key.high & high) | (uint64_t)size << 56;
     return key;
 }
 
@@ -163,10 +176,9 @@ static int enlarge(Table *self) {
     size_t size = sizeof *self->words << (self->word_bits + 1);
     Word *words = large(size);
     if (!words) return 0;
-    memset(words, 0, size);
     for (size_t at = 0; at < (size_t)1 << self->word_bits; at++)
         if (self->words[at].key.high) place(words, self->word_bits + 1, &self->words[at]);
-    free(self->words);
+    free_large(self->words, size / 2);
     self->words = words;
     self->word_bits++;
     return 1;
@@ -218,8 +230,8 @@ static int learn(Table *self, Word *fresh, const uint8_t *bytes, size_t size) {
 }
 
 /* Write the ids of a word, and return where those of the next go; NULL without memory. */
-static inline uint32_t *write_ids(Table *self, Key key, uint64_t hash, const uint8_t *bytes, size_t size,
-                                  uint32_t *out) {
+static __attribute__((noinline)) uint32_t *write_ids(Table *self, Key key, uint64_t hash, const uint8_t *bytes,
+                                                     size_t size, uint32_t *out) {
     Word fresh = {{0, 0}, {0}, 0};
     const Word *word;
     size_t mask = ((size_t)1 << self->word_bits) - 1;
@@ -244,24 +256,32 @@ static inline uint32_t *write_ids(Table *self, Key key, uint64_t hash, const uin
 }
 
 /* The same for the words that begin at `at` and at the bits, the last of which ends them. They are all asked for before
-   the first is used, since what takes time is the way to the memory. */
+   the first is used, since what takes time is the way to the memory; nearly all are short and lie where they belong. */
 static inline uint32_t *write_words(Table *self, const uint8_t *at, uint64_t starts, uint32_t *out) {
-    Key keys[64];
-    uint64_t hashes[64];
+    struct Asked {
+        Key key;
+        uint64_t hash;
+        uint32_t begin, size;
+    } asked[64], *last = asked;
+    const Word *words = self->words;
     size_t mask = ((size_t)1 << self->word_bits) - 1, begin = 0;
-    int count = 0;
-    for (uint64_t left = starts; left; left &= left - 1) {
-        size_t end = __builtin_ctzll(left);
-        keys[count] = key_of(at + begin, end - begin);
-        hashes[count] = hash_of(keys[count]);
-        __builtin_prefetch(&self->words[hashes[count++] & mask]);
+    for (; starts; starts &= starts - 1, last++) {
+        size_t end = __builtin_ctzll(starts);
+        last->key = key_of(at + begin, end - begin);
+        last->hash = hash_of(last->key);
+        last->begin = (uint32_t)begin, last->size = (uint32_t)(end - begin);
+        __builtin_prefetch(&words[last->hash & mask]);
         begin = end;
     }
-    begin = 0;
-    for (int n = 0; n < count && out; n++, starts &= starts - 1) {
-        size_t end = __builtin_ctzll(starts);
-        out = write_ids(self, keys[n], hashes[n], at + begin, end - begin, out);
-        begin = end;
+    for (const struct Asked *word = asked; word < last; word++) {
+        const Word *found = &words[word->hash & mask];
+        if (found->key.low == word->key.low && found->key.high == word->key.high && found->count <= FEW) {
+            memcpy(out, found->ids, sizeof found->ids);
+            out += found->count;
+            continue;
+        }
+        if (!(out = write_ids(self, word->key, word->hash, at + word->begin, word->size, out))) return NULL;
+        words = self->words, mask = ((size_t)1 << self->word_bits) - 1;
     }
     return out;
 }
@@ -273,7 +293,7 @@ static int own_words(Table *self) {
     Word *words = large(size);
     if (!words) return 0;
     memcpy(words, self->words, size);
-    free(self->words);
+    free_large(self->words, size);
     self->words = words;
     self->process = getpid();
     return 1;

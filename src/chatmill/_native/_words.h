@@ -1,27 +1,35 @@
-/* The words of a text, as the pattern of its tokenizer would cut it. */
+/* The words of a text, as the pattern of its tokenizer would cut it: one word at a time, for every character.
+   What `_starts.h` tells 64 bytes at a time has to be the same. */
 
 #include <stddef.h>
 #include <stdint.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
-/* Classes of characters as in byte_bpe.py, with DOUBT added where normalizing may change a text; WIDE and END are those
-   of bytes. */
-enum { LETTER, NUMBER, SPACE, OTHER, UNKNOWN, WIDE, END, DOUBT = 8 };
-enum { GPT2, CL100K };
+/* Classes of characters as in split_pattern.py, with DOUBT added where normalizing may change a text; WIDE and END are
+   those of bytes. A pattern that does not tell two classes apart has the first one only. */
+enum { LETTER, UPPER, LOWER, MARK, NUMBER, SPACE, OTHER, CONTROL, CJK_LETTER, CJK_OTHER, UNKNOWN, WIDE, END, DOUBT = 16 };
+enum { GPT2, CL100K, QWEN2, O200K, TEKKEN, DEEPSEEK, PATTERNS };
 
 #define STOP 0xFF          /* the byte behind a text: no UTF-8 has it */
 #define BEYOND 80          /* bytes behind a text that may be read */
 
 typedef struct {
-    int pattern, digits;
+    int pattern;
     uint8_t lead[256]; /* the class of an ASCII character by its byte; WIDE, END */
     const uint8_t *classes;
     size_t known; /* how many characters have a class */
     int normal;   /* whether texts are known to be normalized */
     int odd;      /* set by a text whose words cannot be told here */
 } Cutter;
+
+/* The class that an ASCII character has to have. */
+static inline uint8_t ascii_class(int pattern, int c) {
+    int cased = pattern == O200K || pattern == TEKKEN;
+    if (c >= 'a' && c <= 'z') return cased ? LOWER : LETTER;
+    if (c >= 'A' && c <= 'Z') return cased ? UPPER : LETTER;
+    if (c >= '0' && c <= '9') return NUMBER;
+    if (c == ' ' || (c >= '\t' && c <= '\r')) return SPACE;
+    return pattern == DEEPSEEK && (c < ' ' || c == 0x7F) ? CONTROL : OTHER;
+}
 
 /* Bytes that are no UTF-8 end the words: what follows them is not looked at, so nothing is read beyond a text. */
 static inline uint8_t wide(Cutter *self, const uint8_t *at, int *size) {
@@ -48,19 +56,40 @@ static inline uint8_t class_of(Cutter *self, const uint8_t *at, int *size) {
     return class == WIDE ? wide(self, at, size) : class;
 }
 
-static inline const uint8_t *run_of(Cutter *self, const uint8_t *at, uint8_t class) {
+/* Sets of classes, as bits. */
+#define SET(class) (1u << (class))
+#define LETTERS (SET(LETTER) | SET(UPPER) | SET(LOWER) | SET(MARK))
+
+static inline int is_in(uint32_t set, uint8_t class) { return set >> class & 1; }
+
+/* The end of a run of characters of these classes. */
+static inline const uint8_t *run_of(Cutter *self, const uint8_t *at, uint32_t set) {
     for (int size;; at += size) {
-        while (self->lead[*at] == class) at++;
-        if (self->lead[*at] != WIDE || wide(self, at, &size) != class) return at;
+        while (is_in(set, self->lead[*at])) at++;
+        if (self->lead[*at] != WIDE || !is_in(set, wide(self, at, &size))) return at;
     }
 }
+
+static inline const uint8_t *last_character(const uint8_t *end) {
+    do end--;
+    while ((*end & 0xC0) == 0x80);
+    return end;
+}
+
+static inline int is_line_end(uint8_t byte) { return byte == '\n' || byte == '\r'; }
 
 /* Of a run of spaces before a word, the last is not the run's. */
 static inline const uint8_t *spaces(const uint8_t *from, const uint8_t *to) {
     if (*to == STOP) return to;
-    const uint8_t *last = to - 1;
-    while ((*last & 0xC0) == 0x80) last--;
+    const uint8_t *last = last_character(to);
     return last > from ? last : to;
+}
+
+/* The same where a run ends behind its last line end. */
+static inline const uint8_t *lines(const uint8_t *from, const uint8_t *to, int before_word) {
+    for (const uint8_t *last = to; last > from; last--)
+        if (is_line_end(last[-1])) return last;
+    return before_word ? spaces(from, to) : to;
 }
 
 /* The end of 's, 't, 're, 've, 'm, 'll or 'd; with `fold` 0x20 in either case. */
@@ -71,105 +100,112 @@ static inline const uint8_t *contraction(const uint8_t *at, uint8_t fold) {
     return first == 'l' && second == 'l' ? at + 3 : NULL;
 }
 
+/* The same at any character where case does not count, and a long s is an s. */
+static inline const uint8_t *contraction_folded(Cutter *self, const uint8_t *at) {
+    if (*at != '\'') return NULL;
+    if (at[1] == 0xC5 && at[2] == 0xBF) self->odd = 1;
+    return contraction(at, 0x20);
+}
+
+/* How many digits are a word; GPT-2's pattern takes them all. */
+static inline int most_digits(int pattern) { return pattern == QWEN2 || pattern == TEKKEN ? 1 : 3; }
+
+static inline const uint8_t *digits_of(Cutter *self, const uint8_t *end) {
+    int size;
+    for (int left = most_digits(self->pattern) - 1; left && class_of(self, end, &size) == NUMBER; left--) end += size;
+    return end;
+}
+
 static inline const uint8_t *word_gpt2(Cutter *self, const uint8_t *at) {
     int size;
     const uint8_t *end;
     if (*at == ' ') {
         uint8_t class = class_of(self, at + 1, &size);
-        if (class != SPACE && class != END) return run_of(self, at + 1 + size, class);
+        if (class != SPACE && class != END) return run_of(self, at + 1 + size, SET(class));
     } else {
         if (*at == '\'' && (end = contraction(at, 0))) return end;
         uint8_t class = class_of(self, at, &size);
-        if (class != SPACE) return run_of(self, at + size, class);
+        if (class != SPACE) return run_of(self, at + size, SET(class));
     }
-    return spaces(at, run_of(self, at, SPACE));
+    return spaces(at, run_of(self, at, SET(SPACE)));
 }
 
-static inline const uint8_t *line_ends(const uint8_t *at) {
-    while (*at == '\n' || *at == '\r') at++;
+/* Line ends that belong to what is before them; with some patterns slashes too. */
+static inline const uint8_t *line_ends(const uint8_t *at, int slashes) {
+    while (is_line_end(*at) || (slashes && *at == '/')) at++;
     return at;
 }
 
 static inline const uint8_t *word_cl100k(Cutter *self, const uint8_t *at) {
     int size, next_size;
-    const uint8_t *end;
-    if (*at == '\'') {
-        if ((end = contraction(at, 0x20))) return end;
-        /* A long s is an s where case does not count. */
-        if (at[1] == 0xC5 && at[2] == 0xBF) self->odd = 1;
-    }
+    const uint8_t *end = contraction_folded(self, at);
+    if (end) return end;
     uint8_t class = class_of(self, at, &size);
-    if (class == LETTER) return run_of(self, at + size, LETTER);
-    if (class == NUMBER) {
-        end = at + size;
-        for (int left = self->digits - 1; left && class_of(self, end, &size) == NUMBER; left--) end += size;
+    if (class == LETTER) return run_of(self, at + size, SET(LETTER));
+    if (class == NUMBER) return digits_of(self, at + size);
+    uint8_t next = class_of(self, at + size, &next_size);
+    if (next == LETTER && !is_line_end(*at)) return run_of(self, at + size + next_size, SET(LETTER));
+    if (class != SPACE) return line_ends(run_of(self, at + size, SET(class)), 0);
+    if (*at == ' ' && next == OTHER) return line_ends(run_of(self, at + size + next_size, SET(OTHER)), 0);
+    return lines(at, run_of(self, at, SET(SPACE)), 1);
+}
+
+/* [upper or caseless]* [lower or caseless]+, or [upper or caseless]+: upper case letters behind the last caseless
+   character are left to the next word, unless lower case follows them. */
+static inline const uint8_t *cased_letters(Cutter *self, const uint8_t *at) {
+    const uint8_t *caseless = NULL;
+    for (int size;; at += size) {
+        uint8_t class = class_of(self, at, &size);
+        if (class == LOWER) return run_of(self, at + size, SET(LOWER) | SET(LETTER) | SET(MARK));
+        if (class == LETTER || class == MARK) caseless = at + size;
+        else if (class != UPPER) return caseless ? caseless : at;
+    }
+}
+
+static inline const uint8_t *word_o200k(Cutter *self, const uint8_t *at) {
+    int size, next_size;
+    uint8_t class = class_of(self, at, &size);
+    if (class == NUMBER) return digits_of(self, at + size);
+    uint8_t next = class_of(self, at + size, &next_size);
+    int begins = is_in(LETTERS, class);
+    if (begins || (is_in(LETTERS, next) && !is_line_end(*at))) {
+        const uint8_t *end = cased_letters(self, begins ? at : at + size);
+        const uint8_t *longer = self->pattern == O200K ? contraction_folded(self, end) : NULL;
+        return longer ? longer : end;
+    }
+    const uint32_t others = SET(OTHER) | SET(MARK);
+    if (class != SPACE) return line_ends(run_of(self, at + size, others), 1);
+    if (*at == ' ' && next == OTHER) return line_ends(run_of(self, at + size + next_size, others), 1);
+    return lines(at, run_of(self, at, SET(SPACE)), 1);
+}
+
+/* Numbers and then runs of Chinese characters and kana are cut out first: the pattern for words does not see beyond. */
+static inline const uint8_t *word_deepseek(Cutter *self, const uint8_t *at) {
+    int size, next_size;
+    uint8_t class = class_of(self, at, &size);
+    if (class == NUMBER) return digits_of(self, at + size);
+    if (class == LETTER || class == CJK_LETTER || class == CJK_OTHER) return run_of(self, at + size, SET(class));
+    uint8_t next = class_of(self, at + size, &next_size);
+    const uint8_t *end = at + size + next_size;
+    if (class == OTHER && size == 1 && next == LETTER && next_size == 1) {
+        while (self->lead[*end] == LETTER) end++;
         return end;
     }
-    uint8_t next = class_of(self, at + size, &next_size);
-    if (next == LETTER && *at != '\n' && *at != '\r') return run_of(self, at + size + next_size, LETTER);
-    if (class != SPACE) return line_ends(run_of(self, at + size, class));
-    if (*at == ' ' && next == OTHER) return line_ends(run_of(self, at + size + next_size, OTHER));
-    end = run_of(self, at, SPACE);
-    for (const uint8_t *last = end; last > at; last--)
-        if (last[-1] == '\n' || last[-1] == '\r') return last;
-    return spaces(at, end);
+    if (class == OTHER) return line_ends(run_of(self, at + size, SET(OTHER)), 0);
+    if (next == LETTER && !is_line_end(*at)) return run_of(self, end, SET(LETTER));
+    if (*at == ' ' && next == OTHER) return line_ends(run_of(self, end, SET(OTHER)), 0);
+    end = run_of(self, at, SET(class));
+    next = class_of(self, end, &next_size);
+    if (class == SPACE) return lines(at, end, next != NUMBER && next != CJK_LETTER && next != CJK_OTHER);
+    return next == LETTER ? last_character(end) : end;
 }
-
-#ifdef __SSE2__
-
-static inline uint64_t bits_between(__m128i bytes, int first, int count) {
-    __m128i shifted = _mm_add_epi8(bytes, _mm_set1_epi8((char)(-128 - first)));
-    return (uint32_t)_mm_movemask_epi8(_mm_cmplt_epi8(shifted, _mm_set1_epi8((char)(-128 + count))));
-}
-
-static inline uint64_t bits_equal(__m128i bytes, char byte) {
-    return (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(bytes, _mm_set1_epi8(byte)));
-}
-
-/* The bytes of the next 64 at which word_gpt2 would begin a word, the end of the text among them, as bits; only those
-   that can be told without looking further, and not the first, which is one. */
-static inline uint64_t starts_gpt2(const uint8_t *at, size_t left) {
-    uint64_t letter = 0, number = 0, space = 0, blank = 0, quote = 0, high = 0;
-    for (int part = 0; part < 64; part += 16) {
-        __m128i bytes = _mm_loadu_si128((const __m128i *)(at + part));
-        letter |= bits_between(_mm_or_si128(bytes, _mm_set1_epi8(0x20)), 'a', 26) << part;
-        number |= bits_between(bytes, '0', 10) << part;
-        space |= bits_between(bytes, '\t', 5) << part;
-        blank |= bits_equal(bytes, ' ') << part;
-        quote |= bits_equal(bytes, '\'') << part;
-        high |= (uint64_t)(uint32_t)_mm_movemask_epi8(bytes) << part;
-    }
-    space |= blank;
-    const uint64_t one = 1, all = ~(uint64_t)0;
-    int ends = left < 62;
-    uint64_t inside = left < 64 ? (one << left) - 1 : all;
-    uint64_t other = ~(letter | number | space);
-    uint64_t goes_on = (letter & letter << 1) | (number & number << 1) | (other & other << 1) | blank << 1;
-    uint64_t before_word = ~(space >> 1) & inside >> 1;
-    uint64_t starts = ((~space & ~goes_on) | (space & (~(space << 1) | before_word))) & inside;
-    if (ends) starts |= one << left;
-    for (uint64_t quotes = quote & starts & (all >> 3); quotes; quotes &= quotes - 1) {
-        int n = __builtin_ctzll(quotes);
-        const uint8_t *stop = contraction(at + n, 0);
-        if (stop) starts = (starts & ~(one << (n + 1))) | one << (stop - at);
-    }
-    uint64_t told = ends ? all : (one << 61) - 1;
-    if (high &= inside) told &= ((high & -high) >> 1) - 1;
-    return starts & told & ~one;
-}
-
-#else
-static inline uint64_t starts_gpt2(const uint8_t *at, size_t left) {
-    (void)at, (void)left;
-    return 0;
-}
-#endif
 
 static inline const uint8_t *word_at(Cutter *self, const uint8_t *at) {
-    return self->pattern == GPT2 ? word_gpt2(self, at) : word_cl100k(self, at);
-}
-
-/* Where words begin after the one that begins here, as bits of the next 64 bytes; 0 if that has to be seen by word_at. */
-static inline uint64_t starts_after(const Cutter *self, const uint8_t *at, size_t left) {
-    return self->pattern == GPT2 && *at < 0x80 ? starts_gpt2(at, left) : 0;
+    switch (self->pattern) {
+    case GPT2: return word_gpt2(self, at);
+    case CL100K:
+    case QWEN2: return word_cl100k(self, at);
+    case DEEPSEEK: return word_deepseek(self, at);
+    default: return word_o200k(self, at);
+    }
 }

@@ -1,24 +1,23 @@
-"""Byte-level BPE in C, for tokenizer.json files that split words with the pattern of GPT-2 or of cl100k.
+"""Byte-level BPE in C, for tokenizer.json files that split words with a pattern of `split_pattern`.
 
-Texts with a very long word or a rare character are left to a fallback engine. There is no such engine where the C was
-not compiled, or for other kinds of files.
+Texts with a very long word, a rare character or an added token are left to a fallback engine. There is no such engine
+where the C was not compiled, or for other kinds of files.
 """
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from chatmill.tokenizer.backend import Ids, Offsets, TextColumns
 from chatmill.tokenizer.isolate_control import Json, byte_alphabet, pairs
+from chatmill.tokenizer.split_pattern import KNOWN, classes, split_of
 
 try:
     from chatmill._native import _bpe
@@ -27,16 +26,8 @@ except ImportError:  # pragma: no cover
 
 Encode = Callable[[Sequence[str]], tuple[Ids, Offsets]]
 
-LETTER, NUMBER, SPACE, OTHER, UNKNOWN = range(5)
-DOUBT = 8
-"""Added to the class of a character that normalization may change, or join with the one before it."""
-KNOWN = 2**17
-"""Code points with a class; those beyond are very rare."""
 MAX_MERGES = 2**22
 """Ranks of merges share 32 bits with positions in a word."""
-GPT2, CL100K = range(2)
-_CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_DIGITS = {_CL100K % r"\p{N}": 1, _CL100K % r"\p{N}{1,3}": 3}
 
 
 class ByteBpe:
@@ -105,9 +96,13 @@ def with_left(
 
 def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -> ByteBpe | None:
     """The engine for a `tokenizer.json` without control tokens, or None if it is of another kind."""
-    pattern = _pattern(content.get("pre_tokenizer"))
-    normalizer = (content.get("normalizer") or {}).get("type")
-    if _bpe is None or pattern is None or normalizer not in (None, "NFC") or content["added_tokens"]:
+    split = split_of(content.get("pre_tokenizer"))
+    normalizer = content.get("normalizer") or {}
+    nfc = normalizer.get("type") == "NFC"
+    known = nfc or normalizer in ({}, {"type": "Sequence", "normalizers": []})
+    added = [token["content"] for token in content["added_tokens"]]
+    # Normalizing may make an added token or take one apart.
+    if _bpe is None or split is None or not known or (nfc and added):
         return None
     model = content["model"]
     if model.get("type") != "BPE" or any(
@@ -126,16 +121,16 @@ def byte_bpe(content: Json, normalize: Callable[[str], str], fallback: Encode) -
     return ByteBpe(
         normalize,
         fallback,
-        pattern=pattern[0],
-        digits=pattern[1],
+        pattern=int(split.pattern),
         whole=bool(model.get("ignore_merges")),
-        classes=classes(nfc=normalizer == "NFC"),
+        classes=classes(split, nfc=nfc),
         byte_ids=_ids(vocab[letter] for letter in sorted(alphabet, key=alphabet.__getitem__)),
         pairs=_ids(vocab[half] for merge in merges for half in merge),
         into=_ids(vocab[left + right] for left, right in merges),
         vocabulary=spelled.encode("latin-1"),
         places=np.append(0, np.cumsum([len(token) for token in tokens])),
         numbers=_ids(vocab[token] for token in tokens),
+        added=_added(added),
     )
 
 
@@ -144,49 +139,14 @@ def engine_file() -> Path | None:
     return Path(_bpe.__file__) if _bpe is not None and _bpe.__file__ else None
 
 
+def _added(tokens: Iterable[str]) -> bytes:
+    """The added tokens for the encoder: each behind a byte with its size, or its beginning if it is longer.
+
+    Tokens with a character beyond KNOWN are left out: texts with one are left anyway. Aliases are such tokens.
+    """
+    written = [token.encode()[:255] for token in tokens if max(map(ord, token)) < KNOWN]
+    return b"".join(bytes([len(token)]) + token for token in written)
+
+
 def _ids(numbers: Any) -> NDArray[np.uint32]:
     return np.fromiter(numbers, dtype=np.uint32)
-
-
-def _pattern(section: Any) -> tuple[int, int] | None:
-    """Which pattern splits words, and how many digits it takes at a time."""
-    match section:
-        case {"type": "ByteLevel", "add_prefix_space": False} if section.get("use_regex", True):
-            return GPT2, 0
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ],
-        } if regex in _DIGITS:
-            return CL100K, _DIGITS[regex]
-    return None
-
-
-@cache
-def classes(*, nfc: bool) -> bytes:
-    """The class of every character according to `tokenizers`, with DOUBT added to those that NFC may change."""
-    # Surrogates are not characters; replaced, so that the position of a character is its number.
-    text = "".join(chr(n) if not 0xD800 <= n < 0xE000 else "\ufffd" for n in range(KNOWN))
-    kinds = np.full(KNOWN, OTHER, dtype=np.uint8)
-    for kind, regex in ((LETTER, r"\p{L}+"), (NUMBER, r"\p{N}+"), (SPACE, r"\s+")):
-        others = tokenizers.pre_tokenizers.Split(tokenizers.Regex(regex), "removed").pre_tokenize_str(text)
-        of_kind = np.ones(KNOWN, dtype=bool)
-        for _, (start, stop) in others:
-            of_kind[start:stop] = False
-        kinds[of_kind] = kind
-    if nfc:
-        kinds[[ord(character) for character in _in_doubt(text)]] += DOUBT
-    return kinds.tobytes()
-
-
-def _in_doubt(text: str) -> set[str]:
-    """Characters that NFC changes, moves, or joins with the one before them."""
-    parts = [unicodedata.normalize("NFD", character) for character in text]
-    joined = {part for whole in parts for part in whole[1:]}
-    jamo = map(chr, [*range(0x1161, 0x1176), *range(0x11A8, 0x11C3)])
-    changed = {one for one in text if unicodedata.combining(one) or not unicodedata.is_normalized("NFC", one)}
-    # Characters that are too new for this Python may be any of these.
-    unknown = {one for one in text if unicodedata.category(one) == "Cn"}
-    return (joined | changed | unknown | {*jamo}) & {*text}
