@@ -157,13 +157,6 @@ def try_bad_batch(batch: ModuleType, rng: random.Random) -> None:
         at = rng.randrange(len(arguments))
         arguments[at] = rng.choice([any_buffer(rng, bytes(8)), rng.choice(EXTREME), [any_buffer(rng, bytes(15))], []])
     refused(batch.rows, *arguments)
-    rows, size = rng.randrange(3), rng.randrange(6)
-    sums, words = array("Q", [0] * 2 * rows), 2 * -(-3 * size // 2)
-    columns: list[Any] = [array(kind, [1] * rows * size) for kind in "qqf"]
-    columns.append(array("I", range(words + 4)))
-    assert refused(batch.checksums, sums, *columns) is None or not rows
-    columns[rng.randrange(4)] = any_buffer(rng, bytes(rng.randrange(40)))
-    refused(batch.checksums, sums, *columns)
 
 
 # _columns

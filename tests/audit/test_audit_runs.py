@@ -17,7 +17,7 @@ from audit_fixtures import SMALL, make_dataset, rechained, run
 
 from chatmill.audit import Audit, AuditError, LogLine, read_log, replay_step, saved_states, verify_log
 from chatmill.errors import DataError, UsageError
-from chatmill.load.digests import hashed_rows
+from chatmill.load.digests import blake2b_rows
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.read import EpisodeReader
 from chatmill.store import files
@@ -160,11 +160,11 @@ def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path
     """Its dataset_load line does not name the digests, which are of all bytes of a row."""
     audit, states = run(dataset, tmp_path, 20, checkpoints=(20,), every=6)
     loader = EpisodeLoader(dataset, SMALL, tensors=False)
-    lines = audit.path.read_bytes().replace(b" | row_digest=checksums", b"").split(b"\n")[:-1]
+    lines = audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1]
     for number, line in enumerate(read_log(audit.path)):
         if line.action == "steps":
             steps = range(int(line.fields["first_step"]), int(line.fields["stop_step"]))
-            rows = [hashed_rows(loader.get_batch(), [step], 0).sum(axis=0, dtype=np.uint64) for step in steps]
+            rows = [blake2b_rows(loader.get_batch(), [step], 0).sum(axis=0, dtype=np.uint64) for step in steps]
             digest = np.sum(rows, axis=0, dtype=np.uint64).astype("<u8").tobytes().hex()
             lines[number] = lines[number].replace(line.fields["digest"].encode(), digest.encode())
     audit.path.write_bytes(b"".join(line + b"\n" for line in rechained(lines, 0)))
@@ -177,7 +177,7 @@ def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path
     assert (checked.fault, checked.steps) == (None, 30)
     # Digests of another kind than the line names are found.
     audit.path.write_bytes(b"".join(line + b"\n" for line in rechained(
-        audit.path.read_bytes().replace(b" | row_digest=checksums", b"").split(b"\n")[:-1], 0
+        audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1], 0
     )))  # fmt: skip
     assert ": steps says digest " in verify_log(audit.path, dataset).fault
 
@@ -343,10 +343,10 @@ FORGERIES = [
     ),
     (
         "dataset_load",
-        swap(rb"row_digest=checksums", b"row_digest=nothing"),
-        ":1: dataset_load says row_digest nothing; expected checksums",
+        swap(rb"row_digest=sha256", b"row_digest=nothing"),
+        ":1: dataset_load says row_digest nothing; expected sha256",
     ),
-    ("dataset_load", swap(rb" \| row_digest=checksums", b""), ":3: steps says digest "),
+    ("dataset_load", swap(rb" \| row_digest=sha256", b""), ":3: steps says digest "),
     (
         "dataset_load",
         swap(rb"world_size=1", b"world_size=1000"),

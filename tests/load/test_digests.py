@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatmill.load import digests
 from chatmill.load.batch import Batch
-from chatmill.load.digests import checksummed_rows, hashed_rows
+from chatmill.load.digests import blake2b_rows, sha256_rows
 
 
 def random_batch(seed, rows, size, most=3):
@@ -32,22 +31,26 @@ def words_of(batch, row):
     return ids + [struct.unpack("<I", struct.pack("<f", value))[0] for value in batch.weights[row].tolist()]
 
 
-def checksummed(batch, row, step, place):
-    """The digest of one row, in whole numbers of Python."""
-    words = words_of(batch, row)
-    words += [0] * (len(words) % 2)
-    half = len(words) // 2
-    keys = struct.unpack(f"<{len(words) + 4}I", hashlib.shake_128(b"chatmill row digest").digest(4 * len(words) + 16))
-    sums = []
-    for ahead in (0, 4):
-        factors = [(word + keys[at + ahead]) % 2**32 for at, word in enumerate(words)]
-        sums.append(sum(a * b for a, b in zip(factors[:half], factors[half:], strict=True)) % 2**64)
+def sha256(batch, row, step, place):
+    """The digest of one row, from plain numbers."""
+    x, y = batch.x[row].tolist(), batch.y[row].tolist()
+    bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in batch.weights[row].tolist()]
+    one = struct.unpack("<I", struct.pack("<f", 1.0))[0]
     episodes = [number for number in batch.episode_ids[row].tolist() if number >= 0]
-    hashed = struct.pack(f"<2Q2q{len(episodes)}q", *sums, step, place, *episodes)
-    return list(struct.unpack("<2Q", hashlib.blake2b(hashed, digest_size=16).digest()))
+    labels, weights = [], []
+    for at, label in enumerate(y):
+        if label != -100 and (at + 1 == len(x) or label != x[at + 1]):
+            labels += [at, label]
+        if bits[at] != (one if label != -100 else 0):
+            weights += [at, bits[at]]
+    numbers = [len(x), len(episodes), len(labels), len(weights), step, place, *episodes, *labels, *weights]
+    marks = "".join("01"[label != -100] for label in y).ljust(-(-len(x) // 8) * 8, "0")
+    packed = bytes(int(marks[at : at + 8], 2) for at in range(0, len(marks), 8))
+    content = struct.pack(f"<{len(numbers)}q", *numbers) + packed + struct.pack(f"<{len(x)}I", *x)
+    return list(struct.unpack("<2Q", hashlib.sha256(content).digest()[:16]))
 
 
-def hashed(batch, row, step, place):
+def blake2b(batch, row, step, place):
     episodes = [number for number in batch.episode_ids[row].tolist() if number >= 0]
     words = struct.pack(f"<{3 * batch.x.shape[1]}I", *words_of(batch, row))
     content = words + struct.pack(f"<{len(episodes) + 3}q", *episodes, -1, step, place)
@@ -55,20 +58,20 @@ def hashed(batch, row, step, place):
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 2), st.integers(1, 19), st.booleans())
-def test_digests_are_as_documented(seed, steps, rows, size, compiled):
+def test_digests_are_as_documented(seed, steps, rows, size, usual):
     batch = random_batch(seed, steps * rows, size)
+    if usual:
+        # As in fine-tuning: labels are the next tokens, and weights 1.
+        following = np.append(batch.x[:, 1:], batch.x[:, :1], axis=1)
+        weights = batch.loss_mask.astype(np.float32)
+        batch = batch._replace(y=np.where(batch.loss_mask, following, -100), weights=weights)
     numbers = [7 + 2 * step for step in range(steps)]
     places = [(numbers[row // rows], 5 + row % rows) for row in range(steps * rows)]
-    with pytest.MonkeyPatch.context() as without:
-        if not compiled:
-            without.setattr(digests, "_batch", None)
-        assert checksummed_rows(batch, numbers, 5).tolist() == [
-            checksummed(batch, row, *place) for row, place in enumerate(places)
-        ]
-    assert hashed_rows(batch, numbers, 5).tolist() == [hashed(batch, row, *place) for row, place in enumerate(places)]
+    assert sha256_rows(batch, numbers, 5).tolist() == [sha256(batch, row, *place) for row, place in enumerate(places)]
+    assert blake2b_rows(batch, numbers, 5).tolist() == [blake2b(batch, row, *place) for row, place in enumerate(places)]
 
 
-@pytest.mark.parametrize("row_digests", [checksummed_rows, hashed_rows])
+@pytest.mark.parametrize("row_digests", [sha256_rows, blake2b_rows])
 def test_every_position_step_place_and_episode_counts(row_digests):
     batch = random_batch(1, 2, 37)
     batch.episode_ids[:] = [[4, 5, -1], [6, -1, -1]]
@@ -86,7 +89,7 @@ def test_every_position_step_place_and_episode_counts(row_digests):
     assert (row_digests(batch, [4], 0) != right).all() and (row_digests(batch, [3], 1) != right).all()
 
 
-@pytest.mark.parametrize("row_digests", [checksummed_rows, hashed_rows])
+@pytest.mark.parametrize("row_digests", [sha256_rows, blake2b_rows])
 def test_the_sum_of_a_batch_tells_rows_and_tokens_that_changed_places(row_digests):
     def total(batch):
         return row_digests(batch, [3], 0).sum(axis=0, dtype=np.uint64).tolist()

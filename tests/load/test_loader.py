@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from chatmill.errors import DataError, UsageError
 from chatmill.fit import pack
 from chatmill.load.batch import Batch
-from chatmill.load.digests import checksummed_rows
+from chatmill.load.digests import sha256_rows
 from chatmill.load.loader import EpisodeLoader
 from chatmill.rows import Rows
 from chatmill.store.layout import INDEX, MASK, ORIGINS, SPANS, TOKENS, shard_name
@@ -459,7 +459,7 @@ def test_digests_of_ranks_add_up_to_that_of_the_whole_batch_and_tell_what_was_ha
     total = sum(np.array(part.digests[0], dtype=np.uint64) for part in parts)
     assert total.tolist() == whole.digests[0]
     batch = EpisodeLoader(dataset, SMALL, tensors=False).get_batch()
-    assert checksummed_rows(batch, [0], 0).sum(axis=0, dtype=np.uint64).tolist() == whole.digests[0]
+    assert sha256_rows(batch, [0], 0).sum(axis=0, dtype=np.uint64).tolist() == whole.digests[0]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -1,4 +1,4 @@
-/* The arrays of batches, written once from stored tokens and spans; and checksums of their rows. */
+/* The arrays of batches, written once from stored tokens and spans. */
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -14,7 +14,6 @@ enum { SPAN_BYTES = 15, WEIGHT_AT = 8, PART_AT = 13 };
 enum { NUMBER, TOKENS, START, STOP, CUT, SPANS, FIRST_SPAN, LAST_SPAN, FIRST_BORDER, LAST_BORDER, COLUMNS };
 enum { ROWS, FILLED, TRAINED, CUT_EPISODES, CUT_TOKENS, ANSWER_CUT, SEGMENTS, COUNTS };
 enum { FITS = -1, OUTSIDE = -2 };
-enum { SHIFT = 4 }; /* keys by which the second sum of a row is ahead */
 static const int64_t IGNORED = -100;
 
 /* One row while it is written. The weight of token i + 1 belongs to y[i]. */
@@ -246,66 +245,8 @@ end:
     return NULL;
 }
 
-typedef struct {
-    uint64_t first, second;
-} Sums;
-
-/* One factor: the low 32 bits of a label or a token, or the bits of a weight. */
-#define WORD(at, wide, n) ((wide) ? (uint32_t)((const int64_t *)(at))[n] : ((const uint32_t *)(at))[n])
-
-/* Add the products (left + key)(right + key) of `count` words, each factor modulo 2^32, to both sums. */
-static inline __attribute__((always_inline)) void add_products(Sums *sums, const void *left, const void *right, int wide,
-                                                               Py_ssize_t count, const uint32_t *left_key,
-                                                               const uint32_t *right_key) {
-    uint64_t first = 0, second = 0;
-    for (Py_ssize_t n = 0; n < count; n++) {
-        uint32_t one = WORD(left, 1, n), other = WORD(right, wide, n);
-        first += (uint64_t)(uint32_t)(one + left_key[n]) * (uint32_t)(other + right_key[n]);
-        second += (uint64_t)(uint32_t)(one + left_key[n + SHIFT]) * (uint32_t)(other + right_key[n + SHIFT]);
-    }
-    sums->first += first, sums->second += second;
-}
-
-PyDoc_STRVAR(checksums_doc,
-             "checksums(sums, x, y, weights, keys)\n\n"
-             "Write two sums of each row. Its 32-bit words are those of x, y and weights; word n of the first half and\n"
-             "of the second are added to their keys, multiplied, and summed modulo 2^64. An odd word is paired with 0.\n"
-             "The second sum has the keys from the fifth on.");
-
-static PyObject *checksums(PyObject *module, PyObject *args) {
-    (void)module;
-    Py_buffer sums, x, y, weights, keys;
-    if (!PyArg_ParseTuple(args, "w*y*y*y*y*", &sums, &x, &y, &weights, &keys)) return NULL;
-    Py_ssize_t num_rows = sums.len / 16, size = num_rows ? x.len / 8 / num_rows : 0;
-    /* Words of the second half begin in y, at `shift`, and go on in the weights. */
-    Py_ssize_t shift = size - size / 2, half = size + shift;
-    int fits = sums.len % 16 == 0 && x.len == num_rows * size * 8 && y.len == x.len && weights.len * 2 == x.len &&
-               keys.len == 4 * (2 * half + SHIFT) && (uintptr_t)sums.buf % 8 == 0 && (uintptr_t)x.buf % 8 == 0 &&
-               (uintptr_t)y.buf % 8 == 0 && (uintptr_t)weights.buf % 4 == 0 && (uintptr_t)keys.buf % 4 == 0;
-    Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t r = 0; fits && r < num_rows; r++) {
-        const int64_t *inputs = (const int64_t *)x.buf + r * size, *labels = (const int64_t *)y.buf + r * size;
-        const uint32_t *bits = (const uint32_t *)weights.buf + r * size, *left = keys.buf, *right = left + half;
-        Py_ssize_t before = size - shift;
-        const uint32_t zero = 0;
-        Sums sum = {0, 0};
-        add_products(&sum, inputs, labels + shift, 1, before, left, right);
-        add_products(&sum, inputs + before, bits, 0, shift, left + before, right + before);
-        add_products(&sum, labels, bits + shift, 0, before, left + size, right + size);
-        if (before < shift) add_products(&sum, labels + before, &zero, 0, 1, left + size + before, right + size + before);
-        memcpy((uint8_t *)sums.buf + r * sizeof(Sums), &sum, sizeof(Sums));
-    }
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&sums), PyBuffer_Release(&x), PyBuffer_Release(&y), PyBuffer_Release(&weights);
-    PyBuffer_Release(&keys);
-    if (fits) return Py_NewRef(Py_None);
-    PyErr_SetString(PyExc_ValueError, "expected rows of equal size, and a key for each word of a row");
-    return NULL;
-}
-
 static PyMethodDef methods[] = {
     {"rows", rows, METH_VARARGS, rows_doc},
-    {"checksums", checksums, METH_VARARGS, checksums_doc},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_batch", NULL, -1, methods, NULL, NULL, NULL, NULL};

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 EVERY = 100
 """The most steps that one digest covers."""
-ROW_DIGEST = "checksums"
+ROW_DIGEST = "sha256"
 """The digests of rows that loaders give, by their name in `DIGESTS`."""
 SHOWN = 10
 """Episodes that the first line of an epoch names."""

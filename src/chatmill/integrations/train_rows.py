@@ -29,7 +29,7 @@ from chatmill.integrations.columns import causal_lm_columns, weighted_labels
 from chatmill.load.batch import Batch
 from chatmill.load.batch_builder import BatchBuilder, ReadyBatch, trained_weights
 from chatmill.load.config import LoadConfig
-from chatmill.load.digests import checksummed_rows
+from chatmill.load.digests import sha256_rows
 from chatmill.load.loader import EpisodeLoader
 from chatmill.load.plan import LoadPlan, PlannedStep
 from chatmill.remote.urls import Place
@@ -157,7 +157,7 @@ class TrainRows(Dataset[ModelInputs]):
         count, accumulation = self.rows_per_batch, self.config.gradient_accumulation_steps
         step, row = divmod(first, self.config.batch_size)
         micro_batch, rank = divmod(row // count, self.rank_and_world_size[1])
-        digests = checksummed_rows if digest else None
+        digests = sha256_rows if digest else None
         builder = BatchBuilder(self.plan, rank * accumulation + micro_batch, count, digests)
         (batch,) = builder.batches(iter([self._planned(step)]))
         return batch

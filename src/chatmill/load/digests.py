@@ -1,46 +1,68 @@
 """Digests of the rows of a batch, for an audit log: of what the arrays hold, and of where the row stands.
 
-`checksummed_rows` hashes two checksums of a row, which take a fraction of the time that a row takes to build;
-`hashed_rows` hashes all its bytes, as logs of earlier versions have it. Digests of several rows, ranks or steps are
-combined by adding them, modulo 2^64 in each column.
+`sha256_rows` hashes what determines a row, a third of its bytes; `blake2b_rows` hashes all of them, as logs of earlier
+versions have it. Digests of several rows, ranks or steps are combined by adding them, modulo 2^64 in each column.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from chatmill.load.batch import Batch
+from chatmill.load.batch import IGNORE_INDEX, Batch
 from chatmill.rows import Index
-
-try:
-    from chatmill._native import _batch
-except ImportError:
-    _batch = None  # type: ignore[assignment]
 
 Digests = NDArray[np.uint64]
 RowDigests = Callable[[Batch, Sequence[int], int], Digests]
 """Digests (rows, 2) of the rows of several steps, given these and the place of the first row in its global batch."""
-SHIFT = 4
-"""Keys by which the second checksum of a row is ahead of the first."""
+ONE = int(np.float32(1).view(np.uint32))
+"""The bits of the weight of most trained tokens."""
 
 
-def checksummed_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
-    """Hash the checksums of each row with its step, its place and its episodes."""
-    rows, most = batch.episode_ids.shape
-    table = np.empty((rows, 4 + most), dtype="<i8")
-    table[:, :2], table[:, 2:4], table[:, 4:] = checksums(batch).view("i8"), _places(rows, steps, first_row), batch[-1]
-    stops = 8 * (4 + np.count_nonzero(batch.episode_ids >= 0, axis=1))
-    content, width = table.reshape(-1).view(np.uint8).data, table.itemsize * table.shape[1]
-    edges = zip(range(0, rows * width, width), stops.tolist(), strict=True)
-    return _joined([hashlib.blake2b(content[at : at + size], digest_size=16).digest() for at, size in edges])
+def sha256_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
+    """Hash each row with its step, its place and its episodes.
+
+    The label of a trained position is nearly always the next token, and its weight 1. So a row is hashed as its tokens,
+    a bit for each position that has a label, and the labels and weights that are others.
+    """
+    tokens, labels = batch.x, batch.y
+    has_label = labels != IGNORE_INDEX
+    is_other = has_label.copy()
+    is_other[:, :-1] &= labels[:, :-1] != tokens[:, 1:]
+    bits = batch.weights.astype("<f4", copy=False).view("<u4")
+    other_labels = _Sparse(is_other, labels)
+    other_weights = _Sparse(bits != np.where(has_label, np.uint32(ONE), np.uint32(0)), bits)
+    packed, ids = np.packbits(has_label, axis=1), tokens.astype("<u4")
+    digests = []
+    for row, place in enumerate(_places(len(ids), steps, first_row)):
+        episodes = batch.episode_ids[row]
+        parts = episodes[episodes >= 0], other_labels.of_row(row), other_weights.of_row(row)
+        head = np.concatenate([[ids.shape[1], *(len(part) for part in parts)], place, *parts]).astype("<i8")
+        digest = hashlib.sha256(head.data)
+        digest.update(packed[row].data)
+        digest.update(ids[row].data)
+        digests.append(digest.digest()[:16])
+    return _joined(digests)
 
 
-def hashed_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
+class _Sparse:
+    """Some places of a table with their values, row by row."""
+
+    def __init__(self, chosen: NDArray[np.bool_], values: NDArray[np.generic]) -> None:
+        rows, columns = np.nonzero(chosen)
+        self._pairs = np.stack([columns, values[rows, columns].astype(np.int64)], axis=1)
+        self._first = np.searchsorted(rows, np.arange(len(chosen) + 1)).tolist()
+
+    def of_row(self, row: int) -> Index:
+        """Column and value of each, one after the other."""
+        pairs: Index = self._pairs[self._first[row] : self._first[row + 1]]
+        return pairs.ravel()
+
+
+def blake2b_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     """Hash all of each row with its episodes, its step and its place."""
     digests, places = [], _places(len(batch.x), steps, first_row)
     for row, episodes, place in zip(_words(batch), batch.episode_ids, places, strict=True):
@@ -50,30 +72,8 @@ def hashed_rows(batch: Batch, steps: Sequence[int], first_row: int) -> Digests:
     return _joined(digests)
 
 
-DIGESTS: dict[str | None, RowDigests] = {None: hashed_rows, "checksums": checksummed_rows}
+DIGESTS: dict[str | None, RowDigests] = {None: blake2b_rows, "sha256": sha256_rows}
 """The digests that a log may have, by the name that its `dataset_load` line has for them."""
-
-
-def checksums(batch: Batch) -> NDArray[np.uint64]:
-    """Two sums of products of the 32-bit words of each row; (rows, 2).
-
-    The words of a row are those of x, y and weights, with a zero if they are odd. Each is added to a key modulo 2^32,
-    those of the first half are multiplied with those of the second, and the products summed modulo 2^64. The second
-    sum takes other keys. A row that differs has the same sum for one of 2^32 choices of the keys, independently: this
-    is the hash family NH of Black et al., UMAC (1999).
-    """
-    rows, size = batch.x.shape
-    sums = np.empty((rows, 2), dtype=np.uint64)
-    half = (3 * size + 1) // 2
-    keys = _keys(2 * half + SHIFT)
-    if _batch is not None and all(array.flags.c_contiguous for array in batch[:4]):
-        _batch.checksums(sums, batch.x, batch.y, batch.weights, keys)
-        return sums
-    words = np.pad(_words(batch), ((0, 0), (0, 2 * half - 3 * size)))
-    for column in range(2):
-        factors = (words + keys[column * SHIFT :][: 2 * half]).astype(np.uint64)
-        sums[:, column] = (factors[:, :half] * factors[:, half:]).sum(axis=1, dtype=np.uint64)
-    return sums
 
 
 def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
@@ -82,12 +82,6 @@ def _places(rows: int, steps: Sequence[int], first_row: int) -> Index:
     places[:, :, 0] = np.array(steps)[:, np.newaxis]
     places[:, :, 1] = np.arange(first_row, first_row + places.shape[1])
     return places.reshape(-1, 2)
-
-
-@lru_cache(maxsize=8)
-def _keys(count: int) -> NDArray[np.uint32]:
-    """The keys of the words of a row: the output of SHAKE-128, which no row depends on."""
-    return np.frombuffer(hashlib.shake_128(b"chatmill row digest").digest(4 * count), dtype="<u4")
 
 
 def _words(batch: Batch) -> NDArray[np.uint32]:

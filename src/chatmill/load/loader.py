@@ -25,7 +25,7 @@ from chatmill.errors import UsageError, one_line
 from chatmill.load.batch import Batch, BatchCounts
 from chatmill.load.batch_builder import BatchBuilder, ReadyBatch
 from chatmill.load.config import LoadConfig, order_sha256
-from chatmill.load.digests import checksummed_rows
+from chatmill.load.digests import sha256_rows
 from chatmill.load.plan import Cursor, LoadPlan, PlannedStep, datasets_hash
 from chatmill.load.prefetch import BatchStream
 from chatmill.load.reader_check import check_batch_reader, check_epoch_reader, check_length_reader
@@ -278,7 +278,7 @@ class EpisodeLoader(IterableDataset):
                 yield item.batch
 
     def _builder(self, plan: LoadPlan) -> BatchBuilder:
-        digests = None if self._listener is None else checksummed_rows
+        digests = None if self._listener is None else sha256_rows
         return BatchBuilder(plan, self.rank, self.num_rows, digests, **self._options)
 
     def _return(self, plan: LoadPlan, item: ReadyBatch) -> Batch:
