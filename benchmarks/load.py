@@ -85,7 +85,7 @@ class Shape(NamedTuple):
         return f"({self.batch_size}, {self.block_size}) {'packed' if self.packed else 'padded'}"
 
 
-SHAPES = [Shape(8, 512, False, 25, 400), Shape(16, 4096, True, 30, 40)]
+SHAPES = [Shape(8, 512, False, 25, 400), Shape(16, 4096, True, 50, 40)]
 
 
 def make_dataset(data: Data, folder: Path) -> Path:

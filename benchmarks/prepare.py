@@ -337,7 +337,7 @@ def main() -> None:
                 f"{peer['seconds']:.1f} s, {peer_speed / 1e6:.3f} Mtok/s",
             ),
             ("  memory of all its processes", f"{peer_memory / 1e9:.2f} GB"),
-            (f"times TRL (target {10 if template else 50})", f"{speed / peer_speed:.1f}"),
+            ("times TRL (target 60)", f"{speed / peer_speed:.1f}"),
         ]
         figures |= {"trl": peer, "differ": differ, "times_trl": speed / peer_speed}
         figures["memory"]["trl"] = peer_memory
