@@ -1,7 +1,6 @@
 """What every test stands on: property tests that give the same examples on every machine, and who runs which."""
 
 import os
-import re
 import signal
 import sys
 
@@ -22,6 +21,7 @@ from remote.servers import (  # noqa: F401 (fixtures)
     web,
     web_server,
 )
+from slower_tests import CLUSTER, EXAMPLES
 from xdist.scheduler import LoadScopeScheduling
 
 # No deadline and no "too slow": a busy machine must not fail a test that is right.
@@ -60,18 +60,6 @@ def pytest_timeout_set_timer(item, settings):
     if settings.method == "signal" and callable(fail):
         signal.signal(signal.SIGALRM, end_processes_and_fail)
     return result
-
-
-CLUSTER = re.compile(
-    r"tests/(remote/.*|train/test_(fsdp.*|cluster_scripts|lost_ranks|trackers|remote_train)|load/test_remote"
-    r"|train/test_(rollout_models|step|loop_hf|mixed_eval|optimizers|resumed_runs)"
-    r"|prepare/test_(ray.*|cluster_build|remote_input)|store/test_remote_publish|cli/test_(stores|remote_datasets)"
-    r"|integrations/test_(compare_trl|import_trains))\.py"
-)
-"""Files with the marker `cluster`: their tests start ranks, Ray nodes, trackers, object stores or TRL."""
-
-EXAMPLES = ("test_docs.py::test_the_examples_of_a_page", "test_demo.py::")
-"""Tests with the marker `examples`: every command and block of the pages, and the demo."""
 
 
 def pytest_make_parametrize_id(val, argname):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import CLUSTER, EXAMPLES
+from slower_tests import CLUSTER, EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (ROOT / "tests" / "fast.txt").read_text("utf-8").splitlines()

@@ -6,6 +6,9 @@ import gzip
 import hashlib
 import json
 import random
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,3 +144,13 @@ class Faults(list[tuple[str, int, str]]):
 
     def __call__(self, fault: RecordError) -> None:
         self.append((Path(fault.file).name, fault.line, fault.kind))
+
+
+def may_fork(request) -> bool:
+    """Whether this process has no thread beside this one; if it has, the test is run by a fresh process instead."""
+    if threading.active_count() == 1:
+        return True
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", request.node.nodeid]
+    ran = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
-from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, write_corpus
+from prepare_fixtures import JOBS, build, conversations, digests, job_of, left_beside, may_fork, write_corpus
 
 from chatmill.format import load_format
 from chatmill.prepare import assemble, pipeline, unit
@@ -34,7 +34,9 @@ def test_processes_and_unit_sizes_do_not_change_a_byte(tmp_path, inputs, name):
 
 
 @pytest.mark.parametrize("name", [name for name, options in JOBS.items() if options.get("fit") != "blocks"])
-def test_neither_does_writing_shards_in_processes(tmp_path, inputs, name, monkeypatch):
+def test_neither_does_writing_shards_in_processes(tmp_path, inputs, name, monkeypatch, request):
+    if not may_fork(request):
+        return
     job = job_of(inputs, **{**JOBS[name], "shard_tokens": 5_000})
     right = build(job, tmp_path / "one")
     monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prepare_fixtures import Faults, build, conversations, digests, job_of, left_beside, lines, write_corpus
+from prepare_fixtures import Faults, build, conversations, digests, job_of, left_beside, lines, may_fork, write_corpus
 
 from chatmill.errors import ChatmillError, DataError, RecordError
 from chatmill.prepare import engine, pipeline
@@ -129,7 +129,9 @@ def end_this_process(plan, folder, *, vocab_size):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_is_killed_while_it_writes_a_shard_is_one_line(tmp_path, monkeypatch):
+def test_a_process_that_is_killed_while_it_writes_a_shard_is_one_line(tmp_path, monkeypatch, request):
+    if not may_fork(request):
+        return
     job = job_of(write_corpus(tmp_path, 300), shard_tokens=2_000, pack=300)
     build(job, tmp_path / "one")
     monkeypatch.setattr(pipeline, "FORKED_TOKENS", 0)
@@ -142,7 +144,9 @@ def test_a_process_that_is_killed_while_it_writes_a_shard_is_one_line(tmp_path, 
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
 
 
-def test_a_shard_that_cannot_be_written_is_an_error_with_its_file(tmp_path, monkeypatch):
+def test_a_shard_that_cannot_be_written_is_an_error_with_its_file(tmp_path, monkeypatch, request):
+    if not may_fork(request):
+        return
     # The first file can be cut into small units.
     job = job_of(write_corpus(tmp_path, 2_000)[:1], shard_tokens=20_000)
     build(job, tmp_path / "one")

@@ -215,12 +215,19 @@ def test_an_audit_log_is_read_by_the_page_and_its_digests_are_those_of_the_batch
         batch = loader.get_batch()
         sums[step] = [0, 0]
         for place in range(4):
-            said = batch.x[place].astype("<u4").tobytes()
-            said += np.where(batch.y[place] < 0, 4_294_967_196, batch.y[place]).astype("<u4").tobytes()
-            said += batch.weights[place].astype("<f4").tobytes()
+            x, y, weights = (column[place].tolist() for column in (batch.x, batch.y, batch.weights))
             episodes = [int(number) for number in batch.episode_ids[place] if number >= 0]
-            said += struct.pack(f"<{len(episodes) + 3}q", *episodes, -1, step, place)
-            for half, value in enumerate(struct.unpack("<QQ", hashlib.blake2b(said, digest_size=16).digest())):
+            following = [*x[1:], None]
+            labels = [(at, label) for at, label in enumerate(y) if label not in (-100, following[at])]
+            others = [(at, weight) for at, weight in enumerate(weights) if weight != (y[at] != -100)]
+            bits = [(at, struct.unpack("<I", struct.pack("<f", weight))[0]) for at, weight in others]
+            numbers = [len(x), len(episodes), 2 * len(labels), 2 * len(bits), step, place, *episodes]
+            numbers += [number for pair in labels + bits for number in pair]
+            marks = "".join("01"[label != -100] for label in y).ljust(-(-len(y) // 8) * 8, "0")
+            content = struct.pack(f"<{len(numbers)}q", *numbers)
+            content += bytes(int(marks[at : at + 8], 2) for at in range(0, len(marks), 8))
+            content += struct.pack(f"<{len(x)}I", *x)
+            for half, value in enumerate(struct.unpack("<QQ", hashlib.sha256(content).digest()[:16])):
                 sums[step][half] = (sums[step][half] + value) % 2**64
     state = audit.checkpoint()
     audit.close()
