@@ -8,9 +8,9 @@ CLUSTER = re.compile(
     r"tests/(remote/.*|train/test_(fsdp.*|cluster_scripts|lost_ranks|trackers|remote_train)|load/test_remote"
     r"|train/test_(rollout_models|step|loop_hf|mixed_eval|optimizers|resumed_runs)"
     r"|prepare/test_(ray.*|cluster_build|remote_input)|store/test_remote_publish|cli/test_(stores|remote_datasets)"
-    r"|integrations/test_(compare_trl|import_trains))\.py"
+    r"|integrations/test_(compare_trl|import_trains)|rollout/test_(text_servers|template_scenarios))\.py"
 )
-"""Files with the marker `cluster`: their tests start ranks, Ray nodes, trackers, object stores or TRL."""
+"""Files with the marker `cluster`: tests that start ranks, nodes, trackers, servers or TRL, and other long ones."""
 
 EXAMPLES = ("test_docs.py::test_the_examples_of_a_page", "test_demo.py::")
 """Tests with the marker `examples`: every command and block of the pages, and the demo."""
