@@ -9,7 +9,7 @@ from pathlib import Path
 import typer.main
 
 from chatmill.cli.app import app_of
-from chatmill.cli.main import COMMANDS, help_text
+from chatmill.cli.commands import COMMANDS, help_text
 
 IMPORTED = """
 import sys

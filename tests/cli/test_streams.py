@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chatmill.cli.guard import guarded
-from chatmill.cli.main import COMMANDS
+from chatmill.cli.commands import COMMANDS
 from chatmill.cli.streams import Output
 from chatmill.errors import ChatmillError, DataError, RecordError, UsageError, one_line
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from chatmill import __version__
+from chatmill.cli.commands import ABOUT, COMMANDS
 from chatmill.cli.expand import expanded
-from chatmill.cli.main import ABOUT, COMMANDS
 from chatmill.errors import one_line
 
 CLICK_ERROR: Any
