@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chatmill.cli.guard import guarded
 from chatmill.cli.commands import COMMANDS
+from chatmill.cli.guard import guarded
 from chatmill.cli.streams import Output
 from chatmill.errors import ChatmillError, DataError, RecordError, UsageError, one_line
 
