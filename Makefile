@@ -30,7 +30,7 @@ test-fast: $(DEV_STAMP) ## only the tests of the files in tests/fast.txt, for th
 examples: $(DEV_STAMP) ## run every example of the documentation, and the demo with fewer steps
 	.venv/bin/python -m pytest -n 2 -m examples $(ARGS)
 
-clusters: $(DEV_STAMP) ## the tests that start ranks, Ray nodes, trackers, object stores or TRL on this machine
+clusters: $(DEV_STAMP) ## the tests that start ranks, Ray nodes, trackers, servers or TRL on this machine, and other long ones
 	.venv/bin/python -m pytest -n 2 -m cluster $(ARGS)
 
 # Each trainer's library in the versions it needs; --confcutdir leaves out what the other tests set up.
