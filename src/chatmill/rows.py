@@ -108,7 +108,7 @@ class Rule(IntEnum):
     NOT_ANSWER = 18
     """Not an answer: blocks, and formats that train only answers, ignore `train` and `weight` of such a message."""
     SURPLUS = 19
-    """The rollout goes on although all true objects were found: its target closes the answer."""
+    """The rollout continues although all true objects were found: its target closes the answer."""
 
 
 NO_MESSAGE = np.uint32(2**32 - 1)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from chatmill.errors import DataError
+from chatmill.rollout.target import build_target
+from chatmill.rows import Part, Rule
 
 EOS = 256
 FIRST_COORDINATE = 300
@@ -112,3 +114,15 @@ def box(number: int | str, desc: str, *places: int) -> str:
 
 def thing(desc: str, *places: int) -> dict:
     return {"desc": desc, "bbox_2d": list(places)}
+
+
+def target(toy, text, objects, **options):
+    return build_target(toy.rollout(text), objects, tokenizer=toy, **options)
+
+
+def spans(found):
+    rows = found.rows
+    return [
+        (Part(span["part"]), found.ids[start:stop], float(span["weight"]), int(span["target"]), Rule(span["rule"]))
+        for span, start, stop in zip(rows.spans, rows.span_start[:-1], rows.span_start[1:], strict=True)
+    ]

@@ -6,13 +6,12 @@ import json
 
 import numpy as np
 import pytest
-from rollout_fixtures import EOS, FIRST_COORDINATE, HURTING, Toy, box, thing
+from rollout_fixtures import EOS, FIRST_COORDINATE, HURTING, Toy, box, spans, target, thing
 
 from chatmill.errors import DataError, UsageError
 from chatmill.rollout import serialize_append
 from chatmill.rollout.schema import Detection, Fields
 from chatmill.rollout.target import build_answer, build_target
-from chatmill.rollout.trained_parts import PartWeights
 from chatmill.rows import OWN_ID, Part, Rule
 
 CAT, DOG, BIRD = thing("cat", 10, 20, 300, 400), thing("dog", 500, 500, 700, 800), thing("bird", 0, 0, 9, 9)
@@ -25,10 +24,6 @@ APPENDED_DOG = (
 @pytest.fixture(params=[(), HURTING], ids=["bytes", "hurting merges"])
 def toy(request):
     return Toy(request.param)
-
-
-def target(toy, text, objects, **options):
-    return build_target(toy.rollout(text), objects, tokenizer=toy, **options)
 
 
 # The canonical sequence.
@@ -282,14 +277,6 @@ def test_a_true_object_that_does_not_fit_stops_with_an_error(toy, wrong):
 # What is trained.
 
 
-def spans(found):
-    rows = found.rows
-    return [
-        (Part(span["part"]), found.ids[start:stop], float(span["weight"]), int(span["target"]), Rule(span["rule"]))
-        for span, start, stop in zip(rows.spans, rows.span_start[:-1], rows.span_start[1:], strict=True)
-    ]
-
-
 def coordinate(k):
     return FIRST_COORDINATE + k
 
@@ -315,72 +302,6 @@ def test_false_positives_and_dropped_entries_are_context(toy):
         (Part.EOS, 1.0),
     ]
     assert found.false_positives == (0,)
-
-
-def test_each_part_has_its_weight(toy):
-    found = target(toy, f"{{{FOUND_CAT}}}", [CAT, DOG], weights=PartWeights(slot=0.5, append=2.0, end=0.25))
-    weights = {Part.PREFIX: 0.0, Part.SLOT: 0.5, Part.BRACE: 0.25, Part.EOS: 0.25}
-    assert {part: weight for part, _, weight, _, _ in spans(found)} == {
-        **weights,
-        **dict.fromkeys((Part.STRUCTURE, Part.VALUE, Part.COORD), 2.0),
-    }
-    plain = target(toy, f"{{{FOUND_CAT}}}", [CAT, DOG])
-    assert (plain.ids, plain.rows.targets().tolist()) == (found.ids, found.rows.targets().tolist())
-    with pytest.raises(UsageError, match=r"^end is nan; expected a number from 0 on$"):
-        PartWeights(end=float("nan"))
-
-
-GHOST = box(2, "ghost", 900, 900, 950, 950)
-
-
-@pytest.mark.parametrize("border", ["shorter", "masked", "joined", "canonical"])
-@pytest.mark.parametrize("more", [GHOST, f"{GHOST}, {box(3, 'ghost', 1, 1, 2, 2)}", '"object_2": {"desc": 1}'])
-def test_where_the_rollout_goes_on_after_all_objects_it_can_be_trained_to_end(more, border):
-    toy = Toy()
-    text = f"{{{FOUND_CAT}, {more}}}"
-    plain = target(toy, text, [CAT], border=border)
-    found = target(toy, text, [CAT], border=border, weights=PartWeights(surplus=0.5))
-    comma = len(toy.rollout(f"{{{FOUND_CAT}"))
-    wanted, weights = plain.rows.targets().tolist(), plain.rows.weights().tolist()
-    assert (toy.text([wanted[comma]]), weights[comma]) == (",", 0.0)
-    wanted[comma], weights[comma] = *b"}", 0.5
-    assert (found.ids, found.rows.targets().tolist(), found.rows.weights().tolist()) == (plain.ids, wanted, weights)
-    assert [rule for _, _, _, _, rule in spans(found)].count(Rule.SURPLUS) == 1
-    found.rows.check()
-
-
-def test_the_fused_token_that_ends_the_answer_is_the_target_where_one_exists():
-    toy = Toy([b'"]},', b'"]}}', b'"]}'])
-    found = target(toy, f"{{{FOUND_CAT}, {GHOST}}}", [CAT], weights=PartWeights(surplus=1.0))
-    assert [
-        (toy.text(ids), toy.text([wanted])) for _, ids, _, wanted, rule in spans(found) if rule == Rule.SURPLUS
-    ] == [('"]},', '"]}}')]
-    toy = Toy([b'"]},'])
-    found = target(toy, f"{{{FOUND_CAT}, {GHOST}}}", [CAT], weights=PartWeights(surplus=1.0))
-    assert Rule.SURPLUS not in [rule for _, _, _, _, rule in spans(found)]
-
-
-@pytest.mark.parametrize(
-    ("text", "objects"),
-    [
-        (f"{{{FOUND_CAT}}}", [CAT]),
-        (f"{{{FOUND_CAT}, {GHOST}}}", [CAT, DOG]),
-        (f"{{{FOUND_CAT}", [CAT]),
-        (f"{{{FOUND_CAT}, {GHOST[:20]}", [CAT]),
-        ("no brace", []),
-    ],
-    ids=["nothing more", "one missed", "cut off", "more is incomplete", "nothing kept"],
-)
-def test_a_rollout_that_should_go_on_is_never_trained_to_end(toy, text, objects):
-    plain = target(toy, text, objects)
-    found = target(toy, text, objects, weights=PartWeights(surplus=1.0))
-    assert found.rows.spans.tolist() == plain.rows.spans.tolist()
-
-
-def test_with_nothing_to_find_the_first_entry_is_surplus(toy):
-    found = target(toy, f"{{ {FOUND_CAT}}}", [], weights=PartWeights(surplus=1.0))
-    surplus = [(ids, wanted) for _, ids, _, wanted, rule in spans(found) if rule == Rule.SURPLUS]
-    assert [(toy.text(ids[:1])[-1:], wanted) for ids, wanted in surplus] == [(" ", ord("}"))]
 
 
 @pytest.mark.parametrize("train_values", [True, False])

@@ -81,7 +81,7 @@ class RolloutLossConfig(Config):
     append_weight: float = key(1.0, "weight of the appended objects", number(0))
     end_weight: float = key(1.0, "weight of the closing brace and EOS", number(0))
     surplus_weight: float = key(
-        0.0, "weight of closing the answer where a rollout goes on although all true objects were found", number(0)
+        0.0, "weight of closing the answer where a rollout continues after the last true object", number(0)
     )
     sigma: float = key(2.0, "standard deviation of the Gaussian target", ValueCheck("a number over 0", _is_positive))
 

@@ -30,7 +30,7 @@ class PartWeights:
     end: float = 1.0
     """The closing brace and EOS."""
     surplus: float = 0.0
-    """Where the rollout goes on although all true objects were found: closing the answer there."""
+    """Closing the answer where the rollout continues although all true objects were found."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
