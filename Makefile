@@ -60,10 +60,10 @@ browser:
 demo: $(DEV_STAMP) ## from the embedded conversations to a model that answers, and a page about them
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash scripts/demo.sh
 
-bench: $(BENCH_STAMP) ## side by side with peers, into docs/benchmarks.md (ARGS=--quick, "--only load", --gpu)
+bench: $(BENCH_STAMP) ## side by side with peers, into docs/explanation/benchmarks.md (ARGS=--quick, "--only load", --gpu)
 	.venv-bench/bin/python benchmarks/bench.py $(ARGS)
 
-profile: $(BENCH_STAMP) ## where the time goes, into docs/benchmarks.md, with what bench measured before
+profile: $(BENCH_STAMP) ## where the time goes, into docs/explanation/benchmarks.md, with what bench measured before
 	.venv-bench/bin/python benchmarks/bench.py --only profiles $(ARGS)
 
 docs: $(DOCS_STAMP) ## the pages of docs/ as a site, in site/

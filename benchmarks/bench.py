@@ -1,6 +1,6 @@
 """Every benchmark in one run, each in a process of its own, and the page that is made of it.
 
-    make bench                        all of it: docs/benchmarks.md, docs/benchmarks.svg and the flame graphs
+    make bench                        all of it: benchmarks.md, benchmarks.svg and the flame graphs in docs/explanation
     make bench ARGS=--quick           small sizes, to try it out: the page goes to benchmarks/.results/quick
     make bench ARGS="--only load"     this part again, and the page from it and what was measured before
     make bench ARGS="--gpu"           training too, on a machine with a GPU; `--gpu FILE ...` takes what
@@ -34,7 +34,7 @@ from page import page
 from targets import missed
 
 HERE = Path(__file__).resolve().parent
-DOCS, RESULTS = HERE.parent / "docs", HERE / ".results"
+DOCS, RESULTS = HERE.parent / "docs" / "explanation", HERE / ".results"
 BUSY = 0.5
 """Jobs that wait for a core in the minute before: more than this, and figures are noise."""
 

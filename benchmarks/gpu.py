@@ -1,6 +1,6 @@
 """GPU training results, kept in the repository because most benchmark runs have no GPU.
 
-python benchmarks/gpu.py FILE ...    keep the results that benchmarks/train.py wrote, and update docs/benchmarks.md
+python benchmarks/gpu.py FILE ...    keep what benchmarks/train.py wrote; update docs/explanation/benchmarks.md
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from page import with_training
 from train_report import Found, read_results
 
 HERE = Path(__file__).resolve().parent
-GPU, PAGE = HERE / "results" / "gpu.json", HERE.parent / "docs" / "benchmarks.md"
+GPU, PAGE = HERE / "results" / "gpu.json", HERE.parent / "docs" / "explanation" / "benchmarks.md"
 
 
 def kept() -> dict[str, Found]:

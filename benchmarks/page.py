@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, made whole from the results of a run: what is equal, then what is faster, then why.
+"""docs/explanation/benchmarks.md, made whole from the results of a run: what is equal, then what is faster, then why.
 
 The prose stands in texts.toml.
 """

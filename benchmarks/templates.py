@@ -1,6 +1,6 @@
 """How many chat templates of those that TRL ships certify: `python benchmarks/templates.py [--first N] [--json]`.
 
-The same certificates as in docs/templates.md, counted. Nothing is timed.
+The same certificates as in docs/explanation/templates.md, counted. Nothing is timed.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def bound_name(node: ast.AST) -> str | None:
 
 def deep_imports(root: Path) -> Iterator[str]:
     """Imports in the docs that reach below a package."""
-    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
     for page in pages:
         if not page.is_file():
             continue

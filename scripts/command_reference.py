@@ -1,8 +1,8 @@
-"""Write docs/commands.md, the reference of every command, from the commands themselves.
+"""Write docs/reference/commands.md, the reference of every command, from the commands themselves.
 
 python scripts/command_reference.py            print the page
-python scripts/command_reference.py --write    put it into docs/commands.md
-python scripts/command_reference.py --check    exit 1 if docs/commands.md is another one
+python scripts/command_reference.py --write    put it into docs/reference/commands.md
+python scripts/command_reference.py --check    exit 1 if docs/reference/commands.md is another one
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chatmill.cli.app import app_of
 from chatmill.config import keys_of
 from chatmill.rollout.config import RolloutConfig
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "commands.md"
 NAME = "chatmill"
 HEAD = """\
 # Commands
@@ -34,8 +34,8 @@ with 2 if the command is; `--json` prints the result for programs.
 
 """
 TRAIN = """\
-How the keys work together is on the pages about [training](training.md), [loading](loading.md), [models](models.md) and
-[many GPUs](many-gpus.md).
+How the keys work together is on the pages about [training](training.md), [loading](../explanation/loading.md),
+[models](../explanation/models.md) and [many GPUs](../how-to/many-gpus.md).
 """
 KEYS = "Keys of CONFIG, a JSON file that may inherit from another; `chatmill rollout keys` prints them:"
 

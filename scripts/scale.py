@@ -1,4 +1,4 @@
-"""What each part costs as a dataset grows: the table of docs/scale.md.
+"""What each part costs as a dataset grows: the table of docs/explanation/scale.md.
 
     python scripts/scale.py [--episodes 100000 1000000 10000000] [--folder DIR] [--json]
 

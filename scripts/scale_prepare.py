@@ -1,4 +1,4 @@
-"""What preparing does in parallel and what in one process: the table of "Preparing" in docs/scale.md.
+"""What preparing does in parallel and what in one process: the table of "Preparing" in docs/explanation/scale.md.
 
     python scripts/scale_prepare.py [--conversations 50000] [--tokenizer FILE] [--ray] [--json]
 

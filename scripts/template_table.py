@@ -1,8 +1,8 @@
 """Certify every chat template that TRL ships, and hold the derived mask against its tagged edition: a Markdown table.
 
     python scripts/template_table.py            print the table
-    python scripts/template_table.py --write    put it into docs/templates.md
-    python scripts/template_table.py --check    exit 1 if docs/templates.md has another one
+    python scripts/template_table.py --write    put it into docs/explanation/templates.md
+    python scripts/template_table.py --check    exit 1 if docs/explanation/templates.md has another one
 
 The tokenizer is a byte-level BPE trained here, with the control strings of all templates as its special tokens.
 """
@@ -37,7 +37,7 @@ from chatmill.records import Record
 from chatmill.tokenizer import Tokenizer, open_tokenizer, train_bpe
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "templates.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "explanation" / "templates.md"
 BEGIN, END = "<!-- table: scripts/template_table.py -->", "<!-- end of table -->"
 ORIGINALS = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
 TOKEN = re.compile(
@@ -74,7 +74,7 @@ class Line(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/templates.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/explanation/templates.md")
     parser.add_argument("--check", action="store_true", help="compare it with the one there")
     args = parser.parse_args()
     table = markdown(lines())

@@ -21,7 +21,7 @@ PAGES = [
 # A page may run the scripts of the repository as a reader in its root would.
 LINKED = ("scripts", "configs", "train.py")
 # Its examples need other trainers: tests/trainers/test_page.py runs them.
-OTHER_TRAINERS = "docs/integrations.md"
+OTHER_TRAINERS = "docs/how-to/integrations.md"
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def reader(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != OTHER_TRAINERS])
 def test_the_examples_of_a_page_run_and_print_what_it_shows(page, reader, request, monkeypatch):
-    if page == "docs/remote.md":
+    if page == "docs/how-to/remote.md":
         # Its reader has an S3 server with an empty bucket, and a cache of their own.
         bucket(request.getfixturevalue("s3"), "team")
         monkeypatch.setenv("CHATMILL_CACHE_DIR", str(reader / "cache"))

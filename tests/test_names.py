@@ -56,7 +56,7 @@ def test_a_vague_name_is_a_fault(tmp_path, source):
     assert [line.split(": ")[0] for line in lines] == ["src/chatmill/a.py:2"]
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/loading.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/explanation/loading.md"])
 @pytest.mark.parametrize("statement", ["from chatmill.load.order import Order", "import chatmill.load.order as o"])
 def test_a_page_that_imports_from_inside_a_package_is_a_fault(tmp_path, page, statement):
     text = f"# Title\n\n```python\nimport json\n{statement}\n```\n"

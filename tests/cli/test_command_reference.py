@@ -1,4 +1,4 @@
-"""docs/commands.md says what the commands say of themselves."""
+"""docs/reference/commands.md says what the commands say of themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chatmill.cli.app import app_of
 from chatmill.train.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "commands.md"
+PAGE = ROOT / "docs" / "reference" / "commands.md"
 
 
 def script():

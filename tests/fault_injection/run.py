@@ -1,6 +1,6 @@
 """Run the trials, each in a process of its own, as many at a time as there are cores, and print a table of results.
 
-    python tests/fault_injection/run.py                       all trials; writes their figures into docs/reliability.md
+    python tests/fault_injection/run.py                       all trials; updates docs/explanation/reliability.md
     python tests/fault_injection/run.py --short               the same trials, small
     python tests/fault_injection/run.py --only kill --seed 7  trials whose name holds a word
     python tests/fault_injection/run.py --planted             faults put into chatmill on purpose: each must be noticed
@@ -36,7 +36,7 @@ from fault_injection.processes import Child, Ended, begin, load_torch
 from fault_injection.trial import Tally, Trial
 from fault_injection.trials import TRIALS
 
-PAGE = TESTS.parent / "docs" / "reliability.md"
+PAGE = TESTS.parent / "docs" / "explanation" / "reliability.md"
 BEGIN, END = "<!-- gauntlet: begin -->", "<!-- gauntlet: end -->"
 AT_ONCE = max(2, os.cpu_count() or 1)
 TRIAL_CPU_SECONDS = 3600.0

@@ -1,4 +1,4 @@
-"""Digests of rows: as docs/files.md defines them, and other ones for whatever differs."""
+"""Digests of rows: as docs/reference/files.md defines them, and other ones for whatever differs."""
 
 from __future__ import annotations
 

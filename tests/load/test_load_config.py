@@ -186,7 +186,7 @@ def test_only_what_changes_the_order_is_part_of_it():
 
 
 def test_the_page_on_loading_has_every_key_with_its_default():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "loading.md").read_text("utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "explanation" / "loading.md").read_text("utf-8")
     told = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", page, re.MULTILINE))
     defaults = {name: json.dumps(value) for name, value in LoadConfig().to_json().items()}
     assert {name: told.get(name, "").strip() for name in defaults} == defaults

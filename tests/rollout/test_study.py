@@ -21,7 +21,7 @@ from study import SETTINGS, all_jobs, interval, read_results, table_lines  # noq
 def test_the_documentation_shows_the_table_of_the_stored_results(seeds):
     lines = list(table_lines(read_results(DETECT / "results" / f"{seeds}.jsonl"), "f1", None))
     assert len(lines) > 10
-    assert "\n".join(lines) in (ROOT / "docs" / "rollout.md").read_text("utf-8")
+    assert "\n".join(lines) in (ROOT / "docs" / "explanation" / "rollout.md").read_text("utf-8")
 
 
 def test_an_interval_is_that_of_students_t():

@@ -1,4 +1,4 @@
-"""docs/files.md is right: real files are read with the tables and sentences of that page, and nothing else of chatmill.
+"""docs/reference/files.md is right: real files are read with the tables of that page and no other code of chatmill.
 
 Types and offsets are taken from the tables of the page itself, so that a table which is wrong fails here.
 """
@@ -24,7 +24,7 @@ from chatmill.store.metadata import Metadata, write_metadata
 from chatmill.store.read import open_dataset
 from chatmill.store.write import SplitWriter
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "files.md").read_text("utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "files.md").read_text("utf-8")
 TYPES = {
     "uint8": "u1",
     "uint32": "<u4",

@@ -237,14 +237,14 @@ def test_estimates_are_within_15_percent_of_what_was_measured(tmp_path):
     assert set(lines) >= table.FITTED | {"1.7b-own-adamw", "4b-own-adamw", "8b-hf-qlora"}
     for name, (estimated, gib) in lines.items():
         assert abs(estimated / gib - 1) < (0.02 if name in table.FITTED else 0.15), name
-    page = (ROOT / "docs/models.md").read_text("utf-8")
+    page = (ROOT / "docs/explanation/models.md").read_text("utf-8")
     for name, (estimated, gib) in lines.items():
         assert re.search(rf"\| `{name}` \|[^|]+\| {estimated:.1f} \| {gib:.1f} \|", page), name
 
 
 def test_the_page_says_which_model_fits_where(tmp_path):
     table = memory_table()
-    page = (ROOT / "docs/models.md").read_text("utf-8").splitlines()
+    page = (ROOT / "docs/explanation/models.md").read_text("utf-8").splitlines()
     rows = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in page if line.count("|") == 7}
     ways = ["full, `adamw8bit`"]
     made = [line.split("|")[1:3] for line in table.fitting_table(tmp_path, ["4 B"], ways)][2:]

@@ -180,6 +180,7 @@ def test_the_learning_rate_rises_and_falls():
 
 
 def test_every_key_of_a_run_is_on_its_page():
-    pages = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("training.md", "loading.md", "models.md"))
+    names = ("reference/training.md", "explanation/loading.md", "explanation/models.md")
+    pages = "".join((ROOT / "docs" / name).read_text("utf-8") for name in names)
     keys = [each.name for each in fields(TrainConfig)]
     assert [name for name in keys if f"`{name}`" not in pages] == []

@@ -1,4 +1,4 @@
-"""The sections of docs/integrations.md: each is a whole example, run with the real library in a folder of its own."""
+"""The sections of docs/how-to/integrations.md: each is a whole example, run with the real library in its own folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import doc_examples
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "integrations.md"
+PAGE = ROOT / "docs" / "how-to" / "integrations.md"
 HEADINGS = re.findall(r"^## (.+)$", PAGE.read_text("utf-8"), re.MULTILINE)
 
 

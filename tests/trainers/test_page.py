@@ -1,4 +1,4 @@
-"""The examples of docs/integrations.md run with the real libraries."""
+"""The examples of docs/how-to/integrations.md run with the real libraries."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def render_command(
         int | None, typer.Option(min=1, help="Cut rows that are longer, as --fit says. Left out, nothing is cut.")
     ] = None,
     fit: Annotated[
-        FitRule, typer.Option(help="How rows over --max-tokens are cut: see docs/packing.md.")
+        FitRule, typer.Option(help="How rows over --max-tokens are cut: see docs/explanation/packing.md.")
     ] = "exchanges",
     require_terminators: Annotated[
         bool, typer.Option("--require-terminators", help="Drop rows that end inside an answer.")

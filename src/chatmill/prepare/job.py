@@ -171,7 +171,7 @@ class Job:
     max_tokens: int | None = key(None, "The longest row, or the size of a block. Left out, nothing is cut.")
     fit: Fit = key(
         "exchanges",
-        "How rows over --max-tokens are cut: see docs/packing.md; blocks makes stream blocks instead.",
+        "How rows over --max-tokens are cut: see docs/explanation/packing.md; blocks makes stream blocks instead.",
     )
     require_terminators: bool = key(False, "Drop rows that end inside an answer.")
     pack: int | None = key(None, "Put whole rows together into rows of at most this many tokens.")

@@ -157,7 +157,7 @@ def write(url: Url, data: bytes, *, new: bool = False, replaces: str | None = No
     """Write an object: it appears whole, or not at all.
 
     With `new` it is an `ExistingObjectError` if there is one, with `replaces` if it has not that version. Stores with
-    conditional writes decide that themselves, so that of two writers one fails; docs/remote.md says which do.
+    conditional writes decide that themselves, so that of two writers one fails; docs/how-to/remote.md says which do.
     """
     check_writable(url)
     if new or replaces:

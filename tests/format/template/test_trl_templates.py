@@ -216,7 +216,7 @@ def test_both_derivations_apply_to_at_least_half_of_the_templates(table):
 
 def test_the_page_on_templates_has_the_table_that_the_command_makes(table):
     module, lines = table
-    page = (ROOT / "docs" / "templates.md").read_text("utf-8").split(module.BEGIN)[1]
+    page = (ROOT / "docs" / "explanation" / "templates.md").read_text("utf-8").split(module.BEGIN)[1]
     shown = {row.split("`")[1]: row for row in re.findall(r"^\| `.*$", page.split(module.END)[0], re.MULTILINE)}
     assert list(shown) == ORIGINALS and len(ORIGINALS) == 41
     certified = sum("| yes |" in row for row in shown.values())
