@@ -27,8 +27,8 @@ def clock() -> datetime:
 
 
 def test_lines_are_written_as_documented():
-    said = {"epoch": 0, "seed": 42, "first_episode_ids": [173, 274, 489], "shuffled": True, "none": None}
-    line = write_line(TIME, "epoch_start", said, START).decode()
+    fields = {"epoch": 0, "seed": 42, "first_episode_ids": [173, 274, 489], "shuffled": True, "none": None}
+    line = write_line(TIME, "epoch_start", fields, START).decode()
     assert line == (
         HEAD + 'action=epoch_start | epoch=0 | seed=42 | first_episode_ids="[173, 274, 489]" | shuffled=true | '
         f"none=null | previous={START}"
@@ -40,38 +40,38 @@ def test_lines_are_written_as_documented():
 @example({"name": '" | seed=1 | x="'})
 @example({"name": "two\nlines\r\x1e\x85\u2028"})
 @example({"name": '"quoted"', "empty": "", "backslash": "\\"})
-def test_no_value_can_forge_a_field_or_a_line(said):
-    raw = write_line(TIME, "dataset_load", said, START)
+def test_no_value_can_forge_a_field_or_a_line(fields):
+    raw = write_line(TIME, "dataset_load", fields, START)
     line = parse_line(raw)
-    assert line.fields == said and line.action == "dataset_load" and line.previous == START
+    assert line.fields == fields and line.action == "dataset_load" and line.previous == START
     text = raw.decode("ascii")
     assert len(text.splitlines()) == 1
-    assert len(text.split(" | ")) == 3 + 1 + len(said) + 1
+    assert len(text.split(" | ")) == 3 + 1 + len(fields) + 1
 
 
 @given(fields, st.data())
-def test_a_changed_line_is_another_line_or_none(said, data):
-    raw = bytearray(write_line(TIME, "steps", said, START))
+def test_a_changed_line_parses_to_other_values_or_is_rejected(fields, data):
+    raw = bytearray(write_line(TIME, "steps", fields, START))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] ^= data.draw(st.integers(1, 255))
     try:
         found = parse_line(bytes(raw))
     except DataError:
         return
-    # What still is a line is written exactly so, and says something else.
+    # If it still parses, it is in canonical form and has different values.
     again = write_line(datetime.fromisoformat(found.time), found.action, found.fields, found.previous)
     assert again == bytes(raw)
-    assert (found.time, found.action, found.fields, found.previous) != (TIME, "steps", said, START)
+    assert (found.time, found.action, found.fields, found.previous) != (TIME, "steps", fields, START)
 
 
 @given(st.integers(0, 200))
-def test_a_line_that_breaks_off_is_no_line(cut):
+def test_a_truncated_line_is_rejected(cut):
     raw = write_line(TIME, "steps", {"first_step": 0, "stop_step": 5, "digest": "ab"}, START)
     with pytest.raises(DataError):
         parse_line(raw[: min(cut, len(raw) - 1)])
 
 
-def test_each_line_carries_the_hash_of_the_one_before(tmp_path):
+def test_each_line_contains_the_hash_of_the_previous_line(tmp_path):
     log = AuditLog.create(tmp_path / "logs" / "audit", clock=clock)
     heads = [log.add("checkpoint", {"step": step}) for step in range(3)]
     log.close()
@@ -81,21 +81,21 @@ def test_each_line_carries_the_hash_of_the_one_before(tmp_path):
     assert [line.previous for line in read_log(log.path)] == [START, *heads[:2]]
 
 
-def test_two_runs_of_one_second_have_a_log_each(tmp_path):
+def test_two_runs_started_in_the_same_second_have_separate_logs(tmp_path):
     names = [AuditLog.create(tmp_path, clock=clock).path.name for _ in range(3)]
     assert names == ["audit_20260103T164419Z.log", "audit_20260103T164419Z_1.log", "audit_20260103T164419Z_2.log"]
 
 
-def test_one_log_is_written_by_one_run(tmp_path):
+def test_a_log_that_another_run_writes_is_refused(tmp_path):
     log = AuditLog.create(tmp_path, clock=clock)
     head = log.add("checkpoint", {"step": 1})
-    with pytest.raises(AuditError, match="another run writes this log"):
+    with pytest.raises(AuditError, match="another run is writing this log"):
         AuditLog.reopen(log.path, head=head)
     log.close()
     AuditLog.reopen(log.path, head=head)[0].close()
 
 
-def test_a_log_that_goes_on_keeps_the_lines_it_leaves_behind(tmp_path):
+def test_a_continued_log_keeps_abandoned_lines(tmp_path):
     log = AuditLog.create(tmp_path, clock=clock)
     head = log.add("checkpoint", {"step": 1})
     log.add("steps", {"first_step": 1})
@@ -112,7 +112,7 @@ def test_a_log_that_goes_on_keeps_the_lines_it_leaves_behind(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 60, -70, -1])
-def test_a_torn_line_stays_and_the_next_one_speaks_of_it(tmp_path, keep):
+def test_a_torn_line_stays_and_the_next_line_records_it(tmp_path, keep):
     log = AuditLog.create(tmp_path, clock=clock)
     head = log.add("checkpoint", {"step": 1})
     log.add("steps", {"first_step": 1})
@@ -136,7 +136,7 @@ def test_a_torn_line_stays_and_the_next_one_speaks_of_it(tmp_path, keep):
     assert isinstance(found, TornLine) and found.raw == torn and resumed.previous == first_line.sha256
 
 
-def test_a_line_that_lacks_only_its_end_counts(tmp_path):
+def test_a_line_that_lacks_only_its_line_break_counts(tmp_path):
     log = AuditLog.create(tmp_path, clock=clock)
     head = log.add("checkpoint", {"step": 1})
     log.add("steps", {"first_step": 1})
@@ -148,16 +148,18 @@ def test_a_line_that_lacks_only_its_end_counts(tmp_path):
     assert all(isinstance(line, LogLine) for line in read_log(log.path)) and len(read_log(log.path)) == 3
 
 
-def test_a_log_without_the_checkpoints_line_does_not_go_on(tmp_path):
+def test_a_log_without_the_checkpoint_line_is_not_continued(tmp_path):
     log = AuditLog.create(tmp_path, clock=clock)
     log.add("checkpoint", {"step": 1})
     head = log.add("checkpoint", {"step": 2})
     log.close()
     lines = log.path.read_bytes().split(b"\n")
     log.path.write_bytes(lines[0] + b"\n")
-    with pytest.raises(AuditError, match=f"no line has the hash {head[:12]}… that the checkpoint keeps; it was cut"):
+    with pytest.raises(
+        AuditError, match=f"no line has the hash {head[:12]}… that the checkpoint records; the log was trunc"
+    ):
         AuditLog.reopen(log.path, head=head)
-    with pytest.raises(AuditError, match="cannot be continued"):
+    with pytest.raises(AuditError, match="cannot continue the audit log"):
         AuditLog.reopen(tmp_path / "audit_gone.log", head=head)
 
 
@@ -176,11 +178,11 @@ class FullDisk(files.Disk):
 
 
 @pytest.mark.parametrize("room", [0, 100])
-def test_a_line_that_cannot_be_written_stops_everything(tmp_path, monkeypatch, room):
+def test_a_line_that_cannot_be_written_raises_an_error(tmp_path, monkeypatch, room):
     log = AuditLog.create(tmp_path, clock=clock)
     head = log.add("checkpoint", {"step": 1})
     monkeypatch.setattr(files, "disk", FullDisk(room))
-    for line in ("cannot be written .No space left on device.", "is closed, or could not be written before"):
+    for line in ("cannot write the audit log .No space left on device.", "is closed, or an earlier write failed"):
         with pytest.raises(AuditError, match=line):
             log.add("steps", {"first_step": 1})
     monkeypatch.undo()
@@ -189,7 +191,7 @@ def test_a_line_that_cannot_be_written_stops_everything(tmp_path, monkeypatch, r
     again.close()
 
 
-def test_lines_that_must_last_are_synced(tmp_path, monkeypatch):
+def test_durable_lines_are_synced(tmp_path, monkeypatch):
     synced = []
     log = AuditLog.create(tmp_path, clock=clock)
     monkeypatch.setattr(files.Disk, "sync", lambda self, path: synced.append(path))

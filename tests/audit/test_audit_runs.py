@@ -50,7 +50,7 @@ def actions(log):
     return [line.action for line in read_log(log) if isinstance(line, LogLine)]
 
 
-# What is written.
+# What the log contains.
 
 
 def test_the_documented_example_reproduces_its_lines(documented, tmp_path):
@@ -78,7 +78,7 @@ def test_the_documented_reconstruction_is_the_loaders_order(documented):
         np.testing.assert_array_equal(np.concatenate(seen), np.random.RandomState(42 + epoch).permutation(504))
 
 
-def test_dropped_episodes_are_named_and_the_rest_is_counted(dataset, tmp_path):
+def test_dropped_episodes_are_listed_and_the_others_counted(dataset, tmp_path):
     audit, _ = run(dataset, tmp_path, 13, config={"batch_size": 8})
     order = np.random.RandomState(42).permutation(50)
     lines = {line.action: line.fields for line in reversed(read_log(audit.path))}
@@ -100,7 +100,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_untouched_log_verifies(dataset, tmp_path, name):
+def test_an_unchanged_log_verifies(dataset, tmp_path, name):
     audit, states = run(dataset, tmp_path, 31, checkpoints=(10, 31), config=CONFIGS[name], close=False)
     checked = verify_log(audit.path, dataset, heads=head_of(states[31]))
     assert (checked.fault, checked.steps, checked.abandoned, checked.torn, checked.unanchored) == (None, 31, 0, [], 0)
@@ -110,7 +110,7 @@ def test_an_untouched_log_verifies(dataset, tmp_path, name):
     ("mix_by", "packing"),
     [("rows", "none"), ("tokens", "none"), ("trained_tokens", "none"), ("trained_tokens", "bins")],
 )
-def test_a_mixed_run_logs_what_every_source_gave(root, tmp_path, mix_by, packing):
+def test_a_mixed_run_logs_what_every_source_contributed(root, tmp_path, mix_by, packing):
     config = {"mix_sft": {"b": 0.75, "a": 0.25}, "mix_by": mix_by, "packing": packing, "block_size": 120}
     audit, states = run(root, tmp_path, 40, checkpoints=(20, 40), config=config)
     assert verify_log(audit.path, root, heads=head_of(states[40])).fault is None
@@ -175,18 +175,18 @@ def test_a_log_of_an_earlier_version_verifies_and_is_continued(dataset, tmp_path
     audit, _ = run(dataset, tmp_path, 30, every=6, saved=states[20])
     checked = verify_log(audit.path, dataset)
     assert (checked.fault, checked.steps) == (None, 30)
-    # Digests of another kind than the line names are found.
+    # A digest kind other than the one recorded in the line is detected.
     audit.path.write_bytes(b"".join(line + b"\n" for line in rechained(
         audit.path.read_bytes().replace(b" | row_digest=sha256", b"").split(b"\n")[:-1], 0
     )))  # fmt: skip
-    assert ": steps says digest " in verify_log(audit.path, dataset).fault
+    assert ": steps has digest " in verify_log(audit.path, dataset).fault
 
 
 # Ranks.
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_digests_cover_the_rows_of_all_ranks_that_can_be_added_up(dataset, tmp_path, shared):
+def test_digests_cover_all_ranks_if_they_can_be_reduced(dataset, tmp_path, shared):
     lane = threading.Barrier(2)
     slots: list[np.ndarray] = [np.zeros(0)] * 2
 
@@ -226,10 +226,10 @@ def test_digests_cover_the_rows_of_all_ranks_that_can_be_added_up(dataset, tmp_p
     assert (digests[0] == digests[1]) == shared
 
 
-# What is found.
+# What verification detects.
 
 
-def test_a_reader_that_swaps_two_episodes_beneath_the_order_is_found(dataset, tmp_path, monkeypatch):
+def test_a_reader_that_swaps_two_episodes_is_detected(dataset, tmp_path, monkeypatch):
     """The loader believes that all is well, and its episode ids say so."""
     real = EpisodeReader.locate
 
@@ -244,21 +244,21 @@ def test_a_reader_that_swaps_two_episodes_beneath_the_order_is_found(dataset, tm
     order = np.random.RandomState(42).permutation(50)
     step = min(np.flatnonzero(np.isin(order, [7, 31]))) // 4
     assert re.fullmatch(
-        rf"{re.escape(str(audit.path))}:{step + 3}: steps says digest [0-9a-f]{{32}}; the dataset gives [0-9a-f]{{32}}",
+        rf"{re.escape(str(audit.path))}:{step + 3}: steps has digest [0-9a-f]{{32}}; expected [0-9a-f]{{32}}",
         fault,
     )
 
 
-def test_a_changed_dataset_is_found(dataset, tmp_path):
+def test_a_changed_dataset_is_detected(dataset, tmp_path):
     audit, _ = run(dataset, tmp_path / "logs", 12)
     other = make_dataset(tmp_path / "other", train=50, seed=3)
-    assert ":1: dataset_load says dataset_sha256 " in verify_log(audit.path, other).fault
+    assert ":1: dataset_load has dataset_sha256 " in verify_log(audit.path, other).fault
     smaller = make_dataset(tmp_path / "smaller", train=49)
-    assert ":1: dataset_load says num_train_episodes 50; the dataset gives 49" in verify_log(audit.path, smaller).fault
+    assert ":1: dataset_load has num_train_episodes 50; expected 49" in verify_log(audit.path, smaller).fault
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_change_that_the_metadata_knows_nothing_of_is_found(dataset, tmp_path, split):
+def test_a_change_of_data_files_under_the_same_metadata_is_detected(dataset, tmp_path, split):
     audit, _ = run(dataset, tmp_path / "logs", 25)
     changed = tmp_path / "changed"
     shutil.copytree(dataset, changed)
@@ -267,11 +267,11 @@ def test_a_change_that_the_metadata_knows_nothing_of_is_found(dataset, tmp_path,
     raw[-20] ^= 1
     tokens.write_bytes(raw)
     fault = verify_log(audit.path, changed).fault
-    # In a row that was handed out the line shows it; what no row had, the hash of its file.
-    assert re.search(r":\d+: steps says digest " if split == "train" else r"val/shard_00000/tokens\.bin: ", fault)
+    # A change in a row that was used changes a digest; any other change is found by the file hash.
+    assert re.search(r":\d+: steps has digest " if split == "train" else r"val/shard_00000/tokens\.bin: ", fault)
 
 
-def test_300_tamperings_are_all_found(dataset, tmp_path):
+def test_300_manipulations_are_all_detected(dataset, tmp_path):
     """Half of them with every hash after the change made anew."""
     config = {"batch_size": 8}
     audit, states = run(dataset, tmp_path, 9, checkpoints=(4,), config=config, every=2)
@@ -287,12 +287,12 @@ def test_300_tamperings_are_all_found(dataset, tmp_path):
         kind = ("change", "field", "insert", "remove", "reorder", "cut")[number // 2 % 6]
         changed = lines
         while changed == lines:
-            # Making the hashes anew may undo a change that was in one.
+            # Recomputing the hashes may undo a change that was made to a hash.
             changed, first = tampered(lines, kind, rng)
             changed = rechained(changed, first) if number % 2 else changed
         log.write_bytes(b"".join(line + b"\n" for line in changed))
         checked = verify_log(log, dataset, heads=heads)
-        # A line that was put after the one that a checkpoint vouches for is reported as such; before it there is none.
+        # A line inserted after the checkpoint's line is reported as unanchored; none is accepted before it.
         assert checked.fault is not None or (kind == "insert" and checked.unanchored), (kind, number, first)
         found[kind] = found.get(kind, 0) + 1
     assert sum(found.values()) == 300 and len(found) == 6
@@ -307,7 +307,7 @@ def tampered(lines, kind, rng):
         byte = bytes([rng.choice([b for b in range(32, 127) if b != lines[at][place]])])
         changed[at] = lines[at][:place] + byte + lines[at][place + 1 :]
     elif kind == "field":
-        # A number that is still one: what a forger would write.
+        # The result is still a valid number.
         digits = [m.span() for m in re.finditer(rb"(?<==)\d+(?= \|)", lines[at])] or [(0, 4)]
         start, stop = rng.choice(digits)
         value = int(lines[at][start:stop]) + rng.choice([-1, 1, 7])
@@ -333,56 +333,56 @@ FORGERIES = [
     (
         "dataset_load",
         swap(rb" \| split", rb" | extra=1 | split"),
-        ":1: dataset_load has a field extra, which is not its own",
+        ":1: dataset_load has the unexpected field extra",
     ),
     ("dataset_load", swap(rb" \| num_skipped=0", b""), ":1: dataset_load has no num_skipped"),
     (
         "dataset_load",
         swap(rb"digest_steps=5", b"digest_steps=x"),
-        ":1: dataset_load says digest_steps x; expected a whole",
+        ":1: dataset_load has digest_steps x; expected an integer",
     ),
     (
         "dataset_load",
         swap(rb"row_digest=sha256", b"row_digest=nothing"),
-        ":1: dataset_load says row_digest nothing; expected sha256",
+        ":1: dataset_load has row_digest nothing; expected sha256",
     ),
-    ("dataset_load", swap(rb" \| row_digest=sha256", b""), ":3: steps says digest "),
+    ("dataset_load", swap(rb" \| row_digest=sha256", b""), ":3: steps has digest "),
     (
         "dataset_load",
         swap(rb"world_size=1", b"world_size=1000"),
-        ":1: dataset_load says world_size 1000; expected a divisor of batch_size 8",
+        ":1: dataset_load has world_size 1000; expected a divisor of batch_size 8",
     ),
     ("dataset_load", swap(rb'config="(?:[^"\\]|\\.)*"', b"config=1"), ":1: config cannot be read"),
     ("dataset_load", lambda line: [], ":1: is epoch_start; expected dataset_load"),
-    ("dataset_load", lambda line: [line, line], ":2: is dataset_load, which cannot come here"),
-    ("epoch_start", lambda line: [], ":2: holds steps of epoch 0, which no line begins"),
-    ("epoch_start", lambda line: [line, line], ":3: begins epoch 0 in the middle of 0"),
-    ("steps", lambda line: [], ":3: holds steps 5 to 6; expected at most 5 from 0 on"),
-    ("steps", lambda line: [line, line], ":4: holds steps 0 to 5; expected at most 5 from 5 on"),
-    ("steps", swap(rb"stop_step=5", b"stop_step=6"), ":3: holds steps 0 to 6; expected at most 5 from 0 on"),
-    ("steps", swap(rb"stop_step=5", b"stop_step=4"), ":3: steps says digest "),
-    ("steps", swap(rb"row=0", b"row=8"), ":3: steps says row 8; the dataset gives 0"),
+    ("dataset_load", lambda line: [line, line], ":2: is dataset_load, which cannot occur here"),
+    ("epoch_start", lambda line: [], ":2: covers steps of epoch 0, which has no epoch_start line"),
+    ("epoch_start", lambda line: [line, line], ":3: starts epoch 0 in the middle of epoch 0"),
+    ("steps", lambda line: [], ":3: covers steps 5 to 6; expected at most 5, starting at 0"),
+    ("steps", lambda line: [line, line], ":4: covers steps 0 to 5; expected at most 5, starting at 5"),
+    ("steps", swap(rb"stop_step=5", b"stop_step=6"), ":3: covers steps 0 to 6; expected at most 5, starting at 0"),
+    ("steps", swap(rb"stop_step=5", b"stop_step=4"), ":3: steps has digest "),
+    ("steps", swap(rb"row=0", b"row=8"), ":3: steps has row 8; expected 0"),
     ("drop_last", lambda line: [], ":5: is epoch_complete; expected drop_last"),
-    ("drop_last", swap(rb'episode_ids="\[', rb'episode_ids="[1, '), ":5: drop_last says episode_ids "),
+    ("drop_last", swap(rb'episode_ids="\[', rb'episode_ids="[1, '), ":5: drop_last has episode_ids "),
     ("epoch_complete", lambda line: [], ":6: is epoch_start; expected epoch_complete"),
-    ("epoch_complete", swap(rb"seen=48", b"seen=50"), ":6: epoch_complete says episodes_seen 50; the dataset gives 48"),
-    ("checkpoint", swap(rb"step=9", b"step=8"), ":9: checkpoint says step 8; the dataset gives 9"),
-    ("checkpoint", swap(rb"action=checkpoint", b"action=coffee"), ":9: is coffee, which cannot come here"),
-    ("checkpoint", lambda line: [], ":10: goes on from "),
-    ("resume", swap(rb"abandoned=1", b"abandoned=2"), ":11: resume says abandoned 2; the dataset gives 1"),
-    ("resume", lambda line: [], ":11: is dataset_load, which cannot come here"),
+    ("epoch_complete", swap(rb"seen=48", b"seen=50"), ":6: epoch_complete has episodes_seen 50; expected 48"),
+    ("checkpoint", swap(rb"step=9", b"step=8"), ":9: checkpoint has step 8; expected 9"),
+    ("checkpoint", swap(rb"action=checkpoint", b"action=coffee"), ":9: is coffee, which cannot occur here"),
+    ("checkpoint", lambda line: [], ":10: resumes from "),
+    ("resume", swap(rb"abandoned=1", b"abandoned=2"), ":11: resume has abandoned 2; expected 1"),
+    ("resume", lambda line: [], ":11: is dataset_load, which cannot occur here"),
 ]
 
 
 @pytest.mark.parametrize("number", range(len(FORGERIES)))
-def test_a_forger_who_writes_the_chain_anew_meets_the_dataset(dataset, tmp_path, number):
+def test_a_forged_log_with_a_valid_hash_chain_is_detected(dataset, tmp_path, number):
     """No head of a checkpoint is given."""
     action, forge, said = FORGERIES[number]
     _, states = run(dataset, tmp_path, 11, checkpoints=(9,), config={"batch_size": 8})
     audit, _ = run(dataset, tmp_path, 12, config={"batch_size": 8}, saved=states[9])
     lines = audit.path.read_bytes().split(b"\n")[:-1]
     at = actions(audit.path).index(action)
-    # The head that the resume line names goes with the forged chain.
+    # The head in the resume line is updated to match the forged chain.
     forged = rechained([*lines[:at], *forge(lines[at]), *lines[at + 1 :]], at)
     head = states[9]["audit"]["head"].encode()
     for number, line in enumerate(forged):
@@ -393,17 +393,17 @@ def test_a_forger_who_writes_the_chain_anew_meets_the_dataset(dataset, tmp_path,
     assert f"{audit.path}{said}" in verify_log(audit.path, dataset).fault
 
 
-def test_bytes_after_the_last_line_are_torn_only_without_an_end(dataset, tmp_path):
+def test_bytes_after_the_last_line_are_torn_only_without_a_line_break(dataset, tmp_path):
     audit, _ = run(dataset, tmp_path, 12)
     whole = audit.path.read_bytes()
     count = len(read_log(audit.path))
     audit.path.write_bytes(whole + b"2026")
     assert verify_log(audit.path, dataset).torn == [count + 1]
     audit.path.write_bytes(whole + b"2026\n")
-    assert f":{count + 1}: is no line of an audit log" in verify_log(audit.path, dataset).fault
+    assert f":{count + 1}: is not a line of an audit log" in verify_log(audit.path, dataset).fault
 
 
-def test_a_cut_end_is_found_up_to_the_last_head_and_later_lines_are_unanchored(dataset, tmp_path):
+def test_truncation_is_detected_up_to_the_last_head_and_later_lines_are_unanchored(dataset, tmp_path):
     audit, states = run(dataset, tmp_path, 20, checkpoints=(10,), every=2)
     raw = audit.path.read_bytes()
     lines = raw.split(b"\n")[:-1]
@@ -415,13 +415,13 @@ def test_a_cut_end_is_found_up_to_the_last_head_and_later_lines_are_unanchored(d
         checked = verify_log(audit.path, dataset, heads=head_of(states[10]))
         assert (checked.fault is None) == (kept > at)
         if 0 < kept <= at:
-            assert "that the checkpoint keeps; some of its lines are changed or gone" in checked.fault
+            assert "that the checkpoint records; lines were changed or removed" in checked.fault
 
 
-# Going on.
+# Resuming.
 
 
-def test_a_resumed_run_names_the_head_and_leaves_lines_behind(dataset, tmp_path):
+def test_a_resumed_run_records_the_head_and_abandons_later_lines(dataset, tmp_path):
     audit, states = run(dataset, tmp_path, 18, checkpoints=(8,), every=2)
     before = audit.path.read_bytes()
     audit, later = run(dataset, tmp_path, 24, checkpoints=(24,), every=2, saved=states[8])
@@ -439,7 +439,7 @@ def test_a_resumed_run_names_the_head_and_leaves_lines_behind(dataset, tmp_path)
     assert (checked.fault, checked.abandoned, checked.unanchored) == (None, left, 0)
 
 
-def test_what_sources_gave_is_counted_over_a_resumed_run(root, tmp_path):
+def test_source_contributions_are_summed_across_a_resume(root, tmp_path):
     config = {"mix_sft": {"b": 0.75, "a": 0.25}, "mix_by": "tokens"}
     _, states = run(root, tmp_path, 20, checkpoints=(15,), config=config)
     audit, later = run(root, tmp_path, 30, checkpoints=(30,), config=config, saved=states[15])
@@ -447,7 +447,7 @@ def test_what_sources_gave_is_counted_over_a_resumed_run(root, tmp_path):
     assert later[30]["audit"]["given"] == counted(root, {**config, "block_size": 48}, 30)
 
 
-def test_a_torn_line_is_reported_and_the_log_goes_on(dataset, tmp_path):
+def test_a_torn_line_is_reported_and_the_log_is_continued(dataset, tmp_path):
     audit, states = run(dataset, tmp_path, 15, checkpoints=(8,), every=2)
     audit.path.write_bytes(audit.path.read_bytes()[:-30])
     last = len(read_log(audit.path))
@@ -456,37 +456,37 @@ def test_a_torn_line_is_reported_and_the_log_goes_on(dataset, tmp_path):
     audit, later = run(dataset, tmp_path, 24, checkpoints=(24,), every=2, saved=states[8])
     checked = verify_log(audit.path, dataset, heads=head_of(later[24]))
     assert (checked.fault, checked.torn, checked.unanchored) == (None, [last], 0)
-    # Bytes that no crash left are no torn line.
+    # A torn line that was changed afterwards is detected.
     lines = audit.path.read_bytes().split(b"\n")
     lines[last - 1] = lines[last - 1][:-1]
     audit.path.write_bytes(b"\n".join(lines))
-    assert f":{last + 1}: resume says torn_bytes" in verify_log(audit.path, dataset).fault
+    assert f":{last + 1}: resume has torn_bytes" in verify_log(audit.path, dataset).fault
     lines.insert(3, b"garbage")
     audit.path.write_bytes(b"\n".join(lines))
-    assert ":4: is no line of an audit log" in verify_log(audit.path, dataset).fault
+    assert ":4: is not a line of an audit log" in verify_log(audit.path, dataset).fault
 
 
-def test_a_world_of_another_size_goes_on_in_the_same_log(dataset, tmp_path):
+def test_a_run_with_another_world_size_continues_the_same_log(dataset, tmp_path):
     _, states = run(dataset, tmp_path, 9, checkpoints=(9,), every=2)
     audit, later = run(dataset, tmp_path, 20, checkpoints=(20,), every=2, saved=states[9], world_size=2)
     assert verify_log(audit.path, dataset, heads=head_of(later[20])).fault is None
 
 
-def test_a_loader_that_stands_elsewhere_than_its_log_is_refused(dataset, tmp_path):
+def test_a_loader_at_another_step_than_its_log_is_refused(dataset, tmp_path):
     _, states = run(dataset, tmp_path, 9, checkpoints=(9,))
     loader = EpisodeLoader(dataset, SMALL, listener=Audit(tmp_path))
     loader.load_state_dict(states[9]["loader"])
-    with pytest.raises(AuditError, match="the loader stands at step 9, its audit log at 0; give Audit the state"):
+    with pytest.raises(AuditError, match="the loader is at step 9, its audit log at 0; give Audit the state"):
         loader.get_batch()
 
 
 @pytest.mark.parametrize("state", [{}, {"log": "../x", "head": "", "cursor": {}, "given": {}}, [], "no"])
-def test_a_damaged_state_is_one_line(tmp_path, state):
+def test_a_damaged_audit_state_is_one_error_line(tmp_path, state):
     with pytest.raises(AuditError, match="the state of the audit log is damaged"):
         Audit(tmp_path, state=state)
 
 
-def test_a_line_that_cannot_be_written_stops_the_run_before_its_batch_is_out(dataset, tmp_path, monkeypatch):
+def test_a_failed_write_stops_the_run_before_the_batch_is_returned(dataset, tmp_path, monkeypatch):
     audit = Audit(tmp_path, every=2)
     loader = EpisodeLoader(dataset, SMALL, listener=audit)
     loader.get_batch()
@@ -504,7 +504,7 @@ def test_a_line_that_cannot_be_written_stops_the_run_before_its_batch_is_out(dat
 # Replay.
 
 
-def test_a_step_is_replayed_as_it_was_handed_out(dataset, tmp_path):
+def test_a_replayed_step_equals_the_batch_that_was_returned(dataset, tmp_path):
     config = {"packing": "bins", "block_size": 120}
     audit, states = run(dataset, tmp_path, 8, checkpoints=(5,), config=config, every=3)
     audit, _ = run(dataset, tmp_path, 12, config=config, every=3, saved=states[5])
@@ -512,34 +512,34 @@ def test_a_step_is_replayed_as_it_was_handed_out(dataset, tmp_path):
     for step in range(12):
         delivered, replayed = loader.get_batch(), replay_step(audit.path, step)
         assert replayed.step.at.step == step
-        # Lines that were abandoned are not looked at.
+        # Abandoned lines are ignored.
         assert (replayed.line > actions(audit.path).index("resume")) == (step >= 5)
         for mine, theirs in zip(delivered, replayed.batch, strict=True):
             np.testing.assert_array_equal(mine, theirs)
 
 
-def test_what_cannot_be_replayed_is_one_line(dataset, tmp_path):
+def test_a_failed_replay_is_one_error_line(dataset, tmp_path):
     audit, _ = run(dataset, tmp_path / "logs", 12)
-    with pytest.raises(UsageError, match="step 12 is not in it; expected one below 12"):
+    with pytest.raises(UsageError, match="does not contain step 12; expected a step below 12"):
         replay_step(audit.path, 12)
     other = make_dataset(tmp_path / "other", train=50, seed=3)
-    with pytest.raises(DataError, match=":3: dataset_load says dataset_sha256"):
+    with pytest.raises(DataError, match=":3: dataset_load has dataset_sha256"):
         replay_step(audit.path, 0, other)
     with pytest.raises(DataError, match="cannot be read"):
         replay_step(tmp_path / "none.log", 0)
 
 
-def test_no_log_at_all_is_one_line(dataset, tmp_path):
+def test_a_missing_or_empty_log_is_one_error_line(dataset, tmp_path):
     with pytest.raises(DataError, match=r"none\.log: cannot be read"):
         verify_log(tmp_path / "none.log", dataset)
     (tmp_path / "empty.log").write_bytes(b"")
     assert (
         verify_log(tmp_path / "empty.log", dataset).fault
-        == f"{tmp_path / 'empty.log'}: holds no line; expected an audit log"
+        == f"{tmp_path / 'empty.log'}: is empty; expected an audit log"
     )
 
 
-# What a checkpoint says must be what the log says.
+# The state in a checkpoint must match the log.
 
 
 def edited(state, *place, value):
@@ -595,20 +595,20 @@ def test_an_edited_state_is_refused(dataset, checkpointed, tmp_path, place, valu
 
 
 @pytest.mark.parametrize("name", ["row", "step", "epoch", "window"])
-def test_a_run_does_not_go_on_from_an_edited_cursor(dataset, checkpointed, tmp_path, name):
+def test_a_run_does_not_resume_from_an_edited_cursor(dataset, checkpointed, tmp_path, name):
     log, state = checkpointed
     folder = tmp_path / "logs"
     folder.mkdir()
     shutil.copy(log, folder)
     value = state["audit"]["cursor"][name] + 1
     lie = edited(edited(state, "audit", "cursor", name, value=value), "loader", "cursors", "train", name, value=value)
-    with pytest.raises(AuditError, match=r"does not fit the checkpoint: audit.cursor is .*; the log says .*changed"):
+    with pytest.raises(AuditError, match=r"does not match the checkpoint: audit.cursor is .*; the log has .*changed"):
         run(dataset, folder, 20, saved=lie)
     assert (folder / log.name).read_bytes() == log.read_bytes()
     run(dataset, folder, 20, saved=state)
 
 
-def test_what_each_source_gave_is_compared_over_resumed_runs(root, tmp_path):
+def test_source_contributions_in_a_state_are_compared_across_resumes(root, tmp_path):
     config = {"mix_sft": {"a": 1, "b": 1}}
     _, states = run(root, tmp_path, 20, checkpoints=(8, 16), config=config)
     _, later = run(root, tmp_path, 30, checkpoints=(24,), config=config, saved=states[8])
@@ -624,7 +624,7 @@ def test_what_each_source_gave_is_compared_over_resumed_runs(root, tmp_path):
         run(root, tmp_path, 30, config=config, saved=edited(later[24], "audit", "given", value=given))
 
 
-def test_a_log_or_state_that_is_a_fifo_is_one_line(dataset, checkpointed, tmp_path):
+def test_a_log_or_state_that_is_a_fifo_is_one_error_line(dataset, checkpointed, tmp_path):
     log, state = checkpointed
     os.mkfifo(tmp_path / log.name)
     with pytest.raises(DataError, match="it is a FIFO"):

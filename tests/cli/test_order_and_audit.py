@@ -114,7 +114,7 @@ def test_verify_says_ok_and_what_is_unanchored(run, log):
 def test_verify_names_the_first_line_that_differs(run, log):
     log.write_text(log.read_text().replace("seed=42 | first", "seed=43 | first"))
     code, out, _ = run("audit", "verify", str(log), "--dataset", "ds")
-    assert (code, out) == (1, f"{log}:2: epoch_start says seed 43; the dataset gives 42\n")
+    assert (code, out) == (1, f"{log}:2: epoch_start has seed 43; expected 42\n")
     code, out, _ = run("audit", "verify", str(log), "--dataset", "ds", "--json")
     assert code == 1 and json.loads(out)["ok"] is False
 
@@ -123,11 +123,11 @@ def test_verify_finds_a_cut_log_by_its_checkpoint(run, log):
     log.write_bytes(b"\n".join(log.read_bytes().split(b"\n")[:3]) + b"\n")
     code, out, _ = run("audit", "verify", str(log), "--dataset", "ds", "--checkpoint", "checkpoint/state.json")
     assert code == 1
-    assert "that checkpoint/state.json keeps; some of its lines are changed or gone" in out
+    assert "that checkpoint/state.json records; lines were changed or removed" in out
     other = log.rename(log.with_name("audit_other.log"))
     code, _, err = run("audit", "verify", str(other), "--checkpoint", "checkpoint")
     assert code == 1 and err == (
-        "chatmill: checkpoint: keeps no head of audit_other.log; expected the state of a checkpoint of that run\n"
+        "chatmill: checkpoint: does not mention audit_other.log; expected the state of a checkpoint of that run\n"
     )
 
 
@@ -190,6 +190,6 @@ def test_replay_shows_ids_where_the_tokenizer_is_not_known(run, dataset):
 
 def test_a_step_that_is_not_there_is_one_line(run, log):
     code, out, err = run("audit", "replay", str(log), "--step", "12")
-    assert (code, out, err) == (2, "", f"chatmill: {log}: step 12 is not in it; expected one below 12\n")
+    assert (code, out, err) == (2, "", f"chatmill: {log}: does not contain step 12; expected a step below 12\n")
     code, _, err = run("audit", "verify", "none.log", "--dataset", "ds")
     assert code == 1 and err.startswith("chatmill: none.log: cannot be read (No such file or directory)")

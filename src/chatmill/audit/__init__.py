@@ -1,10 +1,10 @@
-"""The audit log: which batches a run was trained on, and the proof that the log is right.
+"""The audit log: which batches a run trained on, and how to verify it.
 
-Audit                      a listener of the loader that writes the log
-verify_log, AuditResult    recompute every line from the dataset, and compare
-replay_step, ReplayedStep  the exact batch of a step
-saved_states, SavedState   what checkpoints say of the run, to be compared with the log
-read_log, LogLine, …       the file itself, line by line
+Audit                      loader listener that writes the log
+verify_log, AuditResult    recompute every line from the dataset and compare
+replay_step, ReplayedStep  rebuild the exact batch of a step
+saved_states, SavedState   the audit state saved in checkpoints, to compare with the log
+read_log, LogLine, …       read and write the log file line by line
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The file of an audit log: each line ends with the hash of the line before it.
+"""Read and write audit log files: each line ends with the hash of the line before it.
 
     2026-01-03T16:44:19.628Z | TRAINING | INFO | action=epoch_start | epoch=0 | seed=42 | … | previous=9f2c…
 
-A value is written plain or as a JSON string in which `|` is escaped too, so no value can end a field or a line. The log
-only grows: a line that a crash cut off stays, and the line after it records its length and hash.
+A value is plain text or a JSON string in which `|` is also escaped, so no value can end a field or a line. The log is
+append-only: a line truncated by a crash stays in the file, and the next line records its length and hash.
 """
 
 from __future__ import annotations
@@ -72,32 +72,32 @@ def write_line(time: datetime, action: str, fields: Mapping[str, Any], previous:
 
 
 def parse_line(raw: bytes) -> LogLine:
-    """Parse a line; `DataError` unless `write_line` would write exactly these bytes."""
+    """Parse a line; raise `DataError` unless `write_line` would produce exactly these bytes."""
     try:
         time, category, level, *pairs = raw.decode("ascii").split(SEPARATOR)
         fields = {}
         for pair in pairs:
             name, _, value = pair.partition("=")
             if name in fields:
-                raise ValueError(f"{one_line(name)} stands there twice")
+                raise ValueError(f"{one_line(name)} occurs twice")
             fields[name] = json.loads(value) if value.startswith('"') else value
         action, previous = fields.pop("action"), fields.pop(PREVIOUS)
         if not TIME.match(time) or (category, level) != ("TRAINING", "INFO"):
-            raise ValueError("it does not begin with time, TRAINING and INFO")
+            raise ValueError("it does not start with a time, TRAINING and INFO")
         if not HASH.match(previous):
-            # It is the last field, so a line that was cut off anywhere does not have it whole.
-            raise ValueError("it does not end with a whole hash")
+            # The hash is the last field, so it is incomplete in any truncated line.
+            raise ValueError("it does not end with a complete hash")
         if write_line(datetime.fromisoformat(time), action, fields, previous) != raw:
-            raise ValueError("it is not written as chatmill writes it")
+            raise ValueError("it is not formatted as chatmill writes it")
     except KeyError as error:
         raise DataError(f"has no {error.args[0]}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is no line of an audit log ({one_line(str(error))})") from None
+        raise DataError(f"is not a line of an audit log ({one_line(str(error))})") from None
     return LogLine(raw, time, action, fields, previous)
 
 
 def as_text(value: Any) -> str:
-    """The text of a field: a string as it is, any other value as JSON."""
+    """Return the text of a field: strings unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -107,16 +107,16 @@ def _escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class TornLine:
-    """Bytes between two lines, or at the end of the log, that are not a line."""
+    """Bytes between two lines, or at the end of the log, that are not a valid line."""
 
     raw: bytes
     why: str
     breaks_off: bool = False
-    """It is the end of the log, without a line break."""
+    """Whether it is the last line of the log and has no line break."""
 
 
 def read_log(path: Path) -> list[LogLine | TornLine]:
-    """Read a log line by line; what a crash cut off is a `TornLine`."""
+    """Read a log line by line; a line truncated by a crash becomes a `TornLine`."""
     try:
         with open_plain(path) as file:
             raw = file.read()
@@ -130,38 +130,38 @@ def read_log(path: Path) -> list[LogLine | TornLine]:
         except DataError as error:
             lines.append(TornLine(line, str(error)))
     if unfinished:
-        lines.append(TornLine(unfinished, "breaks off", breaks_off=True))
+        lines.append(TornLine(unfinished, "is truncated", breaks_off=True))
     return lines
 
 
 def torn_fields(torn: Sequence[TornLine]) -> dict[str, Any]:
-    """The fields with which the next line records torn ones."""
+    """Return the fields that record torn lines in the line after them."""
     raw = b"\n".join(part.raw for part in torn)
     return {"torn_bytes": len(raw), "torn_sha256": hashlib.sha256(raw).hexdigest()}
 
 
 class AuditLog:
-    """A log that this process alone appends to. An error while writing stops the run."""
+    """A log that is open for appending, locked by this process. A write error stops the run."""
 
     def __init__(self, path: Path, fd: int, *, head: str, clock: Clock) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             files.disk.close(fd)
-            raise AuditError(f"{path}: another run writes this log; give this one a folder of its own") from None
+            raise AuditError(f"{path}: another run is writing this log; use another folder") from None
         self.path = path
         self.head = head
-        """The hash of the last line, which stands for all lines before it."""
+        """The hash of the last line, which covers all lines before it."""
         self._fd: int | None = fd
         self._clock = clock
         self._made: list[Path] = []
-        """The folders that were made for this log, innermost first."""
+        """Folders created for this log, innermost first."""
         self._line_break = b""
-        """The line break that a crash left out after the last line; written before the next one."""
+        """A line break to write before the next line, if a crash left the last line without one."""
 
     @classmethod
     def create(cls, folder: str | Path, *, clock: Clock = now) -> AuditLog:
-        """A new, empty log, named after the time."""
+        """Create an empty log, named after the current time."""
         place = local_path(folder)
         stamp = clock().astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
         made = files.missing_folders(place)
@@ -173,16 +173,16 @@ class AuditLog:
             files.disk.sync(place)
         except OSError as error:
             files.remove_all(made)
-            raise AuditError(f"{place}: the audit log cannot be made there ({error.strerror})") from None
+            raise AuditError(f"{place}: cannot create the audit log ({error.strerror})") from None
         log = cls(path, fd, head=START, clock=clock)
         log._made = made
         return log
 
     @classmethod
     def reopen(cls, path: str | Path, *, head: str, clock: Clock = now) -> tuple[AuditLog, dict[str, Any]]:
-        """Continue a log after the line with this hash; also returns the fields of its next line, `resume`.
+        """Open a log to continue from the line with the hash `head`; also return the fields for the `resume` line.
 
-        Lines after that one stay in the file as abandoned, and so do torn lines.
+        Later lines stay in the file and count as abandoned. Torn lines stay too.
         """
         place = Path(path)
         try:
@@ -190,7 +190,7 @@ class AuditLog:
             fd = files.disk.append(place)
         except OSError as error:
             raise AuditError(
-                f"{place}: the audit log cannot be continued ({error.strerror}); put it back beside its checkpoint"
+                f"{place}: cannot continue the audit log ({error.strerror}); restore it next to its checkpoint"
             ) from None
         log = cls(place, fd, head=head, clock=clock)
         try:
@@ -201,7 +201,7 @@ class AuditLog:
         return log, fields
 
     def _continue(self) -> dict[str, Any]:
-        """Find the line of `head`. What follows the last line is torn, unless only the line break is missing."""
+        """Find the line of `head`. Bytes after the last line are torn, unless only its line break is missing."""
         everything = read_log(self.path)
         lines = [line for line in everything if isinstance(line, LogLine)]
         torn: list[TornLine] = []
@@ -210,7 +210,8 @@ class AuditLog:
         at = next((number for number, line in enumerate(lines) if line.sha256 == self.head), None)
         if at is None:
             raise AuditError(
-                f"{self.path}: no line has the hash {self.head[:12]}… that the checkpoint keeps; it was cut or changed"
+                f"{self.path}: no line has the hash {self.head[:12]}… that the checkpoint records; "
+                "the log was truncated or changed"
             )
         self._line_break = b"\n" if torn and torn[-1].breaks_off else b""
         if len(torn) == 1 and self._line_break and (whole := _next_line(torn[0].raw, lines[-1])) is not None:
@@ -220,9 +221,9 @@ class AuditLog:
         return fields
 
     def add(self, action: str, fields: Mapping[str, Any], *, durable: bool = False) -> str:
-        """Write a line and return its hash, the new head. `durable` lines are synced to disk."""
+        """Append a line and return its hash, the new head. `durable` syncs it to disk."""
         if self._fd is None:
-            raise AuditError(f"{self.path}: the audit log is closed, or could not be written before")
+            raise AuditError(f"{self.path}: the audit log is closed, or an earlier write failed")
         raw = write_line(self._clock(), action, fields, self.head)
         data = memoryview(self._line_break + raw + b"\n")
         fd, self._fd = self._fd, None
@@ -234,7 +235,7 @@ class AuditLog:
         except OSError as error:
             files.disk.close(fd)
             raise AuditError(
-                f"{self.path}: the audit log cannot be written ({error.strerror}); a run that goes unlogged stops"
+                f"{self.path}: cannot write the audit log ({error.strerror}); the run stops, as it cannot be audited"
             ) from None
         self._fd, self._line_break, self.head = fd, b"", hashlib.sha256(raw).hexdigest()
         return self.head
@@ -245,13 +246,13 @@ class AuditLog:
             self._fd = None
 
     def remove(self) -> None:
-        """Remove a log that `create` made, and the folders that were made for it."""
+        """Remove a log made by `create`, and the folders created for it."""
         self.close()
         files.remove_all([self.path, *self._made])
 
 
 def _next_line(raw: bytes, last: LogLine) -> LogLine | None:
-    """These bytes as the line after `last`, or None if they are not."""
+    """Parse bytes as the line after `last`; None if they are not that line."""
     try:
         line = parse_line(raw)
     except DataError:

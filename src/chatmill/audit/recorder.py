@@ -1,13 +1,13 @@
-"""The audit: a listener of the loader that records which batches it returned.
+"""A loader listener that records which batches were returned.
 
     dataset_load     which dataset, under which config, in which order
-    epoch_start      its effective seed and first episodes
-    steps            a digest of the rows of some steps, as the loader returned them
+    epoch_start      the effective seed of the epoch and its first episodes
+    steps            a digest of the rows that the loader returned for a range of steps
     drop_last        episodes that did not fill a batch
-    epoch_complete   how many episodes the epoch had
+    epoch_complete   the number of episodes in the epoch
     mix              the share of each source, requested and realised
-    checkpoint       the run's cursor; the hash of this line, the head, is kept with the checkpoint
-    resume           the head from which a run is resumed
+    checkpoint       the run's cursor; the checkpoint stores the hash of this line, the head
+    resume           the head that the run resumes from
 
 The fields of a line are pure functions of the plan, so `verify_log` can recompute them from the dataset.
 """
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
     from chatmill.load.loader import EpisodeLoader
 
 EVERY = 100
-"""The most steps that one digest covers."""
+"""Maximum number of steps per digest."""
 ROW_DIGEST = "sha256"
-"""The digests of rows that loaders give, by their name in `DIGESTS`."""
+"""The kind of row digest that loaders compute, by its name in `DIGESTS`."""
 SHOWN = 10
-"""Episodes that the first line of an epoch names."""
+"""Number of episodes listed in an epoch_start line."""
 Numbers = NDArray[np.int64]
 Reduce = Callable[[Numbers], Numbers]
 """Sums an array over all ranks (all-reduce)."""
 BatchSum = tuple[NDArray[np.uint64] | None, Numbers | None]
-"""The digest of a batch, and what each source contributed to it."""
+"""The digest of a batch, and the amount that each source contributed to it."""
 
 
 class Audit:
-    """Writes the audit log of a run; give it to `EpisodeLoader` as `listener`. Only rank 0 writes a file.
+    """Writes the audit log of a run; pass it to `EpisodeLoader` as `listener`. Only rank 0 writes a file.
 
-    `every` is the most steps that one digest covers. A resumed run passes the `state` that `checkpoint` returned, and
-    continues the log. With `reduce`, which sums an array over all ranks, digests cover the rows of all ranks, else
-    those of rank 0. A line that cannot be written raises `AuditError`.
+    One digest covers at most `every` steps. To resume a run, pass the `state` that `checkpoint` returned; the log is
+    continued. Digests cover the rows of rank 0 only, unless `reduce` is a function that sums an array over all ranks.
+    Raises `AuditError` if a line cannot be written.
 
         audit = Audit("logs/audit")
         loader = EpisodeLoader("data/v1", config, listener=audit)
@@ -74,19 +74,19 @@ class Audit:
         self._plan: LoadPlan | None = None
         self._pending: list[PlannedStep] = []
         self._batches: list[BatchSum] = []
-        """The digest and the counts of each pending step."""
+        """The digest and source counts of each pending step."""
         self._total: dict[str, int] = {} if self._state is None else dict(self._state["given"])
 
     @property
     def path(self) -> Path | None:
-        """The log file; None on other ranks than 0, and before a loader uses this."""
+        """The log file; None on ranks other than 0, and before it is passed to a loader."""
         return None if self._log is None else self._log.path
 
-    # Calls of the loader.
+    # Called by the loader.
 
     def loaded(self, loader: EpisodeLoader) -> None:
         if self._plan is not None:
-            raise AuditError("one audit log is for one loader; make another Audit")
+            raise AuditError("an Audit works with one loader only; create another Audit")
         self._plan = loader.plan(loader.split)
         if loader.rank != 0:
             return
@@ -118,8 +118,8 @@ class Audit:
             return
         if step.at != self._at:
             raise AuditError(
-                f"the loader stands at step {step.at.step}, its audit log at {self._at.step}; "
-                "give Audit the state that was saved with that of the loader"
+                f"the loader is at step {step.at.step}, its audit log at {self._at.step}; "
+                "give Audit the state that was saved together with the loader state"
             )
         self._pending.append(step)
         self._batches.append((digest, source_counts))
@@ -133,12 +133,12 @@ class Audit:
                 self._write("drop_last", drop_fields(epoch, step))
             self._write("epoch_complete", complete_fields(plan, epoch, step), durable=True)
 
-    # Calls of the run.
+    # Called by the training run.
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """Write the run's cursor durably; returns the state to save in the checkpoint, or None on other ranks than 0.
+        """Write the run's cursor and sync the log; return the state to save in the checkpoint, or None if not rank 0.
 
-        With a `reduce`, all ranks must call this and `close`.
+        With `reduce`, all ranks must call this method and `close`.
         """
         self._flush()
         self._write_mix()
@@ -148,14 +148,14 @@ class Audit:
         return {"log": self._log.path.name, "head": head, "cursor": self._at._asdict(), "given": dict(self._total)}
 
     def close(self) -> None:
-        """Write the last steps and close the file."""
+        """Write the pending steps and close the file."""
         self._flush()
         self._write_mix()
         if self._log is not None:
             self._log.close()
 
     def discard(self) -> None:
-        """End the log of a run that trained nothing: a new one is removed, one that was continued is closed."""
+        """Remove the log of a run that trained on nothing; if the log was continued, only close it."""
         if self._log is not None:
             if self._state is None:
                 self._log.remove()
@@ -193,36 +193,38 @@ def _checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError
         return {"log": log, "head": str(head), "cursor": dict(cursor), "given": dict(given)}
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise AuditError("the state of the audit log is damaged; expected what checkpoint returned") from None
+        raise AuditError(
+            "the state of the audit log is damaged; expected the state that Audit.checkpoint returned"
+        ) from None
 
 
 def _check_with_log(state: Mapping[str, Any], path: Path, plan: LoadPlan) -> None:
-    """Raise `AuditError` if a saved state is not what the log says of that checkpoint, or the dataset is another."""
+    """Raise `AuditError` if a saved state differs from the checkpoint in the log, or is for another dataset."""
     try:
         logged = logged_checkpoints(read_log(path)).get(state["head"])
     except DataError as error:
-        raise AuditError(f"{error}; put it back beside its checkpoint") from None
+        raise AuditError(f"{error}; restore it next to its checkpoint") from None
     if logged is None:
         raise AuditError(
-            f"{path}: no checkpoint of it has the hash {one_line(state['head'], 12)} that the state keeps; "
-            "it was cut or changed"
+            f"{path}: no checkpoint line has the hash {one_line(state['head'], 12)} that the state records; "
+            "the log was truncated or changed"
         )
     order = plan.config.order_part()
     loader = {"dataset_sha256": datasets_hash(plan.sources), "config": order, "config_sha256": order_sha256(order)}
     run = {"loader": {**loader, "cursors": {plan.split: state["cursor"]}}}
     if fault := first_difference(SavedState(state, run), logged):
-        raise AuditError(f"{path}: does not fit the checkpoint: {fault}; one of them was changed")
+        raise AuditError(f"{path}: does not match the checkpoint: {fault}; one of them was changed")
 
 
-# The fields of each line, as functions of the plan: used to write the log and to verify it.
+# The fields of each line as functions of the plan, used to write and to verify the log.
 
 
 def dataset_fields(plan: LoadPlan) -> dict[str, Any]:
-    """The dataset, the config, and everything that decides the order."""
+    """Return the dataset, the config, and everything that determines the order."""
     config = {each.name: getattr(plan.config, each.name) for each in fields(LoadConfig)}
     for name in ("token_dtype", "mix_epochs"):
         if config[name] is None:
-            # Omitted if null, so that logs of such runs stay the same as before.
+            # Omitted if null, so that such logs are identical to those of earlier versions.
             del config[name]
 
     def count(split: str) -> int:
@@ -256,7 +258,7 @@ def start_fields(plan: LoadPlan, epoch: int) -> dict[str, Any]:
 def steps_fields(
     plan: LoadPlan, steps: Sequence[PlannedStep], digest: NDArray[np.uint64], source_counts: Numbers | None
 ) -> dict[str, Any]:
-    """The range of steps, the cursor of the first, the digest of their rows, and what each source contributed."""
+    """Return the range of steps, the first cursor, the digest of the rows, and what each source contributed."""
     first, stop = steps[0].at, steps[-1].after.step
     position = {name: value for name, value in first._asdict().items() if name != "step"}
     fields = {"first_step": first.step, "stop_step": stop, **position, "digest": digest.astype("<u8").tobytes().hex()}
@@ -277,7 +279,7 @@ def complete_fields(plan: LoadPlan, epoch: int, step: PlannedStep) -> dict[str, 
 
 
 def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
-    """The shares that were requested, and those realised since the first step."""
+    """Return the requested shares of the sources, and the actual shares since the first step."""
     everything = sum(total.values()) or 1
     assert isinstance(plan.order, MixedOrder)
     requested = plan.order.shares if plan.config.mix_sft is None else shares(plan.config.mix_sft)
@@ -289,13 +291,13 @@ def mix_fields(plan: LoadPlan, total: Mapping[str, int]) -> dict[str, Any]:
 
 
 def sum_batches(batches: Sequence[BatchSum]) -> tuple[NDArray[np.uint64], Numbers | None]:
-    """The sum of the digests of some batches, modulo 2^64, and of what each source contributed to them."""
+    """Sum the digests of batches modulo 2^64, and sum what each source contributed to them."""
     digest = np.array([digest for digest, _ in batches], dtype=np.uint64).sum(axis=0)
     counts = [counts for _, counts in batches if counts is not None]
     return digest, np.sum(counts, axis=0) if counts else None
 
 
 def add_counts(total: Mapping[str, int], plan: LoadPlan, counts: Numbers) -> dict[str, int]:
-    """The total of each source with these counts added, in the order of the plan's sources."""
+    """Return the totals per source with `counts` added, in the order of the plan's sources."""
     names = [source.name for source in plan.sources]
     return {name: total.get(name, 0) + int(count) for name, count in zip(names, counts, strict=True)}

@@ -1,4 +1,4 @@
-"""What a checkpoint says of a run, held against what the log says: no field of it is believed.
+"""Compare the state saved in a checkpoint with the audit log, field by field.
 
 checkpoint   {"audit": {"log", "head", "cursor", "given"}, "loader": {"cursors", "dataset_sha256", …}, …}
 log          dataset_load … steps … checkpoint | step=30 | epoch=0 | …      its hash is the head
@@ -23,7 +23,7 @@ LOADED_HASHES = ("dataset_sha256", "config_sha256")
 
 
 class SavedState(NamedTuple):
-    """The state of an audit log in a JSON file, and the object that holds it, in which that of the loader may be."""
+    """The audit state in a JSON file, and the object that contains it, which may also contain the loader state."""
 
     audit: Mapping[str, Any]
     run: Mapping[str, Any]
@@ -34,7 +34,7 @@ class SavedState(NamedTuple):
 
 
 def saved_states(path: Path, log: Path) -> dict[str, SavedState]:
-    """The states of this log in a checkpoint, or in the JSON file of its state, by the file that holds them."""
+    """Find the states of a log in a checkpoint folder or a JSON file; return them by file name."""
     states: dict[str, SavedState] = {}
     for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
         try:
@@ -46,16 +46,16 @@ def saved_states(path: Path, log: Path) -> dict[str, SavedState]:
         if isinstance(content, dict) and {"files", "sha256", "version"} <= content.keys():
             body = {name: value for name, value in content.items() if name != "sha256"}
             if hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest() != content["sha256"]:
-                raise DataError(f"{file}: is damaged, it does not have the hash it names")
+                raise DataError(f"{file}: is damaged; its hash is not the one it records")
         here = [state for state in _states(content) if state.audit["log"] == log.name]
         states |= {f"{file} ({number})" if number else str(file): state for number, state in enumerate(here)}
     if not states:
-        raise DataError(f"{path}: keeps no head of {log.name}; expected the state of a checkpoint of that run")
+        raise DataError(f"{path}: does not mention {log.name}; expected the state of a checkpoint of that run")
     return states
 
 
 def _states(content: Any) -> Iterator[SavedState]:
-    """Every state of an audit log in a JSON value."""
+    """Yield every audit state in a JSON value."""
     stack: list[tuple[Any, Mapping[str, Any]]] = [(content, {})]
     while stack:
         value, around = stack.pop()
@@ -67,18 +67,18 @@ def _states(content: Any) -> Iterator[SavedState]:
 
 
 class LoggedCheckpoint(NamedTuple):
-    """What a log says of a checkpoint."""
+    """A checkpoint as recorded in the log."""
 
     fields: Mapping[str, str]
-    """Of its line: the cursor."""
+    """Fields of the checkpoint line: the cursor."""
     loaded: Mapping[str, str]
-    """Of the dataset_load line before it: dataset and config."""
+    """Fields of the dataset_load line before it: dataset and config."""
     given: Mapping[str, int]
-    """What each source contributed so far, where sources are mixed."""
+    """What each source contributed so far; empty if sources are not mixed."""
 
 
 def logged_checkpoints(lines: Sequence[LogLine | TornLine]) -> dict[str, LoggedCheckpoint]:
-    """The checkpoints of a log by the hash of their line, up to the first line that breaks the chain of hashes."""
+    """Return the checkpoints of a log by the hash of their line, up to the first break in the hash chain."""
     checkpoints: dict[str, LoggedCheckpoint] = {}
     loaded: Mapping[str, str] = {}
     given: dict[str, int] = {}
@@ -109,27 +109,27 @@ def _counts(text: str) -> dict[str, int]:
 
 
 def first_difference(state: SavedState, logged: LoggedCheckpoint) -> str | None:
-    """The first value of a saved state that is not what the log says, as a phrase; None if all are."""
+    """Describe the first value of a saved state that differs from the log; None if all match."""
     return next(_differences(state, logged), None)
 
 
 def _differences(state: SavedState, logged: LoggedCheckpoint) -> Iterator[str]:
     audit, run = state
     if unknown := [name for name in audit if name not in STATE_KEYS]:
-        yield f"audit.{one_line(unknown[0])} is not of the state of an audit log"
+        yield f"audit.{one_line(unknown[0])} is not a key of an audit state"
     yield from _cursor("audit.cursor", audit.get("cursor"), logged)
     yield from _value("audit.given", audit.get("given"), dict(logged.given))
     loader = run.get("loader")
     if loader is None:
         return
     if not isinstance(loader, dict) or not isinstance(cursors := loader.get("cursors"), dict):
-        yield "loader is no state of a loader"
+        yield "loader is not a loader state"
         return
     for name in LOADED_HASHES:
         yield from _value(f"loader.{name}", loader.get(name), logged.loaded.get(name))
     order = loader.get("config")
     if not isinstance(order, dict) or order_sha256(order) != logged.loaded.get("config_sha256"):
-        yield "loader.config is not the config of the log"
+        yield "loader.config is not the config in the log"
     split = logged.loaded.get("split", "")
     yield from _cursor(f"loader.cursors.{split}", cursors.get(split), logged)
     if "stage" in run:
@@ -137,19 +137,19 @@ def _differences(state: SavedState, logged: LoggedCheckpoint) -> Iterator[str]:
 
 
 def _run_differences(run: Mapping[str, Any], logged: LoggedCheckpoint) -> Iterator[str]:
-    """Of what `chatmill train` saves beside the states of loader and log."""
+    """Yield differences in what `chatmill train` saves in addition to the loader and audit states."""
     stage = run["stage"]
     if not isinstance(stage, dict) or type(start := stage.get("start")) is not int:
-        yield "stage is no stage of a run"
+        yield "stage is not a stage of a run"
         return
     yield from _value("step", run.get("step"), start + int(logged.fields["step"]))
     yield from _value("stage.dataset_sha256", stage.get("dataset_sha256"), logged.loaded.get("dataset_sha256"))
     yield from _value("world_size", as_text(run.get("world_size")), logged.loaded.get("world_size"))
     config, loaded = run.get("config"), json.loads(logged.loaded.get("config", "{}"))
     for name in LoadConfig.__dataclass_fields__:
-        # What is null in the config of a run is filled in from its dataset.
+        # Null keys of a run's config are filled in from its dataset.
         if not isinstance(config, dict) or (config.get(name) is not None and config[name] != loaded.get(name)):
-            yield f"config.{name} is not the one of the log"
+            yield f"config.{name} differs from the log"
 
 
 def _cursor(place: str, cursor: Any, logged: LoggedCheckpoint) -> Iterator[str]:
@@ -158,7 +158,7 @@ def _cursor(place: str, cursor: Any, logged: LoggedCheckpoint) -> Iterator[str]:
 
 
 def _value(place: str, value: Any, expected: Any) -> Iterator[str]:
-    # Compared as text, in which true is not 1.
+    # Compare as JSON text, because True == 1 in Python.
     if json.dumps(value, sort_keys=True) != json.dumps(expected, sort_keys=True):
         shown, right = (one_line(json.dumps(each, sort_keys=True), 100) for each in (value, expected))
-        yield f"{one_line(place)} is {shown}; the log says {right}"
+        yield f"{one_line(place)} is {shown}; the log has {right}"

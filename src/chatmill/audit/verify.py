@@ -1,4 +1,4 @@
-"""Verify an audit log: recompute every line from the dataset, and compare. Replay the batch of a step."""
+"""Verify an audit log by recomputing every line from the dataset, and replay the batch of a step."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from chatmill.store.primer_cache import PrimerCache, verify_cache
 from chatmill.store.verify import verify_dataset
 
 DIGITS = 12
-"""The most digits of a number of steps, windows or rows in a log."""
+"""Maximum number of digits of a number in a log."""
 
 
 class MismatchError(DataError):
-    """A line differs from what the dataset gives."""
+    """A line differs from the one recomputed from the dataset."""
 
 
 @dataclass
 class AuditResult:
-    """The result of verifying a log. `fault` is None, or names the first line that differs."""
+    """The result of verifying a log. `fault` describes the first line that differs; None if there is no difference."""
 
     lines: int
     fault: str | None = None
     steps: int = 0
-    """Steps whose rows were recomputed and are as logged."""
+    """Steps whose recomputed rows match the log."""
     abandoned: int = 0
-    """Lines that a resumed run left behind."""
+    """Lines after a checkpoint that a run was resumed from."""
     torn: list[int] = field(default_factory=list)
-    """Numbers of lines that a crash cut off."""
+    """Numbers of lines that a crash truncated."""
     unanchored: int = 0
-    """Lines after the last one whose hash a checkpoint keeps; lines could be missing after them."""
+    """Lines after the last one whose hash is stored in a checkpoint; removing the end of these would go unnoticed."""
 
 
 def verify_log(
@@ -59,10 +59,11 @@ def verify_log(
     states: Mapping[str, SavedState] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> AuditResult:
-    """Recompute every line of a log from a dataset (None: the one that it names), and check every byte of the dataset.
+    """Recompute every line of a log from a dataset (None: the one the log names), and check every byte of the dataset.
 
-    `heads` maps the name of each checkpoint to the hash that it keeps, `states` to all that it says of the run, as
-    `saved_states` reads it: every field must be what the log says. `progress` is called with numbers of steps.
+    `heads` maps the name of each checkpoint to the hash stored in it; `states` maps it to the whole saved state, as
+    `saved_states` returns it, in which every field must match the log. `progress` is called with the number of steps
+    that were just verified.
 
         result = verify_log("logs/audit/audit_20260103T164419Z.log", "data/v1")
         assert result.fault is None
@@ -76,7 +77,7 @@ def verify_log(
         kept = {**(heads or {}), **{name: state.head for name, state in (states or {}).items()}}
         result.fault, result.unanchored = _check_heads(place, lines, kept)
     if result.fault is None:
-        result.fault = _first_lie(place, lines, states or {})
+        result.fault = _check_states(place, lines, states or {})
     result.fault = result.fault or checker.changed_file()
     return result
 
@@ -97,7 +98,7 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
         result.torn += range(number - len(torn), number)
         torn = []
     if not checker.lines:
-        return f"{place}: holds no line; expected an audit log"
+        return f"{place}: is empty; expected an audit log"
     if torn[:-1] or (torn and not torn[-1].breaks_off):
         return f"{place}:{len(lines) - len(torn) + 1}: {torn[0].why}"
     result.torn += [len(lines)] if torn else []
@@ -105,22 +106,22 @@ def _first_fault(place: Path, lines: Sequence[LogLine | TornLine], checker: _Che
 
 
 def _check_heads(place: Path, lines: Sequence[LogLine | TornLine], heads: Mapping[str, str]) -> tuple[str | None, int]:
-    """The fault if a head is not the hash of a line, and the number of lines after the last head."""
+    """Return the fault if a head is not the hash of a line, and the number of lines after the last head."""
     numbers = {line.sha256: number for number, line in enumerate(lines, start=1) if isinstance(line, LogLine)}
     last = max((numbers.get(head, 0) for head in heads.values()), default=0)
     for name, head in heads.items():
         if head not in numbers:
-            gone = f"lines after {last}" if last else "some of its lines"
-            return f"{place}: no line has the hash {head[:12]}… that {name} keeps; {gone} are changed or gone", 0
+            gone = f"lines after {last}" if last else "lines"
+            return f"{place}: no line has the hash {head[:12]}… that {name} records; {gone} were changed or removed", 0
     return None, sum(number > last for number in numbers.values())
 
 
-def _first_lie(place: Path, lines: Sequence[LogLine | TornLine], states: Mapping[str, SavedState]) -> str | None:
-    """The fault of a checkpoint that says other things of the run than the log."""
+def _check_states(place: Path, lines: Sequence[LogLine | TornLine], states: Mapping[str, SavedState]) -> str | None:
+    """Return the fault of the first checkpoint that differs from the log."""
     logged = logged_checkpoints(lines) if states else {}
     for name, state in states.items():
         if state.head not in logged:
-            return f"{place}: the line with the hash {state.head[:12]}… that {name} keeps is no checkpoint"
+            return f"{place}: the line with the hash {state.head[:12]}… that {name} records is not a checkpoint"
         if fault := first_difference(state, logged[state.head]):
             return f"{name}: {fault}; it was changed"
     return None
@@ -131,13 +132,13 @@ class _LoggedState(NamedTuple):
 
     at: Cursor = Cursor()
     started: bool = False
-    """The epoch_start line of the cursor's epoch was written."""
+    """Whether the epoch_start line of the cursor's epoch was written."""
     total: Mapping[str, int] = {}
-    """What each source contributed so far."""
+    """Amount that each source contributed so far."""
 
 
 class _Checker:
-    """Follows a run line by line; raises `MismatchError` for a line that differs from what the dataset gives."""
+    """Checks a log line by line; raises `MismatchError` for a line that differs from the recomputed one."""
 
     def __init__(
         self, dataset: str | Place | None, progress: Callable[[int], None] | None, result: AuditResult
@@ -152,10 +153,10 @@ class _Checker:
         self.lines = 0
 
     def check(self, line: LogLine, torn: Sequence[TornLine]) -> None:
-        """Check the next line, and count in the result what it says."""
+        """Check the next line, and update the counts of the result."""
         if line.previous != self._last:
             raise MismatchError(
-                f"names {line.previous[:12]}… as the hash of the line before, which is {self._last[:12]}…"
+                f"records {line.previous[:12]}… as the hash of the previous line; expected {self._last[:12]}…"
             )
         if line.action == "resume":
             self._resume(line, torn)
@@ -167,7 +168,7 @@ class _Checker:
                 raise MismatchError(f"is {one_line(line.action)}; expected {action}")
             if action != "dataset_load":
                 compare(line, fields)
-            # A resumed run mostly repeats the line of the run before it, and need not be opened again.
+            # A resumed run usually repeats the line of the previous run; its dataset is already open then.
             elif self._run is None or line.fields != self._run.fields:
                 self._run = load_run(line, self._dataset)
             del self._due[0]
@@ -177,7 +178,7 @@ class _Checker:
             self._checkpoints[line.sha256] = self.lines, self._state
 
     def changed_file(self) -> str | None:
-        """A file of the dataset that does not match its metadata; finds changes in rows that no step had."""
+        """Return a fault if a dataset file does not match its metadata; finds changes in rows that no step used."""
         if self._run is None:
             return None
         plan = self._run.plan
@@ -193,7 +194,7 @@ class _Checker:
     def _resume(self, line: LogLine, torn: Sequence[TornLine]) -> None:
         head = line.fields.get("head", "")
         if head not in self._checkpoints:
-            raise MismatchError(f"goes on from {one_line(head, 12)}, which is no checkpoint before it")
+            raise MismatchError(f"resumes from {one_line(head, 12)}, which is not an earlier checkpoint")
         number, self._state = self._checkpoints[head]
         abandoned = self.lines - number
         fields = {"head": head, "abandoned": abandoned, **self._state.at._asdict()}
@@ -207,7 +208,7 @@ class _Checker:
         if line.action == "epoch_start":
             if started or not plan.step(at).begins_epoch:
                 raise MismatchError(
-                    f"begins epoch {one_line(line.fields.get('epoch', ''))} in the middle of {at.epoch}"
+                    f"starts epoch {one_line(line.fields.get('epoch', ''))} in the middle of epoch {at.epoch}"
                 )
             compare(line, recorder.start_fields(plan, at.epoch))
             self._state = self._state._replace(started=True)
@@ -218,15 +219,15 @@ class _Checker:
         elif line.action == "mix" and total:
             compare(line, recorder.mix_fields(plan, total))
         else:
-            raise MismatchError(f"is {one_line(line.action)}, which cannot come here")
+            raise MismatchError(f"is {one_line(line.action)}, which cannot occur here")
 
     def _steps(self, line: LogLine, run: LoggedRun) -> None:
         plan, (at, started, total) = run.plan, self._state
         first, stop = whole_number(line, "first_step", 0), whole_number(line, "stop_step", 1)
         if first != at.step or not first < stop <= first + run.every:
-            raise MismatchError(f"holds steps {first} to {stop}; expected at most {run.every} from {at.step} on")
+            raise MismatchError(f"covers steps {first} to {stop}; expected at most {run.every}, starting at {at.step}")
         if plan.step(at).begins_epoch and not started:
-            raise MismatchError(f"holds steps of epoch {at.epoch}, which no line begins")
+            raise MismatchError(f"covers steps of epoch {at.epoch}, which has no epoch_start line")
         steps, digest, counts = recompute(run, at, stop)
         if self._progress is not None:
             self._progress(len(steps))
@@ -242,23 +243,23 @@ class _Checker:
             self._due.append(("epoch_complete", recorder.complete_fields(plan, epoch, last)))
 
 
-# Recomputing what a log should say.
+# Recompute the lines of a log.
 
 
 class LoggedRun(NamedTuple):
-    """The run that a dataset_load line begins."""
+    """The run that a dataset_load line starts."""
 
     plan: LoadPlan
     every: int
-    """The most steps that one digest covers."""
+    """Maximum number of steps per digest."""
     rows: int | None
-    """Rows of a step that digests cover: those of rank 0, or None for all."""
+    """Rows per step that digests cover: those of rank 0, or None for all."""
     row_digests: RowDigests
     fields: Mapping[str, str]
 
 
 def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
-    """Open the dataset of a dataset_load line, and check the line against it."""
+    """Open the dataset of a dataset_load line and check the line against it."""
     try:
         values = json.loads(line.fields.get("config", ""))
     except (ValueError, RecursionError) as error:
@@ -269,14 +270,14 @@ def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
     every, world = whole_number(line, "digest_steps", 1), whole_number(line, "world_size", 1)
     if config.batch_size % world:
         raise MismatchError(
-            f"{line.action} says world_size {world}; expected a divisor of batch_size {config.batch_size}"
+            f"{line.action} has world_size {world}; expected a divisor of batch_size {config.batch_size}"
         )
     sources, config = open_sources(dataset or line.fields.get("dataset", ""), config)
     plan = LoadPlan(sources, config, line.fields.get("split", ""))
     unchecked = {name: line.fields.get(name, "") for name in ("dataset", "world_size", "ranks", "digest_steps")}
     name = line.fields.get("row_digest")
     if name not in DIGESTS:
-        raise MismatchError(f"{line.action} says row_digest {one_line(str(name))}; expected {recorder.ROW_DIGEST}")
+        raise MismatchError(f"{line.action} has row_digest {one_line(str(name))}; expected {recorder.ROW_DIGEST}")
     unchecked |= {} if name is None else {"row_digest": name}
     compare(line, {**recorder.dataset_fields(plan), **unchecked})
     rows = None if unchecked["ranks"] == "all" else config.batch_size // world
@@ -284,9 +285,9 @@ def load_run(line: LogLine, dataset: str | Place | None) -> LoggedRun:
 
 
 def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep], NDArray[np.uint64], Index | None]:
-    """Build the batches from a cursor up to a step, as the run did.
+    """Rebuild the batches of a run from a cursor up to step `stop`.
 
-    Returns the steps, the digest of the rows that the log covers, and the counts of each source.
+    Returns the steps, the digest of the rows that the log covers, and the counts per source.
     """
     steps: list[PlannedStep] = []
     for step in run.plan.steps(at):
@@ -294,7 +295,7 @@ def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep],
         if step.after.step >= stop:
             break
         if step.ends_epoch:
-            raise MismatchError(f"holds steps up to {stop}, and the epoch ends with step {step.at.step}")
+            raise MismatchError(f"covers steps up to {stop}, but the epoch ends with step {step.at.step}")
     num_rows = run.plan.config.batch_size if run.rows is None else run.rows
     builder = BatchBuilder(run.plan, 0, num_rows, run.row_digests)
     batches = [(item.digest, item.source_counts) for item in builder.batches(iter(steps))]
@@ -302,27 +303,27 @@ def recompute(run: LoggedRun, at: Cursor, stop: int) -> tuple[list[PlannedStep],
 
 
 def compare(line: LogLine, expected: Mapping[str, Any]) -> None:
-    """Raise for the first field that differs, is missing, or should not be there."""
+    """Raise `MismatchError` for the first field that differs, is missing, or is unexpected."""
     for name, value in expected.items():
         if name not in line.fields:
             raise MismatchError(f"{line.action} has no {name}")
         logged, right = line.fields[name], as_text(value)
         if logged != right:
-            raise MismatchError(f"{line.action} says {name} {one_line(logged)}; the dataset gives {one_line(right)}")
+            raise MismatchError(f"{line.action} has {name} {one_line(logged)}; expected {one_line(right)}")
     for name in line.fields:
         if name not in expected:
-            raise MismatchError(f"{line.action} has a field {name}, which is not its own")
+            raise MismatchError(f"{line.action} has the unexpected field {name}")
 
 
 def whole_number(line: LogLine, name: str, least: int) -> int:
-    """The number in a field, which must be at least `least`."""
+    """Parse the integer in a field; raise `MismatchError` if it is below `least`."""
     text = line.fields.get(name, "")
     if not text.isascii() or not text.isdigit() or len(text) > DIGITS or int(text) < least:
-        raise MismatchError(f"{line.action} says {name} {one_line(text)}; expected a whole number from {least} on")
+        raise MismatchError(f"{line.action} has {name} {one_line(text)}; expected an integer of at least {least}")
     return int(text)
 
 
-# Replay: the exact batch of a step.
+# Replay the exact batch of a step.
 
 
 @dataclass(frozen=True)
@@ -336,9 +337,9 @@ class ReplayedStep:
 
 
 def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) -> ReplayedStep:
-    """Rebuild the global batch of a step, from the dataset that the log names or from `dataset`.
+    """Rebuild the global batch of a step, from `dataset` or from the dataset that the log names.
 
-    The rows must have the digest that was logged: `DataError` if not.
+    Raises `DataError` if the rows do not have the logged digest.
 
         replay_step("logs/audit/audit_20260103T164419Z.log", step=7).batch
     """
@@ -356,7 +357,7 @@ def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) 
                 continue
             run = load_run(loaded, dataset)
             if stop > first + run.every:
-                raise MismatchError(f"holds steps {first} to {stop}; expected at most {run.every}")
+                raise MismatchError(f"covers steps {first} to {stop}; expected at most {run.every}")
             at = Cursor(first, *(whole_number(line, name, 0) for name in ("epoch", "window", "row")))
             run.plan.check(at)
             steps, digest, counts = recompute(run, at, stop)
@@ -366,11 +367,11 @@ def replay_step(log: str | Path, step: int, dataset: str | Place | None = None) 
         planned = next(each for each in steps if each.at.step == step)
         builder = BatchBuilder(run.plan, 0, run.plan.config.batch_size)
         return ReplayedStep(run.plan, planned, next(builder.batches(iter([planned]))).batch, number)
-    raise UsageError(f"{place}: step {step} is not in it; expected one below {covered}")
+    raise UsageError(f"{place}: does not contain step {step}; expected a step below {covered}")
 
 
 def _current_lines(log: Path) -> list[tuple[int, LogLine]]:
-    """The lines that no resumed run abandoned, with their numbers."""
+    """Return the lines that no resumed run abandoned, with their numbers."""
     kept: list[tuple[int, LogLine]] = []
     for number, line in enumerate(read_log(log), start=1):
         if not isinstance(line, LogLine):
