@@ -1,11 +1,15 @@
-"""The site of docs/: every page has its place in mkdocs.yml, and nothing in it is loaded from elsewhere."""
+"""The documentation site: every page is in the navigation, API pages are complete, nothing loads from the web."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
+from test_public_api import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,26 +23,49 @@ CONFIG = yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader=Loader)
 PAGES = {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")}
 
 
-def named(entry) -> list[str]:
-    """The pages of an entry of the navigation, in order."""
+def navigation_pages(entry) -> list[str]:
+    """The pages of a navigation entry, in order."""
     if isinstance(entry, str):
         return [entry]
-    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in named(part)]
+    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in navigation_pages(part)]
 
 
-def test_every_page_stands_once_in_the_navigation():
-    pages = named(CONFIG["nav"])
+def test_every_page_is_in_the_navigation_once():
+    pages = navigation_pages(CONFIG["nav"])
     assert sorted(pages) == sorted(PAGES)
     assert len(pages) == len(set(pages))
 
 
-def test_the_front_page_leads_to_every_other():
-    front = (ROOT / "docs" / "index.md").read_text("utf-8")
-    assert set(re.findall(r"\]\(([\w/-]+\.md)\)", front)) == PAGES - {"index.md"}
+def test_the_index_pages_link_to_every_page():
+    api = {page for page in PAGES if page.startswith("reference/api/")}
+    assert linked_pages("index.md") >= PAGES - api - {"index.md"}
+    assert "reference/api/index.md" in linked_pages("index.md")
+    assert linked_pages("reference/api/index.md") == {page.rpartition("/")[2] for page in api} - {"index.md"}
 
 
-def test_no_page_leads_out_of_its_folder():
-    # Links to files of the repository work there, and nowhere else.
+def linked_pages(page: str) -> set[str]:
+    return set(re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / page).read_text("utf-8")))
+
+
+def test_every_exported_name_is_on_an_api_page():
+    pages = {page.name: page.read_text("utf-8") for page in (ROOT / "docs/reference/api").glob("*.md")}
+    described = {name for text in pages.values() for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
+    for package in ("chatmill", *(f"chatmill.{name}" for name in PACKAGES)):
+        text = pages[package.rpartition(".")[2] + ".md"]
+        for name in importlib.import_module(package).__all__:
+            linked = f"[`{name}`][chatmill.{name}]" in text and f"chatmill.{name}" in described
+            assert linked or f"{package}.{name}" in described, f"{package}.{name}"
+    for name in ("hf.TrainRows", "trl.SFTRows", "accelerate.train_loader", "lightning.EpisodeDataModule"):
+        assert f"chatmill.integrations.{name}" in described
+
+
+def test_the_api_pages_are_up_to_date():
+    done = subprocess.run([sys.executable, "scripts/api_pages.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_page_links_to_a_file_outside_docs():
+    # Such a link would work in the repository but not on the site.
     docs = ROOT / "docs"
     links = [
         (page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s#:]+)", (docs / page).read_text("utf-8"))
@@ -48,7 +75,9 @@ def test_no_page_leads_out_of_its_folder():
     ] == []
 
 
-def test_nothing_is_loaded_from_elsewhere():
+def test_no_setting_loads_something_from_the_web():
     assert CONFIG["theme"]["font"] is False
-    assert CONFIG["plugins"] == ["search"]
+    search, mkdocstrings = CONFIG["plugins"]
+    assert search == "search"
+    assert mkdocstrings["mkdocstrings"]["handlers"]["python"]["inventories"] == []
     assert not {"extra_javascript", "extra_css"} & CONFIG.keys()

@@ -31,6 +31,16 @@ from chatmill.integrations.train_rows import EvalRows, ModelInputs, TrainRows
 from chatmill.load.batch import IGNORE_INDEX
 from chatmill.load.plan import Cursor
 
+__all__ = [
+    "Collator",
+    "EvalRows",
+    "RunCallback",
+    "TrainRows",
+    "trainer_arguments",
+    "training_arguments",
+    "weighted_loss",
+]
+
 STATE = "chatmill_state.json"
 """The file in a checkpoint that stores the position in the data."""
 UNCHANGED = {
