@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from show_fixtures import HOSTILE, HOSTILE_FILE, hostile_lines, line, make
+from viewing import open_browser, watched_page
 
 from chatmill.format import load_format
 from chatmill.ledger import Ledger
@@ -39,6 +40,20 @@ def hostile(tmp_path_factory):
     control = list(load_format("chatml").tokens.values())
     (folder / "tokenizer.json").write_bytes(train_bpe(HOSTILE * 20, vocab_size=1200, control=control))
     return make(folder, hostile_lines(), file=HOSTILE_FILE, format="chatml", tokenizer=str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def watched(browser):
+    """A page on which a download is a fault too."""
+    with watched_page(browser) as seen:
+        seen.page.on("download", lambda download: seen.faults.append("download"))
+        yield seen
 
 
 @pytest.fixture

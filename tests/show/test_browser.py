@@ -1,72 +1,18 @@
-"""The viewer and the report in a real Chromium: they are clicked through, and no text of a dataset acts in them."""
+"""The viewer in Chromium: it is clicked through, and no text of a dataset acts in it."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 
 import pytest
 from show_fixtures import HOSTILE, line, make
-from viewing import SHOTS, chromium, viewer
+from viewing import count, viewer
 
 from chatmill.audit import Audit
 from chatmill.format import load_format
 from chatmill.load.loader import EpisodeLoader
-from chatmill.show.report import BLOCK_SIZES, report_html
-from chatmill.show.stats import split_stats
 from chatmill.tokenizer import train_bpe
-
-WAIT = 500_000
-"""Milliseconds until something that should be there is missed, a little less than a test may take."""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    executable = chromium()
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        # In a container root has no sandbox to put the page in; the page is ours.
-        opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], timeout=WAIT)
-        yield opened
-        opened.close()
-
-
-def count(page, selector: str, number: int) -> None:
-    """Wait until so many elements are there."""
-    page.wait_for_function(f"() => document.querySelectorAll('{selector}').length === {number}")
-
-
-@dataclass
-class Watched:
-    """A page, with everything that should never happen on it."""
-
-    page: object
-    faults: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-
-    def shot(self, name: str) -> None:
-        SHOTS.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=SHOTS / f"{name}.png")
-
-
-@pytest.fixture
-def watched(browser):
-    """A page on which an error, a dialog, another page or a download is a fault, whatever the test looks at."""
-    context = browser.new_context(viewport={"width": 1440, "height": 900})
-    page = context.new_page()
-    page.set_default_timeout(WAIT)
-    seen = Watched(page)
-    page.on("console", lambda message: seen.faults.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: seen.faults.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: (seen.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-    page.on("download", lambda download: seen.faults.append("download"))
-    page.on("request", lambda request: seen.requests.append(request.url))
-    context.on("page", lambda other: seen.faults.append(f"another page: {other.url}") if other is not page else None)
-    yield seen
-    assert seen.faults == []
-    context.close()
 
 
 @pytest.fixture(scope="module")
@@ -266,33 +212,6 @@ def test_no_text_of_a_hostile_dataset_acts_in_the_viewer(watched, hostile_url):
     shown = page.evaluate("document.body.textContent")
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029]", shown)
     assert all(url.startswith(hostile_url) for url in watched.requests)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_report_opens_without_a_request_and_is_used_by_keyboard(watched, hostile, tmp_path, scheme):
-    splits = [split_stats(hostile.dataset["train"], "train", block_sizes=BLOCK_SIZES)]
-    (tmp_path / "report.html").write_text(report_html(hostile, splits, version="0"), "utf-8")
-    page = watched.page
-    page.emulate_media(color_scheme=scheme)
-    page.goto((tmp_path / "report.html").as_uri())
-    assert watched.requests == [(tmp_path / "report.html").as_uri()]
-    assert page.evaluate("window.acted") is None
-    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(19, 20, 23)"
-    assert dark == (scheme == "dark")
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "Skip to the report"
-    page.keyboard.press("Tab")
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")
-    assert page.evaluate("location.hash") == "#train"
-    assert page.locator("article").count() == len(HOSTILE) + 2
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.evaluate("scrollTo(0, 0)")
-    watched.shot(f"report-{scheme}")
-    page.emulate_media(media="print", color_scheme=scheme)
-    assert page.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    watched.shot(f"report-{scheme}-print")
 
 
 def test_a_vocabulary_that_was_trained_reads_as_text(chats_url, watched):

@@ -9,10 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+WAIT = 500_000
+"""Milliseconds until something that should be there is missed, a little less than a test may take."""
 SHOTS = Path(__file__).resolve().parents[2] / "artifacts" / "show"
 """Where screenshots are kept to be looked at; not part of the repository."""
 
@@ -48,3 +52,51 @@ def _succeeds(*command: str) -> bool:
         shutil.which(command[0]) is not None
         and subprocess.run(command, capture_output=True, check=False).returncode == 0
     )
+
+
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    """A Chromium of Playwright, until the end of the block."""
+    executable = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # In a container root has no sandbox to put the page in; the page is ours.
+        opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"], timeout=WAIT)
+        yield opened
+        opened.close()
+
+
+def count(page: Any, selector: str, number: int) -> None:
+    """Wait until so many elements are there."""
+    page.wait_for_function(f"() => document.querySelectorAll('{selector}').length === {number}")
+
+
+@dataclass
+class Watched:
+    """A page, with everything that should never happen on it."""
+
+    page: Any
+    faults: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def shot(self, name: str) -> None:
+        SHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=SHOTS / f"{name}.png")
+
+
+@contextmanager
+def watched_page(browser: Any, **options: Any) -> Iterator[Watched]:
+    """A page on which an error, a dialog or another page is a fault, whatever the test looks at."""
+    context = browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **options})
+    page = context.new_page()
+    page.set_default_timeout(WAIT)
+    seen = Watched(page)
+    page.on("console", lambda message: seen.faults.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: seen.faults.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: (seen.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("request", lambda request: seen.requests.append(request.url))
+    context.on("page", lambda other: seen.faults.append(f"another page: {other.url}") if other is not page else None)
+    yield seen
+    assert seen.faults == []
+    context.close()

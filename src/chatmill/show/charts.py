@@ -8,12 +8,16 @@ from typing import NamedTuple
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 500, 210
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 34
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 26, 40
 PLOT_HEIGHT = HEIGHT - TOP - BOTTOM
 TICKS = 4
-LABEL_HEIGHT = 15
-FLOW_WIDTH, FLOW_HEIGHT = 860.0, 280.0
-NODE_WIDTH, GAP, GROUP_GAP = 13.0, 10.0, 30.0
+FLOW_WIDTH, FLOW_HEIGHT = 920.0, 280.0
+NODE_WIDTH, GAP, GROUP_GAP = 13.0, 12.0, 24.0
+LABEL_LEFT, LABEL_RIGHT = NODE_WIDTH + 6, 8.0
+LINE_HEIGHT = 17.0
+"""Height of a line of a label in the flow chart, whose text is at most 12.5 px."""
+LABEL_LINES = 3
+"""Lines of a node's name; a longer name is cut, and its tooltip has all of it."""
 
 
 def tag(name: str, *children: str, **attributes: object) -> Markup:
@@ -65,7 +69,7 @@ def histogram(
         x, y = LEFT + at * width, HEIGHT - BOTTOM - height
         parts.append(tag("rect", tooltip, x=x + 0.5, y=y, width=max(width - 1, 0.5), height=height, class_="bar"))
     for at, label in labels.items():
-        place = {"x": LEFT + at * width, "y": HEIGHT - BOTTOM + 15}
+        place = {"x": LEFT + at * width, "y": HEIGHT - BOTTOM + 20}
         parts.append(tag("text", label, class_="tick", text_anchor="middle", **place))
     return svg(parts, title=title)
 
@@ -78,17 +82,29 @@ def lines(
     step = (WIDTH - LEFT - RIGHT - 40) / max(1, len(labels) - 1)
     x = [LEFT + 20 + at * step for at in range(len(labels))]
     for at, label in enumerate(labels):
-        parts.append(tag("text", label, x=x[at], y=HEIGHT - BOTTOM + 15, class_="tick", text_anchor="middle"))
-    for name, kind, values in series:
-        y = [HEIGHT - BOTTOM - PLOT_HEIGHT * value for value in values]
+        parts.append(tag("text", label, x=x[at], y=HEIGHT - BOTTOM + 20, class_="tick", text_anchor="middle"))
+    heights = [[HEIGHT - BOTTOM - PLOT_HEIGHT * value for value in values] for _, _, values in series]
+    for (name, kind, values), y in zip(series, heights, strict=True):
         points = " ".join(f"{_short(a)},{_short(b)}" for a, b in zip(x, y, strict=True))
         parts.append(tag("polyline", points=points, class_=f"curve {kind}"))
         for at, value in enumerate(values):
             tooltip = tag("title", f"{name}, {labels[at]}: {value:.1%}")
             parts.append(tag("circle", tooltip, cx=x[at], cy=y[at], r=4, class_=f"dot {kind}"))
-            place = {"x": x[at], "y": y[at] + (-9 if value < 0.93 else 17)}
-            parts.append(tag("text", f"{value:.0%}", **place, class_=f"value {kind}", text_anchor="middle"))
+    for at in range(len(labels)):
+        places = _value_places([points[at] for points in heights])
+        for (_, kind, values), place in zip(series, places, strict=True):
+            text = {"x": x[at], "y": place, "class_": f"value {kind}", "text_anchor": "middle"}
+            parts.append(tag("text", f"{values[at]:.0%}", **text))
     return svg(parts, title=title)
+
+
+def _value_places(points: Sequence[float]) -> list[float]:
+    """The y of the labels of points above one another: above the first point, below the others if there is room."""
+    places, free = [0.0] * len(points), float("inf")
+    for rank, at in reversed(list(enumerate(sorted(range(len(points)), key=lambda at: points[at])))):
+        is_above = rank == 0 or points[at] + 17 > HEIGHT - BOTTOM - 4
+        places[at] = free = min(points[at] + (-9 if is_above else 17), free - LINE_HEIGHT)
+    return places
 
 
 def _axes(most: float, x_label: str, y_label: str, *, percent: bool = False) -> list[Markup]:
@@ -126,7 +142,9 @@ class Link(NamedTuple):
 
 def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str) -> Markup:
     """Nodes in columns, as high as their amounts, and bands between them; each unit has its own scale."""
-    step = (FLOW_WIDTH - 190) / max(1, len(columns) - 1)
+    # Every column is as wide as the last one, where only the labels are to the right of the nodes.
+    step = FLOW_WIDTH / len(columns)
+    labels = [[_label(node, step) for node in column] for column in columns]
     totals = [sum(node.amount for node in column) for column in columns]
     whole: dict[str, int] = {}
     for column, total in zip(columns, totals, strict=True):
@@ -136,7 +154,7 @@ def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str
         return FLOW_HEIGHT * amount / whole[unit]
 
     heights = [[height(node.amount, node.unit) for node in column] for column in columns]
-    tops = [_tops(column, sizes) for column, sizes in zip(columns, heights, strict=True)]
+    tops = [_tops(*column) for column in zip(columns, heights, labels, strict=True)]
     # Where the next band of each node arrives, and where it leaves.
     arriving, leaving = ([list(column) for column in tops] for _ in range(2))
     parts: list[Markup] = []
@@ -150,30 +168,60 @@ def flow(columns: Sequence[Sequence[Node]], links: Sequence[Link], *, title: str
         parts.append(tag("path", d=_band(x1, y1, leaves, x2, y2, arrives), class_=f"band {stop.kind}"))
     lowest = 0.0
     for number, column in enumerate(columns):
-        free = 0.0
-        for node, y, size in zip(column, tops[number], heights[number], strict=True):
+        for at, node in enumerate(column):
+            y, size, label = tops[number][at], heights[number][at], labels[number][at]
             tooltip = tag("title", f"{node.name}: {node.amount:,} {node.unit}")
             box = {"x": number * step, "y": y, "width": NODE_WIDTH, "height": max(size, 1.5), "rx": 2}
             parts.append(tag("rect", tooltip, class_=node.kind, **box))
-            # The bands of what is added rise to the right: its name is written below.
-            at = y + size + LABEL_HEIGHT if node.kind == "added" else max(free, y + min(max(size, 8), 40) / 2)
-            free = at + 2 * LABEL_HEIGHT
             share = f" · {node.amount / max(1, totals[number]):.1%}" if len(column) > 1 else ""
-            x = number * step + NODE_WIDTH + 6
-            parts.append(tag("text", node.name, x=x, y=at, class_="name"))
-            parts.append(tag("text", f"{node.amount:,} {node.unit}{share}", x=x, y=at + 13, class_="tick"))
-            lowest = max(lowest, free, y + size)
+            for line, text in enumerate([*label, f"{node.amount:,}", node.unit + share]):
+                place = {"x": number * step + LABEL_LEFT, "y": y + (line + 0.8) * LINE_HEIGHT}
+                parts.append(tag("text", text, class_="name" if line < len(label) else "tick", **place))
+            lowest = max(lowest, y + max(size, _label_height(label)))
     return svg(parts, title=title, width=FLOW_WIDTH, height=lowest + 8)
 
 
-def _tops(column: Sequence[Node], sizes: Sequence[float]) -> list[float]:
-    """The y of each node; groups of lost and added nodes are set apart, so that no band covers their names."""
+def _label(node: Node, step: float) -> list[str]:
+    """The lines of a node's name, none wider than its column in any common font."""
+    room = (step - LABEL_LEFT - LABEL_RIGHT) / 12.5
+    lines, left = [""], node.name
+    while left:
+        word, space, _ = left.partition(" ")
+        # A word that does not fit into a line is cut wherever the line ends.
+        fits = 0
+        while fits < len(word) and _ems(word[: fits + 1]) <= room:
+            fits += 1
+        piece = word[: max(fits, 1)]
+        if lines[-1] and _ems(f"{lines[-1]} {piece}") <= room:
+            lines[-1] += f" {piece}"
+        else:
+            lines.append(piece)
+        left = left[len(piece) + len(space if piece == word else "") :]
+    lines = lines[1:]
+    if len(lines) > LABEL_LINES:
+        last = lines[LABEL_LINES - 1]
+        while last and _ems(f"{last}…") > room:
+            last = last[:-1]
+        lines = [*lines[: LABEL_LINES - 1], f"{last}…"]
+    return lines
+
+
+def _ems(text: str) -> float:
+    """An upper bound of the width of bold text in common fonts."""
+    return sum(1.5 if each > "\u2e7f" else 1.15 if each in "mwMW@%" or each > "\u024f" else 0.8 for each in text)
+
+
+def _label_height(label: Sequence[str]) -> float:
+    return (len(label) + 2) * LINE_HEIGHT
+
+
+def _tops(column: Sequence[Node], sizes: Sequence[float], labels: Sequence[Sequence[str]]) -> list[float]:
+    """The y of each node. No node begins above the end of the label before it."""
     y, tops = 10.0, []
-    for at, (node, size) in enumerate(zip(column, sizes, strict=True)):
+    for at, (node, size, label) in enumerate(zip(column, sizes, labels, strict=True)):
         y += GROUP_GAP if at and node.kind in ("lost", "added") and node.kind != column[at - 1].kind else 0
         tops.append(y)
-        with_label = {"lost": max(size, 2 * LABEL_HEIGHT), "added": size + 2 * LABEL_HEIGHT}
-        y += with_label.get(node.kind, size) + GAP
+        y += max(size, _label_height(label)) + GAP
     return tops
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from chatmill.errors import UsageError, one_line
 from chatmill.rows import Part, Role, Rule, TrainOn
 from chatmill.show.dataset import DatasetView
-from chatmill.show.row_view import SpanView, origin_of, span_views
+from chatmill.show.row_view import SpanView, origin_of, part_name, span_views
 
 ROLES = {
     Role.SYSTEM: "the system message",
@@ -76,6 +76,8 @@ class Explanation:
     message: int | None
     role: str
     part: str
+    name: str
+    """The part in words, as the viewer displays it."""
     weight: float
     rule: str
     reason: str
@@ -95,7 +97,8 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
     position = token - int(row.segment_start[segment])
     reason = reason_for(span, train_on=view.train_on(origin.file))
     id, text = int(row.ids[token]), view.text.token(int(row.ids[token]))
-    what = PARTS[span.part]
+    name = part_name(row, span, view.text)
+    what = "part of the tool definitions" if name == "tool definitions" else PARTS[span.part]
     if span.rule in (Rule.OUTSIDE, Rule.WHITESPACE):
         what += " outside turns"
     elif span.message is not None:
@@ -120,6 +123,7 @@ def explain_token(view: DatasetView, split: str, episode: int, token: int) -> Ex
         segment=segment,
         position=position,
         **names,
+        name=name,
         reason=reason,
         sentence=(
             f'Token {token} of {split} episode {episode}, "{text}" (id {id}), {what}{where}, {trained}: '

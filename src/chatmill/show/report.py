@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -15,9 +15,9 @@ from markupsafe import Markup
 from chatmill.errors import one_line
 from chatmill.ledger import Ledger
 from chatmill.remote.urls import Place
-from chatmill.show.charts import Link, Node, flow, histogram, lines, nice
+from chatmill.show.charts import Link, Node, compact, flow, histogram, lines, nice
 from chatmill.show.dataset import DatasetView, open_view
-from chatmill.show.row_view import is_padding, place_name, span_views, trained_tokens, turns
+from chatmill.show.row_view import is_padding, part_name, place_name, span_views, trained_tokens, turn_name, turns
 from chatmill.show.stats import QUANTILES, SHARES, SplitStats, split_stats
 from chatmill.show.text import visible
 
@@ -26,6 +26,10 @@ SAMPLES = 20
 SAMPLE_TOKENS = 400
 """Tokens of a sample that are displayed."""
 BARS = 40
+MAX_NODES = 8
+"""Reasons in one column of the flow chart; those with the smallest amounts are summed up as one node."""
+OUTSIDE = "outside messages"
+"""Tokens of no message: tool definitions and other text of a chat template, text outside turns, padding."""
 
 
 def dataset_page(path: Place, *, version: str) -> str:
@@ -47,6 +51,7 @@ def report_html(view: DatasetView, splits: Sequence[SplitStats], *, version: str
     samples = [SAMPLES - few * (len(splits) - 1), *[few] * (len(splits) - 1)]
     return environment.from_string(page).render(
         style=Markup(style),
+        outside=OUTSIDE,
         # Nothing is loaded and nothing runs; the only style that applies is this one.
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         version=version,
@@ -82,7 +87,7 @@ def _lengths(stats: SplitStats) -> Markup:
     padded[: len(stats.length_counts)] = stats.length_counts
     counts = padded[: bars * width].reshape(bars, width).sum(axis=1).tolist()
     names = [f"{at * width:,} to {(at + 1) * width - 1:,} tokens" for at in range(bars)]
-    labels = {at: f"{at * width:,}" for at in range(0, bars + 1, 8)}
+    labels = {at: f"{at * width:,}" if at * width < 10**6 else compact(at * width) for at in range(0, bars, 8)}
     if longer := int(padded[bars * width :].sum()):
         counts, names = [*counts, 0, 0, longer], [*names, "", "", f"{bars * width:,} tokens and more"]
         labels[bars + 2] = "more"
@@ -119,7 +124,7 @@ def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
     trained, stored = sum(each.trained for each in splits), sum(each.tokens for each in splits)
     last = [Node("trained", trained, "tokens", "trained")]
     last += [
-        Node("outside turns" if name == "none" else f"context: {name}", amount, "tokens", f"role-{name}")
+        Node(f"context: {OUTSIDE if name == 'none' else name}", amount, "tokens", f"role-{name}")
         for name, amount in roles.items()
         if amount
     ]
@@ -129,7 +134,7 @@ def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
         return flow(columns, _links(0, columns[0], last), title=title)
     read = [Node("read", ledger.total("read").rows, "records", "came")]
     rendered = [Node("rendered", ledger.total("rendered").rows, "records", "came")]
-    rendered += _nodes(ledger, ("rejected",), "rows", "records")
+    rendered += _nodes(ledger, ("rejected", "filtered"), "rows", "records")
     made = [Node("tokens", ledger.total("rendered").tokens, "tokens", "came")]
     made += _nodes(ledger, ("repeated", "injected", "padding"), "tokens", "tokens", kind="added")
     kept = [Node("stored", stored, "tokens", "stored"), *_nodes(ledger, ("truncated", "dropped"), "tokens", "tokens")]
@@ -142,11 +147,19 @@ def _flow(ledger: Ledger | None, splits: Sequence[SplitStats]) -> Markup:
     return flow([read, rendered, made, kept, last], links, title=title)
 
 
-def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, kind: str = "lost") -> Iterator[Node]:
-    for bucket, reason, entry in ledger:
-        if bucket in buckets and (amount := getattr(entry, column)):
-            name = f"{bucket}: {one_line(reason.replace('_', ' '), 30)}" if reason else bucket
-            yield Node(name, amount, unit, kind)
+def _nodes(ledger: Ledger, buckets: Sequence[str], column: str, unit: str, *, kind: str = "lost") -> list[Node]:
+    """A node for each reason of these buckets, of which the largest MAX_NODES are named."""
+    nodes = [
+        Node(f"{bucket}: {one_line(reason.replace('_', ' '), 80)}" if reason else bucket, amount, unit, kind)
+        for bucket, reason, entry in ledger
+        if bucket in buckets and (amount := getattr(entry, column))
+    ]
+    if len(nodes) <= MAX_NODES:
+        return nodes
+    smallest = set(sorted(range(len(nodes)), key=lambda at: (-nodes[at].amount, at))[MAX_NODES - 1 :])
+    others = sum(nodes[at].amount for at in smallest)
+    named = [node for at, node in enumerate(nodes) if at not in smallest]
+    return [*named, Node(f"{len(smallest)} other reasons", others, unit, kind)]
 
 
 def _links(column: int, one: Sequence[Node], other: Sequence[Node]) -> list[Link]:
@@ -193,11 +206,12 @@ def _sample(view: DatasetView, split: str, number: int) -> dict[str, Any]:
                     span,
                     view.text.tokens(row.ids[span.start : min(stop, span.stop)].tolist()),
                     "" if span.target is None else f"→{view.text.token(span.target)}",
+                    part_name(row, span, view.text),
                 )
                 for span in span_views(row, turn.first_span, turn.last_span)
                 if span.start < stop
             ]
-            parts.append({"border": None, "turn": turn, "spans": spans})
+            parts.append({"border": None, "turn": turn, "name": turn_name(row, turn, view.text), "spans": spans})
             left -= stop - turn.start
     return {
         "number": number,

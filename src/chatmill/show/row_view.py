@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +30,11 @@ NOTES = {
     Rule.RANGE: "partly weighted by train_ranges",
 }
 """Rules that a reader of a turn should know about."""
+
+TOOL_DEFINITION = re.compile(
+    r'"(?:parameters|input_schema)"\s*:|"type"\s*:\s*"function"|namespace functions\b|\bdeclaration:\w|<parameters>'
+)
+"""Occurs in the tool definitions of published chat templates: JSON Schema, TypeScript, Gemma's notation, XML."""
 
 ROLES, PARTS, RULES = ({each.value: each.name.lower() for each in kind} for kind in (Role, Part, Rule))
 """The names of the codes of spans, as JSON has them."""
@@ -180,10 +186,6 @@ class MessageTurn:
     missing: tuple[int, int] | None
     """The first and last message before this one that are not in the row, because it was cut."""
 
-    @property
-    def name(self) -> str:
-        return self.role.name.lower() if self.role != Role.NONE else "no turn"
-
 
 def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
     """The turns of one segment of a row."""
@@ -210,6 +212,36 @@ def turns(row: Rows, segment: int) -> Iterator[MessageTurn]:
             notes=tuple(NOTES[rule] for rule in map(Rule, np.unique(part["rule"]).tolist()) if rule in NOTES),
             missing=missing,
         )
+
+
+def turn_name(row: Rows, turn: MessageTurn, text: TokenText) -> str:
+    """The role and number of a message, or what the tokens of a turn are if no message wrote them."""
+    role, number = turn.role.name.lower(), "" if turn.message is None else f" {turn.message}"
+    if turn.role != Role.NONE and turn.message is not None:
+        return role + number
+    spans = list(span_views(row, turn.first_span, turn.last_span))
+    if any(_defines_tools(row, span, text) for span in spans):
+        return "tool definitions"
+    if turn.role != Role.NONE:
+        return role
+    if any(span.rule != Rule.HEADER for span in spans):
+        return f"outside turns{number}"
+    return "end of conversation" if spans[0].part == Part.EOS else "template text"
+
+
+def part_name(row: Rows, span: SpanView, text: TokenText) -> str:
+    """The part of a message that a span is, in words; tool definitions are recognized by their text."""
+    if not _defines_tools(row, span, text):
+        return PARTS[span.part].replace("_", " ")
+    return "tool definitions" if span.message is None or span.part != Part.CONTENT else "content and tool definitions"
+
+
+def _defines_tools(row: Rows, span: SpanView, text: TokenText) -> bool:
+    """Whether the text of a span defines tools. Templates write definitions before, after or into a message."""
+    is_candidate = span.role in (Role.SYSTEM, Role.NONE) or (span.role == Role.USER and span.rule == Rule.HEADER)
+    if not is_candidate or span.stop - span.start < 8:
+        return False
+    return TOOL_DEFINITION.search(text.text(row.ids[span.start : span.stop].tolist(), limit=20_000)) is not None
 
 
 def preview(row: Rows, text: TokenText, limit: int = 80) -> str:

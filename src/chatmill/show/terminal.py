@@ -16,7 +16,16 @@ from rich.text import Text
 
 from chatmill.errors import one_line
 from chatmill.rows import Part, Role, Rows
-from chatmill.show.row_view import MessageTurn, SpanView, is_padding, place_name, span_views, trained_tokens, turns
+from chatmill.show.row_view import (
+    MessageTurn,
+    SpanView,
+    is_padding,
+    place_name,
+    span_views,
+    trained_tokens,
+    turn_name,
+    turns,
+)
 from chatmill.show.text import TokenText
 from chatmill.tokenizer import Tokenizer
 
@@ -83,7 +92,7 @@ def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: boo
                 first, last = turn.missing
                 messages = f"message {first} is" if first == last else f"messages {first} to {last} are"
                 yield Text(f"… {messages} not in this row", style="dim italic")
-            yield _heading(turn)
+            yield _heading(turn, turn_name(row, turn, text))
             body = _body(row, turn, text, plain=plain)
             # Without the line end that closes a turn in many formats, which would display an empty line.
             body.rstrip()
@@ -91,9 +100,8 @@ def conversation_lines(row: Rows, text: TokenText, *, plain: bool, unrolled: boo
                 yield Text(INDENT).append_text(line)
 
 
-def _heading(turn: MessageTurn) -> Text:
-    heading = Text(turn.name, style=f"bold {COLOURS.get(turn.role, '')}".strip())
-    heading.append("" if turn.message is None else f" {turn.message}")
+def _heading(turn: MessageTurn, name: str) -> Text:
+    heading = Text(name, style=f"bold {COLOURS.get(turn.role, '')}".strip())
     for note in turn.notes:
         heading.append(f"  {note}", style="dim italic")
     return heading

@@ -21,7 +21,17 @@ from chatmill.show.dataset import DatasetView
 from chatmill.show.explain import explain_token
 from chatmill.show.index import MAX_SOURCES, Filter, IndexBuilder, SearchHits, SplitIndex, source_bit, sources_of
 from chatmill.show.order_view import OrderView, rows_at, timeline
-from chatmill.show.row_view import is_padding, origin_of, preview, segment_json, span_views, trained_tokens, turns
+from chatmill.show.row_view import (
+    is_padding,
+    origin_of,
+    part_name,
+    preview,
+    segment_json,
+    span_views,
+    trained_tokens,
+    turn_name,
+    turns,
+)
 from chatmill.show.source_record import source_record
 from chatmill.show.text import folded_query, locate
 
@@ -187,7 +197,11 @@ class Viewer:
         first = int(np.searchsorted(row.span_start, start, side="right")) - 1
         last = int(np.searchsorted(row.span_start, stop, side="left"))
         spans = [
-            {**span.to_json(), "target_text": None if span.target is None else text.token(span.target)}
+            {
+                **span.to_json(),
+                "name": part_name(row, span, text),
+                "target_text": None if span.target is None else text.token(span.target),
+            }
             for span in span_views(row, max(0, first), last)
         ]
         return {
@@ -200,7 +214,7 @@ class Viewer:
                 for segment in range(len(row.origins))
             ],
             "turns": [
-                {**asdict(turn), "role": turn.name, "part": None}
+                {**asdict(turn), "role": turn.role.name.lower(), "name": turn_name(row, turn, text)}
                 for segment in range(len(row.origins))
                 for turn in turns(row, segment)
                 if turn.stop > start and turn.start < stop

@@ -134,12 +134,11 @@ function turnOf(turn, tokens) {
   const size = turn.stop - turn.start;
   return el(
     "section",
-    { class: `turn r-${turn.role}`, "aria-label": `${turn.role} ${turn.message ?? ""}` },
+    { class: `turn r-${turn.role}`, "aria-label": turn.name },
     el(
       "h3",
       {},
-      el("span", { class: "role" }, turn.role),
-      turn.message === null ? null : el("span", { class: "number" }, String(turn.message)),
+      el("span", { class: "role" }, turn.name),
       el("span", { class: "small" }, turn.trained ? `${count(turn.trained)} of ${count(size)} trained` : ""),
     ),
     turn.notes.map((note) => el("p", { class: "note" }, note)),
@@ -175,7 +174,7 @@ function listen(body, at) {
       ["token", count(number)],
       ["id", node.dataset.id],
       ["message", span.message === null ? "none" : `${span.role} ${span.message}`],
-      ["part", span.part.replaceAll("_", " ")],
+      ["part", span.name],
       ["weight", String(span.weight)],
       ["rule", span.rule.replaceAll("_", " ")],
     ];
@@ -240,7 +239,7 @@ async function choose(reader, side, at) {
       ["from", said.file === null ? null : `${said.file}:${said.line}`],
       ["source", said.source],
       ["message", said.message === null ? null : `${said.role} ${said.message}`],
-      ["part", said.part.replaceAll("_", " ")],
+      ["part", said.name],
       ["weight", String(said.weight)],
       ["rule", said.rule.replaceAll("_", " ")],
     ].filter(([, value]) => value !== null);
