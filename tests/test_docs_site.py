@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from test_public_api import PACKAGES
 
@@ -59,8 +60,9 @@ def test_every_exported_name_is_on_an_api_page():
         assert f"chatmill.integrations.{name}" in described
 
 
-def test_the_api_pages_are_up_to_date():
-    done = subprocess.run([sys.executable, "scripts/api_pages.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("script", ["api_pages.py", "mask_picture.py"])
+def test_generated_files_are_up_to_date(script):
+    done = subprocess.run([sys.executable, f"scripts/{script}", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
