@@ -86,6 +86,14 @@ def test_search_filter_open_hover_and_click_a_token(watched, chats_url):
     watched.shot("filters")
     page.click("text=Clear all")
 
+    page.select_option("select[name=sort]", "longest")
+    page.wait_for_function("() => /sort=longest/.test(location.hash) && document.querySelector('.pager')")
+    lengths = [
+        int(re.match(r"\d+", text)[0]) for text in page.locator(".items .small span:first-child").all_inner_texts()
+    ]
+    assert len(lengths) == 50 and lengths == sorted(lengths, reverse=True)
+    page.select_option("select[name=sort]", "")
+
     page.fill("#query", "very very shiny")
     page.wait_for_selector(".items mark")
     page.click(".items li:first-child a")
@@ -166,7 +174,7 @@ def test_the_rows_of_a_step_and_the_order_of_an_epoch(watched, chats_url):
     watched.faults.clear()
     page.click("text=Show")
     page.wait_for_selector(".failure")
-    assert "step 99 is not in it" in page.inner_text(".failure")
+    assert "does not contain step 99" in page.inner_text(".failure")
     # A refused question is a line in the console by itself.
     assert all("400" in fault for fault in watched.faults)
     watched.faults.clear()

@@ -14,8 +14,10 @@ from show_fixtures import line, make
 from chatmill.errors import DataError, UsageError
 from chatmill.rows import Role, Rule
 from chatmill.show import index as index_module
+from chatmill.show import index_build
 from chatmill.show.dataset import open_view
-from chatmill.show.index import Filter, IndexBuilder, source_bit
+from chatmill.show.index import SORTS, Filter, source_bit
+from chatmill.show.index_build import IndexBuilder
 from chatmill.show.text import PieceTable, TokenText, find, folded_query, locate
 
 WORDS = ["Mill", "stone", "grain", "Wässer", "ÄÖÜ", "straße", "ΣΑΣ", "wheel", "<|eot|>", "👩\u200d👧", "x"]
@@ -32,8 +34,14 @@ def many(tmp_path_factory):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks and chunks so small that borders are everywhere."""
-    for name, size in (("BLOCK", 64), ("READ", 192), ("CHUNK", 700)):
-        monkeypatch.setattr(index_module, name, size)
+    shrink(monkeypatch)
+    monkeypatch.setattr(index_build, "CHUNK", 700)
+
+
+def shrink(patch) -> None:
+    for module in (index_module, index_build):
+        patch.setattr(module, "BLOCK", 64)
+    patch.setattr(index_module, "READ", 192)
 
 
 def built(shown, folder):
@@ -102,11 +110,57 @@ def test_pages_of_a_search_one_after_the_other_are_all_of_it(many, shared_index,
     assert found == right
 
 
+@settings(max_examples=60)
+@given(
+    st.sampled_from(QUERIES),
+    st.sampled_from(sorted(SORTS)),
+    st.integers(0, 310),
+    st.integers(1, 40),
+    st.integers(0, 90),
+)
+def test_a_search_in_any_order_finds_what_a_look_at_every_episode_finds(
+    many, shared_index, query, sort, start, limit, least
+):
+    shared_index.losses = np.where(np.arange(300) % 3, np.arange(300) * 7 % 13, np.nan).astype(np.float32)
+    order, kept = shared_index.order(sort), shared_index.mask(Filter(least=least))
+    matching = set(naive_cached(many, query)) & set(np.flatnonzero(kept).tolist())
+    found, at, ended = [], start, start >= 300
+    while not ended:
+        part = shared_index.search_in_order(folded_query(query), order, at, limit, kept=kept, seconds=0.0)
+        assert len(part.episodes) <= limit
+        assert part.after > at
+        found += part.episodes
+        at, ended = part.after, part.ended
+    assert found == [number for number in order[start:].tolist() if number in matching]
+
+
+@pytest.mark.parametrize("sort", sorted(SORTS))
+def test_episodes_are_sorted_as_python_sorts_them(many, shared_index, sort):
+    losses = [float("nan") if number % 5 == 0 else (number * 37) % 11 for number in range(300)]
+    shared_index.losses = np.array(losses, dtype=np.float32)
+    rows = [many.row("train", number) for number in range(300)]
+    values = {
+        "tokens": [len(row.ids) for row in rows],
+        "share": [row.mask().sum() / len(row.ids) for row in rows],
+        "loss": losses,
+    }[SORTS[sort].column]
+    sign = -1 if SORTS[sort].descending else 1
+    right = sorted(
+        range(300), key=lambda n: (values[n] != values[n], sign * values[n] if values[n] == values[n] else 0)
+    )
+    assert shared_index.order(sort).tolist() == right
+
+
+def test_sorting_by_loss_needs_the_losses_of_a_run(many, shared_index):
+    shared_index.losses = None
+    with pytest.raises(UsageError, match="name a run that was trained with --log_rows as --run"):
+        shared_index.order("highest_loss")
+
+
 @pytest.fixture(scope="module")
 def shared_index(many, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_module, "BLOCK", 64)
-        patch.setattr(index_module, "READ", 192)
+        shrink(patch)
         yield built(many, tmp_path_factory.mktemp("index"))
 
 
@@ -133,8 +187,7 @@ def odd(tmp_path_factory):
         lines.append(line(*("".join(rng.choice([*ALPHABET], rng.integers(1, 30))) for _ in range(2))))
     shown = make(folder, lines, max_tokens=40, fit="windows", shard_tokens=3000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_module, "BLOCK", 64)
-        patch.setattr(index_module, "READ", 192)
+        shrink(patch)
         index = built(shown, folder / "index")
         texts = []
         for number in range(len(shown.dataset["train"])):

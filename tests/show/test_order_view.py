@@ -112,7 +112,7 @@ def test_the_rows_of_a_step_are_those_that_were_handed_out(shown, logged):
 
 def test_a_step_that_was_not_logged_and_another_dataset_are_refused(shown, logged, tmp_path):
     log, _ = logged
-    with pytest.raises(UsageError, match="step 15 is not in it"):
+    with pytest.raises(UsageError, match="does not contain step 15; expected a step below 15"):
         rows_at(log, 15, shown.path)
     other = make(tmp_path, [line("x", "y") for _ in range(50)])
     with pytest.raises(DataError, match="dataset"):
@@ -133,7 +133,7 @@ def test_a_torn_line_is_shown_as_one(logged, tmp_path):
     torn = tmp_path / "torn.log"
     torn.write_bytes(logged[0].read_bytes()[:-20] + b"\x1b[2J\xff")
     last = timeline(torn)[-1]
-    assert (last["action"], last["fields"]["why"]) == ("torn", "breaks off")
+    assert (last["action"], last["fields"]["why"]) == ("torn", "is truncated")
 
 
 def test_what_is_no_log_is_a_usage_error(tmp_path):

@@ -134,6 +134,30 @@ def test_where_a_config_packs_an_episode_has_neighbours(shown, tmp_path):
     assert all(lengths[n] + sum(lengths[each] for each in others) <= 65 for n, others in together.items())
 
 
+def test_a_sorted_list_waits_for_the_index_and_then_has_pages_in_that_order(shown, tmp_path):
+    viewer = Viewer(shown, cache=tmp_path)
+    page = viewer.episodes("train", sort="longest", limit=5)
+    assert (page["episodes"], page["next"], page["waiting"]) == ([], 0, True)
+    viewer.builder.start()
+    viewer.builder.wait()
+    lengths = [len(shown.row("train", n).ids) for n in range(30)]
+    for options, right in [
+        ({}, sorted(range(30), key=lambda n: -lengths[n])),
+        ({"least": 30}, sorted((n for n in range(30) if lengths[n] >= 30), key=lambda n: -lengths[n])),
+        ({"q": "question 2"}, [n for n in range(29, -1, -1) if f"question {n}".startswith("question 2")]),
+    ]:
+        numbers, start = [], 0
+        while start is not None:
+            page = viewer.episodes("train", sort="longest", start=start, limit=4, **options)
+            assert page["matching"] in (None, len(right))
+            numbers += [each["episode"] for each in page["episodes"]]
+            start = page["next"]
+        assert numbers == right
+    for wrong in ("random", "highest_loss"):
+        with pytest.raises(UsageError, match=f"no such order: {wrong}; expected longest, shortest"):
+            viewer.episodes("train", sort=wrong)
+
+
 def test_a_filter_of_names_that_are_not_there_is_a_usage_error(shown, tmp_path):
     viewer = Viewer(shown, cache=tmp_path)
     viewer.builder.start()

@@ -15,6 +15,7 @@ from chatmill.errors import UsageError
 from chatmill.load.config import LoadConfig
 from chatmill.plain_file import local_path
 from chatmill.show.dataset import open_view
+from chatmill.show.losses import run_losses
 from chatmill.show.order_view import audit_logs
 from chatmill.show.viewer import Viewer
 
@@ -29,6 +30,10 @@ def view(
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="The config of a run, for the order of its epochs and its packing.")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A run trained with --log_rows, to sort episodes by their last loss."),
     ] = None,
     records: Annotated[
         list[Path] | None,
@@ -55,6 +60,7 @@ def view(
     \b
     Examples:
       chatmill view data/chat_sft
+      chatmill view data/chat_sft --run checkpoints/my_sft_model
       chatmill view data/chat_sft --audit logs/audit --config configs/sft1/150M.json --port 8000
     """
     try:
@@ -63,12 +69,14 @@ def view(
         raise UsageError(f"the viewer needs {error.name}: pip install 'chatmill[view]'") from None
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cache = local_path(index) if index else user_cache / "chatmill" / "view"
+    shown = open_view(dataset, tokenizer, token_dtype=token_dtype)
     viewer = Viewer(
-        open_view(dataset, tokenizer, token_dtype=token_dtype),
+        shown,
         cache=cache,
         config=None if config is None else LoadConfig.of_run(config),
         logs=audit_logs(audit or []),
         record_folders=[local_path(folder) for folder in records or [Path()]],
+        losses=None if run is None else run_losses(local_path(run), shown),
     )
 
     def ready(url: str) -> None:

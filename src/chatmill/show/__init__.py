@@ -4,7 +4,8 @@ text, dataset           the text of tokens, escaped and searched; a dataset with
 row_view, explain       the turns, spans and origins of a row; why a token is trained or context
 terminal                rows in the terminal: by span, by turn, by token
 stats, charts, report   statistics of a split, and an HTML page about a dataset
-index                   the viewer's index for filters and search
+index, index_build      the viewer's index for filters, sorting and search
+losses                  the losses that a run logged, by episode
 compare, compare_report chatmill's rows beside those of another library: which tokens each trains, and why
 source_record           the record that a segment was rendered from
 order_view              when an episode is trained; the rows of a training step

@@ -16,7 +16,7 @@ from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.batch import segments_from_end
 from chatmill.load.config import LoadConfig
 from chatmill.load.plan import WINDOW, Cursor, LoadPlan, datasets_hash
-from chatmill.load.source import conversation, open_sources
+from chatmill.load.source import DataSource, conversation, open_sources
 from chatmill.plain_file import local_path
 from chatmill.remote.urls import Place
 from chatmill.rows import Index, offsets
@@ -126,20 +126,23 @@ def rows_at(log: Path, step: int, dataset: Place) -> dict[str, Any]:
     Episodes have their numbers in the dataset, also where the run mixed its sources.
     """
     replayed = replay_step(log, step, dataset)
-    episodes = in_whole(replayed.plan, replayed.step.episodes)
+    episodes = in_whole(replayed.plan.sources, replayed.plan.split, replayed.step.episodes)
     rows = [episodes[start:stop].tolist() for start, stop in pairwise(replayed.step.first.tolist())]
     epoch, split = replayed.step.at.epoch, replayed.plan.split
     return {"step": step, "epoch": epoch, "split": split, "line": replayed.line, "rows": rows}
 
 
-def in_whole(plan: LoadPlan, episodes: Index) -> Index:
-    """The numbers in their dataset of episodes that a plan numbers over the sources of it; else as they are."""
-    whole = plan.sources[0].dataset.whole
+def in_whole(sources: Sequence[DataSource], split: str, episodes: Index) -> Index:
+    """The numbers in their dataset of episodes that are numbered over some sources of it.
+
+    If the sources are whole datasets, the numbers are returned as they are.
+    """
+    whole = sources[0].dataset.whole
     if whole is None:
         return episodes
-    shards = whole[plan.split].shards
+    shards = whole[split].shards
     first = dict(zip((shard.folder for shard in shards), _starts(shards), strict=False))
-    mine = [shard for source in plan.sources for shard in source.episodes(plan.split).shards]
+    mine = [shard for source in sources for shard in source.episodes(split).shards]
     start = _starts(mine)
     at = np.searchsorted(start, episodes, side="right") - 1
     return episodes - start[at] + np.array([first[shard.folder] for shard in mine], dtype=np.int64)[at]

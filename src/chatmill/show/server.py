@@ -94,7 +94,7 @@ def application(viewer: Viewer) -> ASGIApp:
     api: dict[str, Endpoint] = {
         "/api/about": _call(viewer.about),
         "/api/progress": _call(viewer.progress),
-        "/api/{split}/episodes": _call(viewer.episodes, **FILTERS, q="", start=0, limit=PAGE),
+        "/api/{split}/episodes": _call(viewer.episodes, **FILTERS, q="", sort="", start=0, limit=PAGE),
         "/api/{split}/episode/{number:index}": _call(viewer.episode, start=0, q=""),
         "/api/{split}/episode/{number:index}/token/{token:index}": _call(viewer.explain),
         "/api/{split}/episode/{number:index}/record/{segment:index}": _call(viewer.record),

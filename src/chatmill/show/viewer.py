@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chatmill.errors import DataError, UsageError, one_line
 from chatmill.load.config import LoadConfig
 from chatmill.rows import Index, Role, Rows, Rule
 from chatmill.show.dataset import DatasetView
 from chatmill.show.explain import explain_token
-from chatmill.show.index import MAX_SOURCES, Filter, IndexBuilder, SearchHits, SplitIndex, source_bit, sources_of
+from chatmill.show.index import MAX_SOURCES, SORTS, Filter, SearchHits, SplitIndex, source_bit, sources_of
+from chatmill.show.index_build import IndexBuilder
 from chatmill.show.order_view import OrderView, rows_at, timeline
 from chatmill.show.row_view import (
     is_padding,
@@ -56,19 +58,29 @@ class Viewer:
         config: LoadConfig | None = None,
         logs: Sequence[Path] = (),
         record_folders: Sequence[Path] = (),
+        losses: NDArray[np.float32] | None = None,
     ) -> None:
+        """`losses` are those of the training episodes in a run: see `run_losses`."""
         self._view = view
         self._order = OrderView(view.path, replace(config or LoadConfig(), token_dtype=view.dataset.token_dtype))
         self._logs = list(logs)
         self._folders = list(record_folders)
         self.builder = IndexBuilder(view, cache)
+        if losses is not None:
+            self.builder.indexes["train"].losses = losses
+        self._sorted = lru_cache(maxsize=2)(SplitIndex.order)
         self._mask = lru_cache(maxsize=8)(lambda index, wanted, filtered: index.mask(wanted))
 
     def about(self) -> dict[str, Any]:
         """The dataset, its splits, and the values that filters can have."""
         view, dataset, config = self._view, self._view.dataset, self._order.config
         splits = {
-            name: {"episodes": len(dataset[name]), "tokens": dataset[name].num_tokens, "sources": self.sources(name)}
+            name: {
+                "episodes": len(dataset[name]),
+                "tokens": dataset[name].num_tokens,
+                "sources": self.sources(name),
+                "sorts": self._sorts(name),
+            }
             for name in dataset.splits
         }
         return {
@@ -89,6 +101,10 @@ class Viewer:
         """The names of the sources that a filter can choose."""
         names = [one_line(source, 80) for source in sources_of(self._view.dataset[split])]
         return names if len(names) <= MAX_SOURCES else [*names[: MAX_SOURCES - 1], "(any other)"]
+
+    def _sorts(self, split: str) -> list[str]:
+        has_losses = self.builder.indexes[split].losses is not None
+        return [name for name, sort in SORTS.items() if has_losses or sort.column != "loss"]
 
     def progress(self) -> dict[str, Any]:
         """How much of each split is indexed."""
@@ -114,13 +130,15 @@ class Viewer:
         rule: Sequence[str] = (),
         source: str = "",
         q: str = "",
+        sort: str = "",
         start: int = 0,
         limit: int = PAGE,
         **bounds: Any,
     ) -> dict[str, Any]:
         """Some episodes from `start` on that contain the text `q` and pass the filter; `bounds` are those of `Filter`.
 
-        `next` is where to continue, None at the end; `waiting` says that more has to be indexed first.
+        They are in the order of the dataset, or in one of `SORTS`, and `start` is a position in it. `next` is where to
+        continue, None at the end; `waiting` means that more has to be indexed first.
         """
         count, index = len(self._view.dataset[split]), self.builder.indexes[split]
         try:
@@ -132,8 +150,10 @@ class Viewer:
             )
         except (KeyError, ValueError) as error:
             raise UsageError(f"no such role, rule or source: {one_line(str(error), 80)}") from None
-        start, limit = max(0, start), min(max(1, limit), MAX_PAGE)
-        hits, known, matching = self._matching(index, wanted, q, start, limit)
+        if sort and sort not in self._sorts(split):
+            raise UsageError(f"no such order: {one_line(sort, 80)}; expected {', '.join(self._sorts(split))}")
+        start, limit = min(max(0, start), count), min(max(1, limit), MAX_PAGE)
+        hits, known, matching = self._matching(index, wanted, q, sort, start, limit)
         more = not hits.ended or known < count
         return {
             "episodes": [self._summary(split, number, q) for number in hits.episodes],
@@ -145,11 +165,11 @@ class Viewer:
         }
 
     def _matching(
-        self, index: SplitIndex, wanted: Filter, q: str, start: int, limit: int
+        self, index: SplitIndex, wanted: Filter, q: str, sort: str, start: int, limit: int
     ) -> tuple[SearchHits, int, int | None]:
         """The hits, how many episodes are indexed, and how many match, if that is known."""
         count, is_open = index.count, wanted == Filter()
-        if not q and is_open:
+        if not q and not sort and is_open:
             stop = min(count, start + limit)
             return SearchHits(list(range(start, stop)), stop, ended=stop == count), count, count
         if index.error is not None:
@@ -158,6 +178,19 @@ class Viewer:
             raise DataError(f"there is no text to search: {self._view.without_text}")
         # The number of episodes is part of the key of the cache, because the mask grows with it.
         kept = None if is_open else self._mask(index, wanted, index.filtered)
+        if sort:
+            # An order needs all episodes, so nothing is listed until they are indexed.
+            known = index.searched if q else index.filtered
+            if known < count:
+                return SearchHits([], start, ended=True), known, None
+            order = self._sorted(index, sort)
+            if q:
+                return index.search_in_order(folded_query(q), order, start, limit, kept=kept), known, None
+            positions = np.arange(count) if kept is None else np.flatnonzero(kept[order])
+            first = int(np.searchsorted(positions, start))
+            after = int(positions[first + limit]) if first + limit < len(positions) else count
+            page = order[positions[first : first + limit]].tolist()
+            return SearchHits(page, after, ended=after == count), known, len(positions)
         if q:
             # Read before searching: what is indexed meanwhile may not have been searched.
             known = index.searched
@@ -180,10 +213,16 @@ class Viewer:
             "tokens": len(row.ids),
             "trained": trained_tokens(row),
             "segments": len(row.origins),
+            "loss": self._loss(split, number),
             "place": None if file is None else f"{one_line(Path(file).name, 80)}:{line}",
             "map": strip(row),
             **text,
         }
+
+    def _loss(self, split: str, number: int) -> float | None:
+        """The loss of an episode in the run that was named, if it has one."""
+        losses = self.builder.indexes[split].losses
+        return None if losses is None or not np.isfinite(losses[number]) else float(losses[number])
 
     # One episode.
 
@@ -209,6 +248,7 @@ class Viewer:
             "episode": number,
             "tokens": len(row.ids),
             "trained": trained_tokens(row),
+            "loss": self._loss(split, number),
             "segments": [
                 {**_escaped(segment_json(row, segment), file=300, source=80), "padding": is_padding(row, segment)}
                 for segment in range(len(row.origins))

@@ -29,6 +29,7 @@ export function place() {
     view: ["order", "audit"].includes(view) ? view : "episodes",
     split: params.get("split") ?? "",
     q: params.get("q") ?? "",
+    sort: params.get("sort") ?? "",
     start: Number(params.get("start") ?? 0) || 0,
     episode: params.has("episode") ? Number(params.get("episode")) : null,
     token: params.has("token") ? Number(params.get("token")) : null,
@@ -49,6 +50,7 @@ export function address(changes, from = place()) {
   };
   put("split", to.split);
   put("q", to.q);
+  put("sort", to.sort);
   for (const name of FILTERS) for (const value of to.filters[name] ?? []) put(name, value);
   put("start", to.start, 0);
   put("episode", to.episode);

@@ -31,7 +31,8 @@ function draw(reader, side, answer, at, about) {
   open = { key: null, spans: [], found: answer.found, next: answer.stop, tokens: answer.tokens };
   const only = answer.segments.length === 1 ? answer.segments[0] : null;
   const where = only ? placeName(only) : plural(answer.segments.length, "segment");
-  const label = `${plural(answer.tokens, "token")}, ${share(answer.trained, answer.tokens)} trained`;
+  const loss = answer.loss === null ? "" : `, loss ${answer.loss.toFixed(3)}`;
+  const label = `${plural(answer.tokens, "token")}, ${share(answer.trained, answer.tokens)} trained${loss}`;
   const button = (words, title, act) => el("button", { type: "button", title, on: { click: act } }, words);
   const reading = localStorage.getItem("reading") === "1";
   const body = el("div", { class: `turns${reading ? " reading" : ""}`, data: { last: "" } });

@@ -15,7 +15,7 @@ export async function showEpisodes(content, at, about, fresh) {
       el(
         "div",
         { class: "browse" },
-        el("section", { class: "finder", "aria-label": "Episodes" }, filters(at, about), el("div", { class: "found" })),
+        el("section", { class: "finder", "aria-label": "Episodes" }, filters(at, about), sorting(at, about), el("div", { class: "found" })),
         el("article", { class: "reader", "aria-label": "Episode" }),
         el("aside", { class: "side", "aria-label": "About the token and the episode" }),
       ),
@@ -23,7 +23,8 @@ export async function showEpisodes(content, at, about, fresh) {
     shown = { key: null, start: 0, numbers: [], next: null };
     before = [];
   }
-  const key = JSON.stringify([at.split, at.q, at.filters]);
+  content.querySelector(".sorting select").value = at.sort;
+  const key = JSON.stringify([at.split, at.q, at.sort, at.filters]);
   if (key !== shown.key) before = [];
   const listing = key !== shown.key || at.start !== shown.start ? list(content.querySelector(".found"), at, key) : null;
   content.querySelector(".browse").classList.toggle("empty", at.episode === null);
@@ -73,6 +74,31 @@ export function legend() {
     roles.map((role) => el("span", { class: `sample r-${role}` }, role)),
     el("span", { class: "sample r-assistant w" }, "trained"),
     el("span", { class: "sample r-assistant" }, "context"),
+  );
+}
+
+// Sorting.
+
+const SORTS = {
+  longest: "longest first",
+  shortest: "shortest first",
+  most_trained: "largest trained share first",
+  least_trained: "smallest trained share first",
+  highest_loss: "highest loss first",
+  lowest_loss: "lowest loss first",
+};
+
+function sorting(at, about) {
+  return el(
+    "label",
+    { class: "sorting" },
+    el("span", {}, "Sort"),
+    el(
+      "select",
+      { name: "sort", on: { change: (event) => go({ sort: event.target.value, start: 0 }) } },
+      el("option", { value: "" }, "in the order of the dataset"),
+      about.splits[at.split].sorts.map((name) => el("option", { value: name }, SORTS[name])),
+    ),
   );
 }
 
@@ -191,7 +217,7 @@ async function list(box, at, key) {
   try {
     do {
       const limit = PAGE - shown.numbers.length;
-      answer = await ask(`${at.split}/episodes`, { ...at.filters, q: at.q, start: next, limit });
+      answer = await ask(`${at.split}/episodes`, { ...at.filters, q: at.q, sort: at.sort, start: next, limit });
       if (mine !== asked) return;
       for (const each of answer.episodes) {
         items.append(item(each, at));
@@ -270,6 +296,7 @@ export function item(each, at) {
         { class: "line small" },
         el("span", {}, plural(each.tokens, "token")),
         el("span", {}, `${share(each.trained, each.tokens)} trained`),
+        each.loss === null ? null : el("span", {}, `loss ${each.loss.toFixed(3)}`),
       ),
     ),
   );

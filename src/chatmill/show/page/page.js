@@ -70,7 +70,7 @@ function drawHead(at) {
     el(
       "a",
       {
-        href: address({ split, start: 0, episode: null, token: null, filters: { source: [] } }, at),
+        href: address({ split, start: 0, sort: "", episode: null, token: null, filters: { source: [] } }, at),
         "aria-current": split === at.split ? "true" : null,
         title: `${count(each.tokens)} tokens`,
       },
